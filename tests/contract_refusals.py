@@ -98,7 +98,7 @@ def check_operations_without_a_meaning(comm: Any, kit: Any) -> None:
             yield from refused_reductions(gs.UnsupportedDtype, comm, np.zeros(comm.world_size, dtype), "sum")
         for wrong in ("average", "", None, 1, np.add):
             yield from refused_reductions(
-                gs.InvalidArgument, comm, kit.put(np.zeros(comm.world_size)), wrong, "op must be one of"
+                gs.InvalidArgument, comm, kit.put(np.zeros(comm.world_size)), wrong, "op needs to be one of"
             )
 
     interleaved(comm, kit, attempts())
@@ -116,7 +116,9 @@ def check_what_the_errors_advise(comm: Any, kit: Any) -> None:
     def attempts() -> Iterator[None]:
         who = f"rank {comm.rank}/{comm.world_size}: "
         out = "got an array: pass out= by name"
-        yield from refused(gs.InvalidArgument, lambda: comm.all_reduce(array, array), f"{who}all_reduce: op must be")
+        yield from refused(
+            gs.InvalidArgument, lambda: comm.all_reduce(array, array), f"{who}all_reduce: op needs to be"
+        )
         yield from refused(gs.InvalidArgument, lambda: comm.all_reduce(array, array), out)
         yield from refused(gs.InvalidArgument, lambda: comm.gather(array, array), out)
         booleans = kit.put(np.zeros(comm.world_size, bool))
@@ -310,7 +312,7 @@ def check_scatter_without_room(comm: Any, kit: Any) -> None:
     def attempts() -> Iterator[None]:
         root = (comm.rank + 1) % comm.world_size
         if root != comm.rank:
-            text = f"needs out= on every rank but its root, rank {root}"
+            text = "needs out= on every rank but the root"
             yield from refused(gs.InvalidArgument, lambda: comm.scatter(None, root), text)
         text = "needs an array on its root, which is this rank; got None"
         yield from refused(gs.InvalidArgument, lambda: comm.scatter(None, comm.rank), text)

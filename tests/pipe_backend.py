@@ -20,7 +20,7 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
-from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts, await_news, raise_if_left
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, raise_if_left
 from gradsync.errors import RankFailed
 from gradsync.machine import run_with_timeout
 from gradsync.reduction import Array, ReduceOp, reduce_into
@@ -61,7 +61,7 @@ class PipeBackend(Backend):
         self._pipes = pipes
         self._writers = {peer: _Writer(pipe) for peer, pipe in pipes.items()}
         self._came: dict[tuple[int, bytes], deque[bytes]] = defaultdict(deque)
-        self._verdicts = Verdicts(client, self.recorder)
+        self._failures = FailureMonitor(client, self.recorder)
         self._departures = f"pipes/{group}/closed"
         self._begun = 0
 
@@ -185,18 +185,18 @@ class PipeBackend(Backend):
                     self._came[peer, frame[:1]].append(frame[1:])
                     continue
             except (EOFError, OSError) as error:
-                await_news(NEWS_SECONDS, lambda: self._look(position, whom))
+                await_cause(CAUSE_SECONDS, lambda: self._look(position, whom))
                 raise RankFailed(f"{self.label}: the pipe to rank {whom[0]} has ended", rank=whom[0]) from error
             waited_seconds = time.monotonic() - began
             self._look(position, whom)
-            self._verdicts.warn(waited_seconds, whom)
+            self._failures.warn(waited_seconds, whom)
             if waited_seconds > self.timeout_seconds:
-                self._verdicts.give_up(waited_seconds, whom)
+                self._failures.time_out(waited_seconds, whom)
         return came.popleft()
 
     def _look(self, position: float, ranks: Sequence[int]) -> None:
         """Raises why a wait for these ranks is in vain, where it is."""
-        self._verdicts.check()
+        self._failures.check()
         raise_if_left(self.client, self._departures, self.label, position, ranks)
 
     # -- Ending ------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class PipeBackend(Backend):
         self.client.announce_left(self._departures, self._begun)
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        if not self._verdicts.was_heard:
+        if not self._failures.was_raised:
             self.client.report_failure(reason, culprit=culprit)
 
     def release(self) -> None:

@@ -21,9 +21,9 @@ import gradsync as gs
 from contract import expect, wait_until
 from gradsync import process_group
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.failures import CAUSE_SECONDS
 from gradsync.communicators.nccl import connect
 from gradsync.communicators.nccl.library import Nccl
-from gradsync.communicators.verdicts import NEWS_SECONDS
 from kits import bring_to_rest
 
 SECONDS = 30.0  # for what must come at all
@@ -99,7 +99,7 @@ def leave_the_plan_with_slow_texts(comm: Any) -> None:
 
     def read_slowly(*arguments: Any) -> str:
         wait_until(comm._backend._nccl.has_failed)
-        time.sleep(NEWS_SECONDS + 0.5)
+        time.sleep(CAUSE_SECONDS + 0.5)
         return read(*arguments)
 
     agreement._read = read_slowly

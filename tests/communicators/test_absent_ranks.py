@@ -17,7 +17,7 @@ import pytest
 import gradsync as gs
 from contract import expect
 from gradsync import process_group
-from gradsync.communicators import verdicts
+from gradsync.communicators import failures
 from places import GPU, SHM, STAND_IN_STUCK, Place, on
 
 SECONDS = 30.0  # for what must come at all
@@ -107,7 +107,7 @@ def warn_and_go_on(comm: Any, collective: str, fifo: str, in_group: bool = False
     for _ in range(10):
         step(comm, collective)
     comm.barrier()  # from here on, only rank 1 is late
-    verdicts.WARN_AFTER_SECONDS = 0.2
+    failures.WARN_AFTER_SECONDS = 0.2
     if is_late:
         with open(fifo, "rb", buffering=0) as told:
             told.read(1)
@@ -160,7 +160,7 @@ def test_who_is_waited_for_in_a_group_has_its_number_in_the_world(
 
 def compute_alone(comm: Any) -> None:
     comm.barrier()
-    verdicts.WARN_AFTER_SECONDS = 0.1
+    failures.WARN_AFTER_SECONDS = 0.1
     time.sleep(1.5)  # every rank computes past both limits, and nobody waits
     assert not verdict_is_there()
 
@@ -194,7 +194,7 @@ def wait_for_each_other(comm: Any, first: str) -> tuple[tuple[int, ...], str]:
     mine, room = np.full(3, comm.rank), np.zeros(3, int)
     comm.exchange(mine, dest=after, out=room, source=before)  # which does both at once
     assert (room == before).all()
-    verdicts.WARN_AFTER_SECONDS = 0.2
+    failures.WARN_AFTER_SECONDS = 0.2
     meet = partial(comm.send, mine, after) if first == "send" else partial(comm.recv, room, before)
     error = expect(gs.CollectiveTimeout, lambda: FIRST[comm.rank](meet))
     expect(gs.CommunicatorClosed, comm.barrier)
@@ -228,7 +228,7 @@ def wait_in_a_launched_message(comm: Any) -> str:
     mine, room = np.full(3, comm.rank), np.zeros(3, int)
     for _ in range(10):
         comm.exchange(mine, dest=1 - comm.rank, out=room, source=1 - comm.rank)
-    verdicts.WARN_AFTER_SECONDS = 0.2
+    failures.WARN_AFTER_SECONDS = 0.2
     if comm.rank == 1:
         client: Any = process_group._client
         error = expect(gs.CollectiveTimeout, lambda: client.get("nobody sets this", timeout_seconds=SECONDS))

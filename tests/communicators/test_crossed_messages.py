@@ -14,10 +14,10 @@ import pytest
 import gradsync as gs
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.backend import Message
+from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.shared_memory import barrier as shared_barrier
 from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
 from gradsync.communicators.shared_memory.point_to_point import SharedChannels
-from gradsync.communicators.verdicts import Verdicts
 from gradsync.diagnostics.recorder import FlightRecorder
 
 BARRIER = agreement_on("barrier", (), None, "")
@@ -51,7 +51,7 @@ class Rank:
         self.client = SilentClient()
         recorder = FlightRecorder("world")
         recorder.begin(agreement_on("recv", (), None, ""))
-        told = Verdicts(self.client, recorder)  # type: ignore[arg-type]
+        told = FailureMonitor(self.client, recorder)  # type: ignore[arg-type]
         header = header_bytes(world_size)
         self.barrier = SharedBarrier(memory[:header], rank, world_size, timeout_seconds, told, ranks=ranks)
         self.channels = SharedChannels(memory[header:], rank, world_size, self.barrier)

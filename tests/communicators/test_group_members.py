@@ -24,8 +24,8 @@ def leave_out(comm: Any) -> list[str]:
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 3), *on(STAND_IN, 3)])
 def test_a_rank_that_is_left_out_is_told(place: Place, world_size: int) -> None:
     _, (of_new_group, of_split), _ = place.run(world_size, leave_out)
-    assert of_new_group == "<NonMember: rank 1/3 is no member of the group of ranks 0,2>"
-    assert of_split == "<NonMember: rank 1/3 is no member of any group of a split in which its color was None>"
+    assert of_new_group == "<NonMember: rank 1/3 is not a member of the group of ranks 0,2>"
+    assert of_split == "<NonMember: rank 1/3 is not a member of any group of a split in which its color was None>"
 
 
 # -- How members wait -----------------------------------------------------------------------------------------------
@@ -40,8 +40,8 @@ def test_members_that_name_different_ranks_are_told_what_to_do(place: Place, wor
     texts = place.run(world_size, name_different_ranks, collective_timeout_seconds=2.5)
     assert any(text.startswith(f"rank {rank}/3: new_group of the ranks 0,1") for rank, text in enumerate(texts)), texts
     for text in texts:  # the first to give up is told to the others
-        assert "every member must call new_group, all with the same ranks" in text
-        assert "missing: rank" in text
+        assert "every member must call new_group with the same ranks" in text
+        assert "for rank" in text
 
 
 def end_beside_the_making(comm: Any, how: str) -> tuple[str, float]:

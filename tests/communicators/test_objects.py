@@ -87,7 +87,7 @@ def test_an_object_that_does_not_pickle_is_told_to_all() -> None:
         "objects.gather moved nothing: rank 1: its object does not pickle",
         "objects.broadcast moved nothing: rank 0: its object does not pickle",
         "objects.scatter moved nothing: rank 0: its object for rank 1 does not pickle",
-        "rank 1: its object does not pickle: Nameless: (its text cannot be made: RuntimeError)",
+        "rank 1: its object does not pickle: Nameless: (its __str__ raised RuntimeError)",
         "rank 0: needs a list of 2 objects, one for each rank, got 3",
         "rank 0: needs a list of 2 objects, one for each rank, got int",
     ]
@@ -120,7 +120,9 @@ def come_back(comm: Any) -> str:
 def test_an_object_that_does_not_unpickle_fails_where_it_does_not() -> None:
     culprit, other = run_ranks(2, come_back)
     assert other == "2"
-    assert culprit.startswith("rank 0/2: objects.all_gather brought an object of rank 0 that does not unpickle here: ")
+    assert culprit.startswith(
+        "rank 0/2: objects.all_gather received an object from rank 0 that does not unpickle here: "
+    )
     assert "LookupError: no such class" in culprit
 
 

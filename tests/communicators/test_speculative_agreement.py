@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from one_at_a_time import Baton, Client, Rendezvous
 
 import gradsync as gs
-from gradsync.communicators import verdicts
+from gradsync.communicators import failures
 from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.nccl import speculative_agreement
 from gradsync.communicators.nccl.speculative_agreement import History, SpeculativeAgreement
-from gradsync.communicators.verdicts import Verdicts
 from gradsync.diagnostics.recorder import FlightRecorder
 
 
@@ -27,7 +27,7 @@ def made(client: Any, seconds: float = 30.0) -> SpeculativeAgreement:
     recorder = FlightRecorder("world")
     recorder.begin(agreement(1))
     label = f"rank {client.rank}/{client.world_size}"
-    return SpeculativeAgreement(client, "world", label, seconds, Verdicts(client, recorder))
+    return SpeculativeAgreement(client, "world", label, seconds, FailureMonitor(client, recorder))
 
 
 def go_on(agreements: SpeculativeAgreement, digest: int) -> None:
@@ -229,7 +229,7 @@ def time_out(client: Client, *_: Any, **__: Any) -> Any:
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, _, client = single(monkeypatch, seconds=1.01)
     monkeypatch.setattr(client, "agree", partial(time_out, client))
-    monkeypatch.setattr(verdicts, "WARN_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(failures, "WARN_AFTER_SECONDS", 0.0)
     reports: list[Any] = []
 
     def report_stuck(*report: Any) -> Any:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.communicators.agreement import Agreement, agreement_on
+from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.nccl import store_path
 from gradsync.communicators.nccl.store_path import StorePath
-from gradsync.communicators.verdicts import Verdicts
 from gradsync.diagnostics.recorder import FlightRecorder
 from gradsync.rendezvous import store
 from gradsync.rendezvous.client import RendezvousClient
@@ -47,7 +47,7 @@ def run_paths(
         with RendezvousClient.connect(server.address, secret=SECRET, rank=rank, world_size=len(works)) as client:
             recorder = FlightRecorder("world")
             recorder.begin(MOVING)
-            path = StorePath(client, "world", Verdicts(client, recorder), timeout_seconds, agreed, look_around)
+            path = StorePath(client, "world", FailureMonitor(client, recorder), timeout_seconds, agreed, look_around)
             try:
                 return works[rank](path, client)
             except gs.GradsyncError as error:

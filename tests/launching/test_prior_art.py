@@ -175,7 +175,7 @@ NODE = """
     import os, sys
     import gradsync as gs
     from gradsync import process_group
-    from gradsync.communicators import verdicts
+    from gradsync.communicators import failures
 
     init_process_group = process_group.init_process_group
     rank = os.environ.get("RANK")
@@ -185,7 +185,7 @@ NODE = """
 
     def init_slowly(*arguments):
         group = init_process_group(*arguments)
-        verdicts.WARN_AFTER_SECONDS = 0.0
+        failures.WARN_AFTER_SECONDS = 0.0
         if rank == "2":
             os.read(gate, 1)
         tell("is initialised")

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.communicators.backend import ResidentMemory
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.pieces import CACHE_LINE_BYTES
-from gradsync.communicators.resident import ResidentMemory
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, dtype_of
 

@@ -1,4 +1,4 @@
-"""What a rank believes all ranks are about to do, as 8 bytes to compare and a text to read when they differ."""
+"""Agreements: a collective as an 8-byte digest for the ranks to compare, and as a text for PlanMismatch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gradsync.diagnostics import size_text
 from gradsync.errors import Caller, PlanMismatch, caller
 
 try:
-    from _blake2 import blake2b  # hashlib's own, without OpenSSL, which takes 4 ms to load at every start
+    from _blake2 import blake2b  # hashlib's implementation, without OpenSSL, which takes 4 ms to load
 except ImportError:
     from hashlib import blake2b
 
-# Between a description's place, its kind and its callback, where it travels.
-_BETWEEN = "\x1f"
+# Separates a description's place, kind and callback when it is sent.
+_SEPARATOR = "\x1f"
 _ONE_ORDER = (
-    "\n  the ranks use different callbacks here: use them in one order on all ranks; where that is so, and the ranks "
-    'make them at different lines or in threads, name each on all ranks: gs.AllreduceCallback(..., name="generator")'
+    "\n  the ranks use different callbacks here: use them in the same order on all ranks. If the order is the same and "
+    'the ranks make them at different lines or in threads, name them: gs.AllreduceCallback(..., name="generator")'
 )
 _UNHARMED = "no data was moved"
 _BROKEN = (
@@ -32,18 +32,18 @@ _BROKEN = (
 )
 
 
-#: In place of a number of rows that may differ from rank to rank.
+#: Replaces a number of rows that may differ between ranks.
 ROWS = "rows"
 
 Shape = tuple[int | str, ...]
 
 
 class _OnBehalf(threading.local):
-    """For whom a thread of gradsync's own runs a collective, or asks about one.
+    """The program's place in the code, while a thread of gradsync runs a collective for it.
 
     Attributes:
-        submitted_at: the line that has submitted it.
-        thread: which waits meanwhile.
+        submitted_at: the line that has submitted the collective.
+        thread: the identifier of the program's thread that waits for it.
     """
 
     submitted_at: Caller | None = None
@@ -54,9 +54,9 @@ on_behalf = _OnBehalf()
 
 
 def place_of_caller() -> str:
-    """Returns where this rank's program calls the collective, e.g. "at train.py:41 in step"; "" where nobody knows.
+    """Returns the line that calls the collective, e.g. "at train.py:41 in step"; "" if it cannot be found.
 
-    Looked up only after a mismatch: the call has not returned then, and the stack has the line.
+    Only called after a mismatch: the call has not returned then, so the stack has the line.
     """
     if on_behalf.submitted_at is not None:
         return f"submitted at {on_behalf.submitted_at}"
@@ -68,17 +68,17 @@ class Agreement(NamedTuple):
     """One event on which all ranks must agree.
 
     Attributes:
-        digest: 64 bits, equal on two ranks when, and for all practical purposes only when, they mean the same.
-        describe: makes the text for the error; called only after a mismatch.
-        event: position among the events of a step, or None outside a step.
-        summarise: makes the line for the flight recorder, called only when somebody reads that; None takes the first
-            line of the description. Like `describe` it keeps no array alive.
-        is_message: whether it is between two ranks only; then it does not count among the group's collectives.
-        item: what each line of the description after the first is about, with {} for its number.
-        tell: makes what the flight recorder's dumps have of it, in parts; None where there are none.
-        kind: "bucket" or "flush" of a step of gradients, or a callback's "first use"; "" elsewhere. For the advice
-            after a mismatch, as is the next one.
-        callback: makes what errors call the callback whose event it is; None, or "", where none is to be told apart.
+        digest: 64 bits; equal on two ranks if, and in practice only if, they run the same event.
+        describe: returns the text for the error; called only after a mismatch.
+        event: position among the events of a step; None outside of a step.
+        summarise: returns the line for the flight recorder; called only when the recorder is read. None takes the first
+            line of the description. Neither function keeps an array alive.
+        is_message: whether it is a message between two ranks, which does not count among the group's collectives.
+        item: the name of each line of the description after the first, with {} for its number.
+        tell: returns the fields for the flight recorder's dumps; None if there are none.
+        kind: "bucket" or "flush" of a step of gradients, or a callback's "first use"; "" otherwise. For the advice
+            after a mismatch, like `callback`.
+        callback: returns the callback's name in errors; None or "" if there is only one callback.
     """
 
     digest: int
@@ -92,21 +92,21 @@ class Agreement(NamedTuple):
     callback: Callable[[], str] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the ranks are about to do in parts, for the flight recorder's dumps."""
+        """Returns the fields of the event, for the flight recorder's dumps."""
         return {} if self.tell is None else self.tell()
 
     def text_for_others(self, place: str | None = None) -> str:
-        """Returns what `Description.parse` reads, after a mismatch: first what nothing cuts off, place and kind.
+        """Returns the text that `Description.parse` reads on other ranks; place and kind are first, never cut off.
 
         Args:
-            place: where in the program; None is where it is now.
+            place: the line in the program; None is the current one.
         """
         callback = "" if self.callback is None else self.callback()
         about = [place_of_caller() if place is None else place, self.kind, callback]
-        return f"{_BETWEEN.join(about)}\n{self.describe()}"
+        return f"{_SEPARATOR.join(about)}\n{self.describe()}"
 
     def headline(self) -> str:
-        """Returns what the ranks are about to do in one line, for the flight recorder."""
+        """Returns the event in one line, for the flight recorder."""
         return (self.summarise or self.describe)().partition("\n")[0]
 
 
@@ -125,13 +125,13 @@ def agreement_on(
     *,
     is_message: bool = False,
 ) -> Agreement:
-    """Returns the agreement for a single collective; cached, because loops repeat themselves.
+    """Returns the agreement on a single collective; cached, because loops repeat their collectives.
 
     Args:
-        collective: its name.
-        shape: of the arrays; ROWS in place of a number that ranks need not have in common.
-        dtype: of the arrays. Equal ones give equal agreements, as they do in the cache.
-        detail: whatever else the ranks must have in common.
+        collective: the collective's name.
+        shape: the arrays' shape; ROWS replaces a number of rows that may differ between ranks.
+        dtype: the arrays' dtype. Dtypes that compare equal give equal agreements.
+        detail: anything else that must be equal on all ranks.
         is_message: see Agreement.
     """
     dtype = None if dtype is None else _plain(dtype)
@@ -157,7 +157,7 @@ def _summary(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, 
 def _facts(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, detail: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"collective": collective}
     if detail:
-        facts["detail"] = detail  # an operator, a root, the two ranks of a message
+        facts["detail"] = detail  # e.g. an operator, a root, the two ranks of a message
     if dtype is not None:
         facts |= {"dtype": str(dtype), "shape": list(shape)}
         if all(isinstance(length, int) for length in shape):
@@ -170,7 +170,7 @@ def _array_text(dtype: np.dtype[np.generic], shape: Shape) -> str:
 
 
 def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns a dtype without what equal ones may differ in, for their texts would too: numpy.record, alignment."""
+    """Returns a dtype without details in which equal dtypes, and so their texts, differ: numpy.record, alignment."""
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return np.dtype((_plain(base), shape))
@@ -189,13 +189,13 @@ def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class Description(NamedTuple):
-    """What one rank was about to do.
+    """The collective that one rank was about to run, in words.
 
     Attributes:
-        headline: in one line.
+        headline: the collective in one line.
         first: number of the first gradient in `lines`.
-        lines: one for each gradient from there on, as many as there was room for.
-        place: where in its program, as place_of_caller has it.
+        lines: one line for each gradient from there on, as many as fit.
+        place: the line in its program, as from place_of_caller.
         kind, callback: see Agreement.
     """
 
@@ -213,15 +213,15 @@ class Description(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, first: int = 0) -> Description:
-        """Returns the description whose lines stand in the text: the place, the headline, and those from `first` on."""
+        """Returns the description in a text of place, headline and lines; the lines begin with number `first`."""
         about, _, described = text.partition("\n")
-        place, kind, callback = [*about.split(_BETWEEN), "", ""][:3]
+        place, kind, callback = [*about.split(_SEPARATOR), "", ""][:3]
         headline, *lines = described.splitlines() or [""]
         return cls(headline, first, tuple(lines), place, kind, callback)
 
     @classmethod
     def parse_whole(cls, texts: Mapping[int, str]) -> dict[int, Description]:
-        """Returns the descriptions of all ranks, each from the first line on that is not the same for all."""
+        """Returns the descriptions of all ranks, each from the first line that differs between ranks."""
         whole = {rank: cls.parse(text) for rank, text in texts.items()}
         first = first_difference([description.lines for description in whole.values()])
         return {rank: d._replace(first=first, lines=d.lines[first:]) for rank, d in whole.items()}
@@ -232,7 +232,7 @@ class Description(NamedTuple):
 
 
 def first_difference(parts: Sequence[Sequence[object]]) -> int:
-    """Returns the first position at which the sequences are not all equal; the shortest's length where they agree."""
+    """Returns the first position at which the sequences differ; the shortest length if they do not."""
     for position, values in enumerate(zip(*parts, strict=False)):
         if len(set(values)) > 1:
             return position
@@ -242,13 +242,13 @@ def first_difference(parts: Sequence[Sequence[object]]) -> int:
 def mismatch(
     label: str, agreement: Agreement | None, descriptions: Mapping[int, Description], *, broken: bool = False
 ) -> PlanMismatch:
-    """Makes the error that every rank raises.
+    """Returns the error that every rank raises.
 
     Args:
         label: this rank, e.g. "rank 0/2".
-        agreement: this rank's; None where that is not known any more.
-        descriptions: of every rank, all from the same first gradient on.
-        broken: a rank had launched its collective when another one found the difference.
+        agreement: this rank's agreement; None if it is not known any more.
+        descriptions: every rank's description, all from the same first gradient on.
+        broken: whether a rank had already launched its collective.
     """
     index = None if agreement is None else agreement.event
     where = "" if index is None else f", number {index + 1} of this step"
@@ -270,15 +270,15 @@ def mismatch(
 
 
 def message_mismatch(label: str, descriptions: Mapping[int, Description]) -> PlanMismatch:
-    """Makes the error that both ranks of a message raise.
+    """Returns the error that both ranks of a message raise.
 
     Args:
         label: this rank.
-        descriptions: of the two.
+        descriptions: both ranks' descriptions.
     """
     first, second = sorted(descriptions)
     return PlanMismatch(
-        f"{label}: ranks {first} and {second} disagree on the message between them; nothing was moved:"
+        f"{label}: ranks {first} and {second} disagree on the message between them; no data was moved:"
         f"{_each(descriptions)}",
         descriptions={rank: d.headline for rank, d in descriptions.items()},
         places=places_of(descriptions),
@@ -286,7 +286,7 @@ def message_mismatch(label: str, descriptions: Mapping[int, Description]) -> Pla
 
 
 def places_of(descriptions: Mapping[int, Description]) -> dict[int, str]:
-    """Returns PlanMismatch.places."""
+    """Returns the lines of code by rank, for PlanMismatch.places."""
     return {rank: d.place.partition("at ")[2] for rank, d in descriptions.items() if d.place}
 
 
@@ -295,29 +295,29 @@ def _each(descriptions: Mapping[int, Description]) -> str:
 
 
 def _advice(descriptions: Sequence[Description]) -> str:
-    """Returns what to do: where nothing but the rows of a gather differs, and where the gradients of a step do.
+    """Returns advice, if only the rows of a gather differ, or the callbacks or gradients of a step.
 
-    It goes by what all ranks know alike, so that all of them tell the same.
+    It depends only on the descriptions, so that all ranks give the same advice.
     """
     headlines = [description.headline for description in descriptions]
     but_for_rows = {re.sub(r"\[\d+", "[", headline, count=1) for headline in headlines}
     if len(but_for_rows) == 1 and but_for_rows.pop().startswith(("all_gather of", "gather of")):
-        return '\n  pass sizes="ask", or the rows of each rank, where these may differ'
+        return '\n  if the numbers of rows may differ, pass sizes="ask" or a list of them'
     are_of_callbacks = all(d.kind or d.callback for d in descriptions)
     are_first_uses = all(d.kind == "first use" for d in descriptions)
     if are_of_callbacks and (are_first_uses or len({d.callback for d in descriptions}) > 1):
         return _ONE_ORDER
-    if not all(d.is_of_step for d in descriptions):  # a rank is elsewhere in its program
+    if not all(d.is_of_step for d in descriptions):  # a rank runs another part of its program
         return ""
     lines = [description.lines for description in descriptions]
     if all(lines) and len(set(map(frozenset, lines))) == 1:
         return (
-            "\n  the gradients are the same, their order is not: hand them over in one order on all ranks, or tell the "
-            "callback `parameters`, and each may come when it will"
+            "\n  the gradients are the same, their order differs: hand them over in the same order on all ranks, or "
+            "pass `parameters` to the callback, so that any order works"
         )
     if any(lines) and not all(lines):  # a rank is at its flush, or its bucket ends here
         return (
-            "\n  some ranks have handed over fewer gradients than others: with `parameters` the callback names those "
-            'that are missing, and missing="zero" goes on without them'
+            "\n  some ranks have handed over fewer gradients than others: pass `parameters`, so that the error names "
+            'the missing gradients, or also missing="zero" to fill them with zeros'
         )
     return ""

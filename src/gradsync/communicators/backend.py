@@ -1,8 +1,8 @@
-"""What a backend writes: the methods that move bytes between the ranks of one communicator.
+"""The interface of a backend: the methods that move bytes between the ranks of one communicator.
 
-`Communicator` has a Backend. It checks everything first; a backend may rely on what is said here. All arrays that it is
-given are flat: 1-D, contiguous and on its device. What only moves is given as bytes (uint8). docs/architecture.md shows
-how a backend is written.
+A `Communicator` has a Backend, and checks all arguments first, so a backend can rely on the preconditions given here.
+All arrays are flat: 1-D, contiguous and on the backend's device. Collectives that do no arithmetic get bytes (uint8).
+docs/architecture.md shows how to write a backend.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind, HostArrays
 from gradsync.communicators.nonfinite import NonFiniteFinder
-from gradsync.communicators.resident import ResidentMemory, aligned_zeros
+from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.diagnostics import FlightRecorder, Place
-from gradsync.errors import GradsyncError, InvalidArgument, shown
+from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, shown
 from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from gradsync.rendezvous.client import RendezvousClient
 
 Shape = tuple[int, ...]
-#: Where the parts of the ranks lie in a flat array: rank r's is [bounds[r], bounds[r + 1]), in elements.
+#: The parts of the ranks in a flat array: rank r has the elements [bounds[r], bounds[r + 1]).
 Bounds = Sequence[int]
-#: How many rows each rank has; None: as many on each; "ask": the ranks exchange them first.
+#: The number of rows of each rank; None: equal numbers; "ask": the ranks exchange them first.
 Sizes = Sequence[int] | Literal["ask"] | None
 
-_INLINE = nullcontext()  # how a collective on the CPU is launched: the caller's thread runs it
+_INLINE = nullcontext()  # on the CPU the caller's thread runs the collective
 
 
 class Message(NamedTuple):
-    """One array on its way between two ranks.
+    """One array to send to or receive from another rank.
 
     Attributes:
-        peer: the other rank, as it is numbered in this communicator.
-        flat: bytes to be sent, or room for what comes.
-        agreement: what the two ranks must agree on.
+        peer: the other rank, as numbered in this communicator.
+        flat: uint8 array, to be sent or to be filled.
+        agreement: the message's shape and dtype, which both ranks must agree on.
     """
 
     peer: int
@@ -53,43 +53,87 @@ class Message(NamedTuple):
     agreement: Agreement
 
 
-#: A plan: run(source, target, agreement) does a collective on C-contiguous arrays of any shape, which may be one array
-#: or overlap in any way: all of the source has been read before the target is written.
+#: A plan: run(source, target, agreement) runs a collective on C-contiguous arrays of any shape. They may be one array
+#: or overlap in any way: the whole source is read before the target is written.
 Run = Callable[[Array, Array, Agreement], None]
 
 
 class PreparedList(Protocol):
-    """The all-reduce of one list of arrays, with what stays from call to call worked out; see Backend.prepare."""
+    """The prepared all-reduce of one list of arrays; see Backend.prepare."""
 
     def run(self, agreement: Agreement) -> None:
-        """Does what `Backend.all_reduce` would do with the arrays."""
+        """Runs `Backend.all_reduce` on the arrays."""
+
+
+class ResidentMemory:
+    """Memory for gradients that are reduced in place, without a copy; this rank's part.
+
+    Made by all ranks together (Communicator.make_resident_memory), with the same size on each. Views of `bytes` stay
+    valid, also after the communicator has ended. Ranks that share memory have a form of their own
+    (shared_memory/resident.py).
+
+    Args:
+        data: see `bytes`.
+
+    Attributes:
+        bytes: 1-D uint8 array on the communicator's device, zero at the start, aligned to 64 bytes.
+    """
+
+    def __init__(self, data: Array) -> None:
+        self.bytes = data
+
+    def view(self, begin_bytes: int, end_bytes: int, dtype: np.dtype[Any]) -> Array:
+        """Returns the bytes [begin_bytes, end_bytes) as elements."""
+        values: Array = self.bytes[begin_bytes:end_bytes].view(dtype)
+        return values
+
+
+def aligned_zeros(arrays: ArrayKind, size_bytes: int, who: str) -> Array:
+    """Returns zeroed bytes on the communicator's device, for ResidentMemory.
+
+    Args:
+        arrays: the backend's array kind.
+        size_bytes: size of the memory.
+        who: the beginning of the error message.
+
+    Raises:
+        BackendUnavailable: there is not enough memory.
+    """
+    try:
+        room: Array = arrays.empty((size_bytes + CACHE_LINE_BYTES,), np.dtype(np.uint8), None)
+    except MemoryError as error:
+        raise BackendUnavailable(f"{who} cannot allocate {size_bytes} bytes: {error}") from error
+    begin = -arrays.byte_bounds(room)[0] % CACHE_LINE_BYTES
+    data = room[begin : begin + size_bytes]
+    data[...] = 0
+    return data
 
 
 class Backend(ABC):
     """Moves bytes between the ranks of one communicator.
 
-    A method that is given an agreement must raise PlanMismatch on every rank, before it has moved anything, where the
-    ranks' digests differ. Other failures may leave targets in any state: they end the communicator.
+    If the ranks' digests differ, a method with an agreement must raise PlanMismatch on every rank, before it moves any
+    data. Other failures may leave targets in any state; they end the communicator.
 
     Args:
-        client: this rank's connection to the rendezvous server; its members are the ranks. None: one rank, alone.
+        client: this rank's rendezvous client; its members are the ranks. None: a world of one rank.
         group: the communicator's name, not used before in this generation.
         timeout_seconds: how long a collective waits for a rank.
 
     Attributes:
         name: "shm", "nccl", ...
-        device: where its arrays live: "cpu", or a CUDA device such as "cuda:0".
-        arrays: how it handles arrays.
-        runs_beside_host: whether a collective has only been launched when its method returns.
-        meets_at_once: whether the ranks meet in a barrier when the communicator is made.
-        plans_for: the class of the arrays that plans take.
-        force_packing: whether lists are packed into a flat buffer, and split, in a world of one too, as NCCL does in
-            others: so benchmarks can measure what packing costs.
-        finder: of what is not finite, where lists and resident memory can be looked at while they are reduced.
+        device: the device of its arrays: "cpu", or a CUDA device such as "cuda:0".
+        arrays: the functions for its kind of arrays.
+        runs_beside_host: whether methods only launch a collective, which runs on a GPU.
+        meets_at_once: whether a new communicator begins with a barrier.
+        plans_for: the class of arrays that plans take.
+        force_packing: whether a world of one rank packs lists into a flat buffer and splits it, as NCCL does in larger
+            worlds; for benchmarks of the packing.
+        finder: collects non-finite values while lists and resident memory are reduced; None if the backend cannot.
         client, timeout_seconds: as given.
-        rank, world_size, ranks, label: this rank, as Communicator has it.
-        recorder: of the communicator.
-        lifetime: of the communicator; set by that.
+        rank, world_size, ranks, label: as in Communicator.
+        recorder: the communicator's flight recorder.
+        lifetime: the communicator's lifetime, which Communicator sets.
     """
 
     name: str
@@ -117,32 +161,34 @@ class Backend(ABC):
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
-        """Reduces each source, at least one, all of one dtype, into its target: of its size, or the source itself."""
+        """Reduces each source into its target.
+
+        At least one source, all of one dtype. Each target has its source's size and dtype, or is the source itself.
+        """
 
     def prepare(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
     ) -> PreparedList | None:
-        """Works out what `all_reduce` will do with these very arrays, again and again; None where that gains nothing.
+        """Returns the prepared `all_reduce` of these very arrays, for repeated calls; None if that gains nothing.
 
-        With `looks`, and where there is a finder, that takes note of what is not finite.
-
-        Other ranks may go the unprepared way in the same call. `release` lets go of what it holds of the communicator.
+        With `looks`, the finder (if there is one) collects non-finite values. Other ranks may call the unprepared
+        `all_reduce` in the same collective. `release` frees the prepared object's resources.
         """
         return None
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
-        """Reduces into the root's target, which may be its source; None elsewhere."""
+        """Reduces into the root's target, which may be its source; the target is None on other ranks."""
         self.all_reduce([source], [self.arrays.empty_like(source) if target is None else target], op, agreement)
 
     @abstractmethod
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
-        """Reduces; each rank gets its part. The target may be exactly this rank's part of the source."""
+        """Reduces, and gives each rank its part. The target may be exactly this rank's part of the source."""
 
     def make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
-        """Makes this rank's part; all ranks have agreed on the size, and will tell each other whether they have theirs.
+        """Makes this rank's resident memory. All ranks have agreed on the size.
 
         Raises:
-            BackendUnavailable: it cannot be had.
+            BackendUnavailable: there is not enough memory.
         """
         return ResidentMemory(aligned_zeros(self.arrays, size_bytes, "this rank"))
 
@@ -160,7 +206,7 @@ class Backend(ABC):
     ) -> None:
         """Reduces a range in place. Preconditions: see Communicator.all_reduce_resident.
 
-        With `looks`, and where there is a finder, that takes note of what is not finite.
+        With `looks`, the finder (if there is one) collects non-finite values.
         """
         values = memory.view(begin_bytes, end_bytes, dtype)
         self.all_reduce([values], [values], op, agreement)
@@ -171,19 +217,22 @@ class Backend(ABC):
 
     @abstractmethod
     def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
-        """Copies the root's arrays, at least one, into the others', which are writable."""
+        """Copies the root's arrays, at least one, into those of the other ranks, which are writable."""
 
     @abstractmethod
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
         """Gathers all parts on all ranks. The source may be exactly this rank's part of the target."""
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """Gathers all parts in the root's target, of which its source may be exactly its part; None elsewhere."""
+        """Gathers all parts in the root's target; the target is None on other ranks.
+
+        The root's source may be exactly its part of the target.
+        """
         everything = self.arrays.scratch(bounds[-1], source.dtype) if target is None else target
         self.all_gather(source, everything, bounds, agreement)
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """Hands each rank its part of the root's source; None elsewhere."""
+        """Sends each rank its part of the root's source; the source is None on other ranks."""
         everything = self.arrays.scratch(bounds[-1], target.dtype) if source is None else source
         self.broadcast([everything], root, agreement)
         self.arrays.assign(everything[part_of(bounds, self.rank)], target)
@@ -198,29 +247,29 @@ class Backend(ABC):
         largest: int,
         agreement: Agreement,
     ) -> None:
-        """Hands each rank its part of every rank's source; `largest` is the largest part between any two ranks."""
+        """Sends each rank its part of every rank's source; `largest` is the largest part between any two ranks."""
 
     @abstractmethod
     def exchange(self, send: Message | None, receive: Message | None) -> None:
-        """Sends one message, or receives one, or both at once."""
+        """Sends a message, receives one, or does both at once."""
 
     @abstractmethod
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Returns the numbers of every rank, int64, as many on each. Waits, and moves them on the host's behalf."""
+        """Returns the numbers of every rank, by rank; int64, as many on each rank. Blocks the host."""
 
-    # -- Plans: for calls that recur, with whole arrays and equal parts; None where the methods above are as good -----
-    # Ranks that run a plan meet others that use these methods. `release` lets go of what plans hold.
+    # -- Plans for repeated calls with whole arrays and equal parts; None if the methods above are as fast ------------
+    # Ranks that run a plan can meet ranks that use the methods above. `release` frees the plans' resources.
 
     def takes(self, array: Array) -> bool:
-        """Whether a plan may use an array of the class `plans_for`, which may be written to; NumPy's are not asked."""
+        """Whether a plan may write to an array of the class `plans_for`; not called for NumPy arrays."""
         return True
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
-        """Plans `all_reduce` of one array of so many elements."""
+        """Plans `all_reduce` of one array with `size` elements."""
         return None
 
     def plan_reduce_scatter(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
-        """Plans `reduce_scatter` of an array of so many elements."""
+        """Plans `reduce_scatter` of an array with `size` elements."""
         return None
 
     def plan_broadcast(self, size_bytes: int, root: int) -> Run | None:
@@ -228,86 +277,89 @@ class Backend(ABC):
         return None
 
     def plan_all_gather(self, size_bytes: int) -> Run | None:
-        """Plans `all_gather` of so much from each rank."""
+        """Plans `all_gather` with `size_bytes` from each rank."""
         return None
 
     def plan_all_to_all(self, size_bytes: int) -> Run | None:
-        """Plans `all_to_all` of so much on each rank."""
+        """Plans `all_to_all` of arrays with `size_bytes`."""
         return None
 
-    # -- Meeting -----------------------------------------------------------------------------------------------
+    # -- Agreement and barrier ---------------------------------------------------------------------------------
 
     @abstractmethod
     def agree(self, agreement: Agreement) -> None:
-        """Raises PlanMismatch when the ranks' digests differ; waits for the others where it must, to know."""
+        """Raises PlanMismatch if the ranks' digests differ; waits for the other ranks if it must."""
 
     def meet(self, agreement: Agreement) -> None:
-        """Waits for all ranks and raises PlanMismatch when their digests differ."""
+        """Waits for all ranks, and raises PlanMismatch if their digests differ."""
         self.agree(agreement)
 
     def agree_always(self) -> None:
-        """From now on, on all ranks, agrees on every collective before data moves; for the debug mode."""
+        """Begins the debug mode, on all ranks: from now on they agree on every collective before data moves."""
 
     # -- Groups ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def connect_group(self, members: tuple[int, ...], name: str) -> Backend:
-        """Makes the backend of some of these ranks, listed by their new numbers. Called by the members only."""
+        """Returns the backend of a group of these ranks, listed in their new order. Only the members call it."""
 
     def split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> Backend | None:
-        """Makes this rank's group of a split, in which every rank takes part.
+        """Returns the backend of this rank's group of a split. Every rank must call it.
 
         Args:
             color: a small number for the group, or NO_COLOR.
             key: this rank's number in the group.
-            members, name: see connect_group; empty where there is no color.
+            members, name: see connect_group; empty for NO_COLOR.
         """
         return self.connect_group(members, name) if members else None
 
     def look_for_ended(self, missing: list[int]) -> None:
-        """Raises RankFailed where a rank has aborted the communicator, or one of those that are missing closed it.
+        """Raises RankFailed if a rank has aborted the communicator, or one of the missing ranks has closed it.
 
-        Called outside of the communicator's turn. What the rendezvous server tells need not be looked for.
+        Called outside of the communicator's turn. It need not check for failures at the rendezvous server.
         """
 
     def make_host_path(self) -> HostPath:
-        """Returns the way of Python objects; made at the first collective on objects, by all ranks."""
+        """Returns the path for Python objects; all ranks make it at the first collective on objects."""
         return OwnPath(self)
 
     # -- Launching ---------------------------------------------------------------------------------------------
 
     def checked_stream(self, stream: Any, what: str) -> Any:
-        """Returns what a caller of `what` gave as its stream, as `launching` takes it. Not used on the CPU.
+        """Returns a caller's stream in the form that `launching` takes; unused on the CPU.
+
+        Called before the ranks meet, because a wrong stream is one caller's mistake.
 
         Raises:
-            InvalidArgument: it is none, or of another device; it, or the current one, is capturing a CUDA graph. Before
-                the ranks meet: it is one caller's mistake.
+            InvalidArgument: not a stream, a stream of another device, or the stream or the current one is capturing a
+                CUDA graph.
         """
         return stream
 
     def launching(
         self, stream: Any, producers: Sequence[Any] | None = None
     ) -> AbstractContextManager[Completion | None]:
-        """Surrounds the methods that move data; gives what tells the end of their work, or None where it has ended.
+        """A context for the methods that move data; it gives the Completion of their work, or None on the CPU.
 
         Args:
-            stream: where the work goes; None is the current stream.
-            producers: not None: the work goes to the communicator's own stream, after the work of these.
+            stream: the stream for the work; None is the current stream.
+            producers: None, or marks (see mark_work): the work then goes to the communicator's own stream, after the
+                marked work.
         """
         return _INLINE
 
     def keep(self, *arrays: Array) -> None:
-        """Keeps arrays from being given to others until the launch that is being made has ended."""
+        """Holds references to arrays until the current launch has ended, so that their memory is not reused."""
 
     def bring_back(self, flat: Array, native: Array, launch: Any) -> None:
-        """Brings the values of `flat` to `native`, within `launching`, unless it is a view of it."""
+        """Copies the values of `flat` to `native`, within `launching`, unless `flat` is a view of it."""
         self.arrays.write_back(flat, native)
 
     def await_host_results(self, launch: Any) -> None:
         """Waits for those results of a launch that belong in host memory."""
 
     def mark_work(self) -> Any:
-        """Returns what a stream can wait for to come after the caller's work; None on the CPU."""
+        """Returns a mark of the caller's work so far, for `follow_work`; None on the CPU."""
         return None
 
     def mark_end(self) -> Completion | None:
@@ -315,62 +367,61 @@ class Backend(ABC):
         return None
 
     def follow_work(self, marks: Sequence[Any]) -> None:
-        """What is queued on the current stream from now on comes after the marked work."""
+        """Makes the current stream wait for the marked work."""
 
     # -- Ending ------------------------------------------------------------------------------------------------
 
     def drain(self) -> GradsyncError | None:
-        """Waits, for a bounded time, for what was launched, before close(); returns what that has failed with."""
+        """Waits before close(), for a bounded time, for launched work; returns its error, if any."""
         return None
 
     def announce_close(self) -> None:
-        """Tells the other ranks that this one will not come again. Must not block and must not raise."""
+        """Announces to the other ranks that this rank has closed the communicator. Must not block nor raise."""
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Tells the other ranks to stop. Must not block and must not raise."""
+        """Announces to the other ranks that they must stop. Must not block nor raise."""
 
     def await_told(self) -> None:
-        """Waits, for a bounded time, until the other ranks have heard of the end; the last step of close()."""
+        """Waits, for a bounded time, until the other ranks have received the end; the last step of close()."""
 
     def release(self) -> None:
-        """Gives back descriptors, memory and threads. Called once, with no collective running; must not block."""
+        """Frees descriptors, memory and threads. Called once, with no collective running; must not block."""
 
 
 class HostPath(ABC):
-    """How bytes of host memory travel between ranks, which Python objects need; on GPUs they keep off the GPU.
+    """Moves bytes in host memory between ranks, for Python objects; with a GPU backend it does not use the GPU.
 
-    Within the communicator's turn. Every rank must call the same methods.
+    Called within the communicator's turn. Every rank must call the same methods.
 
-    Sources and results are 1-D arrays of uint8; `bounds` says where the parts of the ranks lie, and is the same on all
-    ranks.
+    Sources and results are 1-D uint8 arrays; `bounds` has the parts of the ranks, and is the same on all ranks.
     """
 
     @abstractmethod
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Agrees on the collective that begins; returns the numbers of every rank, as many on each.
+        """Agrees on the collective; returns the numbers of every rank, by rank, as many on each.
 
         Raises:
-            PlanMismatch: the ranks disagree; nothing was moved.
+            PlanMismatch: the ranks disagree; no data was moved.
         """
 
     @abstractmethod
     def all_gather(self, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
-        """Returns the parts of all ranks; `source` is this rank's."""
+        """Returns the parts of all ranks; `source` is this rank's part."""
 
     @abstractmethod
     def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
-        """Returns the parts of all ranks on the root, None elsewhere; `source` is this rank's."""
+        """Returns the parts of all ranks on the root, None on other ranks; `source` is this rank's part."""
 
     @abstractmethod
     def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
-        """Returns this rank's part of the root's source; None elsewhere."""
+        """Returns this rank's part of the root's source; the source is None on other ranks."""
 
 
 class OwnPath(HostPath):
-    """The methods of a backend whose arrays live in host memory.
+    """The host path of a backend whose arrays live in host memory: the backend's own methods.
 
     Args:
-        backend: of the communicator in whose turn this runs.
+        backend: the communicator's backend.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -401,10 +452,10 @@ class OwnPath(HostPath):
 
 
 def checked_rank(backend: Backend, what: str, name: str, rank: object) -> int:
-    """Returns an argument, called `name`, that must be the number of one of the communicator's ranks.
+    """Returns the rank in the argument called `name`.
 
     Raises:
-        InvalidArgument: it is not.
+        InvalidArgument: it is not a rank of the communicator.
     """
     number = integer_of(rank)
     if number is None or not 0 <= number < backend.world_size:
@@ -413,13 +464,13 @@ def checked_rank(backend: Backend, what: str, name: str, rank: object) -> int:
 
 
 def rank_range(backend: Backend) -> str:
-    """Returns how the ranks are numbered, for errors."""
+    """Returns the range of valid ranks, for errors."""
     within = ", numbered within the group" if "group" in backend.label else ""
     return f"0 to {backend.world_size - 1}{within}"
 
 
 def part_of(bounds: Bounds, rank: int) -> slice:
-    """Returns where one rank's part lies."""
+    """Returns the slice of one rank's part."""
     return slice(bounds[rank], bounds[rank + 1])
 
 
@@ -429,12 +480,12 @@ def largest_part(bounds: Bounds) -> int:
 
 
 def row_shape(shape: Shape) -> Shape:
-    """Returns a shape with a first axis: a 0-d array is one row."""
+    """Returns the shape with a first axis: a 0-d array is one row."""
     return shape or (1,)
 
 
 def bounds_of(sizes: Sequence[int], row: int) -> Bounds:
-    """Returns where the parts of `sizes` rows lie, given what a row holds."""
+    """Returns the bounds of parts with `sizes` rows of `row` elements."""
     return (0, *accumulate([size * row for size in sizes]))
 
 

@@ -1,15 +1,14 @@
-"""The communicator: every public collective checks its arguments, makes the agreement, and has the backend move bytes.
+"""The communicator: every public collective checks its arguments, makes the agreement, and calls the backend.
 
-A collective first becomes a CollectiveCall, which refuses what a caller can get wrong, in the same words on every
-backend, before any other rank is involved; then it runs, at once or through the queue (collective_queue.py). What
-moves the bytes is a `Backend`. Of calls that are like an earlier one (of one collective, operator, shape and dtype)
-only the flags of the arrays at hand are left to be checked, and the backend may have a plan for them: see
-`_find_known`.
+A collective first becomes a CollectiveCall: all checks of arguments are made there, with the same errors on every
+backend, before any other rank is involved. Then it runs, at once or through the queue (collective_queue.py). The
+`Backend` moves the bytes. For a call that repeats an earlier one (same collective, operator, shape and dtype) only the
+flags of the arrays are checked, and the backend may have a plan for it: see `_find_known`.
 
-All collectives are collective in the strict sense: every rank of the communicator must call the same methods in the
-same order with the same shape, dtype, operator and root. Ranks that disagree get PlanMismatch, all of them, before
-data moves, and can go on; on NCCL, ranks that leave what they have repeated may find out too late: then the error is
-`broken`, and so is the communicator.
+Every rank of the communicator must call the same methods in the same order with the same shape, dtype, operator and
+root. If the ranks disagree, all of them get PlanMismatch before data moves, and the communicator stays usable. On NCCL,
+ranks that leave a repeated sequence of collectives may notice too late: then the error has `broken`, and the
+communicator cannot be used any more.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from gradsync.communicators.backend import (
     Bounds,
     Message,
     PreparedList,
+    ResidentMemory,
     Run,
     Shape,
     Sizes,
@@ -50,11 +50,10 @@ from gradsync.communicators.backend import (
     row_shape,
 )
 from gradsync.communicators.collective_queue import LostFailure, submit
+from gradsync.communicators.failures import CAUSE_SECONDS, await_cause
 from gradsync.communicators.groups import NO_COLOR, Family, NonMember, listed, meet_members
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime, culprit_of
-from gradsync.communicators.resident import ResidentMemory
-from gradsync.communicators.verdicts import NEWS_SECONDS, await_news
 from gradsync.errors import (
     BackendUnavailable,
     CommunicatorClosed,
@@ -76,28 +75,27 @@ if TYPE_CHECKING:
 
 BYTE = np.dtype(np.uint8)
 
-_TOO_MUCH = 2**63  # for NumPy, and for the numbers that ranks tell each other
+_TOO_MUCH = 2**63  # the limit of NumPy's sizes, and of the numbers that ranks exchange
 _MAX_KNOWN = 1024  # kinds of calls that a communicator remembers
-_UNKNOWN = -1  # a number of rows that a rank was not told
-# What a GPU's array takes of host memory at a time, where its values are read.
+_UNKNOWN = -1  # a number of rows that the caller has not given
+# The host memory for reading a GPU's array, piece by piece.
 _PIECE_BYTES = 32 * 1024**2
 
 
-#: One collective of one rank, checked: its name in errors, what this rank believes all ranks are about to do, what
-#: moves the bytes within the communicator's turn, and two arrays. With arrays it is a backend's plan, which is called
-#: with them and the agreement; the second one is the result. Without, it is called with the launch, has the arrays
-#: itself, and returns the result.
+#: One checked collective of one rank: its name in errors, the agreement, a function that moves the bytes within the
+#: communicator's turn, and two arrays. With arrays the function is a backend's plan: function(source, target,
+#: agreement), and the target is the result. Without arrays it is called as function(launch) and returns the result.
 CollectiveCall = tuple[str, Agreement, Callable[..., Any], Array | None, Array | None]
 
 
 class _Known(NamedTuple):
-    """What was found out of calls that are alike: of one collective, operator or root, shape and dtype.
+    """A kind of call that was made before: one collective, operator or root, shape and dtype.
 
     Attributes:
-        agreement: what the ranks must have in common.
+        agreement: the call's agreement.
         run: the backend's plan.
-        shape: of the result.
-        in_place: whether the array itself receives the result where no `out` is given; else a new one does.
+        shape: the result's shape.
+        in_place: whether the array itself receives the result if no `out` is given; otherwise a new array does.
     """
 
     agreement: Agreement
@@ -107,13 +105,13 @@ class _Known(NamedTuple):
 
 
 class Stage(Protocol):
-    """What a rank does to the values of a list on their way, within the call; on a GPU by work on the same stream."""
+    """A step before and after the reduction of a list, within the call; on a GPU it works on the same stream."""
 
     def before(self, given: Sequence[Array]) -> Sequence[Array]:
-        """Takes what this rank gives. Returns it, or what is reduced in its place and receives the results."""
+        """Handles this rank's values. Returns them, or other arrays to reduce, which receive the results."""
 
     def after(self, results: Sequence[Array]) -> Sequence[Array]:
-        """Takes the reduced values. Returns where they are afterwards."""
+        """Handles the reduced values. Returns the arrays that hold them afterwards."""
 
 
 class Communicator:
@@ -124,20 +122,20 @@ class Communicator:
     raises CommunicatorClosed with the first reason. Only PlanMismatch leaves it usable, unless it says `broken`.
 
     Args:
-        backend: moves the bytes; this communicator's own from now on.
+        backend: moves the bytes; owned by this communicator from now on.
 
     Attributes:
         rank: this process's number, 0 <= rank < world_size.
         world_size: number of ranks.
         ranks: the members' numbers in the world, by rank; errors name ranks by these.
-        label: how error messages name this rank: "rank 1/4".
+        label: this rank's name in errors: "rank 1/4".
         backend: "local", "shm", "nccl" or "mpi".
-        device: where arrays live: "cpu", or a CUDA device such as "cuda:0".
+        device: the device of its arrays: "cpu", or a CUDA device such as "cuda:0".
         recorder: remembers the last collectives of this rank; `print(communicator.recorder.describe())`.
-        lifetime: for gradsync's own use: who may use the communicator, and whether it has ended.
-        arrays, runs_beside_host, finder, timeout_seconds: for gradsync's own use: the backend's.
-        debug: whether its ranks agree on every collective before it, and gradients are watched: see use_debug_mode.
-        on_exit: for the process group: called in place of close() or abort() when a `with` block ends.
+        lifetime: for gradsync's own use: allows one collective at a time, and records the communicator's end.
+        arrays, runs_beside_host, finder, timeout_seconds: for gradsync's own use: the backend's attributes.
+        debug: whether the ranks agree on every collective before it, and gradients are watched: see use_debug_mode.
+        on_exit: for the process group: called instead of close() or abort() when a `with` block ends.
     """
 
     device: str = "cpu"
@@ -172,22 +170,22 @@ class Communicator:
     def all_reduce(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None, stream: Any = None) -> Any:
         """Reduces `array` over all ranks, element by element; every rank gets the result.
 
-        Every rank must call it, with equal shapes, dtypes and operators. Elements correspond by index, whatever the
-        memory layout: a Fortran-ordered array on one rank meets a C-ordered one on another rightly.
+        Every rank must call it, with equal shapes, dtypes and operators. Elements correspond by index, in any memory
+        layout: one rank's array may be C-ordered and another's Fortran-ordered.
 
         Args:
             array: array of any shape and layout on this communicator's device. Receives the result when `out` is
                 None.
             op: "sum", "mean", "prod", "min" or "max". "mean" needs a floating or complex dtype; half precision is
                 accumulated in float32 on the CPU.
-            out: array of the same shape and dtype for the result; `array` is then left as it is.
+            out: array of the same shape and dtype for the result; `array` then stays unchanged.
             stream: CUDA stream that orders the operation; None is CuPy's current stream. Unused on the CPU.
 
         Returns:
             `out`, or `array` when `out` is None.
 
         Raises:
-            UnsupportedDtype: the dtype table has no such operator for the dtype.
+            UnsupportedDtype: the dtype does not support the operator.
             InvalidArgument: not an array, wrong `out`, or a read-only target.
             PlanMismatch: the ranks disagree.
             RankFailed: another rank died or aborted.
@@ -224,18 +222,18 @@ class Communicator:
     ) -> Any:
         """Reduces `array` over all ranks, element by element; the root gets the result.
 
-        Every rank must call it, with equal shapes, dtypes, operators and roots. On the CPU the result has the bits that
-        all_reduce gives, but for products of complex numbers; on a GPU NCCL may take the ranks in another order.
+        Every rank must call it, with equal shapes, dtypes, operators and roots. On the CPU the result has the same bits
+        as all_reduce, but for products of complex numbers; on a GPU NCCL may add the ranks in another order.
 
         Args:
-            array: as for all_reduce. Receives the result on the root when `out` is None; other ranks keep theirs.
+            array: as for all_reduce. Receives the result on the root when `out` is None; unchanged on other ranks.
             op: as for all_reduce.
             root: the rank that gets the result.
-            out: on the root, an array of the same shape and dtype for the result. Not looked at elsewhere.
+            out: on the root, an array of the same shape and dtype for the result. Ignored on other ranks.
             stream: CUDA stream that orders the operation. Unused on the CPU.
 
         Returns:
-            On the root `out`, or `array` when `out` is None; None elsewhere.
+            On the root `out`, or `array` when `out` is None; None on other ranks.
 
         Raises:
             InvalidArgument: a root outside the communicator, or as for all_reduce.
@@ -278,14 +276,14 @@ class Communicator:
     ) -> Any:
         """Reduces `array` over all ranks, element by element; each rank gets its rows of the result.
 
-        Every rank must call it, with equal shapes, dtypes, operators and sizes. The bits of the result are those of
-        all_reduce where those of reduce are.
+        Every rank must call it, with equal shapes, dtypes, operators and sizes. The result has the same bits as
+        all_reduce under the same conditions as for reduce.
 
         Args:
-            array: as for all_reduce; its rows (first axis; a 0-d array is one row) are dealt out in rank order.
+            array: as for all_reduce; its rows (first axis; a 0-d array is one row) are divided in rank order.
             op: as for all_reduce.
-            sizes: rows of each rank; None is equal parts.
-            out: array for this rank's rows; may be exactly these rows of `array`. None makes a new one.
+            sizes: number of rows of each rank; None is equal parts.
+            out: array for this rank's rows; may be exactly these rows of `array`. None makes a new array.
             stream: CUDA stream that orders the operation. Unused on the CPU.
 
         Returns:
@@ -330,17 +328,17 @@ class Communicator:
         return what, agreement, move, None, None
 
     def _checked_reduction(self, what: str, array: Any, op: str | ReduceOp) -> tuple[Array, ReduceOp, Agreement]:
-        """Returns the native array, an operator that the dtype table has for it, and what the ranks must agree on."""
+        """Returns the native array, the operator, which its dtype supports, and the agreement."""
         is_native = type(array) is np.ndarray and not array.dtype.hasobject  # nearly always
         source = array if is_native else self.native_array(array, what)
         try:
             if not isinstance(op, str):
-                ReduceOp.parse(op)  # which refuses it; the cache takes only what can be hashed
+                ReduceOp.parse(op)  # before the cache below, which needs a hashable operator
             return source, *_reduction(what, op, source.shape, source.dtype)
         except (InvalidArgument, UnsupportedDtype) as error:
             raise type(error)(f"{self.label}: {what}: {error}") from None
 
-    # -- Movements: rows are what the first axis counts; a 0-d array is one row ----------------------------------
+    # -- Movements: rows are along the first axis; a 0-d array is one row ----------------------------------------
 
     def broadcast(self, array: Any, root: int = 0, *, stream: Any = None) -> Any:
         """Copies the root's `array` into every other rank's, in place.
@@ -390,8 +388,8 @@ class Communicator:
 
         Args:
             array: array of any layout and dtype without Python objects, on this communicator's device.
-            sizes: rows of each rank. None: as many on each. "ask": the ranks do not know; they exchange them first.
-            out: array for the result, of which `array` may be exactly this rank's rows; None makes a new one.
+            sizes: number of rows of each rank. None: equal numbers. "ask": the ranks exchange the numbers first.
+            out: array for the result; `array` may be exactly this rank's rows of it. None makes a new array.
             stream: CUDA stream that orders the operation. Unused on the CPU.
 
         Returns:
@@ -418,11 +416,11 @@ class Communicator:
             array: as for all_gather.
             root: the rank that gets the result.
             sizes: as for all_gather.
-            out: on the root as for all_gather. Not looked at elsewhere.
+            out: on the root as for all_gather. Ignored on other ranks.
             stream: CUDA stream that orders the operation. Unused on the CPU.
 
         Returns:
-            On the root `out`, or a new array; None elsewhere.
+            On the root `out`, or a new array; None on other ranks.
 
         Raises:
             InvalidArgument: a root outside the communicator, or as for all_gather.
@@ -436,19 +434,19 @@ class Communicator:
         return self._gathering("gather", array, root, sizes, out if self.rank == root else None)
 
     def _gathering(self, what: str, array: Any, root: int | None, sizes: Sizes, out: Any) -> CollectiveCall:
-        """Makes the call of a gather; without a root all ranks receive."""
+        """Makes the call of a gather, or without a root of an all_gather."""
         source = self.native_array(array, what)
         rows, *rest = source.shape or (1,)
         to_root = "" if root is None else f"root {root}"
-        # NumPy counts the bytes of empty rows as if they held one element.
+        # NumPy limits the size of empty rows as if they had one element.
         row_bytes = math.prod([length or 1 for length in rest]) * source.dtype.itemsize
         if (sizes is None or isinstance(sizes, str)) and rows * self.world_size * row_bytes >= _TOO_MUCH:
-            raise InvalidArgument(f"{self.label}: {what} of {rows} rows from each rank is more than an array can hold")
+            raise InvalidArgument(f"{self.label}: {what} of {rows} rows from each rank does not fit into an array")
         if isinstance(sizes, str):
             if sizes != "ask":
                 raise InvalidArgument(f'{self.label}: {what} needs sizes as a list, None or "ask", got {sizes!r}')
             if out is not None:
-                raise InvalidArgument(f'{self.label}: {what} needs sizes as a list where out is given, got "ask"')
+                raise InvalidArgument(f'{self.label}: {what} with out= needs sizes as a list, got "ask"')
             asking = agreement_on(what, (ROWS, *rest), source.dtype, _joined("rows asked for", to_root))
 
             def ask_and_move(launch: Any) -> Any:
@@ -490,7 +488,7 @@ class Communicator:
         agreement: Agreement,
         launch: Any,
     ) -> Array | None:
-        """Gathers rows into the target, a new one for None; returns it, or None on a rank that gets nothing."""
+        """Gathers rows into the target, or a new array for None; returns it, or None on a rank that gets no rows."""
         parts = _parts(source.shape, sizes, source.dtype.itemsize, self.rank)
         if root is not None and root != self.rank:
             self._backend.gather(self._flat_source(source).view(BYTE), None, parts.byte_bounds, root, agreement)
@@ -517,25 +515,26 @@ class Communicator:
         out: Any = None,
         stream: Any = None,
     ) -> Any:
-        """Deals out the rows of the root's `array` in rank order; each rank gets its own.
+        """Divides the rows of the root's `array` in rank order; each rank gets its part.
 
-        Every rank must call it, with the same root and sizes, and with parts of equal dtypes, and equal shapes but for
-        given sizes.
+        Every rank must call it, with the same root and sizes, and with parts of equal dtypes; without sizes also of
+        equal shapes.
 
         Args:
             array: on the root an array of any layout and dtype without Python objects, on this communicator's device.
-                Not looked at elsewhere: pass None.
-            root: the rank whose rows are dealt out.
-            sizes: rows of each rank; None is equal parts.
-            out: array for this rank's rows; only the root may leave it out, as only it knows their shape and dtype.
+                Ignored on other ranks: pass None.
+            root: the rank that has the rows.
+            sizes: number of rows of each rank; None is equal parts.
+            out: array for this rank's rows. Required on all ranks but the root, because only the root knows the rows'
+                shape and dtype.
             stream: CUDA stream that orders the operation. Unused on the CPU.
 
         Returns:
             This rank's rows: `out`, or a new array.
 
         Raises:
-            InvalidArgument: a root outside the communicator, rows that do not divide equally, sizes that are not the
-                rows of the array, wrong `out`, or none where it is needed.
+            InvalidArgument: a root outside the communicator, rows that do not divide equally, sizes that do not add up
+                to the array's rows, or a wrong or missing `out`.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 broadcast.
         """
@@ -551,8 +550,8 @@ class Communicator:
             raise InvalidArgument(f"{self.label}: {what} needs an array on its root, which is this rank; got None")
         if not is_root and out is None:
             raise InvalidArgument(
-                f"{self.label}: {what} needs out= on every rank but its root, rank {self.ranks[root]}, which alone "
-                "knows the shape and dtype of the rows; got None"
+                f"{self.label}: {what} needs out= on every rank but the root, got None; only the root, rank "
+                f"{self.ranks[root]}, knows the shape and dtype of the rows"
             )
         source = self.native_array(array, what) if is_root else None
         model = self.native_array(out, f"{what}: out") if source is None else source
@@ -591,24 +590,24 @@ class Communicator:
         out: Any = None,
         stream: Any = None,
     ) -> Any:
-        """Deals out the rows of every rank's `array`: part i goes to rank i, and rank i's part comes here.
+        """Sends part i of the rows of every rank's `array` to rank i; each rank receives a part from every rank.
 
-        Every rank must call it, with equal dtypes, and equal shapes but for given sizes.
+        Every rank must call it, with equal dtypes; without sizes also with equal shapes.
 
         Args:
             array: array of any layout and dtype without Python objects, on this communicator's device.
-            send_sizes: how many rows go to each rank; None is equal parts, on all ranks. Where it is given, on all
-                ranks, the ranks exchange it first.
-            recv_sizes: how many rows come from each rank, where this rank knows it: checked against what they send.
-            out: array for the result; needs `recv_sizes` beside `send_sizes`. None makes a new one.
+            send_sizes: number of rows for each rank. None, on all ranks: equal parts. A list, on all ranks: the ranks
+                exchange the lists first.
+            recv_sizes: number of rows from each rank, if this rank knows them; checked against the senders' lists.
+            out: array for the result; with `send_sizes` it needs `recv_sizes`. None makes a new array.
             stream: CUDA stream that orders the operation. Unused on the CPU.
 
         Returns:
-            The rows that have come, in rank order: `out`, or a new array.
+            The received rows, in rank order: `out`, or a new array.
 
         Raises:
-            InvalidArgument: rows that do not divide equally, sizes that are not the rows of the array, wrong `out`.
-            PlanMismatch: the ranks disagree; also where one expects other rows than another one sends.
+            InvalidArgument: rows that do not divide equally, sizes that do not add up to the array's rows, wrong `out`.
+            PlanMismatch: the ranks disagree, or a rank expects another number of rows than a rank sends.
             UnsupportedDtype, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for broadcast.
         """
         return self._run(self._all_to_all_call(array, send_sizes=send_sizes, recv_sizes=recv_sizes, out=out), stream)
@@ -629,7 +628,7 @@ class Communicator:
         source = self.native_array(array, what)
         rows, *rest = source.shape or (1,)
         if send_sizes is None and recv_sizes is not None:
-            raise InvalidArgument(f"{self.label}: {what} needs send_sizes beside recv_sizes")
+            raise InvalidArgument(f"{self.label}: {what} with recv_sizes needs send_sizes, got None")
         if send_sizes is None:
             sending = receiving = self._equal_sizes(what, "send_sizes", rows)
             agreement = agreement_on(what, source.shape, source.dtype, "")
@@ -639,7 +638,7 @@ class Communicator:
             if recv_sizes is not None:
                 receiving = self._checked_sizes(what, "recv_sizes", recv_sizes)
             elif out is not None:
-                raise InvalidArgument(f"{self.label}: {what} needs recv_sizes where out is given beside send_sizes")
+                raise InvalidArgument(f"{self.label}: {what} with send_sizes and out needs recv_sizes, got None")
             agreement = agreement_on(what, (ROWS, *rest), source.dtype, "uneven rows")
         target = None if out is None else self._checked_out(what, out, (sum(receiving), *rest), source.dtype)
 
@@ -671,10 +670,10 @@ class Communicator:
     def _share_sizes(
         self, sending: Sequence[int], receiving: Sequence[int], agreement: Agreement
     ) -> tuple[tuple[int, ...], int]:
-        """Returns how many rows come from each rank, and the largest part between any two ranks.
+        """Returns the number of rows from each rank, and the largest part between any two ranks.
 
         Raises:
-            PlanMismatch: on every rank, where one expects other rows than another one sends.
+            PlanMismatch: on every rank, if one expects another number of rows than a rank sends.
         """
         n = self.world_size
         shared = self._backend.share_numbers([*sending, *receiving], agreement)
@@ -691,23 +690,23 @@ class Communicator:
             for rank, numbers in zip(self.ranks, shared, strict=True)
         }
 
-    # -- Messages: between two ranks they keep their order; there are no tags ------------------------------------
+    # -- Messages: two ranks receive them in the order of sending; there are no tags -----------------------------
 
     def send(self, array: Any, dest: int, *, stream: Any = None) -> None:
-        """Sends an array to one other rank, which must call recv. Returns when that rank has taken it.
+        """Sends an array to one other rank, which must call recv. Returns when that rank has received it.
 
-        Two ranks that both send first wait for each other until the deadline, as do two that both receive first: use
-        exchange. On a GPU it returns when the message has been launched.
+        If two ranks both send first, or both receive first, they wait for each other until the deadline: use exchange.
+        On a GPU it returns when the message has been launched.
 
         Args:
             array: array of any shape, layout and dtype without Python objects, on this communicator's device.
-            dest: the rank that receives it, not this one.
+            dest: the receiving rank, not this one.
             stream: CUDA stream that orders the operation. Unused on the CPU.
 
         Raises:
-            InvalidArgument: not an array, or no other rank of this communicator.
+            InvalidArgument: not an array, or `dest` is not another rank of this communicator.
             UnsupportedDtype: the dtype holds Python objects.
-            PlanMismatch: the other rank expects another shape or dtype, or does something else: raised on both.
+            PlanMismatch: the other rank expects another shape or dtype, or runs another collective; raised on both.
             RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
         self._run(self._send_call(array, dest), stream)
@@ -726,16 +725,15 @@ class Communicator:
         """Receives an array from one other rank, which must call send.
 
         Args:
-            array: array for the values, of the shape and dtype that is sent, in any layout, on this communicator's
-                device.
-            source: the rank that sends it, not this one.
+            array: array for the values, of the sent shape and dtype, in any layout, on this communicator's device.
+            source: the sending rank, not this one.
             stream: CUDA stream that orders the operation. Unused on the CPU.
 
         Returns:
             `array`.
 
         Raises:
-            InvalidArgument: not an array that can be written to, or no other rank of this communicator.
+            InvalidArgument: not a writable array, or `source` is not another rank of this communicator.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
         """
         return self._run(self._recv_call(array, source), stream)
@@ -755,23 +753,23 @@ class Communicator:
         return "recv", agreement, move, None, None
 
     def exchange(self, array: Any, *, dest: int, out: Any, source: int, stream: Any = None) -> Any:
-        """Sends an array to one rank and receives one from another, or the same, at once.
+        """Sends an array to one rank and at the same time receives an array from the same or another rank.
 
-        However ranks pair up, in a ring or in twos, exchanges do not wait for each other in a circle. Each message may
-        also meet a plain send or recv on the other side.
+        Exchanges cannot deadlock, in pairs or in a ring. The other side of each message may also be a plain send or
+        recv.
 
         Args:
-            array: what is sent, as for send.
-            dest: the rank that receives it; may be this one, where `source` is too.
-            out: array for what comes, of its shape and dtype; may share memory with `array`.
-            source: the rank that sends it.
+            array: the array to send, as for send.
+            dest: the receiving rank; may be this one if `source` is this one too.
+            out: array for the received values, of their shape and dtype; may share memory with `array`.
+            source: the rank to receive from.
             stream: CUDA stream that orders the operation. Unused on the CPU.
 
         Returns:
             `out`.
 
         Raises:
-            InvalidArgument: not an array, no rank of this communicator, or an `out` that cannot be written to.
+            InvalidArgument: not an array, not a rank of this communicator, or a read-only `out`.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
         """
         return self._run(self._exchange_call(array, dest=dest, out=out, source=source), stream)
@@ -819,10 +817,10 @@ class Communicator:
             raise InvalidArgument(f"{self.label}: {what} needs {name} from {allowed}, got {shown(peer)}")
         return number
 
-    # -- Meeting -------------------------------------------------------------------------------------------------
+    # -- Barrier, futures, objects -------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Returns once every rank has called it.
+        """Waits until every rank has called it.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
@@ -849,33 +847,33 @@ class Communicator:
 
     @cached_property
     def family(self) -> Family:
-        """The communicators that were made from the same world."""
+        """The communicators made from the same world."""
         return Family(self.recorder.group, self.lifetime.raised)
 
     def new_group(self, ranks: Iterable[int]) -> Communicator | NonMember:
-        """Makes a group of some of these ranks, which are numbered in ascending order there.
+        """Makes a group of some of these ranks, numbered in ascending order.
 
-        Only the members need to call it; all with the same ranks, and groups with common members in the same order.
-        A group is closed with the process group at the latest. Close one that is not needed any more: dropping it does
-        not suffice over MPI, which has room for some 2,000. Collectives of groups with common members must be called in
-        one order by all these.
+        Only the members need to call it, all with the same ranks; groups with common members in the same order. The
+        process group closes its groups. Close a group that is not needed any more, above all over MPI, which has room
+        for some 2,000 groups and does not notice a dropped one. Members that two groups have in common must all call
+        the groups' collectives in the same order.
 
             group = comm.new_group([0, 2])
             if group:
                 group.all_reduce(array)
 
         Args:
-            ranks: the members, as this communicator numbers them, in any order.
+            ranks: the members, as numbered in this communicator, in any order.
 
         Returns:
-            The group; a NonMember, which is false and not None, on a rank that is not in it.
+            The group; on a rank that is not a member a NonMember, which is false and not None.
 
         Raises:
-            InvalidArgument: no ranks, one twice, or one outside this communicator.
-            RendezvousTimeout: a member did not come before the deadline of this communicator's collectives; the text
-                names those that are missing.
-            RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: it cannot be made. A rank that fails while it
-                makes a group fails for all ranks; aborting this communicator ends the wait for the members.
+            InvalidArgument: no ranks, a rank twice, or a rank outside this communicator.
+            RendezvousTimeout: a member did not call it before the deadline of this communicator's collectives; the text
+                names the missing members.
+            RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: the group cannot be made. If one rank fails
+                here, all ranks fail. Aborting this communicator ends the wait for the members.
         """
         members = self._checked_members(ranks)
         if pending:
@@ -884,10 +882,10 @@ class Communicator:
         if self.rank not in members:
             return NonMember(self.label, f"the group of ranks {self._listed(members)}")
         name = self._new_name(members)
-        with self._telling_failures("new_group"):
+        with self._reporting_failures("new_group"):
             self._meet_members("new_group", members, name)
             group = Communicator(self._backend.connect_group(members, name))
-        return self._taken_in(group)
+        return self._add_to_family(group)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | NonMember:
         """Makes a group of the ranks of each color.
@@ -896,13 +894,13 @@ class Communicator:
 
         Args:
             color: any integer of 64 bits; None joins no group.
-            key: the ranks of a group are numbered by it, those with the same key by their rank here.
+            key: orders the ranks of a group; ranks with equal keys keep their order.
 
         Returns:
-            The group of this rank's color; a NonMember, which is false and not None, where that is None.
+            The group of this rank's color; for None a NonMember, which is false and not None.
 
         Raises:
-            InvalidArgument: color or key is no integer of 64 bits.
+            InvalidArgument: color or key is not an integer of 64 bits.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
             RendezvousTimeout, BackendUnavailable: as for new_group.
         """
@@ -913,22 +911,23 @@ class Communicator:
         shared: list[list[int]] = self._run(call, None)
         colors = list(dict.fromkeys([number for has_color, number, _ in shared if has_color]))
         if color is None:
-            with self._telling_failures("split"):
+            with self._reporting_failures("split"):
                 self._backend.split_group(NO_COLOR, 0, (), "")
             return NonMember(self.label, "any group of a split in which its color was None")
         same = [rank for rank, (has_color, number, _) in enumerate(shared) if has_color and number == color]
         members = tuple(sorted(same, key=lambda rank: (shared[rank][2], rank)))
         name = self._new_name(members)
-        with self._telling_failures("split"):
+        with self._reporting_failures("split"):
             self._meet_members("split", members, name)
             backend = self._backend.split_group(colors.index(color), members.index(self.rank), members, name)
             group = Communicator(cast(Backend, backend))  # not None: it has a color
-        return self._taken_in(group)
+        return self._add_to_family(group)
 
     def split_by_machine(self) -> Communicator:
         """Makes a group of the ranks on each machine. Every rank must call it.
 
-        Ranks in different containers of one machine count as on different ones: they do not see each other's processes.
+        Ranks in different containers of one machine count as on different machines: they cannot see each other's
+        processes.
 
         Returns:
             The group of this rank's machine.
@@ -936,24 +935,24 @@ class Communicator:
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, ...: as for split.
         """
-        import socket  # here: start-up counts
+        import socket  # imported here to keep the start of a rank short
 
         machine = digest_of("machine", machine_identity() or socket.gethostname())
         return cast(Communicator, self.split(machine - 2**63))  # it has a color
 
     @contextmanager
-    def _telling_failures(self, what: str) -> Iterator[None]:
-        """Tells the other ranks of a failure in making a group; they would wait for this one otherwise."""
+    def _reporting_failures(self, what: str) -> Iterator[None]:
+        """Reports a failure in making a group to the other ranks, which would otherwise wait for this one."""
         try:
             yield
         except (RankFailed, CommunicatorClosed):
-            self.lifetime.check_usable(what)  # the server may have told only that this rank has failed
-            raise  # of what has ended the members' wait, each of them finds out itself
+            self.lifetime.check_usable(what)  # raises this rank's own failure instead of the server's copy of it
+            raise  # no report: every member gets this error by itself
         except BaseException as error:
             if self._backend.client is not None:
                 if isinstance(error, BackendUnavailable):
-                    # A member that died is not there either, and is the better reason.
-                    await_news(NEWS_SECONDS, self._backend.client.check)
+                    # If a member has died, that is the cause.
+                    await_cause(CAUSE_SECONDS, self._backend.client.check)
                 self._backend.client.report_failure(f"in {what}: {describe(error)}")
             raise
 
@@ -963,7 +962,7 @@ class Communicator:
     def _listed(self, members: Sequence[int]) -> str:
         return listed([self.ranks[member] for member in members])
 
-    def _taken_in(self, group: Communicator) -> Communicator:
+    def _add_to_family(self, group: Communicator) -> Communicator:
         if self.debug:
             group.use_debug_mode()
         group.family = self.family
@@ -971,7 +970,7 @@ class Communicator:
         return group
 
     def _meet_members(self, what: str, members: Sequence[int], name: str) -> None:
-        """Waits for the other members of a group; here, because then the error can say what was called."""
+        """Waits for the other members of a new group."""
         if self._backend.client is None or len(members) == 1:
             return
 
@@ -979,11 +978,11 @@ class Communicator:
             self.lifetime.check_usable(what)
             self._backend.look_for_ended([self.ranks.index(rank) for rank in missing])
 
-        def on_timeout(waited_seconds: float, whom: str) -> str:
+        def on_timeout(waited_seconds: float, missing: str) -> str:
             return (
-                f"{self.label}: {what} of the ranks {self._listed(members)} waited {waited_seconds:.3g} s: every "
-                f"member must call {what}, all with the same ranks, and groups that have members in common in the same "
-                f"order; missing: {whom}"
+                f"{self.label}: {what} of the ranks {self._listed(members)} waited {waited_seconds:.3g} s for "
+                f"{missing}; every member must call {what} with the same ranks, and groups with common members in the "
+                "same order"
             )
 
         meet_members(self._backend.client, members, name, self._backend.timeout_seconds, look_around, on_timeout)
@@ -1008,7 +1007,7 @@ class Communicator:
             raise InvalidArgument(f"{self.label}: split needs {name} to be {needed}, got {value!r}")
         return number
 
-    # -- Life and death ------------------------------------------------------------------------------------------
+    # -- Closing and aborting ------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -1016,16 +1015,16 @@ class Communicator:
         return self.lifetime.ended_because is not None
 
     def close(self) -> None:
-        """Releases the communicator in order. Not collective, and may be repeated.
+        """Closes the communicator and frees its resources. Not collective. Idempotent.
 
-        Asynchronous collectives that were submitted end first, each by its own deadline. Else it never blocks on other
-        ranks on the CPU; on NCCL it lets what was launched end, for 20 s at most. A rank that still needs this one
-        afterwards gets RankFailed.
+        First it waits for submitted asynchronous collectives, each with its own deadline, and on NCCL up to 20 s for
+        launched work. Otherwise it never waits for other ranks. A rank that still needs this one afterwards gets
+        RankFailed.
 
         Raises:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
         """
-        was_told, raised = self.lifetime.was_told, self.lifetime.raised.copy()  # before draining, which notes failures
+        was_told, raised = self.lifetime.was_told, self.lifetime.raised.copy()  # before draining, which adds failures
         failure = None if self.closed else self._backend.drain()
         try:
             self.lifetime.close()
@@ -1035,15 +1034,13 @@ class Communicator:
             raise failure
 
     def abort(self, reason: str, *, culprit: int | None = None) -> None:
-        """Breaks the communicator for all ranks at once: those inside or entering a collective get RankFailed.
+        """Breaks the communicator for all ranks: ranks in a collective, or in their next one, get RankFailed.
 
         Args:
-            reason: told to every rank, e.g. "ValueError in the backward pass".
+            reason: the text for every rank, e.g. "ValueError in the backward pass".
             culprit: the rank that the others' RankFailed names; None is this rank.
         """
-        self.lifetime.raised.was_aborted = (
-            True  # who aborts one knows that all end: closing has no other failure to raise
-        )
+        self.lifetime.raised.was_aborted = True  # the caller knows: closing raises no further failure
         self.lifetime.abort(reason, culprit)
 
     def __enter__(self) -> Self:
@@ -1064,25 +1061,25 @@ class Communicator:
         state = "" if ended is None else f", closed: {ended}"
         return f"<{type(self).__name__} {self.label} on {self.device} ({self.backend}){state}>"
 
-    # -- For bucketing, whose arguments are trusted --------------------------------------------------------------
+    # -- For bucketing; arguments are not checked ----------------------------------------------------------------
 
     def use_debug_mode(self) -> None:
-        """For gradsync's own use: from now on, on all ranks, agrees on every collective before data moves.
+        """For gradsync's own use: from now on the ranks agree on every collective before data moves.
 
-        Where the collective itself carries a digest, or the ranks always agree first, that is nothing new.
+        Every rank must call it. It changes nothing if the backend's collectives carry a digest, or always agree first.
         """
         self.debug = True
         self._backend.agree_always()
 
     def broadcast_list(self, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
-        """Copies the root's arrays into the other ranks', in place, as one collective: parameters at start-up.
+        """Copies the root's arrays into those of the other ranks, in place, as one collective.
 
-        Every rank must call it with arrays of the same shapes and dtypes. The arguments are trusted.
+        Every rank must call it with arrays of the same shapes and dtypes. The arguments are not checked.
 
         Args:
-            natives: what native_array returned, of any layout; writable except on the root.
+            natives: native arrays (see native_array) of any layout; writable except on the root.
             root: the rank whose values all ranks get.
-            agreement: what this rank believes all ranks are about to do.
+            agreement: this rank's agreement.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
@@ -1104,12 +1101,12 @@ class Communicator:
     def share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         """Returns the numbers of every rank, by rank; for gradsync's own use.
 
-        Every rank must call it, with as many numbers.
+        Every rank must call it, with an equal count of numbers.
 
         Args:
-            what: names the operation in errors.
-            numbers: at most some thousands, of 64 bits.
-            agreement: what this rank believes all ranks are about to do.
+            what: the operation's name in errors.
+            numbers: up to some thousands of 64-bit integers.
+            agreement: this rank's agreement.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
@@ -1122,10 +1119,10 @@ class Communicator:
     def _digest_of_values(self, native: Array) -> str:
         """Returns the SHA-256 of an array's elements in C order, whatever its layout; for gradsync's own use.
 
-        Elements count by their bytes. A GPU's array passes through host memory in pieces, after what the current stream
-        has still to do with it.
+        Elements are compared as bytes. A GPU's array is copied to host memory in pieces, after the current stream's
+        work.
         """
-        import hashlib  # here: start-up counts
+        import hashlib  # imported here to keep the start of a rank short
 
         hasher = hashlib.sha256()
         if isinstance(native, np.ndarray):
@@ -1138,7 +1135,7 @@ class Communicator:
         return hasher.hexdigest()
 
     def agree(self, agreement: Agreement) -> None:
-        """For bucketing: makes sure that every rank goes on with the same agreement. May wait for all ranks.
+        """Checks that all ranks have the same agreement; may wait for all ranks. For bucketing.
 
         Raises:
             PlanMismatch: the ranks' digests differ.
@@ -1146,21 +1143,21 @@ class Communicator:
         with self.lifetime.turn("agree", agreement):
             self._backend.agree(agreement)
 
-    # -- Memory in which gradients live --------------------------------------------------------------------------
+    # -- Resident memory: gradients live there, and are reduced without a copy -----------------------------------
 
     def make_resident_memory(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
-        """Makes memory of which every rank has a part, and ranges of which are reduced where they lie.
+        """Makes memory whose ranges can be reduced in place; every rank has a part.
 
         Every rank must call it, with the same size.
 
         Args:
-            size_bytes: of each rank's part.
-            agreement: what this rank believes all ranks are about to do.
+            size_bytes: size of each rank's part.
+            agreement: this rank's agreement.
 
         Raises:
-            PlanMismatch: the sizes differ; nothing has been allocated.
-            BackendUnavailable: some rank, which the text names, cannot have so much memory. No rank gets any, and the
-                communicator can be used as before.
+            PlanMismatch: the sizes differ; nothing was allocated.
+            BackendUnavailable: a rank, which the text names, has not enough memory. No rank gets any, and the
+                communicator stays usable.
             RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
         what = "make_resident_memory"
@@ -1186,7 +1183,7 @@ class Communicator:
             raise BackendUnavailable(f"{self.label}: {what}: {failure}") from failure
         if without or memory is None:
             raise BackendUnavailable(
-                f"{self.label}: {what} needs {size_bytes} bytes on every rank: they could not be had on ranks {without}"
+                f"{self.label}: {what} needs {size_bytes} bytes on every rank; ranks {without} could not allocate them"
             )
         return memory
 
@@ -1207,21 +1204,21 @@ class Communicator:
     ) -> Completion | None:
         """Reduces a range of resident memory in place, on every rank.
 
-        Every rank must call it for the same memory, range, dtype and operator; the bits of the result are those that
-        a ListReduction gives, but for products of complex numbers. The arguments are trusted. What a failed call
-        leaves in the range is undefined, but for PlanMismatch, which leaves it as it was.
+        Every rank must call it for the same memory, range, dtype and operator. The result has the same bits as a
+        ListReduction, but for products of complex numbers. The arguments are not checked. PlanMismatch leaves the range
+        unchanged; after any other error its values are undefined.
 
         Args:
-            memory: of this communicator.
-            begin_bytes: where the range begins in `memory.bytes`: a multiple of 64.
-            end_bytes: where it ends: any number of elements later, none too.
-            dtype: of the elements.
+            memory: resident memory of this communicator.
+            begin_bytes: the begin of the range in `memory.bytes`: a multiple of 64.
+            end_bytes: the end of the range; the range has zero or more whole elements.
+            dtype: the elements' dtype.
             op, agreement, stages, producers, agrees_first: as for ListReduction; stages get the range, and return it.
-            mean_over: divides a sum by this number afterwards: the mean over the ranks that had something to give.
-            looks: whether the communicator's finder is to take note of what is not finite.
+            mean_over: the sum is divided by this number: the number of ranks that contributed values.
+            looks: whether the communicator's finder collects non-finite values.
 
         Returns:
-            As ListReduction.run does.
+            As ListReduction.run.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
@@ -1245,21 +1242,21 @@ class Communicator:
         """Returns `array` as this backend's own array type over the same memory; for bucketing too.
 
         Args:
-            array: what a caller handed in.
-            what: names the operation in the error.
+            array: the caller's argument.
+            what: the operation's name in the error.
 
         Raises:
-            InvalidArgument: not an array, or one that this communicator cannot reach.
+            InvalidArgument: not an array, or an array on another device.
             UnsupportedDtype: the elements are Python objects.
         """
-        if type(array) is np.ndarray and not array.dtype.hasobject:  # nearly always; spares making the label
+        if type(array) is np.ndarray and not array.dtype.hasobject:  # nearly always; saves making the label
             return array
         native: Array = self.arrays.native(array, f"{self.label}: {what}")
         return native
 
     def _run(self, call: CollectiveCall, stream: Any) -> Any:
         what, agreement, move, source, target = call
-        if target is None or stream is not None or self.runs_beside_host:  # a plan on the CPU has nothing to check
+        if target is None or stream is not None or self.runs_beside_host:  # a plan on the CPU needs no check
             stream = self.checked_stream(stream, what)
         with self.lifetime.turn(what, agreement):
             if target is not None and not self.runs_beside_host:
@@ -1273,19 +1270,19 @@ class Communicator:
             self._backend.await_host_results(launch)
         return result
 
-    # -- Calls that are like earlier ones ------------------------------------------------------------------------
+    # -- Repeated calls ------------------------------------------------------------------------------------------
 
     def _find_known(self, what: str, detail: Any, array: Any, out: Any) -> CollectiveCall | None:
-        """Returns a call that is like an earlier one: only the flags of the arrays at hand are left to be checked.
+        """Returns the call if it repeats an earlier one; only the flags of its arrays are checked.
 
         Returns:
-            None for what has to go the whole way, which also says what is wrong with it.
+            None for any other call: the caller then makes all checks, and raises their errors.
         """
         if type(array) is not self._plans_for:
             return None
         try:
             known = self._known.get((what, detail, array.shape, array.dtype))
-        except TypeError:  # an operator that is none
+        except TypeError:  # the operator cannot be hashed: it is invalid
             return None
         if known is None:
             return None
@@ -1316,7 +1313,7 @@ class Communicator:
         *,
         in_place: bool = False,
     ) -> None:
-        """Has `_find_known` find calls like this one, if the backend has a plan for them. Within the turn."""
+        """Stores the backend's plan, if there is one, for `_find_known`. Called within the turn."""
         if run is not None:
             if len(self._known) >= _MAX_KNOWN:
                 del self._known[next(iter(self._known))]  # the oldest
@@ -1325,7 +1322,13 @@ class Communicator:
     # -- Checks --------------------------------------------------------------------------------------------------
 
     def _check_writable(self, what: str, target: Array, name: str = "array", remedy: str = "pass out=") -> None:
-        """Refuses an argument that cannot be written to; errors name it, and what to do."""
+        """Refuses an argument that cannot be written to.
+
+        Args:
+            what: the operation's name in the error.
+            target: the native array.
+            name, remedy: the argument's name, and the advice in the error.
+        """
         if type(target) is np.ndarray:  # nearly always
             flags = target.flags
             if flags.c_contiguous and flags.writeable:
@@ -1339,7 +1342,7 @@ class Communicator:
         raise InvalidArgument(f"{self.label}: {what} writes into {name}, which {flaw}: {remedy}")
 
     def _checked_out(self, what: str, out: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
-        """Returns a caller's `out` as a native array, of the shape and dtype that the result has."""
+        """Returns a caller's `out` as a native array, if it has the result's shape and dtype."""
         target = out if type(out) is np.ndarray and out.dtype == dtype else self.native_array(out, f"{what}: out")
         if target.shape != shape or target.dtype != dtype:
             raise InvalidArgument(
@@ -1352,7 +1355,7 @@ class Communicator:
     def _checked_sizes(
         self, what: str, name: str, sizes: Any, total: int | None = None, *, row_bytes: int = 1
     ) -> tuple[int, ...]:
-        """Returns how many rows each rank has; their sum is `total` where that is known."""
+        """Returns the number of rows of each rank; their sum must be `total`, if that is known."""
         try:
             checked = tuple(operator.index(size) for size in sizes)
         except TypeError:
@@ -1369,11 +1372,11 @@ class Communicator:
         return checked
 
     def _equal_sizes(self, what: str, name: str, rows: int) -> tuple[int, ...]:
-        """Returns the rows of each rank's part where the parts are equal."""
+        """Returns the number of rows of each rank's part, for equal parts."""
         if rows % self.world_size:
             raise InvalidArgument(
-                f"{self.label}: {what} cuts the first axis into {self.world_size} equal parts, which {rows} rows do "
-                f"not give: pass {name}="
+                f"{self.label}: {what} needs a multiple of {self.world_size} rows for equal parts, got {rows}: "
+                f"pass {name}="
             )
         return (rows // self.world_size,) * self.world_size
 
@@ -1387,17 +1390,17 @@ class Communicator:
         source_part: slice | None = None,
         target_part: slice | None = None,
     ) -> Array:
-        """Returns the elements of a source, safe to be read while the target is being written.
+        """Returns the elements of a source; they can be read while the target is written.
 
         Args:
             source: native array.
-            target: native array for the results; None where they cannot touch the source, or each element of it only
-                once it has been read.
-            source_part: bytes of the source that may be the very bytes of the target: an in-place call.
-            target_part: bytes of the target that may be the very bytes of the source, likewise.
+            target: native array for the results; None if writing them cannot change elements of the source that are
+                still to be read.
+            source_part: the bytes of the source that may be exactly the target: an in-place call.
+            target_part: the bytes of the target that may be exactly the source, likewise.
         """
         if target is None and not self.runs_beside_host and source.flags.c_contiguous:
-            return source.ravel()  # a view, by the cheapest way
+            return source.ravel()  # the fastest way to a flat view
         arrays = self.arrays
         flat: Array = arrays.flat(source)
         if target is not None and arrays.is_viewed_flat(source) and arrays.share_memory(source, target):
@@ -1409,7 +1412,7 @@ class Communicator:
         return flat
 
     def _is_part(self, part: Array, whole: Array, where: slice) -> bool:
-        """Whether a non-empty array is exactly these bytes of another one, both contiguous."""
+        """Whether `part`, not empty, is exactly the bytes `where` of `whole`, and both are contiguous."""
         arrays = self.arrays
         if not arrays.is_viewed_flat(part) or not arrays.is_viewed_flat(whole):
             return False
@@ -1417,7 +1420,7 @@ class Communicator:
         return arrays.byte_bounds(part) == (begin + where.start, begin + where.stop)
 
     def _flat_target(self, target: Array) -> Array:
-        """Returns room for the elements of a target: the target itself, where it is contiguous on the device."""
+        """Returns a flat array for the elements of a target; a view of it if it is contiguous on the device."""
         if not self.runs_beside_host and target.flags.c_contiguous:
             return target if target.ndim == 1 else target.ravel()
         arrays = self.arrays
@@ -1425,7 +1428,7 @@ class Communicator:
         return flat
 
     def _deliver(self, flat: Array, target: Array, launch: Any) -> None:
-        """Brings results from their room to where the caller wants them."""
+        """Copies the results to the target, if `flat` is not a view of it."""
         if self.runs_beside_host:
             self._backend.keep(target, flat)
             self._backend.bring_back(flat, target, launch)
@@ -1434,20 +1437,20 @@ class Communicator:
 
 
 class ListReduction:
-    """The all-reduce of one list of arrays as one collective: what a gradient bucket needs.
+    """The all-reduce of a list of arrays as one collective, for a gradient bucket.
 
-    Every rank must run one, with lists of equal sizes and dtypes. The arguments are trusted: the bucketing layer has
-    checked them. To be made by the thread that runs the collectives.
+    Every rank must run one, with lists of equal sizes and dtypes. The arguments are not checked: bucketing has checked
+    them. Make it in the thread that runs the collectives.
 
     Args:
-        communicator: whose ranks reduce.
+        communicator: the communicator of the ranks.
         sources: 1-D contiguous arrays of one dtype, on the communicator's device.
-        targets: where the results go: for each source an array of its size and dtype, or the source itself.
-        op: an operator that the dtype table allows.
+        targets: arrays for the results: for each source an array of its size and dtype, or the source itself.
+        op: an operator that the dtype supports.
         write_backs: pairs of a target and the native array that gets its values afterwards.
-        looks: whether the communicator's finder is to take note of what is not finite.
-        recurs: whether these very arrays will come again: what stays the same is worked out now. Not collective: ranks
-            that have done so meet others that have not.
+        looks: whether the communicator's finder collects non-finite values.
+        recurs: whether these very arrays will be reduced again: then the backend prepares the reduction now. Ranks with
+            a prepared reduction can meet ranks without.
     """
 
     def __init__(
@@ -1480,17 +1483,17 @@ class ListReduction:
         producers: Sequence[Any] = (),
         agrees_first: bool = False,
     ) -> Completion | None:
-        """Reduces what the arrays hold now.
+        """Reduces the arrays' current values.
 
         Args:
-            agreement: what this rank believes all ranks are about to do.
-            stages: what is done to the values on their way: before the reduction in this order, after it in reverse.
+            agreement: this rank's agreement.
+            stages: called before the reduction in this order, and after it in reverse order.
             producers: marks (see mark_work) of the work that made the sources.
-            agrees_first: whether the ranks agree once more, before the stages: some rank's write into its sources. The
-                same on all ranks.
+            agrees_first: whether the ranks also agree before the stages, because some rank's stages write into its
+                sources; the same on all ranks.
 
         Returns:
-            None when the results are there; on a GPU, where the reduction runs on a stream of its own, its end.
+            None on the CPU, where the results are complete; on a GPU the Completion of the launched reduction.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
@@ -1531,8 +1534,8 @@ def _submitting(
     """Returns the asynchronous form of a collective.
 
     Args:
-        collective: the method that returns when it is over.
-        make_call: checks the arguments, all but `stream`.
+        collective: the blocking method.
+        make_call: checks all arguments but `stream`, and makes the call.
     """
     signature = inspect.signature(collective)
     has_stream = "stream" in signature.parameters
@@ -1545,32 +1548,32 @@ def _submitting(
     whole = inspect.getdoc(collective) or ""  # python -OO has none
     asynchronous.__doc__ = f"Returns a CollectiveFuture of what Communicator.{collective.__name__} returns:\n\n{whole}"
     asynchronous.__dict__["__signature__"] = signature.replace(return_annotation="CollectiveFuture")
-    # Both are what Python names where an argument is missing or unknown.
+    # Python shows these names in errors about missing or unknown arguments.
     asynchronous.__qualname__ = make_call.__qualname__ = f"Asynchronous.{collective.__name__}"
     return asynchronous
 
 
 class Asynchronous:
-    """`communicator.asynchronous`: its collectives with the same arguments, which return a CollectiveFuture at once.
+    """`communicator.asynchronous`: collectives that return a CollectiveFuture at once; same arguments.
 
-    Every rank must submit them in the order in which the others do, collectives without a future included: those wait
-    until everything that their thread has submitted is over. Arguments are refused at once; whatever else goes wrong,
-    the future raises: result() and wait() do. A failure that nobody asks for is logged. A failed collective fails its
-    own future only. Until a future is done, its arrays belong to gradsync, which keeps them.
+    Every rank must submit its collectives in the same order, blocking ones included. A blocking collective first waits
+    for all collectives that its thread has submitted. Wrong arguments raise at once; all other errors are raised by the
+    future's result() and wait(). A failure that no code asks for is logged. A failed collective fails only its own
+    future. Until a future is done, its arrays belong to gradsync.
 
-    Messages take their turn like other collectives: send is not MPI's Isend. Two ranks that each submit a recv before
-    the send that the other waits for, wait for each other until the deadline. Use exchange, which does both at once;
-    or let the lower rank send first and the higher one receive first.
+    Messages wait for their turn like other collectives: send is not MPI's Isend. If two ranks each submit a recv before
+    the send that the other needs, they wait for each other until the deadline. Use exchange, which sends and receives
+    at once, or let the lower rank send first and the higher rank receive first.
 
     A done-callback must not call or submit collectives, on any backend: InvalidArgument; see
     CollectiveFuture.add_done_callback. Nor can it wait for a future that is not done: FutureNotReady.
 
-    On the CPU a collective waits for its turn in a queue and runs in a thread beside the caller. On a GPU it is
-    launched at once; without a stream on the communicator's own, after the work that is on the current stream now, and
-    result() makes the stream that is current then wait for it.
+    On the CPU a collective waits in a queue and runs in another thread. On a GPU it is launched at once: without a
+    stream it runs on the communicator's own stream, after the current stream's work so far, and result() makes the
+    current stream wait for it.
 
     Args:
-        communicator: whose collectives these are.
+        communicator: runs the collectives.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -1609,7 +1612,7 @@ class Asynchronous:
                 else:
                     move(source, result, agreement)
         except Exception as error:
-            closed = isinstance(error, CommunicatorClosed)  # what has closed it, has told
+            closed = isinstance(error, CommunicatorClosed)  # whatever closed the communicator has been reported
             end.finish(None, error, untold=None if closed else LostFailure(name, error, communicator.lifetime))
         else:
             end.finish(result, None, launch)
@@ -1617,14 +1620,14 @@ class Asynchronous:
 
 
 class _Parts(NamedTuple):
-    """How the rows of an array lie flat, where each rank has some.
+    """The parts of the ranks in a flat array of rows.
 
     Attributes:
-        shape: of all rows; with a first axis, as a 0-d array is one row.
-        part_shape: of this rank's.
-        bounds, byte_bounds: where the ranks' parts lie, in elements and in bytes.
-        own_bytes: this rank's part.
-        row_bytes: what a row holds.
+        shape: the shape of all rows; with a first axis, as a 0-d array is one row.
+        part_shape: the shape of this rank's rows.
+        bounds, byte_bounds: the bounds of the ranks' parts, in elements and in bytes.
+        own_bytes: this rank's part, in bytes.
+        row_bytes: the size of a row.
     """
 
     shape: Shape
@@ -1637,7 +1640,7 @@ class _Parts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _parts(shape: Shape, sizes: tuple[int, ...], itemsize: int, rank: int) -> _Parts:
-    """Returns how rows like those of an array of that shape lie; `sizes` are the rows of each rank."""
+    """Returns the parts of an array with rows like those of `shape`; `sizes` has the number of rows of each rank."""
     rest = row_shape(shape)[1:]
     row = row_elements((0, *rest))
     byte_bounds = bounds_of(sizes, row * itemsize)
@@ -1653,11 +1656,11 @@ def _parts(shape: Shape, sizes: tuple[int, ...], itemsize: int, rank: int) -> _P
 
 @lru_cache(maxsize=1024)
 def _reduction(what: str, op: str | ReduceOp, shape: Shape, dtype: np.dtype[Any]) -> tuple[ReduceOp, Agreement]:
-    """Returns the operator, and what the ranks of a reduction must have in common.
+    """Returns the operator and the agreement of a reduction.
 
     Raises:
-        InvalidArgument: no operator.
-        UnsupportedDtype: the dtype table does not have it.
+        InvalidArgument: not an operator.
+        UnsupportedDtype: the dtype does not support it.
     """
     parsed = ReduceOp.parse(op)
     check_operation(parsed, dtype)

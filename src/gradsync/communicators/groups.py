@@ -1,7 +1,7 @@
 """Groups: communicators of some of a communicator's ranks.
 
-A group is a communicator like any other, over the same backend. What all groups of one world share is in `Family`:
-their names, and who is to be closed with the world. The backends make the groups, in `connect_group`.
+A group is a communicator like any other, over the same backend; the backends make it, in `connect_group`. `Family`
+names the groups of one world, and closes them with the world.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from gradsync.errors import GradsyncError, RendezvousTimeout, name_ranks
 if TYPE_CHECKING:
     from gradsync.rendezvous.client import RendezvousClient
 
-NO_COLOR = -1  # what Backend.split_group is told of a rank that joins no group
-_LISTED_CHARACTERS = 40  # of a group's members in its name
+NO_COLOR = -1  # for Backend.split_group: the rank joins no group
+_LISTED_CHARACTERS = 40  # the longest list of members in a group's name
 _LOOK_AROUND_EVERY_SECONDS = 0.25
 
 
 class Member(Protocol):
-    """What a Family asks of a Communicator."""
+    """The part of a Communicator that a Family uses."""
 
     lifetime: Lifetime
 
     def close(self) -> None:
-        """Releases it."""
+        """Closes the communicator."""
 
 
 class Family:
-    """A world's communicator and all that were made from it.
+    """A world's communicator and all communicators made from it.
 
     Args:
-        name: the world's.
-        raised: of the world.
+        name: the world's name.
+        raised: the failures that the world has raised.
 
     Attributes:
-        local_group: the ranks of this machine, where comm.py was asked for them.
+        local_group: the group of this machine's ranks; None until comm.py has made it.
     """
 
     def __init__(self, name: str, raised: RaisedFailures) -> None:
@@ -50,17 +50,17 @@ class Family:
         self._communicators: weakref.WeakSet[Member] = weakref.WeakSet()
 
     def new_name(self, what: str) -> str:
-        """Returns e.g. "world/0,2#1", the same on all ranks that have asked for `what` equally often."""
+        """Returns a new name, e.g. "world/0,2#1"; the same on all ranks that have called this equally often."""
         count = self._counts[what] = self._counts.get(what, 0) + 1
         return f"{self.name}/{what}#{count}"
 
     def add(self, communicator: Member) -> None:
-        """Takes a communicator in, for as long as somebody holds it."""
+        """Adds a communicator, by a weak reference."""
         communicator.lifetime.raised = self._raised
         self._communicators.add(communicator)
 
     def close(self) -> None:
-        """Closes all that were taken in; raises the first error that none has raised yet, when all are closed."""
+        """Closes all communicators, then raises the first error that no call has raised yet."""
         self.local_group = None
         errors = []
         for communicator in list(self._communicators):
@@ -73,14 +73,14 @@ class Family:
 
 
 class NonMember:
-    """Stands where a member has its communicator, and counts as false: `if group: group.all_reduce(array)`.
+    """The result of new_group and split on a rank that is not a member. False: `if group: group.all_reduce(array)`.
 
-    It is not None: that means the world wherever a communicator may be passed, and who is no member must not take part
-    in the world's collectives by mistake. Passed on as a communicator it is refused.
+    It is not None, because None as a communicator means the world, and a non-member must not take part in the world's
+    collectives by mistake. Functions that take a communicator refuse a NonMember.
 
     Args:
-        label: how messages name this rank.
-        group: what it is no member of, e.g. "the group of ranks 0,2".
+        label: this rank's name in messages.
+        group: the group in words, e.g. "the group of ranks 0,2".
     """
 
     def __init__(self, label: str, group: str) -> None:
@@ -91,15 +91,15 @@ class NonMember:
         return False
 
     def __str__(self) -> str:
-        return f"{self._label} is no member of {self._group}"
+        return f"{self._label} is not a member of {self._group}"
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Python's own questions, of copy and pickle for example
+        if name.startswith("_"):  # Python itself asks, e.g. for copy and pickle
             raise AttributeError(name)
-        raise AttributeError(f"{self}, and has no {name!r} there: ask `if group:` first")
+        raise AttributeError(f"{self} and cannot use its {name!r}; check `if group:` first")
 
 
 def meet_members(
@@ -110,21 +110,21 @@ def meet_members(
     look_around: Callable[[tuple[int, ...]], None],
     on_timeout: Callable[[float, str], str],
 ) -> None:
-    """Returns once all members have come.
+    """Waits until all members of a new group have called this.
 
     Args:
-        client: of the ranks that they are taken from.
-        members: numbers there.
-        name: of the group, not used before in this generation.
+        client: the parent communicator's client.
+        members: ranks of that client.
+        name: the group's name, not used before in this generation.
         timeout_seconds: how long to wait.
-        look_around: look_around(missing ranks) is called while waiting; raises when the wait is in vain.
-        on_timeout: on_timeout(waited seconds, whom in words) returns the text of the error.
+        look_around: look_around(missing ranks) is called while waiting; it raises if they cannot arrive any more.
+        on_timeout: on_timeout(waited seconds, missing ranks in words) returns the text of the error.
 
     Raises:
-        RendezvousTimeout: a member did not come.
-        RankFailed: one has died.
+        RendezvousTimeout: a member did not arrive.
+        RankFailed: a member has died.
     """
-    # A place of its own, which the server forgets when all have left it, however the group itself may end.
+    # A client group of its own: the server removes its entries when all have left it, however the new group ends.
     meeting = client.group(members, f"{name}/members")
     began = time.monotonic()
     try:
@@ -143,15 +143,15 @@ def meet_members(
 
 
 def whom(error: RendezvousTimeout) -> str:
-    """Returns for whom a barrier has waited, with where the server says they are; it may itself be the one."""
+    """Returns the missing ranks of a timed-out barrier, with their states if the server has sent these."""
     return error.missing or (name_ranks(error.missing_ranks) if error.missing_ranks else "the rendezvous server")
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Returns the ranks as text, of bounded length."""
+    """Returns the ranks as text of bounded length; long lists as a count and a digest."""
     text = ",".join(map(str, ranks))
     if len(text) <= _LISTED_CHARACTERS:
         return text
-    from hashlib import blake2b  # here: start-up counts
+    from hashlib import blake2b  # imported here to keep the start of a rank short
 
     return f"{len(ranks)} ranks from {ranks[0]}, {blake2b(text.encode(), digest_size=8).hexdigest()}"

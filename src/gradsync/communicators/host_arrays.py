@@ -1,7 +1,7 @@
-"""Arrays in host memory: what is accepted, and how a layout becomes flat.
+"""Arrays in host memory: checks a caller's arrays, and makes them flat.
 
-`ArrayKind` says what the layers above need to know about arrays wherever they live; here is its form for the host,
-nccl/device_arrays.py has the one for a GPU.
+`ArrayKind` is the interface that the layers above use for arrays. `HostArrays` implements it for the host,
+nccl/device_arrays.py for a GPU.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _FOR_OBJECTS = "comm.objects gathers, broadcasts and scatters Python objects"
 
 
 class ArrayKind(Protocol):
-    """How a communicator handles arrays. "Native" is what `native` returns; "flat" is 1-D and contiguous."""
+    """The functions for one kind of arrays. A native array is the result of `native`; a flat one is 1-D, contiguous."""
 
     def native(self, array: Any, who: str) -> Any:
         """Returns `array` as an array over the same memory; see Communicator.native_array."""
 
     def flat(self, native: Any) -> Any:
-        """Returns the elements in C (index) order on the communicator's device; a view where that is possible."""
+        """Returns the elements in C (index) order on the communicator's device; a view if possible."""
 
     def is_viewed_flat(self, native: Any) -> bool:
         """Whether flat() gives a view of this very memory."""
@@ -45,7 +45,7 @@ class ArrayKind(Protocol):
         """Returns a new C-contiguous array of the same shape and dtype, in the same kind of memory."""
 
     def empty_flat(self, native: Any) -> Any:
-        """Returns room for the flat elements of an array, on the communicator's device."""
+        """Returns a new flat array for the elements of an array, on the communicator's device."""
 
     def scratch(self, size: int, dtype: Any) -> Any:
         """Returns a new flat array for work on the current stream."""
@@ -62,13 +62,13 @@ class ArrayKind(Protocol):
     def multiply(self, source: Any, factor: float, out: Any) -> None:
         """Multiplies floating or complex elements into `out`, which may be `source`; on a GPU on the current stream.
 
-        The product is made in the wider of the two dtypes (half precision in float32) and rounded once; from float64
-        to half precision it may be rounded to float32 in between. Complex numbers are scaled part by part. Overflow
-        gives infinity without a warning. A GPU takes subnormal float32 numbers for 0 (CuPy compiles for that).
+        The product is computed in the wider of the two dtypes (half precision in float32) and rounded once; from
+        float64 to half precision it may be rounded to float32 in between. Complex numbers are scaled part by part.
+        Overflow gives infinity without a warning. A GPU treats subnormal float32 numbers as 0 (CuPy's compiler flags).
 
         Args:
             source: native array of any shape and layout.
-            factor: 1.0 makes it a plain copy, which any dtype may have.
+            factor: 1.0 gives a plain copy, of any dtype.
             out: array of the same shape, in the same memory space, of any layout: `source`, or one that shares no
                 memory with it. Its dtype may be another one of the same kind: both real, or both complex.
         """
@@ -86,8 +86,8 @@ class ArrayKind(Protocol):
     def sum_of_squares(self, flat: Any) -> Any:
         """Sums the squares of the absolute values of a flat array; the same array gives the same bits each time.
 
-        Sums are carried in float64, those of 1024 squares of float32 or half precision on the host in float32: the
-        relative error stays below 1e-6. Only what is beyond the range of float64 overflows, or is lost.
+        Sums are in float64; on the host, sums of 1024 squares of float32 or half precision are in float32. The relative
+        error stays below 1e-6. Only values beyond the range of float64 overflow or underflow.
 
         Returns:
             A float; on a GPU a 0-d float64 array of the device, by work on the current stream: the host does not wait.
@@ -97,17 +97,17 @@ class ArrayKind(Protocol):
         """Whether the array may be written to."""
 
     def state(self, native: Any) -> Any:
-        """Returns what must be the same, beside shape and dtype, where an array comes again: what is known is right."""
+        """Returns a value that changes if an array with the same identity, shape and dtype needs new checks."""
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """Returns the first address of a non-empty array, and one past its last."""
 
     def share_memory(self, first: Any, second: Any) -> bool:
-        """Whether two arrays share an element; True where that is hard to tell."""
+        """Whether two arrays share an element; True if that is too hard to find out."""
 
 
 class HostArrays:
-    """NumPy arrays, and whatever speaks DLPack in host memory."""
+    """NumPy arrays, and other arrays in host memory that support DLPack."""
 
     def native(self, array: Any, who: str) -> Array:
         """See ArrayKind."""
@@ -131,7 +131,7 @@ class HostArrays:
         return np.empty(shape, dtype)
 
     def empty_like(self, native: Array) -> Array:
-        """See ArrayKind; from a cache line on, as JAX wants memory that it takes over without a copy."""
+        """See ArrayKind; aligned to a cache line, so that JAX can use the memory without a copy."""
         room = np.empty(native.nbytes + CACHE_LINE_BYTES, np.uint8)
         begin = -room.__array_interface__["data"][0] % CACHE_LINE_BYTES
         return room[begin : begin + native.nbytes].view(native.dtype).reshape(native.shape)
@@ -154,7 +154,7 @@ class HostArrays:
 
     def divide(self, flat: Array, count: int) -> None:
         """See ArrayKind."""
-        with np.errstate(all="ignore"):  # what is infinite on one rank is so on all
+        with np.errstate(all="ignore"):  # all ranks have the same infinities
             divide_into(flat, count, flat)
 
     def multiply(self, source: Array, factor: float, out: Array) -> None:
@@ -177,8 +177,8 @@ class HostArrays:
         """See ArrayKind."""
         return native.flags.writeable
 
-    # See ArrayKind; looked at for each gradient, hence in C. NumPy does not let an array that others view have its
-    # memory exchanged, but all else of it.
+    # See ArrayKind; called for each gradient, so it is in C. NumPy allows all changes of an array that has views, but
+    # for an exchange of its memory.
     state = staticmethod(attrgetter("flags.writeable"))
 
     def byte_bounds(self, native: Array) -> tuple[int, int]:
@@ -195,7 +195,7 @@ class HostArrays:
 
 
 def span(array: Any, address: int) -> tuple[int, int]:
-    """Returns the first address of a non-empty array and one past its last, given that of its first element."""
+    """Returns the first address of a non-empty array and one past its last; `address` is its first element's."""
     if array.flags.c_contiguous or array.flags.f_contiguous:
         return address, address + array.nbytes
     steps = [stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)]
@@ -207,11 +207,11 @@ def as_host_array(array: Any, who: str) -> Array:
     """Returns `array` as a NumPy array over the same memory.
 
     Args:
-        array: a NumPy array, or any object that speaks DLPack and lives in host memory.
-        who: begins the error message, e.g. "rank 0/2: all_reduce".
+        array: a NumPy array, or any array in host memory that supports DLPack.
+        who: the beginning of the error message, e.g. "rank 0/2: all_reduce".
 
     Raises:
-        InvalidArgument: not an array, masked, sparse, or not in host memory.
+        InvalidArgument: not an array, a masked or sparse array, or not in host memory.
         UnsupportedDtype: the elements are Python objects.
     """
     if type(array) is np.ndarray:
@@ -223,14 +223,14 @@ def as_host_array(array: Any, who: str) -> Array:
     elif hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         native = _from_dlpack(array, who)
     else:
-        raise InvalidArgument(f"{who} needs a NumPy array or one that speaks DLPack, got {kind_of(array)}")
+        raise InvalidArgument(f"{who} needs a NumPy array or one that supports DLPack, got {kind_of(array)}")
     if native.dtype.hasobject:
         raise UnsupportedDtype(f"{who} cannot move Python objects (dtype {native.dtype}): {_FOR_OBJECTS}")
     return native
 
 
 def kind_of(array: Any) -> str:
-    """Says what somebody handed in that is no array, and what to do about it."""
+    """Describes an argument that is not an array, with advice."""
     if hasattr(array, "tocoo"):
         return "a sparse array"
     if isinstance(array, np.generic):
@@ -247,7 +247,7 @@ def _from_dlpack(array: Any, who: str) -> Array:
     device_type = array.__dlpack_device__()[0]
     if int(device_type) not in (DLPACK_CPU, DLPACK_CUDA_HOST):
         raise InvalidArgument(
-            f"{who} runs in host memory, got an array on a device "
+            f"{who} needs an array in host memory, got one on a device "
             f'(DLPack device type {int(device_type)}): copy it to the host, or use backend="nccl"'
         )
     try:
@@ -259,28 +259,28 @@ def _from_dlpack(array: Any, who: str) -> Array:
 
 
 def _is_bfloat16(array: Any) -> bool:
-    return str(getattr(array, "dtype", "")) == "bfloat16"  # ml_dtypes' own, as JAX has it; PyTorch's reads otherwise
+    return str(getattr(array, "dtype", "")) == "bfloat16"  # the dtype of ml_dtypes, as in JAX; PyTorch's text differs
 
 
 def _bfloat16_view(array: Any) -> Array:
-    """Returns what NumPy's DLPack does not know: JAX gives it as an array that nobody may write to.
+    """Returns a view of a JAX bfloat16 array, read-only: NumPy's DLPack does not support bfloat16.
 
     Raises:
-        TypeError: from another library, which may give a copy.
+        TypeError: the array is of another library, which may give a copy.
     """
     native = np.asarray(array)
     if native.flags.writeable:
-        raise TypeError("NumPy takes no bfloat16 by DLPack")
+        raise TypeError("NumPy supports no bfloat16 through DLPack")
     return native
 
 
 def advice(error: Exception) -> str:
-    """Returns what to do about a refusal of DLPack that many will meet: PyTorch's parameters."""
+    """Returns advice for the most common refusal of DLPack: a PyTorch parameter."""
     return " (PyTorch: hand over p.data or p.grad)" if "require gradient" in str(error) else ""
 
 
 def overlaps_itself(array: Any) -> bool:
-    """Whether two indices may share memory (broadcast views, sliding windows); errs towards True."""
+    """Whether two indices may share memory (broadcast views, sliding windows); True if in doubt."""
     if array.flags.c_contiguous or array.flags.f_contiguous or array.size <= 1:
         return False
     extent = array.itemsize

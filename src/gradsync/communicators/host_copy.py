@@ -1,10 +1,10 @@
-"""Copying between host arrays at the speed of the cache, whatever their addresses.
+"""Fast copies between host arrays, for any addresses.
 
 NumPy copies with memcpy, and glibc's memcpy moves 4 KB to about 1 MB with `rep movsb`. On AMD Zen 3 that instruction
-falls from 40 to 2.8 GB/s (measured) when the destination lies 1 to 63 bytes after the source, modulo the page size;
-page-aligned slots and large NumPy arrays, which begin 16 bytes into a page, meet in just that way. A ufunc copies
-with vector loads and stores and has no such case, so there larger pieces go through np.positive on unsigned integers,
-which keeps every bit. On other processors memcpy is as fast or faster, so each process looks which kind this is.
+slows down from 40 to 2.8 GB/s (measured) if the destination is 1 to 63 bytes after the source, modulo the page size.
+This is the case for copies from page-aligned slots to large NumPy arrays, which begin 16 bytes into a page. A ufunc
+copies with vector loads and stores and has no such slow case. So on Zen 3 larger pieces are copied by np.positive on
+unsigned integers, which keeps every bit. On other processors memcpy is as fast or faster, so each process measures it.
 
 Source: glibc bugs 30994 and 30995 (memcpy on Zen 3 and Zen 4 with `rep movsb`); benchmarks/test_copy_speed.py shows it.
 """
@@ -20,10 +20,10 @@ import numpy as np
 
 from gradsync.reduction import Array
 
-# Below, memcpy does not use `rep movsb`, and assignment costs less than a ufunc call.
+# Below this size memcpy does not use `rep movsb`, and an assignment costs less than a ufunc call.
 _UFUNC_FROM_BYTES = 4096
 
-# Of the copies that show which kind of processor this is. A slow memcpy takes more than ten times a ufunc's time.
+# The copies that measure the processor. A slow memcpy takes more than ten times a ufunc's time.
 _PROBE_BYTES, _PROBES = 128 * 1024, 8
 _PAGE_BYTES = 4096
 
@@ -36,13 +36,13 @@ _WORD_BY_ITEMSIZE: dict[int, np.dtype[Any]] = {
 
 
 def word_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype under which elements of `dtype` are copied: an unsigned integer of their size, if any."""
+    """Returns the dtype to copy elements of `dtype` as: the unsigned integer of their size, if there is one."""
     return _WORD_BY_ITEMSIZE.get(dtype.itemsize, dtype)
 
 
 @cache
 def memcpy_is_slow() -> bool:
-    """Whether memcpy is slow where the target begins just after the source in its page; takes less than 1 ms, once."""
+    """Whether memcpy is slow if the target begins just after the source in its page; measures once, in under 1 ms."""
     memory = np.zeros(2 * _PROBE_BYTES + 3 * _PAGE_BYTES, np.uint8)
     begin = -memory.ctypes.data % _PAGE_BYTES
     source = memory[begin : begin + _PROBE_BYTES]
@@ -69,9 +69,9 @@ def copy_words(source: Array, target: Array) -> None:
 
 
 def publish_words(source: Array, target: Array) -> None:
-    """The same, for up to some hundred KB, into shared memory that other ranks have just read.
+    """Copies as `copy_words`, up to some hundred KB, into shared memory that other ranks have just read.
 
-    There a ufunc is as fast on a Xeon too: with memcpy, an all_reduce of 128 KB took a tenth longer.
+    Here a ufunc is faster on a Xeon too: with memcpy, an all_reduce of 128 KB took a tenth longer.
     """
     if source.nbytes >= _UFUNC_FROM_BYTES:
         np.positive(source, target)
@@ -98,7 +98,7 @@ def split_words(packed: Array, targets: Sequence[Array]) -> None:
 
 
 def _walk(pieces: Sequence[Array], packed: Array, *, packing: bool) -> None:
-    """Walks the pieces and their places in the packed array."""
+    """Copies each piece to or from its place in the packed array."""
     begin = 0
     for piece in pieces:
         end = begin + piece.size

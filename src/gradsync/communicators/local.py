@@ -1,4 +1,4 @@
-"""The backend of one rank: moves no data. With forced packing, the baseline that measures packing alone."""
+"""The backend for a world of one rank: it moves no data. With forced packing, benchmarks measure packing alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gradsync.reduction import Array, ReduceOp
 
 
 def local_communicator(*, collective_timeout_seconds: float = 300.0, force_packing: bool = False) -> Communicator:
-    """Returns a communicator of one rank; see LocalBackend."""
+    """Returns a communicator of one rank; arguments as for LocalBackend."""
     return Communicator(LocalBackend(collective_timeout_seconds, force_packing=force_packing))
 
 
 class LocalBackend(Backend):
-    """A world of one rank: every reduction gives its input.
+    """The backend of a world of one rank: every reduction returns its input.
 
     Args:
         timeout_seconds: how long a future in another thread waits for a gradient.
@@ -68,7 +68,7 @@ class LocalBackend(Backend):
         _copy(source, target)
 
     def exchange(self, send: Message | None, receive: Message | None) -> None:
-        if send is not None and receive is not None:  # with itself: there is nobody else
+        if send is not None and receive is not None:  # with itself, the only rank
             _copy(send.flat, receive.flat)
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
@@ -82,6 +82,6 @@ class LocalBackend(Backend):
 
 
 def _copy(source: Array, target: Array) -> None:
-    """Gives a rank what it has handed in; where both are the same memory, there is nothing to do."""
+    """Copies the source to the target, unless both are the same array."""
     if target is not source:
         np.copyto(target, source)

@@ -1,7 +1,7 @@
-"""Whose values are not finite, found while they are reduced.
+"""Finds the ranks that contribute NaN or infinity, while the values are reduced.
 
-A sum that is finite has no summand that is not: nearly always a look at the results is enough, while they are in the
-cache. Where they are not finite, a look at what they came from, before they take the place of that, tells whose it is.
+If a sum is finite, so are its summands. So it is nearly always enough to check the results while they are in the cache.
+If a result is not finite, the contributions are checked before they are overwritten, to find the rank.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import numpy as np
 
 from gradsync.reduction import Array
 
-#: In place of an element's number, where there is no such element.
+#: The element's number if there is no such element.
 NOWHERE = -1
 
 
 class NonFinite(NamedTuple):
-    """What this rank has found in the reduction of one list.
+    """The non-finite values that this rank has found in the reduction of one list.
 
     Attributes:
-        firsts: by rank, the first element that it brought in and that is not finite, counted over the whole list;
-            NOWHERE where there is none.
-        has_results: whether some result is not finite.
+        firsts: by rank, the number of its first element that is not finite, counted over the whole list; NOWHERE if
+            there is none.
+        has_results: whether a result is not finite.
     """
 
     firsts: Sequence[int]
@@ -31,7 +31,7 @@ class NonFinite(NamedTuple):
 
 
 class NonFiniteFinder:
-    """Takes note of what is not finite, in one reduction after another.
+    """Collects non-finite values, in one reduction after another.
 
     Args:
         world_size: number of ranks.
@@ -42,13 +42,13 @@ class NonFiniteFinder:
         self._forget()
 
     def look(self, is_finite: Callable[[Array], bool], results: Array, contributions: Sequence[Array], at: int) -> None:
-        """Looks at some results of a sum or mean, and where they are not finite at what they came from.
+        """Checks some results of a sum or mean; if they are not finite, checks the contributions too.
 
         Args:
-            is_finite: tells of an array of the results' dtype whether all of it is.
-            results: a stretch of them.
-            contributions: by rank, what was reduced to that, as it was.
-            at: where the stretch begins in the whole list.
+            is_finite: returns whether all elements of an array of the results' dtype are finite.
+            results: 1-D array, a section of the results.
+            contributions: by rank, the values that were reduced to these results.
+            at: the section's first element, counted in the whole list.
         """
         if is_finite(results):
             return
@@ -57,18 +57,18 @@ class NonFiniteFinder:
             self.look_at(rank, values, at)
 
     def note_results(self) -> None:
-        """Takes note that some result is not finite."""
+        """Notes that a result is not finite."""
         self._has_results = True
 
     def look_at(self, rank: int, values: Array, at: int) -> None:
-        """Looks at what a rank gave; `at` is where that begins in the whole list."""
+        """Checks a rank's contribution, which begins at element `at` of the whole list."""
         found = np.flatnonzero(~np.isfinite(values))
         if found.size:
             first, known = at + int(found[0]), self._firsts[rank]
             self._firsts[rank] = first if known == NOWHERE else min(known, first)
 
     def take(self) -> NonFinite:
-        """Returns what was found since the last time."""
+        """Returns the values found since the last call."""
         found = NonFinite(self._firsts, self._has_results)
         self._forget()
         return found

@@ -1,10 +1,10 @@
-"""Collectives on Python objects: settings, metrics, file names; not gradients.
+"""Collectives on Python objects, for settings, metrics and file names; not for gradients.
 
-Objects travel by pickle, and reading a pickle runs code of whoever wrote it: that is for trusted peers only. The ranks
-of a run are that; they share its secret. On GPUs the bytes keep to the host, see HostPath in backend.py.
+Objects are sent by pickle, and loading a pickle can run its author's code, so all ranks must trust each other. They do:
+they share the run's secret. With a GPU backend the bytes stay in host memory, see HostPath in backend.py.
 
-A rank's object may not pickle. That rank takes part all the same, with the reason in the place of its object; so the
-others hear of it, and nothing hangs.
+If a rank's object cannot be pickled, that rank still takes part and sends the reason instead. So all ranks get the
+error, and none hangs.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ T = TypeVar("T")
 
 
 class Objects:
-    """What moves Python objects between the ranks of a communicator: `communicator.objects`.
+    """Collectives on Python objects: `communicator.objects`.
 
-    Every rank must call the same methods in the same order with the same root, beside the communicator's other
-    collectives. Objects may be of any kind that pickles, and of any size, which need not be the same on all ranks. What
-    a rank gets is a copy, of its own object too; the root of a broadcast gets back what it gave.
+    Every rank must call the same methods in the same order with the same root, in one order with the communicator's
+    other collectives. Any object that can be pickled will do; sizes may differ between ranks. Each rank gets copies,
+    also of its own object; only the root of a broadcast gets its own object back.
 
-    Unpickling runs code: all ranks must trust each other.
+    Unpickling can run code: all ranks must trust each other.
 
     All methods raise:
-        InvalidArgument: an object does not pickle: on every rank, with the rank whose object it is and the cause. Or an
-            object does not unpickle: on the ranks where it does not. The communicator stays usable.
+        InvalidArgument: an object cannot be pickled: raised on every rank, with that rank's number and the cause. Or an
+            object cannot be unpickled: raised on the ranks where it fails. The communicator stays usable.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
 
     Args:
-        backend: of the communicator whose ranks take part.
+        backend: the communicator's backend.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -53,12 +53,12 @@ class Objects:
         """Returns every rank's object, by rank.
 
         Args:
-            obj: this rank's.
+            obj: this rank's object.
         """
         return self.all_gather_for("objects.all_gather", obj)
 
     def all_gather_for(self, what: str, obj: Any) -> list[Any]:
-        """The same under another name, for what is built on it: ranks that call it differently get PlanMismatch."""
+        """Runs all_gather for the public function `what`; ranks that call different functions get PlanMismatch."""
         agreement = agreement_on(what, (), None, "")
         mine = self._parcel([obj])
 
@@ -69,16 +69,16 @@ class Objects:
         return self._unpack(*self._run(agreement, mine, 1, move), agreement)
 
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
-        """Returns every rank's object, by rank, on the root; None elsewhere.
+        """Returns every rank's object, by rank, on the root; None on other ranks.
 
         Args:
-            obj: this rank's.
-            root: the rank that gets them.
+            obj: this rank's object.
+            root: the rank that gets the objects.
         """
         return self._gather_for("objects.gather", obj, root)
 
     def _gather_for(self, what: str, obj: Any, root: int = 0, argument: str = "root") -> list[Any] | None:
-        """The same under another name, with another one for `root`; see all_gather_for."""
+        """Runs gather for the public function `what`, which calls its root `argument`; see all_gather_for."""
         root = checked_rank(self._backend, what, argument, root)
         agreement = agreement_on(what, (), None, f"root {root}")
         mine = self._parcel([obj])
@@ -94,32 +94,32 @@ class Objects:
         """Returns the root's object.
 
         Args:
-            obj: the object, on the root; not looked at elsewhere.
+            obj: the object, on the root; ignored on other ranks.
             root: the rank whose object all ranks get.
         """
         return self.broadcast_for("objects.broadcast", obj, root)
 
     def broadcast_for(self, what: str, obj: Any = None, root: int = 0) -> Any:
-        """The same under another name; see all_gather_for."""
+        """Runs broadcast for the public function `what`; see all_gather_for."""
         root = checked_rank(self._backend, what, "root", root)
         agreement = agreement_on(what, (), None, f"root {root}")
         is_root = self._backend.rank == root
         mine = self._parcel([obj] if is_root else [])
 
         def move(path: HostPath, numbers: list[list[int]]) -> Array:
-            bounds = _bounds([sizes[0] for sizes in numbers])  # the parts of all but the root are empty
+            bounds = _bounds([sizes[0] for sizes in numbers])  # only the root's part is not empty
             return path.all_gather(_bytes_of(mine), bounds, agreement)
 
         data = self._run(agreement, mine, 1, move)
         return obj if is_root else self._unpickle(data, root, agreement)
 
     def scatter(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
-        """Returns this rank's of the root's objects.
+        """Returns this rank's object of the root's list.
 
         Args:
-            objs: on the root a list or tuple of one object for each rank, else InvalidArgument on every rank; not
-                looked at elsewhere.
-            root: the rank whose objects they are.
+            objs: on the root a list or tuple with one object for each rank, or every rank gets InvalidArgument; ignored
+                on other ranks.
+            root: the rank that has the objects.
         """
         backend = self._backend
         root = checked_rank(backend, "objects.scatter", "root", root)
@@ -140,7 +140,7 @@ class Objects:
         count: int,
         move: Callable[[HostPath, list[list[int]]], T],
     ) -> T:
-        """Runs one collective: tells the sizes of up to `count` objects of each rank, and who can give none; moves."""
+        """Runs one collective: exchanges the sizes of up to `count` objects, or refusals, then moves the objects."""
         refusals: dict[int, str] = {}
         with self._backend.lifetime.turn(_name_of(agreement), agreement):
             if self._path is None:
@@ -150,7 +150,7 @@ class Objects:
                 refusals = _share_refusals(self._path, numbers, mine, agreement)
             else:
                 result = move(self._path, numbers)
-        if refusals:  # outside of the turn, which takes an error for the communicator's end
+        if refusals:  # outside of the turn: an error within it ends the communicator
             raise self._refused(refusals, agreement) from mine.cause
         return result
 
@@ -164,14 +164,14 @@ class Objects:
         return self._parcel(objs)
 
     def _parcel(self, objs: Sequence[Any]) -> _Parcel:
-        """Pickles objects, before the collective begins: this runs code of theirs."""
+        """Pickles objects, before the collective begins, because this runs the objects' code."""
         pickles = []
         for number, obj in enumerate(objs):
             try:
                 pickles.append(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # SystemExit too: it is the object's, and the others wait for this rank
+            except BaseException as error:  # SystemExit of the object's code too: the others wait for this rank
                 which = "its object" if len(objs) == 1 else f"its object for rank {self._backend.ranks[number]}"
                 return _Parcel.refuse(f"{which} does not pickle: {describe(error)}", error)
         return _Parcel(pickles)
@@ -193,17 +193,18 @@ class Objects:
             raise
         except BaseException as error:  # SystemExit too
             raise InvalidArgument(
-                f"{self._backend.label}: {_name_of(agreement)} brought an object of rank {self._backend.ranks[sender]} "
-                f"that does not unpickle here: {describe(error)}; can this rank import all that it is made of?"
+                f"{self._backend.label}: {_name_of(agreement)} received an object from rank "
+                f"{self._backend.ranks[sender]} that does not unpickle here: {describe(error)}; check that this rank "
+                "can import the object's class"
             ) from error
 
 
 class _Parcel(NamedTuple):
-    """What one rank gives to a collective.
+    """One rank's contribution to a collective.
 
     Attributes:
-        pickles: its objects, in order; none where it has none to give.
-        refusal: why it cannot give them, or None.
+        pickles: its pickled objects, in order; may be empty.
+        refusal: the reason why it cannot send them, or None.
         cause: the exception behind the refusal.
     """
 
@@ -213,17 +214,17 @@ class _Parcel(NamedTuple):
 
     @classmethod
     def refuse(cls, reason: str, cause: BaseException | None = None) -> _Parcel:
-        """Makes the parcel of a rank that cannot give its objects."""
+        """Makes the parcel of a rank that cannot send its objects."""
         return cls([], reason[:_MAX_REASON_CHARACTERS].encode(errors="backslashreplace"), cause)
 
     def numbers(self, count: int) -> list[int]:
-        """Returns what the others must know: the size of each object; below 0 where the reason comes in its place."""
+        """Returns the size of each object; for a refusal, minus the length of its text."""
         sizes = [len(data) for data in self.pickles] if self.refusal is None else [-len(self.refusal)]
         return sizes + [0] * (count - len(sizes))
 
 
 def _share_refusals(path: HostPath, numbers: list[list[int]], mine: _Parcel, agreement: Agreement) -> dict[int, str]:
-    """Returns the reasons of all ranks that gave one."""
+    """Exchanges the reasons of all refusals; returns them by rank."""
     bounds = _bounds([max(0, -sizes[0]) for sizes in numbers])
     texts = path.all_gather(np.frombuffer(mine.refusal or b"", np.uint8), bounds, agreement).tobytes()
     parts = enumerate(pairwise(bounds))

@@ -1,6 +1,6 @@
-"""Where a list of arrays is cut, taken as one flat sequence of elements: pure arithmetic.
+"""Cuts a list of arrays into pieces, as if it were one flat array: pure arithmetic.
 
-For ways that move many arrays together without making one array of them all first.
+For collectives that move many arrays together without first copying them into one array.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 
 def cuts(total: int, step: int) -> list[tuple[int, int]]:
-    """Cuts so many elements into stretches [begin, end) of `step`; the last one may be shorter."""
+    """Cuts `total` elements into sections [begin, end) of `step` elements; the last one may be shorter."""
     return [(begin, min(begin + step, total)) for begin in range(0, total, step)]
 
 
@@ -40,19 +40,19 @@ def pieces_between(sizes: tuple[int, ...], begin: int, end: int) -> tuple[Piece,
 
 
 def line_bounds(total: int, itemsize: int, world_size: int) -> list[int]:
-    """Divides so many elements among ranks: rank r has [bounds[r], bounds[r + 1]), and no two write into one line."""
+    """Divides `total` elements among the ranks: rank r has [bounds[r], bounds[r + 1]). No two share a cache line."""
     line = max(1, CACHE_LINE_BYTES // itemsize)
     return [min(total, -(-total * rank // world_size // line) * line) for rank in range(world_size)] + [total]
 
 
 @lru_cache(maxsize=256)
 def share_of(sizes: tuple[int, ...], itemsize: int, rank: int, world_size: int) -> tuple[Piece, ...]:
-    """Returns one rank's share of the flat sequence, for work that ranks divide: together they have all of it.
+    """Returns one rank's share of the flat array; the shares of all ranks make up the whole.
 
     Args:
         sizes: elements of each array.
         itemsize: bytes of an element; shares begin on cache lines.
-        rank, world_size: whose share.
+        rank, world_size: the rank, and the number of ranks.
     """
     bounds = line_bounds(sum(sizes), itemsize, world_size)
     return pieces_between(sizes, bounds[rank], bounds[rank + 1])

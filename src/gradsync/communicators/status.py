@@ -1,4 +1,4 @@
-"""What this rank can tell the others when a collective does not end: how far it has come, and where it is."""
+"""This rank's status for the other ranks when a collective does not end: its last collectives and its stacks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _LAST_COLLECTIVES = 8
 
 
 def positions() -> dict[str, int]:
-    """Returns how many collectives this rank has begun, by group. Any thread may ask, at any time."""
+    """Returns the number of collectives that this rank has begun, by group; safe in any thread."""
     return {recorder.group: recorder.begun for recorder in _told_recorders()}
 
 
 def report() -> str:
-    """Returns the last collectives of each group, and the Python stacks of this process. Any thread may ask."""
+    """Returns the last collectives of each group, and the Python stacks of this process; safe in any thread."""
     return "\n".join([*map(_collectives, _told_recorders()), stack_report()])
 
 
 def history() -> dict[str, list[tuple[int, int, str, bool]]]:
-    """Returns the last collectives of each group, for comparison: number, digest, what it is, whether it runs."""
+    """Returns the last collectives of each group, to compare ranks: number, digest, title, and whether it runs."""
     told = _told_recorders()
     return {recorder.group: _calls(recorder, MAX_STATUS_CALLS // len(told)) for recorder in told}
 
@@ -36,7 +36,7 @@ def _calls(recorder: FlightRecorder, last: int) -> list[tuple[int, int, str, boo
 
 
 def _told_recorders() -> list[FlightRecorder]:
-    """Returns the recorders of the groups that matter most, as many as there is room for in a message."""
+    """Returns the recorders of groups with several ranks; the last used ones, if a message has no room for all."""
     recorders = [r for r in usable_recorders() if r.place is not None and len(r.place.ranks) > 1]
     if len(recorders) <= MAX_STATUS_GROUPS:
         return recorders
@@ -44,7 +44,7 @@ def _told_recorders() -> list[FlightRecorder]:
 
 
 def _last_used(recorder: FlightRecorder) -> float:
-    """Returns when the group was used last; infinity while it is in a collective."""
+    """Returns when the group's last collective ended; infinity while one runs."""
     last = recorder.last
     if last is None:
         return -math.inf

@@ -1,7 +1,7 @@
-"""Where the layers below process_group.py find the world's communicator.
+"""The world's communicator, as a variable that the layers below process_group.py can read.
 
-Imports go down only, and the bucketing layer sits below process_group.py; so that file, and nobody else, fills this
-slot. Within `with gs.override_backend(...)` another communicator of the world's ranks stands in for it.
+Imports go down only, and bucketing is below process_group.py, so only process_group.py sets it. Within `with
+gs.override_backend(...)` it is another communicator of the same ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gradsync.errors import InvalidArgument
 
 
 class _Override:
-    """One block with another backend.
+    """One `with gs.override_backend(...)` block.
 
     Attributes:
-        backend: its name.
-        communicator: what stands in for the world; None where there is no world, or was none when the block began.
+        backend: the backend's name.
+        communicator: replaces the world's communicator; None if there was no world when the block began.
     """
 
     def __init__(self, backend: str, communicator: Communicator | None) -> None:
@@ -29,37 +29,37 @@ class _Override:
 
 _world: Communicator | None = None
 _overrides: list[_Override] = []
-#: What get_world() returns: not behind a function for callbacks, which look here for each gradient.
+#: The result of get_world(). A variable, because callbacks read it for each gradient.
 current: Communicator | None = None
 
 
 def set_world(communicator: Communicator | None) -> None:
-    """Names the world's communicator. For process_group.py."""
+    """Sets the world's communicator. For process_group.py."""
     global _world
     _world = communicator
     for override in _overrides:
-        override.communicator = None  # it stood in for the one before
+        override.communicator = None  # it replaced the communicator before
     _update()
 
 
 def get_initial_world() -> Communicator | None:
-    """Returns what init_process_group() has made, or None outside init/destroy."""
+    """Returns the communicator that init_process_group() has made, or None outside init/destroy."""
     return _world
 
 
 def get_world() -> Communicator | None:
-    """Returns the communicator that `group=None` means, or None outside init/destroy."""
+    """Returns the communicator for `group=None`, or None outside init/destroy."""
     return current
 
 
 def overriding_backend() -> str | None:
-    """Returns the backend of the innermost block that overrides it."""
+    """Returns the backend's name in the innermost override_backend block, or None outside."""
     return _overrides[-1].backend if _overrides else None
 
 
 @contextmanager
 def overriding(backend: str, communicator: Communicator | None) -> Iterator[Communicator | None]:
-    """Lets a communicator stand in for the world within a block. For backend_override.py."""
+    """Replaces the world's communicator within a block. For backends.py."""
     override = _Override(backend, communicator)
     _overrides.append(override)
     _update()
@@ -72,21 +72,20 @@ def overriding(backend: str, communicator: Communicator | None) -> Iterator[Comm
 
 def _update() -> None:
     global current
-    stand_in = _overrides[-1].communicator if _overrides else None
-    current = _world if stand_in is None else stand_in
+    replacement = _overrides[-1].communicator if _overrides else None
+    current = _world if replacement is None else replacement
 
 
 def group_or_world(group: Communicator | None, what: str, argument: str = "group") -> Communicator:
     """Returns `group`, or the world's communicator for None.
 
     Args:
-        group: what a caller has passed.
+        group: the caller's argument.
         what: the function that was called, for errors.
-        argument: how that function calls the communicator.
+        argument: the argument's name, for errors.
 
     Raises:
-        InvalidArgument: no communicator, that of a group which this rank is not in, or the process group is not
-            initialised.
+        InvalidArgument: not a communicator, a group that this rank is not in, or the process group is not initialised.
     """
     if isinstance(group, Communicator):
         return group
@@ -95,7 +94,7 @@ def group_or_world(group: Communicator | None, what: str, argument: str = "group
     if isinstance(group, NonMember):
         raise InvalidArgument(f"{group}: call {what} within `if group:`, on the members only")
     if group is not None:
-        raise InvalidArgument(f"{who}: {argument} must be a Communicator or None, got {type(group).__name__}")
+        raise InvalidArgument(f"{who} needs {argument} to be a Communicator or None, got {type(group).__name__}")
     if world is None:
         raise InvalidArgument(
             f"{what}: the process group is not initialised: call gs.init_process_group() first, or pass a communicator"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import gradsync as gs
-from gradsync.communicators import verdicts
+from gradsync.communicators import failures
 from gradsync.communicators.mpi import mpi_backend, mpi_reduction
 from gradsync.communicators.mpi.mpi_job import has_job_failed, loaded_mpi
 
@@ -91,7 +91,7 @@ def answers_other_ranks_differently(comm: Any) -> None:
 
 def sends_to_the_other_first(comm: Any) -> None:
     """Both ranks do."""
-    verdicts.WARN_AFTER_SECONDS = 0.2
+    failures.WARN_AFTER_SECONDS = 0.2
     array, peer = np.ones(3), 1 - comm.rank
     comm.exchange(array, dest=peer, out=array.copy(), source=peer)
     if comm.rank == 0:

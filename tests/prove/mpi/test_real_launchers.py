@@ -78,5 +78,5 @@ def test_mpiexec_in_a_pod_that_has_a_rank(script: str, variables: dict[str, str]
     mpiexec = [MPIEXECS[name], "-n", "2", sys.executable, script]
     done = subprocess.run(mpiexec, env=variables | MPI_AS_HERE | pod, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
-    assert "name different places" in done.stderr
+    assert "name different ranks" in done.stderr
     assert "unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT" in done.stderr

@@ -19,13 +19,13 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
+from gradsync.communicators.failures import FailureMonitor, raise_if_left
 from gradsync.communicators.host_copy import copy_words, pack_words, split_words, word_dtype
 from gradsync.communicators.mpi.mpi_agreement import MpiAgreement
 from gradsync.communicators.mpi.mpi_job import check_place, keep_for_ever, load_mpi, to_mpi_error
 from gradsync.communicators.mpi.mpi_reduction import MpiReduction
 from gradsync.communicators.mpi.waiting import MpiRequests, pieces
 from gradsync.communicators.pieces import cuts, pieces_between
-from gradsync.communicators.verdicts import Verdicts, raise_if_left
 from gradsync.diagnostics import tracing
 from gradsync.errors import CollectiveTimeout, GradsyncError
 from gradsync.futures import Completion
@@ -139,10 +139,10 @@ class MpiBackend(Backend):
         super().__init__(client, group, timeout_seconds)
         self._mpi = mpi
         self._comm = comm
-        self._verdicts = Verdicts(client, self.recorder)
+        self._failures = FailureMonitor(client, self.recorder)
         self._departures = f"mpi/{group}/closed"
         self._raise_if_left = partial(raise_if_left, client, self._departures, self.label)
-        self._requests = MpiRequests(mpi, comm, self.ranks, timeout_seconds, self._verdicts, self._raise_if_left)
+        self._requests = MpiRequests(mpi, comm, self.ranks, timeout_seconds, self._failures, self._raise_if_left)
         self._errors = _MpiErrors(mpi, self.label, self._requests)
         self._agreement = MpiAgreement(self._requests)
         self._reduction = MpiReduction(self._requests)
@@ -437,7 +437,7 @@ class MpiBackend(Backend):
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
         """Reports to the server, which reports to all ranks: nothing else ends their waits for MPI."""
-        if self.world_size == 1 or self._verdicts.was_heard or self._verdicts.known() is not None:
+        if self.world_size == 1 or self._failures.was_raised or self._failures.failure() is not None:
             return
 
         def report() -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor
 from gradsync.communicators.mpi.mpi_job import keep_for_ever
-from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.errors import GradsyncError
 from gradsync.reduction import Array
 
@@ -46,8 +46,8 @@ class MpiRequests:
         comm: gradsync's own communicator of MPI, on which nobody else communicates.
         ranks: the numbers of all ranks in the world, by which errors and the server name them.
         timeout_seconds: how long to wait before CollectiveTimeout.
-        verdicts: the server's.
-        raise_if_left: raises where a rank has closed the communicator before a collective's number; see verdicts.
+        failures: the server's.
+        raise_if_left: raises if a rank has closed the communicator before a collective's number; see failures.py.
 
     Attributes:
         mpi, comm: as given.
@@ -64,7 +64,7 @@ class MpiRequests:
         comm: Any,
         ranks: Sequence[int],
         timeout_seconds: float,
-        verdicts: Verdicts,
+        failures: FailureMonitor,
         raise_if_left: Callable[..., None],
     ) -> None:
         self.mpi = mpi
@@ -80,7 +80,7 @@ class MpiRequests:
         self._byte = mpi.BYTE
         self._ranks = ranks
         self._timeout_seconds = timeout_seconds
-        self._verdicts = verdicts
+        self._failures = failures
         self._raise_if_left = raise_if_left
 
     # -- Messages ----------------------------------------------------------------------------------------------
@@ -179,8 +179,8 @@ class MpiRequests:
             look_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
             if look is not None:
                 look()
-            if self._verdicts.is_known() and not is_done():
-                self._verdicts.check()
+            if self._failures.has_failed() and not is_done():
+                self._failures.check()
             if now >= ask_at:
                 pause_seconds = min(2 * pause_seconds, _LAST_PAUSE_SECONDS)
                 ask_at = now + pause_seconds
@@ -188,8 +188,8 @@ class MpiRequests:
             waited_seconds = now - began
             missing_ranks = None if missing is None else self._in_world(missing())
             if waited_seconds >= self._timeout_seconds and not is_done():
-                self._verdicts.give_up(waited_seconds, missing_ranks)
-            self._verdicts.warn(waited_seconds, missing_ranks)
+                self._failures.time_out(waited_seconds, missing_ranks)
+            self._failures.warn(waited_seconds, missing_ranks)
 
     def _raise_if_closed(self, is_done: Callable[[], bool], absent: Ranks | None) -> None:
         """Raises RankFailed where a rank that is waited for has closed the communicator."""
@@ -203,7 +203,7 @@ class MpiRequests:
             reason = error
         # What a rank did before it closed may have arrived meanwhile; and a verdict is the better reason.
         if not is_done():
-            self._verdicts.check()
+            self._failures.check()
             raise reason
 
     def _in_world(self, ranks: Sequence[int]) -> list[int]:
@@ -211,7 +211,7 @@ class MpiRequests:
 
     def await_cause(self) -> None:
         """Raises, should the server say so within a moment, why MPI has failed: often a rank that died."""
-        self._verdicts.await_news(NEWS_SECONDS)
+        self._failures.await_cause(CAUSE_SECONDS)
 
 
 def pieces(array: Array) -> list[Array]:

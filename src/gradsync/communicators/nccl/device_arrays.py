@@ -242,7 +242,7 @@ def _foreign(array: Any, who: str) -> Any:
         raise InvalidArgument(
             f"{who} cannot view {type(array).__name__} without a copy: {error}{advice(error)}"
         ) from error
-    needed = "a CuPy or NumPy array, or one that speaks DLPack"
+    needed = "a CuPy or NumPy array, or one that supports DLPack"
     raise InvalidArgument(f"{who} needs {needed}, got {kind_of(array)}")
 
 

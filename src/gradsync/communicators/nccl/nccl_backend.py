@@ -20,6 +20,7 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message, Run
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor
 from gradsync.communicators.nccl.collectives import Collectives, copy_bytes
 from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.kernels import FusedPacker, pack_layout
@@ -33,7 +34,6 @@ from gradsync.communicators.nccl.speculative_agreement import (
 )
 from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.nccl.watcher import Watched
-from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.diagnostics import tracing
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
 from gradsync.reduction import ReduceOp
@@ -89,8 +89,8 @@ class NcclBackend(Backend):
         with self._device:
             self._packer = FusedPacker()
             self._stream = cupy.cuda.Stream(non_blocking=True)  # where buckets are reduced
-        self._verdicts = Verdicts(client, self.recorder)
-        self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._verdicts)
+        self._failures = FailureMonitor(client, self.recorder)
+        self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._failures)
         self._collectives = Collectives(nccl, self.arrays, self.rank, self.world_size)
         self._events = Events()
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
@@ -103,7 +103,7 @@ class NcclBackend(Backend):
         self._watched = Watched(
             nccl,
             client,
-            self._verdicts,
+            self._failures,
             self._agreements,
             label=self.label,
             timeout_seconds=timeout_seconds,
@@ -308,7 +308,7 @@ class NcclBackend(Backend):
             raise error
         self._raise_failure()  # the server may only have reported that this rank has failed
         if self._agreements.were_overtaken:  # the rank that found it has left; the watcher is about to raise it
-            self._verdicts.await_news(TEXTS_WITHIN_SECONDS + NEWS_SECONDS, self._raise_failure)
+            self._failures.await_cause(TEXTS_WITHIN_SECONDS + CAUSE_SECONDS, self._raise_failure)
         raise error
 
     # -- Memory --------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ class NcclBackend(Backend):
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
         aborted = CommunicatorClosed(f"{self.label}: the communicator was aborted: {reason}")
-        error = self._verdicts.known() or aborted
+        error = self._failures.failure() or aborted
         if self._begin_to_fail(error):
             self._begin_abort(reason, culprit)
 
@@ -416,7 +416,7 @@ class NcclBackend(Backend):
 
     def make_host_path(self) -> StorePath:
         group = self.recorder.group
-        return StorePath(self.client, group, self._verdicts, self.timeout_seconds, self.agree, self._raise_end)
+        return StorePath(self.client, group, self._failures, self.timeout_seconds, self.agree, self._raise_end)
 
     def _raise_end(self) -> None:
         """Raises the reason if the other ranks of a wait on the host will not come."""
@@ -459,8 +459,8 @@ class NcclBackend(Backend):
         if not self._begin_to_fail(error):
             return
         self.lifetime.fail(error, told=told)
-        # The server reports its verdict to all ranks; a failure that only this rank knows must be reported.
-        own = isinstance(error, (CollectiveTimeout, NcclError)) and self._verdicts.known() is None
+        # The server reports its failures to all ranks; a failure that only this rank knows must be reported.
+        own = isinstance(error, (CollectiveTimeout, NcclError)) and self._failures.failure() is None
         self._begin_abort(describe(error) if own else None)
 
     def _begin_abort(self, reason: str | None, culprit: int | None = None) -> None:

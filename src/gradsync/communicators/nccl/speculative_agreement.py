@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from gradsync.communicators.agreement import Agreement, Description, mismatch, on_behalf, place_of_caller
-from gradsync.communicators.verdicts import Verdicts, raise_if_left
+from gradsync.communicators.failures import FailureMonitor, raise_if_left
 from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout, caller
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EVENT_BYTES, Decision, LaunchedEvent, event_key
@@ -90,7 +90,7 @@ class SpeculativeAgreement:
         group: the communicator's name, the same on all ranks.
         label: this rank in errors, e.g. "rank 0/2"; errors name other ranks by their numbers in the world.
         timeout_seconds: deadline of a question to the other ranks.
-        verdicts: of the server, for ranks that do not answer.
+        failures: the failures that the server reports, for ranks that do not answer.
         peer: the other rank of messages, by its number in the world; None for collectives.
         look_for_closed_peer: raises RankFailed if the peer has closed the communicator before its first message.
 
@@ -107,7 +107,7 @@ class SpeculativeAgreement:
         group: str,
         label: str,
         timeout_seconds: float,
-        verdicts: Verdicts,
+        failures: FailureMonitor,
         *,
         peer: int | None = None,
         look_for_closed_peer: Callable[[], None] | None = None,
@@ -115,7 +115,7 @@ class SpeculativeAgreement:
         self._client = client
         self._peer = peer
         self._look_for_closed_peer = look_for_closed_peer
-        self._verdicts = verdicts
+        self._failures = failures
         self._group = group
         self._label = label
         self._timeout_seconds = timeout_seconds
@@ -147,8 +147,8 @@ class SpeculativeAgreement:
         Raises:
             RankFailed, CollectiveTimeout: the server's verdict.
         """
-        if self._verdicts.is_known():
-            self._verdicts.check()
+        if self._failures.has_failed():
+            self._failures.check()
         with self._lock:
             position, digest = self.position, agreement.digest
             if self._history.expected != digest or self.asks_always or self._asked_at == position:
@@ -246,8 +246,8 @@ class SpeculativeAgreement:
                 self.look_for_closed_ranks(math.inf)
                 waited_seconds, missing = time.monotonic() - began, error.missing_ranks or None
                 if left_seconds <= _ASK_AGAIN_AFTER_SECONDS:
-                    self._verdicts.give_up(waited_seconds, missing)
-                self._verdicts.warn(waited_seconds, missing)
+                    self._failures.time_out(waited_seconds, missing)
+                self._failures.warn(waited_seconds, missing)
 
     def _disagreement(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
         """Makes the error for a question; this rank may have launched a wrong event before."""
@@ -327,21 +327,21 @@ class NcclAgreements:
         group: the communicator's name, the same on all ranks.
         label: this rank in errors.
         timeout_seconds: deadline of a question to the other ranks.
-        verdicts: of the server, for ranks that do not answer.
+        failures: the failures that the server reports, for ranks that do not answer.
 
     Attributes:
         of_all: the agreement of all ranks.
     """
 
     def __init__(
-        self, client: RendezvousClient, group: str, label: str, timeout_seconds: float, verdicts: Verdicts
+        self, client: RendezvousClient, group: str, label: str, timeout_seconds: float, failures: FailureMonitor
     ) -> None:
         self._client = client
         self._group = group
         self._label = label
         self._timeout_seconds = timeout_seconds
-        self._verdicts = verdicts
-        self.of_all = SpeculativeAgreement(client, group, label, timeout_seconds, verdicts)
+        self._failures = failures
+        self.of_all = SpeculativeAgreement(client, group, label, timeout_seconds, failures)
         self._pairs: dict[tuple[int, int], RendezvousClient] = {}
         self._of_messages: dict[tuple[int, int], SpeculativeAgreement] = {}  # by sender and receiver
 
@@ -427,7 +427,7 @@ class NcclAgreements:
                 "to the higher" if sender == low else "to the lower",
                 self._label,
                 self._timeout_seconds,
-                self._verdicts,
+                self._failures,
                 peer=peer,
                 look_for_closed_peer=partial(self.of_all.look_for_closed_ranks, math.inf, (peer,)),
             )

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, HostPath
-from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor
 from gradsync.errors import GradsyncError, RendezvousError, RendezvousTimeout
 from gradsync.reduction import Array
 from gradsync.rendezvous.client import RendezvousClient
@@ -36,7 +36,7 @@ class StorePath(HostPath):
     Args:
         client: this rank's connection to the rendezvous server; its ranks are the communicator's.
         group: the communicator's name.
-        verdicts: of the server.
+        failures: the failures that the server reports.
         timeout_seconds: how long a rank waits for another rank's next piece.
         agree: raises PlanMismatch if the ranks disagree on the collective that begins.
         look_around: is called while waiting; raises the reason if the other ranks will not come.
@@ -46,14 +46,14 @@ class StorePath(HostPath):
         self,
         client: RendezvousClient,
         group: str,
-        verdicts: Verdicts,
+        failures: FailureMonitor,
         timeout_seconds: float,
         agree: Callable[[Agreement], None],
         look_around: Callable[[], None],
     ) -> None:
         self._client = client
         self._keys = f"objects/{group}"
-        self._verdicts = verdicts
+        self._failures = failures
         self._timeout_seconds = timeout_seconds
         self._agree = agree
         self._look_around = look_around
@@ -118,7 +118,7 @@ class StorePath(HostPath):
             self._move_windows(sizes, outgoing, incoming)
         except GradsyncError:
             # If another rank has left this path because of a failure elsewhere, that failure is the reason.
-            self._verdicts.await_news(NEWS_SECONDS, self._look_around)
+            self._failures.await_cause(CAUSE_SECONDS, self._look_around)
             raise
 
     def _move_windows(self, sizes: Sequence[int], outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:
@@ -159,7 +159,7 @@ class StorePath(HostPath):
                 if waited_seconds >= self._timeout_seconds:
                     raise
             self._look_around()
-            self._verdicts.warn(waited_seconds, None)
+            self._failures.warn(waited_seconds, None)
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LOOK_AROUND_EVERY_SECONDS)
 
@@ -185,8 +185,8 @@ class StorePath(HostPath):
                 self._look_around()
                 waited_seconds, missing = time.monotonic() - began, error.missing_ranks or None
                 if left_seconds <= _LOOK_AROUND_EVERY_SECONDS:
-                    self._verdicts.give_up(waited_seconds, missing)
-                self._verdicts.warn(waited_seconds, missing)
+                    self._failures.time_out(waited_seconds, missing)
+                self._failures.warn(waited_seconds, missing)
 
 
 def _sizes_beside(root: int, bounds: Bounds) -> list[int]:

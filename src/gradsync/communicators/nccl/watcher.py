@@ -20,10 +20,10 @@ from typing import NoReturn
 import cupy
 
 from gradsync.communicators.agreement import on_behalf
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor
 from gradsync.communicators.nccl.launch import Launch
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.nccl.speculative_agreement import TEXTS_WITHIN_SECONDS, NcclAgreements
-from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.diagnostics import Entry
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
 from gradsync.rendezvous.client import RendezvousClient
@@ -42,7 +42,7 @@ class Watched:
     Args:
         nccl: the communicator.
         client: connection of its ranks to the rendezvous server.
-        verdicts: of the server.
+        failures: the failures that the server reports.
         agreements: of the communicator's ranks.
         label: this rank in errors.
         timeout_seconds: how long a collective may run.
@@ -57,7 +57,7 @@ class Watched:
         self,
         nccl: Nccl,
         client: RendezvousClient,
-        verdicts: Verdicts,
+        failures: FailureMonitor,
         agreements: NcclAgreements,
         *,
         label: str,
@@ -67,7 +67,7 @@ class Watched:
         self.call: tuple[Launch, int] | None = None
         self._nccl = nccl
         self._client = client
-        self._verdicts = verdicts
+        self._failures = failures
         self._agreements = agreements
         self._label = label
         self._timeout_seconds = timeout_seconds
@@ -129,9 +129,9 @@ class Watched:
         """Raises the other rank's failure that caused an error of NCCL, if it becomes known in time; else the error."""
         if self._client.world_size > 1:
             try:
-                self._verdicts.await_news(NEWS_SECONDS, self._look_for_cause)
+                self._failures.await_cause(CAUSE_SECONDS, self._look_for_cause)
                 if self._agreements.were_overtaken:  # another thread is reading the other ranks' descriptions
-                    self._verdicts.await_news(TEXTS_WITHIN_SECONDS, self._look_for_cause)
+                    self._failures.await_cause(TEXTS_WITHIN_SECONDS, self._look_for_cause)
                 self._agreements.look_for_closed_ranks()
             except GradsyncError as cause:
                 raise cause from error
@@ -189,7 +189,7 @@ class Watched:
 
     def _look_at_others(self) -> None:
         """Raises a failure of another rank that the server has reported."""
-        self._verdicts.check()
+        self._failures.check()
         overtaken = self._agreements.overtaken()
         if overtaken is not None:
             raise overtaken
@@ -237,10 +237,10 @@ class Watched:
         several = self._client.world_size > 1
         if waited_seconds > self._timeout_seconds and still_waits():
             if several:
-                self._verdicts.give_up(waited_seconds, launch.peers(), entry)
+                self._failures.time_out(waited_seconds, launch.peers(), entry)
             raise CollectiveTimeout(f"{self._label}: {stuck} on cuda:{self._nccl.device_id}, alone: the GPU is stuck")
         if several:
-            self._verdicts.warn(waited_seconds, launch.peers(), entry)
+            self._failures.warn(waited_seconds, launch.peers(), entry)
 
 
 _all: list[Watched] = []

@@ -18,8 +18,8 @@ from typing import NoReturn
 from zlib import crc32
 
 from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, closed_failure
 from gradsync.communicators.shared_memory.segment import whole_pages
-from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 
 # One 64-byte line of eight words for each rank, and one for all, of which the first word is not zero once any rank
@@ -64,13 +64,13 @@ class SharedWaiting:
         ranks: the numbers of all ranks in the world, by which errors and the server name them.
         label: this rank in errors.
         timeout_seconds: how long to wait for a rank before CollectiveTimeout.
-        verdicts: the server's; asked for every few milliseconds of waiting.
+        failures: the server's; asked for every few milliseconds of waiting.
 
     Attributes:
         words: the lines.
         aborted: the index of the word that is not zero once any rank has aborted.
         completed: the last round of the barrier that this rank saw all arrive at.
-        is_verdict_known: tells, at next to no cost, whether the server's verdict is there.
+        has_failed: tells, at next to no cost, whether the server's verdict is there.
         rank, ranks, label: see above.
     """
 
@@ -81,13 +81,13 @@ class SharedWaiting:
         ranks: Sequence[int],
         label: str,
         timeout_seconds: float,
-        verdicts: Verdicts,
+        failures: FailureMonitor,
     ) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.label = label
         self.completed = 0
-        self.is_verdict_known = verdicts.is_known
+        self.has_failed = failures.has_failed
         self.aborted = len(ranks) * WORDS_PER_RANK
         lines_bytes = (len(ranks) + 1) * WORDS_PER_RANK * 8
         self.words = memory[:lines_bytes].cast("Q")
@@ -95,7 +95,7 @@ class SharedWaiting:
         self._line = rank * WORDS_PER_RANK
         self._peers = [peer for peer in range(len(ranks)) if peer != rank]
         self._timeout_seconds = timeout_seconds
-        self._verdicts = verdicts
+        self._failures = failures
 
     def look_for_failures(self, missing: Callable[[], list[int]], waited_seconds: float, round_number: int) -> None:
         """Raises why the ranks that are waited for will not come, where there is a reason, or too long a wait.
@@ -117,7 +117,7 @@ class SharedWaiting:
                 phase="collective",
             )
         try:
-            self._verdicts.check()
+            self._failures.check()
         except (RankFailed, CollectiveTimeout, RendezvousError):
             # Who did its part before it failed, or left with the server, is not missed here: what comes next will tell.
             if missing():
@@ -133,13 +133,8 @@ class SharedWaiting:
             # A rank may do its part and then close: that is looked at again after its state.
             if state in (_CLOSED, _CLOSED_CONDEMNED) and peer in missing():
                 if state == _CLOSED_CONDEMNED:
-                    self._verdicts.await_news(NEWS_SECONDS)
-                number = self.ranks[peer]
-                self._raise_failed(
-                    number,
-                    f"rank {number} closed the communicator while this rank still needed it; "
-                    "do all ranks make the same number of steps?",
-                )
+                    self._failures.await_cause(CAUSE_SECONDS)
+                raise closed_failure(self.label, self.ranks[peer])
 
     def look_for_aborts(self, round_number: int) -> None:
         """Raises when a rank gave up in that round of the barrier or an earlier one, even if it had arrived.
@@ -152,24 +147,22 @@ class SharedWaiting:
             state = self.words[line + _STATE]
             if state in (_ABORTED, _CONDEMNED) and self.words[line + _GAVE_UP_AT] <= round_number:
                 if state == _CONDEMNED:
-                    self._verdicts.await_news(NEWS_SECONDS)
-                self._verdicts.check()  # what the server says is the same on every rank
+                    self._failures.await_cause(CAUSE_SECONDS)
+                self._failures.check()  # what the server says is the same on every rank
                 reason = self._reasons.read(peer).decode(errors="replace")
-                self._raise_failed(self.words[line + _CULPRIT], f"rank {self.ranks[peer]} aborted: {reason}")
+                text = f"{self.label}: rank {self.ranks[peer]} aborted: {reason}"
+                raise RankFailed(text, rank=self.words[line + _CULPRIT], phase="collective")
 
     def _look_at_the_clock(self, awaited: list[int], waited_seconds: float) -> None:
         if waited_seconds >= self._timeout_seconds:
             # First here: a rank that comes now must not take what it finds for complete, and go on beside the verdict.
             self._announce(_CONDEMNED, f"waited {waited_seconds:.3g} s for ranks {awaited}", awaited[0])
-            self._verdicts.give_up(waited_seconds, awaited)
-        self._verdicts.warn(waited_seconds, awaited)
-
-    def _raise_failed(self, culprit: int, what: str) -> NoReturn:
-        raise RankFailed(f"{self.label}: {what}", rank=culprit, phase="collective")
+            self._failures.time_out(waited_seconds, awaited)
+        self._failures.warn(waited_seconds, awaited)
 
     def announce_closed(self) -> None:
         """Tells the others that this rank will not come again; what it did before still counts."""
-        self.words[self._line + _STATE] = _CLOSED_CONDEMNED if self.is_verdict_known() else _CLOSED
+        self.words[self._line + _STATE] = _CLOSED_CONDEMNED if self.has_failed() else _CLOSED
 
     def announce_abort(self, reason: str, culprit: int | None = None) -> None:
         """Makes every rank that waits, now or later, raise RankFailed with the reason.
@@ -178,7 +171,7 @@ class SharedWaiting:
             reason: told to all.
             culprit: the rank whose failure this is, as it is numbered in the world; None is this rank.
         """
-        state = _CONDEMNED if self._verdicts.was_heard else _ABORTED
+        state = _CONDEMNED if self._failures.was_raised else _ABORTED
         self._announce(state, reason, self.ranks[self.rank] if culprit is None else culprit)
 
     def _announce(self, state: int, reason: str, culprit: int) -> None:
@@ -272,7 +265,7 @@ class SharedBarrier:
         rank: this rank.
         world_size: number of ranks.
         timeout_seconds: how long to wait for a rank before CollectiveTimeout.
-        verdicts: the server's; asked for every few milliseconds of waiting.
+        failures: the server's; asked for every few milliseconds of waiting.
         ranks: the numbers of all ranks in the world, by which errors name them; None where they are the same.
         label: this rank in errors; None is "rank 0/2".
 
@@ -287,7 +280,7 @@ class SharedBarrier:
         rank: int,
         world_size: int,
         timeout_seconds: float,
-        verdicts: Verdicts,
+        failures: FailureMonitor,
         *,
         ranks: Sequence[int] | None = None,
         label: str | None = None,
@@ -296,7 +289,7 @@ class SharedBarrier:
         self._ranks = tuple(range(world_size) if ranks is None else ranks)
         self._label = f"rank {rank}/{world_size}" if label is None else label
         of_waiting = waiting_bytes(world_size)
-        self.waiting = SharedWaiting(memory[:of_waiting], rank, self._ranks, self._label, timeout_seconds, verdicts)
+        self.waiting = SharedWaiting(memory[:of_waiting], rank, self._ranks, self._label, timeout_seconds, failures)
         self._words = self.waiting.words
         self._aborted = self.waiting.aborted
         self._texts = TextBoard(memory[of_waiting : of_waiting + world_size * _TEXT_BYTES], _TEXT_BYTES)
@@ -386,7 +379,7 @@ class SharedBarrier:
         def missing() -> list[int]:
             return [peer for peer in self._peers if words[peer * WORDS_PER_RANK + _ARRIVALS] < wanted]
 
-        if self.waiting.is_verdict_known():  # heard of by another thread; where nobody waits for long, nobody looks
+        if self.waiting.has_failed():  # heard of by another thread; where nobody waits for long, nobody looks
             look_for_failures(missing, 0.0, wanted)
         for _ in range(SPINS):
             if words[arrivals] >= wanted:

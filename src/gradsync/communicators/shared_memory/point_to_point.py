@@ -325,7 +325,7 @@ class SharedChannels:
 
     def _wait(self, progress: _Progress) -> None:
         look_for_failures = partial(self._waiting.look_for_failures, progress.missing)
-        if self._waiting.is_verdict_known():  # heard of by another thread; where nobody waits for long, nobody looks
+        if self._waiting.has_failed():  # heard of by another thread; where nobody waits for long, nobody looks
             look_for_failures(0.0, ANY_ROUND)
         for _ in range(SPINS):
             if progress.is_made():

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.backend import ResidentMemory
 from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.pieces import cuts, line_bounds
-from gradsync.communicators.resident import ResidentMemory
 from gradsync.communicators.shared_memory.arena import Workplace
 from gradsync.communicators.shared_memory.pipelined import Call, run_calls
 from gradsync.communicators.shared_memory.segment import (

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Backend, Bounds, Message, Run, bounds_of
+from gradsync.communicators.backend import Backend, Bounds, Message, ResidentMemory, Run, bounds_of
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.host_copy import memcpy_is_slow
 from gradsync.communicators.nonfinite import NonFiniteFinder
-from gradsync.communicators.resident import ResidentMemory
 from gradsync.communicators.shared_memory.arena import Scratch, SharedRings, Slots, Workplace
 from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SharedBarrier, header_bytes
 from gradsync.communicators.shared_memory.collectives import MAX_CHUNKS_KEPT, Plans, PreparedReduction
@@ -33,7 +33,6 @@ from gradsync.communicators.shared_memory.segment import (
     populate,
     take_segment,
 )
-from gradsync.communicators.verdicts import NEWS_SECONDS, Verdicts, await_news
 from gradsync.errors import BackendUnavailable
 from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp
@@ -80,9 +79,9 @@ class ShmBackend(Backend):
         self._mapping = map_segment(descriptor)
         self._memory = memoryview(self._mapping)
         header = header_bytes(world_size)
-        verdicts = Verdicts(client, self.recorder)
+        failures = FailureMonitor(client, self.recorder)
         self._barrier = SharedBarrier(
-            self._memory[:header], rank, world_size, timeout_seconds, verdicts, ranks=self.ranks, label=self.label
+            self._memory[:header], rank, world_size, timeout_seconds, failures, ranks=self.ranks, label=self.label
         )
         self._rings = SharedRings(self._memory[header:], world_size, ROUND_BYTES, self._barrier)
         self._slots = Slots(self._memory[header + self._rings.bytes :], world_size, CHUNK_BYTES)
@@ -317,7 +316,7 @@ def connect_shared_memory(
         try:
             descriptor = take_segment(ticket, max(1.0, deadline - time.monotonic()))
         except BackendUnavailable:
-            await_news(NEWS_SECONDS, client.check)  # nor can a root be reached that has heard of a failure before us
+            await_cause(CAUSE_SECONDS, client.check)  # nor can a root be reached that has heard of a failure before us
             raise
     chunk_bytes = CHUNK_BYTES if slow_memcpy else CHUNK_BYTES // 2
     return ShmBackend(descriptor, client, group, collective_timeout_seconds, chunk_bytes)
