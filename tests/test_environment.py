@@ -127,7 +127,7 @@ def test_torchrun_started_by_mpiexec_on_each_machine():
     groups = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}
     assert place(TORCHRUN | agents | groups) == (5, 8, 1, 4, "RANK")
     for other in ({}, {"GROUP_WORLD_SIZE": "1"}):
-        with pytest.raises(InvalidArgument, match="different places"):
+        with pytest.raises(InvalidArgument, match="different ranks"):
             place(TORCHRUN | agents | other)
 
 
@@ -137,7 +137,7 @@ def test_torchrun_started_by_mpiexec_on_each_machine():
         # torchrun, started by a rank of gradsync
         (
             OURS | TORCHRUN | {"GRADSYNC_ADDRESS": "127.0.0.1:1", "GRADSYNC_HOSTED": "1"},
-            r"GRADSYNC_RANK=3 GRADSYNC_WORLD_SIZE=4 and RANK=5 WORLD_SIZE=8 name different places.*"
+            r"GRADSYNC_RANK=3 GRADSYNC_WORLD_SIZE=4 and RANK=5 WORLD_SIZE=8 name different ranks.*"
             r"unset GRADSYNC_RANK GRADSYNC_WORLD_SIZE .*GRADSYNC_ADDRESS GRADSYNC_HOSTED\nor\n  unset RANK WORLD_SIZE",
         ),
         # mpiexec in a pod whose operator has set RANK
@@ -236,7 +236,7 @@ def test_malformed_values_are_named(change, text):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(2)"}, r"needs to read like 4\(x2\),1, got '4\(2\)'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(2)"}, r"needs the form 4\(x2\),1, got '4\(2\)'"),
         ({"SLURM_NODEID": "3"}, "SLURM_NODEID=3 has no entry"),
         ({"SLURM_LOCALID": "4"}, "SLURM_LOCALID needs to be 0 to 3, got 4"),
         ({"SLURM_STEP_NUM_TASKS": "7"}, "SLURM_PROCID needs to be 0 to SLURM_STEP_NUM_TASKS - 1 = 6, got 7"),
@@ -309,7 +309,7 @@ def test_secret_file_comes_second(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "abc", "zz" * 32, "ab" * 15])
 def test_malformed_secret_is_not_quoted(text):
-    with pytest.raises(InvalidArgument, match="GRADSYNC_SECRET needs to hold a secret") as caught:
+    with pytest.raises(InvalidArgument, match="GRADSYNC_SECRET needs to contain a secret") as caught:
         environment.take_secret({"GRADSYNC_SECRET": text})
     assert not text or text not in str(caught.value)
 
@@ -382,7 +382,7 @@ def test_the_variable_that_was_meant_is_found(name, meant):
 
 
 def test_each_unknown_one_is_told_once_in_a_process(caplog, monkeypatch):
-    monkeypatch.setattr(environment, "_told", set())
+    monkeypatch.setattr(environment, "_warned", set())
     environ = {"GRADSYNC_BACKED": "shm", "GRADSYNC_BACKEND": "shm", "GRADSYNC_TEST_X": "1", "PATH": "/bin"}
     with caplog.at_level(logging.WARNING, logger="gradsync"):
         for _ in range(2):

@@ -61,4 +61,4 @@ def test_describe_never_raises() -> None:
 
     assert errors.describe(ValueError("x")) == "ValueError: x"
     assert errors.describe(KeyboardInterrupt()) == "KeyboardInterrupt"
-    assert "cannot be made: RuntimeError" in errors.describe(Broken())
+    assert "__str__ raised RuntimeError" in errors.describe(Broken())

@@ -178,5 +178,5 @@ def test_a_launcher_inside_a_rank_of_gradsync_is_told(
     # Of two in two, one has the same place in both runs; it lacks the secret of the outer one.
     same = 0 if outer_size == 1 else 2
     assert told.count("InvalidArgument: ") == 2 * outer_size - same
-    assert told.count("name different places for this process") == 2 * outer_size - same
+    assert told.count("name different ranks for this process") == 2 * outer_size - same
     assert told.count("has inherited the rank's variables without the secret") == same

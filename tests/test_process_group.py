@@ -106,15 +106,15 @@ def test_the_variable_names_the_backend_of_a_process_that_nobody_started(monkeyp
         ({"backend": "shm"}, gs.InvalidArgument, "no rank is known"),
         ({"backend": "mpi"}, gs.GradsyncError, "`mpiexec -n 2 python script.py`|pip install mpi4py"),
         ({"backend": "gloo"}, gs.InvalidArgument, "unknown backend 'gloo'"),
-        ({"rank": 2, "world_size": 2}, gs.InvalidArgument, "rank must be 0 to world_size - 1 = 1, got 2"),
+        ({"rank": 2, "world_size": 2}, gs.InvalidArgument, "rank needs to be 0 to world_size - 1 = 1, got 2"),
         ({"rank": -1, "world_size": 2}, gs.InvalidArgument, "got -1"),
         ({"rank": "0", "world_size": 1}, gs.InvalidArgument, "got '0'"),
-        ({"rank": 0, "world_size": 0}, gs.InvalidArgument, "world_size must be"),
-        ({"rank": 0}, gs.InvalidArgument, "rank and world_size together"),
-        ({"world_size": 2}, gs.InvalidArgument, "rank and world_size together"),
+        ({"rank": 0, "world_size": 0}, gs.InvalidArgument, "world_size needs to be"),
+        ({"rank": 0}, gs.InvalidArgument, "rank and world_size need each other"),
+        ({"world_size": 2}, gs.InvalidArgument, "rank and world_size need each other"),
         ({"rank": 0, "world_size": 2}, gs.InvalidArgument, "MASTER_ADDR"),
         ({"rank": 0, "world_size": 2, "address": "nowhere"}, gs.InvalidArgument, "host:port"),
-        ({"rank": 0, "world_size": 2, "backend": "local"}, gs.InvalidArgument, "for one rank"),
+        ({"rank": 0, "world_size": 2, "backend": "local"}, gs.InvalidArgument, "needs a world_size of 1"),
         (
             {"backend": "local", "rank": 0, "world_size": 1, "device": "cuda:0"},
             gs.InvalidArgument,
@@ -146,7 +146,7 @@ def test_a_process_that_nobody_started_is_a_world_of_one_and_says_so(
         assert (comm.rank, comm.world_size) == (0, 1)
     assert [record.getMessage() for record in caplog.records] == [
         "gradsync: no launcher has started this process, so it is a world of one rank "
-        "(two: gradsync run -n 2 script.py)"
+        "(for two: gradsync run -n 2 script.py)"
     ]
     monkeypatch.setenv("GRADSYNC_TIMEOUTS", "3")
     with gs.init_process_group():
@@ -182,7 +182,9 @@ def test_a_process_that_nobody_started_is_a_world_of_one_and_says_so(
 def test_what_hints_at_a_launcher_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each of N jobs would take itself for the only one, and all would write the same checkpoint."""
     monkeypatch.setenv(name, value)
-    with pytest.raises(gs.InvalidArgument, match=f"no rank is known: {name} is set, as a launcher does, but not RANK"):
+    with pytest.raises(
+        gs.InvalidArgument, match=f"no rank is known: {name} is set, which hints at a launcher, but RANK"
+    ):
         gs.init_process_group()
     with gs.init_process_group("local") as comm:  # who says so is believed
         assert comm.world_size == 1
@@ -383,7 +385,7 @@ def test_plain_ranks_without_our_launcher(tmp_path: Path) -> None:
 def test_ranks_that_differ_in_debug_are_refused(tmp_path: Path) -> None:
     script = "import os, gradsync as gs\ngs.init_process_group('shm', debug=os.environ['RANK'] == '1')"
     (_, first), (_, second) = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2, script=script)]
-    text = "rank 0 has debug=False, rank 1 debug=True: it has to be the same on all ranks"
+    text = "rank 0 has debug=False, rank 1 has debug=True: all ranks need the same"
     assert f"InvalidArgument: rank 0/2: {text}" in first
     assert f"InvalidArgument: rank 1/2: {text}" in second
 

@@ -20,7 +20,7 @@ def test_names_in_any_case(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["average", "", None, 1])
 def test_unknown_names(text: object) -> None:
-    with pytest.raises(gs.InvalidArgument, match="op must be one of sum, mean, prod, min, max"):
+    with pytest.raises(gs.InvalidArgument, match="op needs to be one of sum, mean, prod, min, max"):
         ReduceOp.parse(text)  # type: ignore[arg-type]
 
 

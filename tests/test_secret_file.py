@@ -49,7 +49,7 @@ def test_refuses_a_file_of_another_user(path, monkeypatch):
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff\xfe", b"5a" * 4000 + b"x"])
 def test_refuses_what_is_no_secret(path, content):
     path.write_bytes(content)
-    with pytest.raises(InvalidArgument, match="needs to hold a secret"):
+    with pytest.raises(InvalidArgument, match="needs to contain a secret"):
         read_secret_file(str(path))
 
 

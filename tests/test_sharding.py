@@ -91,14 +91,14 @@ def test_ranks_share_without_a_word() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "match"),
     [
-        ((-1,), {}, "n must be an integer of 0 or more, got -1"),
-        ((2.0,), {}, "n must be"),
-        ((True,), {}, "n must be"),
-        ((2**63,), {}, "n must be at most"),
-        ((2**62,), {"shuffle": False}, "n must be at most"),
-        ((4, -1), {}, "epoch must be"),
-        ((4, 0, "x"), {}, "seed must be"),
-        ((4,), {"uneven": "wrap"}, "uneven must be one of pad, drop, keep, got 'wrap'"),
+        ((-1,), {}, "n to be an integer of 0 or more, got -1"),
+        ((2.0,), {}, "n to be"),
+        ((True,), {}, "n to be"),
+        ((2**63,), {}, "n of at most"),
+        ((2**62,), {"shuffle": False}, "n of at most"),
+        ((4, -1), {}, "epoch to be"),
+        ((4, 0, "x"), {}, "seed to be"),
+        ((4,), {"uneven": "wrap"}, "uneven to be one of pad, drop, keep, got 'wrap'"),
         ((4,), {"communicator": 3}, "Communicator"),
     ],
 )

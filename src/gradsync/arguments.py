@@ -1,7 +1,7 @@
-"""Numbers and addresses that callers pass: checked in one place, refused in the same words, made Python's own.
+"""Checks of numbers and addresses that callers pass, with the same errors everywhere.
 
-NumPy's numbers are as good as Python's; True and False are no numbers. The command line and the ranks' `launcher`
-import this file, so it imports next to nothing.
+NumPy's numbers are accepted like Python's; True and False are not numbers. The command line and every rank import this
+file, so it imports very little.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import Any
 from gradsync.errors import InvalidArgument
 
 LARGEST_PORT = 65535
-#: Between asking ranks to end and killing them.
+#: The time between asking ranks to end and killing them.
 DEFAULT_GRACE_SECONDS = 5.0
 
 
 def integer_of(value: object) -> int | None:
-    """Returns an integer of Python, NumPy or another library as an int; None where a value is none, or is a bool."""
+    """Returns an integer of Python, NumPy or another library as an int; None for a bool or any other value."""
     if isinstance(value, bool):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # the latter of arrays on a GPU
+    except (TypeError, ValueError):  # arrays on a GPU raise ValueError
         return None
 
 
 def check_integer(who: str, name: str, value: Any, lowest: int, highest: int | None = None) -> int:
-    """Returns a value as an int, once it is known to be an integer in its range.
+    """Returns a value as an int, if it is an integer in its range.
 
     Args:
-        who: was given it, for the error.
-        name: of the value.
-        value: what was given.
-        lowest: the least that it may be.
-        highest: the most; None is any.
+        who: the function that got the value, for the error.
+        name: the value's name.
+        value: the value.
+        lowest: the smallest allowed value.
+        highest: the largest allowed value; None is no limit.
 
     Raises:
-        InvalidArgument: it is not.
+        InvalidArgument: it is not an integer, or out of range.
     """
     number = integer_of(value)
     if number is None or number < lowest or (highest is not None and number > highest):
@@ -50,25 +50,25 @@ def check_integer(who: str, name: str, value: Any, lowest: int, highest: int | N
 
 
 def check_port(who: str, name: str, value: Any) -> int:
-    """Returns a port as an int, once it is known to be one; 0 takes a free one.
+    """Returns a port as an int, if it is valid; 0 means any free port.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: it is not a port number.
     """
     return check_integer(who, name, value, 0, LARGEST_PORT)
 
 
 def refuse_words(who: str, given: Mapping[str, object], removed: Mapping[str, str]) -> None:
-    """Refuses keyword arguments that a function does not have, or not any more.
+    """Refuses keyword arguments that a function does not have.
 
     Args:
-        who: was given them, for the error.
-        given: by name.
-        removed: what to do in place of those that it once had.
+        who: the function, for the error.
+        given: the unknown arguments by name.
+        removed: advice for arguments of earlier versions, by name.
 
     Raises:
-        InvalidArgument: it had this one.
-        TypeError: it never had.
+        InvalidArgument: an earlier version had the argument.
+        TypeError: no version had it.
     """
     for name in given:
         if name in removed:
@@ -77,12 +77,12 @@ def refuse_words(who: str, given: Mapping[str, object], removed: Mapping[str, st
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number, of Python or NumPy, and no bool."""
+    """Whether a value is a real number of Python or NumPy; a bool is not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_seconds(who: str, name: str, value: Any) -> None:
-    """Checks that a value is a number of seconds, from 0, and finite.
+    """Checks that a value is a finite number of seconds, 0 or more.
 
     Raises:
         InvalidArgument: it is not.
@@ -112,14 +112,14 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def check_address(text: str, name: str = "address") -> str:
-    """Returns an address, once it is known to read host:port.
+    """Returns an address, if it has the form host:port.
 
     Args:
-        text: the address; an IPv6 host stands in brackets.
-        name: what the error calls it.
+        text: the address; an IPv6 host needs brackets.
+        name: the address's name in the error.
 
     Raises:
-        InvalidArgument: it does not.
+        InvalidArgument: it has another form.
     """
     try:
         parse_address(text)
@@ -129,10 +129,10 @@ def check_address(text: str, name: str = "address") -> str:
 
 
 def join_address(host: str, port: int) -> str:
-    """Returns the text that `parse_address` takes apart."""
+    """Returns an address as text: the inverse of `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def port_beside(port: int) -> int:
-    """Returns the port that goes with one: MASTER_PORT and the rendezvous server's are beside each other."""
+    """Returns the port after this one, or before the last port: the rendezvous server's, next to MASTER_PORT."""
     return port + 1 if port < LARGEST_PORT else port - 1

@@ -1,8 +1,8 @@
-"""Which backend the ranks take: what was asked for, or what suits where they run; and the connection over it.
+"""Chooses the backend for the ranks, "auto" or by name, and makes the communicator over it.
 
-What was asked for is checked before the ranks meet. "auto" is decided when they have met, by rank 0 for all: a rank
-alone cannot know whether each of the others has a GPU, and one of its own. What one rank alone finds out, all hear:
-they would wait for it otherwise.
+A named backend is checked before the ranks join. "auto" is decided by rank 0 after they have joined, because one rank
+cannot know whether every other rank has a GPU of its own. An error of one rank is raised on all ranks, which would
+otherwise wait for it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gradsync.machine import count_gpus
 if TYPE_CHECKING:
     from gradsync.rendezvous.client import RendezvousClient
 
-# What belongs to one backend is imported where it is asked for: most processes take one, and start-up counts.
+# The files of a backend are imported where they are needed: most processes use one backend, and should start fast.
 
-_YES, _NO = "+", "-"  # begin an offer: a rank could use the backend, with what follows, or not, for the reason given
+_YES, _NO = "+", "-"  # the first character of an offer: "+" and the GPU's identity, or "-" and the reason against
 _MAX_OFFER_BYTES = 4096
 _MPIEXEC = "mpiexec -n 8 -hosts a,b python train.py"
 _DEVICE = r"cpu|cuda(:\d+)?"
@@ -34,10 +34,10 @@ _log = logging.getLogger("gradsync")
 
 
 class WorldSettings(NamedTuple):
-    """What init_process_group() was told, with what the environment decides.
+    """The arguments of init_process_group(), completed from the environment.
 
     Attributes:
-        place: who this process is.
+        place: this process's rank and its launcher's variables.
         address, device, timeout_seconds, collective_timeout_seconds, allow_shared_gpu, debug: see init_process_group.
     """
 
@@ -54,25 +54,25 @@ class WorldSettings(NamedTuple):
 
 
 def choose_before_meeting(wanted: str, settings: WorldSettings) -> str:
-    """Returns what can be decided before the ranks meet: what was asked for, or what suits one rank; else "auto".
+    """Returns the named backend, checked, or the backend for a single rank; else "auto".
 
     Args:
-        wanted: one of BACKENDS; a CUDA device asks for "nccl".
-        settings: of the world.
+        wanted: one of BACKENDS; "auto" with a CUDA device means "nccl".
+        settings: the world's settings.
 
     Raises:
-        InvalidArgument: it does not run on the device, or "local" for several ranks.
-        BackendUnavailable: it cannot run here; the text says why.
+        InvalidArgument: the backend does not run on the device, or "local" for several ranks.
+        BackendUnavailable: the backend cannot run here; the text has the reason.
     """
     place, device = settings.place, settings.device
     if device is not None and not (isinstance(device, str) and re.fullmatch(_DEVICE, device)):
-        raise InvalidArgument(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
+        raise InvalidArgument(f"device needs to be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
     if wanted == "auto" and device is not None and device != "cpu":
         wanted = "nccl"
     if wanted not in ("auto", "nccl") and device not in (None, "cpu"):
-        raise InvalidArgument(f"backend {wanted!r} runs on device 'cpu', got {device!r}")
+        raise InvalidArgument(f"backend {wanted!r} needs device 'cpu', got {device!r}")
     if wanted == "local" and place.world_size != 1:
-        raise InvalidArgument(f"backend 'local' is for one rank, world_size is {place.world_size}")
+        raise InvalidArgument(f"backend 'local' needs a world_size of 1, got {place.world_size}")
     if wanted == "shm":
         _check_shm()
     if wanted == "mpi":
@@ -88,10 +88,10 @@ def choose_before_meeting(wanted: str, settings: WorldSettings) -> str:
 
 
 def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[str, str]:
-    """Returns the backend for ranks that have made these offers of GPUs, and why.
+    """Returns the best backend for ranks with these offers of GPUs, and the reason.
 
     Raises:
-        BackendUnavailable: no backend can join them; the text says why.
+        BackendUnavailable: no backend can join them; the text has the reason.
     """
     place = settings.place
     no_gpus = _why_not(offers, settings)
@@ -113,19 +113,19 @@ def _check_shm() -> None:
 
 
 def _check_mpi(place: RankEnvironment) -> None:
-    """Makes sure that MPI can join the ranks of the run; initialises it."""
+    """Checks that MPI can join the ranks of the run; initialises it."""
     from gradsync.communicators.mpi.mpi_job import check_place, load_mpi
 
-    if place.source == "gradsync":  # which keeps from its ranks what mpiexec may have told itself
+    if place.source == "gradsync":  # our launcher removes mpiexec's variables for its ranks
         raise BackendUnavailable(
-            "backend 'mpi' joins ranks that mpiexec or srun has started, and gradsync has started these. Start the "
+            "backend 'mpi' needs ranks that mpiexec or srun has started, but gradsync has started these. Start the "
             f"script with `mpiexec -n {place.world_size} python script.py`"
         )
     check_place(load_mpi(), place.rank, place.world_size)
 
 
 def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
-    """Makes sure that MPI can join ranks of several hosts that have no GPU each; the error says what to do."""
+    """Checks that MPI can join ranks on several hosts without a GPU for each; the error has advice."""
     instead = f"start them with mpiexec or srun, as in {_MPIEXEC}; if all are on one machine, set {BACKEND}=shm"
     if place.source in SOURCES_WITH_MPI:
         try:
@@ -151,28 +151,28 @@ def _check_nccl() -> None:
         raise BackendUnavailable(f"backend 'nccl' cannot run here: {error}; use 'shm' on one host") from None
 
 
-# -- Once they have met -----------------------------------------------------------------------------------------------
+# -- After the ranks have joined --------------------------------------------------------------------------------------
 
 
 def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSettings) -> str:
-    """Returns the backend that all ranks of the world take. Every rank must call it, once in a generation.
+    """Returns the backend for all ranks of the world. Every rank must call it, once in a generation.
 
     Raises:
-        InvalidArgument: the ranks ask for different backends, or some for the debug mode; raised on all of them.
-        BackendUnavailable: no backend can join them; on all of them.
-        RendezvousTimeout, RankFailed: a rank did not come, or died.
+        InvalidArgument: the ranks ask for different backends, or only some for the debug mode; raised on all ranks.
+        BackendUnavailable: no backend can join them; raised on all ranks.
+        RendezvousTimeout, RankFailed: a rank did not call it, or died.
     """
 
     def decide(offers: Sequence[str]) -> str:
         for rank, (its_wanted, debug, _) in enumerate(offer.split("\n", 2) for offer in offers):
             if debug != str(settings.debug):
                 raise InvalidArgument(
-                    f"rank 0 has debug={settings.debug}, rank {rank} debug={debug}: it has to be the same on all "
-                    f"ranks, by init_process_group or {DEBUG}"
+                    f"rank 0 has debug={settings.debug}, rank {rank} has debug={debug}: all ranks need the same, by "
+                    f"init_process_group or {DEBUG}"
                 )
             if its_wanted != wanted:
                 raise InvalidArgument(
-                    f"rank {rank} asks for backend {its_wanted!r}, rank 0 for {wanted!r}: name one for all, by "
+                    f"rank {rank} asks for backend {its_wanted!r}, rank 0 for {wanted!r}: all ranks need the same, by "
                     f"init_process_group or {BACKEND}"
                 )
         if wanted != "auto":
@@ -180,23 +180,23 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
         return "\n".join(suitable_backend([offer.split("\n", 2)[2] for offer in offers], settings))
 
     mine = _offer_of_gpu(settings, only_if_seen=True) if wanted == "auto" else _YES
-    told = _decide_together(client, f"{wanted}\n{settings.debug}\n{mine}", decide, settings)
-    chosen, _, reason = told.partition("\n")
+    decision = _decide_together(client, f"{wanted}\n{settings.debug}\n{mine}", decide, settings)
+    chosen, _, reason = decision.partition("\n")
     _log_choice(settings.place, chosen, reason)
     return chosen
 
 
 def agree_on_another(client: RendezvousClient, backend: str, settings: WorldSettings) -> None:
-    """Makes sure that another backend can join the ranks of a client. Every rank must call it, once for each client.
+    """Checks that another backend can join the ranks of a client. Every rank must call it, once for each client.
 
     Args:
-        client: of the ranks, used for nothing else.
+        client: the ranks' client, used for nothing else.
         backend: "nccl", "shm" or "mpi".
-        settings: of the world.
+        settings: the world's settings.
 
     Raises:
-        BackendUnavailable: on all ranks, where one of them cannot use it.
-        RendezvousTimeout, RankFailed: a rank did not come, or died.
+        BackendUnavailable: a rank cannot use the backend; raised on all ranks.
+        RendezvousTimeout, RankFailed: a rank did not call it, or died.
     """
 
     def decide(offers: Sequence[str]) -> str:
@@ -211,8 +211,8 @@ def agree_on_another(client: RendezvousClient, backend: str, settings: WorldSett
 def _decide_together(
     client: RendezvousClient, offer: str, decide: Callable[[Sequence[str]], str], settings: WorldSettings
 ) -> str:
-    """Returns on all ranks what rank 0 decides from every rank's offer, or raises on all of them what that raises."""
-    from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES  # here: one rank meets nobody
+    """Lets rank 0 decide from the offers of all ranks; returns its decision, or raises its error, on every rank."""
+    from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES  # imported here: a single rank does not need it
 
     room_bytes = min(_MAX_OFFER_BYTES, MAX_EXCHANGED_BYTES // client.world_size)
     offers = client.exchange("backend/offers", offer.encode()[:room_bytes], timeout_seconds=settings.timeout_seconds)
@@ -231,11 +231,11 @@ def _decide_together(
 
 
 def _offer_of_gpu(settings: WorldSettings, *, only_if_seen: bool = False) -> str:
-    """Returns which GPU this rank could use, or why it has none.
+    """Returns the identity of the GPU that this rank could use, or the reason why it has none.
 
     Args:
-        settings: of the world.
-        only_if_seen: asks CuPy, which takes long to load, only beside a GPU, and where the device may be one.
+        settings: the world's settings.
+        only_if_seen: loads CuPy, which takes long, only if a GPU is visible and the device is not "cpu".
     """
     device = settings.device
     if only_if_seen and device == "cpu":
@@ -259,7 +259,7 @@ def _offer_of_gpu(settings: WorldSettings, *, only_if_seen: bool = False) -> str
 
 
 def _offer_of_host(backend: str, place: RankEnvironment) -> str:
-    """Returns whether this rank could communicate over shared memory, or MPI, and why not."""
+    """Returns whether this rank can use shared memory or MPI, and if not the reason."""
     try:
         if backend == "mpi":
             _check_mpi(place)
@@ -269,9 +269,9 @@ def _offer_of_host(backend: str, place: RankEnvironment) -> str:
         _check_shm()
         if place.local_world_size != place.world_size:
             raise BackendUnavailable(
-                f"it joins the ranks of one host; of {place.world_size} ranks {place.local_world_size} are on this one"
+                f"it needs all ranks on one host; {place.local_world_size} of {place.world_size} ranks are on this one"
             )
-        if place.rank == 0:  # which makes the memory for all
+        if place.rank == 0:  # rank 0 makes the memory for all
             check_memory(place.world_size)
     except BackendUnavailable as error:
         return f"{_NO}{error}"
@@ -279,7 +279,7 @@ def _offer_of_host(backend: str, place: RankEnvironment) -> str:
 
 
 def _why_not(offers: Sequence[str], settings: WorldSettings) -> str:
-    """Returns why a backend cannot join ranks that have made these offers; "" where it can."""
+    """Returns the reason why a backend cannot join ranks with these offers; "" if it can."""
     for rank, offer in enumerate(offers):
         if not offer.startswith(_YES):
             reason = offer.removeprefix(_NO)
@@ -294,10 +294,10 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
     """Makes the communicator of a client's ranks over a backend.
 
     Args:
-        backend: one that can join them.
-        client: of the ranks; None for "local".
-        settings: of the world.
-        group: name of the communicator, not used before.
+        backend: a backend that can join them.
+        client: the ranks' client; None for "local".
+        settings: the world's settings.
+        group: the communicator's name, not used before.
 
     Raises:
         BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: from the connection.
@@ -335,7 +335,7 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
 
 
 def _log_choice(place: RankEnvironment, chosen: str, reason: str) -> None:
-    # A GPU that is there and not used is worth more than a line in the log of those who ask for it.
+    # An unused GPU is worth a warning; any other choice is logged at level INFO.
     unused_gpu = chosen != "nccl" and reason != "asked for" and place.rank == 0 and count_gpus() > 0
     level = logging.WARNING if unused_gpu else logging.INFO
     _log.log(level, "rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)

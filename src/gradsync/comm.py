@@ -1,8 +1,8 @@
-"""What a training script asks about its ranks, under the names of detectron2's `utils.comm`: `gs.comm`.
+"""`gs.comm`: the functions of detectron2's `utils.comm`, under the same names.
 
-A script that came from there runs on with `from gradsync import comm`. All functions work when nothing is initialised:
-this process is then a world of one. Python objects travel by pickle and keep off the GPU; see communicators/objects.py
-for what that means (peers that trust each other).
+A detectron2 script works with `from gradsync import comm`. All functions also work before init_process_group(), as in a
+world of one. Python objects are sent by pickle, in host memory; all ranks must trust each other, see
+communicators/objects.py.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from gradsync.futures import check_may_call, pending
 from gradsync.process_group import group_barrier, place_on_machine
 from gradsync.reduction import OPERATIONS_BY_DTYPE
 
-_alone: Communicator | None = None  # the local group of a process that has initialised nothing
+_alone: Communicator | None = None  # the local group of a process without a process group
 
 
 def get_world_size() -> int:
-    """Returns the number of ranks; 1 when nothing is initialised."""
+    """Returns the number of ranks; 1 if the process group is not initialised."""
     world = get_world()
     return 1 if world is None else world.world_size
 
 
 def get_rank() -> int:
-    """Returns this process's number among all ranks; 0 when nothing is initialised."""
+    """Returns this process's number among all ranks; 0 if the process group is not initialised."""
     world = get_world()
     return 0 if world is None else world.rank
 
 
 def get_local_rank() -> int:
-    """Returns this process's number among the ranks of its machine: the one to pick a GPU by. 0 when not initialised.
+    """Returns this process's number among the ranks of its machine, by which to choose a GPU. 0 if not initialised.
 
-    detectron2 wants create_local_process_group() first. Here that is not needed: the launcher's word counts until then,
-    LOCAL_RANK of torchrun or `gradsync run`, or its like (see environment.py). Where there is no such word, all ranks
-    count as those of one machine.
+    detectron2 needs create_local_process_group() first. Here it is not needed: until then the number is from the
+    launcher, such as LOCAL_RANK of torchrun or `gradsync run` (see environment.py). If the launcher gives none, all
+    ranks count as ranks of one machine.
     """
     group = _local_group()
     if group is not None:
@@ -51,7 +51,7 @@ def get_local_rank() -> int:
 
 
 def get_local_size() -> int:
-    """Returns the number of ranks on this machine, known as in get_local_rank(). 1 when not initialised."""
+    """Returns the number of ranks on this machine, from the same source as get_local_rank(). 1 if not initialised."""
     group = _local_group()
     if group is not None:
         return group.world_size
@@ -61,14 +61,14 @@ def get_local_size() -> int:
 def create_local_process_group(num_workers_per_machine: int) -> None:
     """Makes the group of the ranks of each machine. Every rank must call it, with the same number.
 
-    Machines are taken to hold consecutive ranks, as launchers number them: 0 to n - 1 on the first. A second call with
-    the same number does nothing.
+    Each machine must have consecutive ranks, as launchers number them: 0 to n - 1 on the first. A second call with the
+    same number does nothing.
 
     Args:
-        num_workers_per_machine: n, by which the number of ranks must divide evenly.
+        num_workers_per_machine: n; the number of ranks must be a multiple of it.
 
     Raises:
-        InvalidArgument: it does not divide, or the group was made with another number.
+        InvalidArgument: the number of ranks is not a multiple of n, or the group was made with another number.
         PlanMismatch: the ranks pass different numbers.
     """
     global _alone
@@ -76,7 +76,7 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
     who = f"rank {rank}/{world_size}: create_local_process_group"
     if n is None or n < 1 or world_size % n:
         raise InvalidArgument(
-            f"{who} needs the same number of ranks on each machine: one that divides the {world_size} of the world, "
+            f"{who} needs a divisor of the world size {world_size}, the number of ranks on each machine, "
             f"got {num_workers_per_machine!r}"
         )
     made = _local_group()
@@ -85,7 +85,7 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
             return
         raise InvalidArgument(
             f"{who} was called before with {made.world_size} ranks on each machine, now with {n}: "
-            "get_local_process_group() gives the group"
+            "use get_local_process_group() to get the group"
         )
     world = get_world()
     if world is None:
@@ -93,14 +93,14 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
         return
     world.agree(agreement_on("create_local_process_group", (), None, f"{n} on each machine"))
     first = rank - rank % n
-    world.family.local_group = cast("Communicator", world.new_group(range(first, first + n)))  # this rank is in it
+    world.family.local_group = cast("Communicator", world.new_group(range(first, first + n)))  # this rank is a member
 
 
 def get_local_process_group() -> Communicator:
-    """Returns the group of the ranks of this machine, to be passed as `group`.
+    """Returns the group of this machine's ranks, for arguments named `group`.
 
     Raises:
-        InvalidArgument: it was not made.
+        InvalidArgument: create_local_process_group() was not called.
     """
     group = _local_group()
     if group is None:
@@ -112,12 +112,12 @@ def get_local_process_group() -> Communicator:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0: the one that prints and saves."""
+    """Whether this is rank 0, which prints and saves."""
     return get_rank() == 0
 
 
 def synchronize() -> None:
-    """Returns once every rank has called it; at once in a world of one."""
+    """Waits until every rank has called it; returns at once in a world of one."""
     if _ranks_of(None, "synchronize") is not None:
         group_barrier()
 
@@ -126,11 +126,11 @@ def all_gather(data: Any, group: Communicator | None = None) -> list[Any]:
     """Returns every rank's `data`, by rank. Every rank must call it.
 
     Args:
-        data: anything that pickles. In a world of one it comes back as it is, and need not.
-        group: whose ranks take part; None is the world.
+        data: any object that can be pickled. In a world of one the object itself is returned.
+        group: the communicator; None is the world.
 
     Raises:
-        InvalidArgument: a rank's data does not pickle (on every rank), or does not unpickle.
+        InvalidArgument: a rank's data does not pickle (raised on every rank), or does not unpickle.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
     """
     communicator = _ranks_of(group, "all_gather")
@@ -138,12 +138,12 @@ def all_gather(data: Any, group: Communicator | None = None) -> list[Any]:
 
 
 def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[Any]:
-    """Returns every rank's `data`, by rank, on rank `dst`, and an empty list elsewhere. Every rank must call it.
+    """Returns every rank's `data`, by rank, on rank `dst`; an empty list on other ranks. Every rank must call it.
 
     Args:
-        data: anything that pickles. In a world of one it comes back as it is, and need not.
-        dst: a rank of the group, as the group counts. Not looked at in a world of one.
-        group: whose ranks take part; None is the world.
+        data: any object that can be pickled. In a world of one the object itself is returned.
+        dst: a rank of the group. Ignored in a world of one.
+        group: the communicator; None is the world.
 
     Raises:
         InvalidArgument: there is no rank `dst`; or as all_gather.
@@ -156,13 +156,13 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
 
 
 def shared_random_seed() -> int:
-    """Returns a random number of 31 bits, the same on all ranks and another one at every call. Every rank must call it.
+    """Returns a random number of 31 bits, equal on all ranks and new at every call. Every rank must call it.
 
-    All ranks that seed a generator with it draw the same numbers: for a sampler that shuffles, say. It is rank 0's next
-    `np.random.randint(2**31)`, as in detectron2: a program that calls `np.random.seed` gets the same seeds in each run,
-    another one fresh ones. Every rank draws, so that generators that were in step stay so.
+    All ranks can seed a generator with it, for example of a shuffling sampler, and then draw the same numbers. It is
+    rank 0's next `np.random.randint(2**31)`, as in detectron2: a program that calls `np.random.seed` gets the same
+    seeds in each run. Every rank draws a number, so that equal generators stay equal.
     """
-    seed = int(np.random.randint(2**31))  # the global generator, as that is what programs seed
+    seed = int(np.random.randint(2**31))  # the global generator, because programs seed that
     world = _ranks_of(None, "shared_random_seed")
     return seed if world is None else int(world.objects.broadcast_for("shared_random_seed", seed))
 
@@ -170,21 +170,22 @@ def shared_random_seed() -> int:
 def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any, Any]:
     """Reduces scalars by name over all ranks, for logging. Every rank must call it; every rank gets the results.
 
-    The results are the same on all ranks to the last bit. detectron2 has them right on rank 0 only.
+    The results have the same bits on all ranks. In detectron2 only rank 0 has the right results.
 
     Args:
-        input_dict: scalars by name: Python numbers, NumPy's, or 0-d arrays of NumPy, CuPy or any library that speaks
-            DLPack. All ranks have the same names, in any order.
-        average: the mean over the ranks, else the sum.
+        input_dict: scalars by name: numbers of Python or NumPy, or 0-d arrays of NumPy, CuPy or any library with
+            DLPack. All ranks need the same names, in any order.
+        average: whether to return the mean over the ranks instead of the sum.
 
     Returns:
-        NumPy scalars (`.item()` makes Python's) in the order of input_dict. Floating and complex numbers keep their
-        precision; the sum of integers is an integer, of 64 bits, and their mean a float64, made of the exact sum.
+        NumPy scalars (`.item()` gives Python's) in the order of input_dict. Floating and complex numbers keep their
+        precision. The sum of integers is a 64-bit integer; their mean is a float64, from the exact sum.
 
     Raises:
-        PlanMismatch: the ranks have different names, or differ in `average`: on every rank, with what each one lacks.
-        InvalidArgument: a value is no scalar, a sum of integers needs more than 64 bits, or the ranks' types have none
-            in common: on every rank.
+        PlanMismatch: the ranks have different names, or differ in `average`; raised on every rank, with the names that
+            each rank lacks.
+        InvalidArgument: a value is not a scalar, a sum of integers needs more than 64 bits, or the ranks' types have no
+            common type; raised on every rank.
         RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
     """
     told = _tell(input_dict)
@@ -196,7 +197,7 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
 
 
 def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
-    """Returns the communicator of a group, the world's for None; None where it is one rank alone."""
+    """Returns the communicator of a group, the world's for None; None if it has only one rank."""
     communicator = get_world() if group is None else group_or_world(group, what)
     if pending:
         check_may_call("rank 0/1" if communicator is None else communicator.label, what)
@@ -204,36 +205,36 @@ def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
 
 
 def _local_group() -> Communicator | None:
-    """Returns the group of this machine's ranks, where it was made; the same one within override_backend()."""
+    """Returns the group of this machine's ranks, or None if it was not made; the same within override_backend()."""
     world = get_world()
     return _alone if world is None else world.family.local_group
 
 
 class _Told(NamedTuple):
-    """What one rank tells the others in reduce_dict: its scalars, or why it has none to tell."""
+    """One rank's contribution to reduce_dict: its scalars, or the reason why it has none."""
 
     scalars: dict[Any, np.generic]
     refusal: str = ""
 
 
 def _tell(input_dict: Mapping[Any, Any]) -> _Told:
-    """Returns what a rank tells the others of its scalars; never raises."""
+    """Returns a rank's contribution to reduce_dict; never raises."""
     if not isinstance(input_dict, Mapping):
         return _Told({}, f"got a {type(input_dict).__name__}")
     try:
         return _Told({name: _scalar(name, value) for name, value in input_dict.items()})
     except InvalidArgument as error:
         return _Told({}, str(error))
-    except Exception as error:  # the others wait to hear of this rank
+    except Exception as error:  # the others wait for this rank's contribution
         return _Told({}, describe(error))
 
 
 def _reduce_told(mine: _Told, by_rank: Mapping[int, _Told], *, average: bool, label: str) -> dict[Any, np.generic]:
-    """Reduces what all ranks have told; gives the same on each, in the order of `mine`.
+    """Reduces the contributions of all ranks; gives the same results on each, in the order of `mine`.
 
     Raises:
         PlanMismatch: the ranks have different names.
-        InvalidArgument: a rank has told why it has no scalars, or a result cannot be had.
+        InvalidArgument: a rank has no scalars, or a result cannot be computed.
     """
     refusals = [f"rank {rank}: {theirs.refusal}" for rank, theirs in by_rank.items() if theirs.refusal]
     if refusals:
@@ -249,7 +250,7 @@ def _reduce_told(mine: _Told, by_rank: Mapping[int, _Told], *, average: bool, la
 
 
 def _scalar(name: Any, value: Any) -> np.generic:
-    """Returns a NumPy scalar of the value's precision; waits for the GPU where it is there."""
+    """Returns a NumPy scalar of the value's precision; waits for the GPU if the value is there."""
     if isinstance(value, (bool, int, float, complex, np.generic, np.ndarray)):
         array = np.asarray(value)
     elif hasattr(value, "__dlpack__") and not tuple(value.shape):
@@ -265,7 +266,7 @@ def _scalar(name: Any, value: Any) -> np.generic:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
-    """Returns NumPy's dtype of the same name ("torch.float32"); None, NumPy's own choice, where it has none."""
+    """Returns NumPy's dtype of the same name ("torch.float32"); None, which lets NumPy choose, if there is none."""
     try:
         return np.dtype(str(dtype).rpartition(".")[2])
     except TypeError:
@@ -301,17 +302,17 @@ def _reduce(name: Any, by_rank: Mapping[int, np.generic], *, average: bool) -> n
     except TypeError as error:
         told = ", ".join(f"{scalar.dtype} on rank {rank}" for rank, scalar in by_rank.items())
         raise InvalidArgument(
-            f"reduce_dict: {name!r} is {told}: these have no common type; convert it to one on all ranks"
+            f"reduce_dict: {name!r} is {told}: these types have no common type; use the same type on all ranks"
         ) from error
     values = np.array(scalars, dtype)
-    with np.errstate(all="ignore"):  # overflow and NaN are the caller's business
+    with np.errstate(all="ignore"):  # overflow and NaN show in the result
         total = np.sum(values, dtype=np.complex128 if dtype.kind == "c" else np.float64)
         result = np.asarray(total / len(values) if average else total).astype(dtype)
     return cast("np.generic", result[()])
 
 
 def _reduce_integers(name: Any, scalars: Sequence[np.generic], *, average: bool) -> np.generic:
-    """Reduces integers as Python's, which do not overflow: counts of samples and nanoseconds may be large."""
+    """Reduces integers as Python integers, which do not overflow: counts of samples or nanoseconds may be large."""
     total: int = sum(scalar.item() for scalar in scalars)
     if average:
         return cast("np.generic", np.float64(total / len(scalars)))
@@ -319,4 +320,4 @@ def _reduce_integers(name: Any, scalars: Sequence[np.generic], *, average: bool)
     for dtype in (np.uint64,) if are_unsigned else (np.int64, np.uint64):
         if np.iinfo(dtype).min <= total <= np.iinfo(dtype).max:
             return cast("np.generic", dtype(total))
-    raise InvalidArgument(f"reduce_dict: the sum of {name!r} over the ranks, {total}, is no integer of 64 bits")
+    raise InvalidArgument(f"reduce_dict: the sum of {name!r} over the ranks, {total}, does not fit into 64 bits")

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same arrays, bit for bit."""
+"""check_consistency: checks that all ranks have the same arrays, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradsync.reduction import Array
 
 
 class _Print(NamedTuple):
-    """What is compared of one array."""
+    """The properties of one array that are compared."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -26,20 +26,21 @@ _Prints = dict[str, _Print]
 
 
 def check_consistency(named_arrays: Any, communicator: Communicator | None = None) -> None:
-    """Makes sure that all ranks hold the same arrays: names, shapes, dtypes and values, bit for bit.
+    """Checks that all ranks have the same arrays: names, shapes, dtypes and values, bit for bit.
 
-    Every rank must call it. Values are compared by a digest, SHA-256, so that little is sent; it reads 1 to 2 GB/s
-    where the processor has instructions for it, as nearly all have since 2019. -0.0 and 0.0 differ, as do NaNs of other
-    bits. Peers are trusted: names travel by pickle.
+    Every rank must call it. Values are compared by their SHA-256 digests, so little data is sent. The digest reads 1 to
+    2 GB/s on processors with SHA instructions, as nearly all have since 2019. -0.0 and 0.0 differ, and so do NaNs with
+    different bits. Names are sent by pickle, so all ranks must trust each other.
 
     Args:
-        named_arrays: a mapping of names to arrays, or pairs of a name and an array, in any order; or only arrays, which
-            are named by their place. Arrays of any shape, layout and dtype, on the communicator's device or the host.
+        named_arrays: a mapping of names to arrays, or (name, array) pairs, in any order; or only arrays, named
+            by their position. Arrays of any shape, layout and dtype, on the communicator's device or the host.
         communicator: None is the world's.
 
     Raises:
-        PlanMismatch: the same on all ranks: the first array that differs, and how. The communicator stays usable.
-        InvalidArgument: not arrays, or a name that comes twice.
+        PlanMismatch: an array differs; the error is the same on all ranks, and names the first such array and the
+            difference. The communicator stays usable.
+        InvalidArgument: not arrays, or a name is used twice.
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the exchange.
     """
     communicator = group_or_world(communicator, "check_consistency", "communicator")
@@ -74,7 +75,7 @@ def _print_of(native: Array, communicator: Communicator) -> _Print:
 
 
 def _difference(communicator: Communicator, different: list[str], count: int, by_rank: list[_Prints]) -> PlanMismatch:
-    """Makes the error, from what all ranks know alike."""
+    """Returns the error, the same on all ranks."""
     name = different[0]
     shown = {
         rank_in_world: str(of_rank[name]) if name in of_rank else "(none of this name)"
@@ -89,7 +90,7 @@ def _difference(communicator: Communicator, different: list[str], count: int, by
 
 
 def _how(name: str, by_rank: list[_Prints]) -> str:
-    """Returns in what the first array that differs does so."""
+    """Returns the property in which the first different array differs."""
     present = [of_rank[name] for of_rank in by_rank if name in of_rank]
     if len(present) < len(by_rank):
         return "its presence"

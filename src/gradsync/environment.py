@@ -1,7 +1,7 @@
-"""The environment of this process: every GRADSYNC_* variable in one table, who this process is, and the run's secret.
+"""The environment: a table of all GRADSYNC_* variables, this process's rank, and the run's secret.
 
-Our launcher writes some of these variables for the ranks it starts; `init_process_group` reads them. The secret of a
-run never stays in the environment: it is held privately in this module.
+Our launcher sets some of these variables for its ranks; `init_process_group` reads them. The run's secret never stays
+in the environment: this module holds it in a private variable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradsync.launchers import (
     variables_of_mpi,
 )
 
-#: What a backend may be called, wherever one is named.
+#: The names of the backends.
 BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
 HOW_TO_MAKE_A_SECRET_FILE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > gradsync.secret)"
 _PREFIX = "GRADSYNC_"
@@ -39,7 +39,7 @@ _MAX_FILE_BYTES = 4096
 T = TypeVar("T")
 
 
-# -- How the text of a variable is read: (name of the variable, text) -> value ----------------------------------------
+# -- Parsers: (name of the variable, text) -> value -------------------------------------------------------------------
 
 
 def _text(_name: str, text: str) -> str:
@@ -89,14 +89,14 @@ def _address(name: str, text: str) -> str:
 
 
 def parse_secret(origin: str, text: str) -> bytes:
-    """Returns a secret that was written in hexadecimal.
+    """Returns a secret from its hexadecimal text.
 
     Args:
-        origin: where it came from; errors name it, and never quote the text.
-        text: the digits, with white space around them allowed.
+        origin: the variable or file, for the error, which never quotes the text.
+        text: the digits; white space around them is ignored.
 
     Raises:
-        InvalidArgument: not hexadecimal, or too short to be a secret.
+        InvalidArgument: not hexadecimal, or too short.
     """
     try:
         secret = bytes.fromhex(text.strip())
@@ -104,7 +104,7 @@ def parse_secret(origin: str, text: str) -> bytes:
         secret = b""
     if len(secret) < _MIN_SECRET_BYTES:
         raise InvalidArgument(
-            f"{origin} needs to hold a secret of at least {2 * _MIN_SECRET_BYTES} hexadecimal digits; "
+            f"{origin} needs to contain a secret of at least {2 * _MIN_SECRET_BYTES} hexadecimal digits; "
             f"make one with: {HOW_TO_MAKE_A_SECRET_FILE}"
         ) from None
     return secret
@@ -118,11 +118,11 @@ def _secret_of_file(_name: str, path: str) -> bytes:
 
 
 class Variable(str, Generic[T]):
-    """A variable of gradsync: a text, its name, that knows how to read what is set.
+    """A variable of gradsync: its name, with a parser for its value.
 
     Attributes:
-        default: its value where it is not set.
-        help: what it is for, as docs/environment.md shows it.
+        default: its value if it is not set.
+        help: its description, as in docs/environment.md.
     """
 
     __slots__ = ("_parse", "default", "help")
@@ -137,16 +137,16 @@ class Variable(str, Generic[T]):
         return self
 
     def read(self, environ: Mapping[str, str] = os.environ) -> T:
-        """Returns its value; the default where it is not set, or empty.
+        """Returns its value; the default if it is not set, or empty.
 
         Raises:
-            InvalidArgument: it is not what it needs to be; the text names it.
+            InvalidArgument: the value is invalid; the text names the variable.
         """
         text = value_of(environ, self)
         return self.default if text is None else self._parse(self, text)
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)  # the name is what travels to other processes
+        return str, (str(self),)  # only the name is pickled
 
 
 RANK = Variable(
@@ -248,29 +248,29 @@ DEBUG = Variable(
     '"1" has ranks agree on every collective, and finds gradients that are written to while gradsync has them.',
 )
 
-#: All of them, in the order of the documentation.
+#: All variables, in the order of the documentation.
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
-#: Those that a launcher sets anew for each run, whatever was there before.
+#: The variables that a launcher sets for each run; earlier values are removed.
 OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, START, BACKEND, SECRET, SECRET_FILE)
 _OURS = LauncherVariables("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, (ADDRESS, HOSTED))
-# What torchrun, and our launcher likewise, set beside a rank's place.
+# Further variables that torchrun and our launcher set for a rank.
 _BESIDE_TORCHRUN = {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 _NO_TLS = (
-    "the rendezvous has no TLS any more: unset it, and keep others from listening with a private network or an SSH "
-    "tunnel (docs/security.md)"
+    "the rendezvous has no TLS any more: unset it, and use a private network or an SSH tunnel instead "
+    "(docs/security.md)"
 )
-_REMOVED = {f"{_PREFIX}{name}": _NO_TLS for name in ("TLS_CERTIFICATE", "TLS_KEY", "TLS_CA")}  # what to do in place
-_OF_TESTS = (f"{_PREFIX}STAND_IN_", f"{_PREFIX}TEST_")  # what this project's own tests set
-_told: set[str] = set()
+_REMOVED = {f"{_PREFIX}{name}": _NO_TLS for name in ("TLS_CERTIFICATE", "TLS_KEY", "TLS_CA")}  # with advice
+_OF_TESTS = (f"{_PREFIX}STAND_IN_", f"{_PREFIX}TEST_")  # variables of this project's tests
+_warned: set[str] = set()
 
 
-# -- What is set, and wrong -------------------------------------------------------------------------------------------
+# -- Invalid, removed and unknown variables ---------------------------------------------------------------------------
 
 
 def refused_variables(
     environ: Mapping[str, str] = os.environ, variables: Iterable[Variable[object]] = VARIABLES
 ) -> Iterator[tuple[str, InvalidArgument]]:
-    """Yields what is set and has gone, or is one of `variables` and cannot be read; each with what to do."""
+    """Yields removed variables that are set, and those of `variables` with an invalid value, each with its error."""
     for name, advice in _REMOVED.items():
         if value_of(environ, name) is not None:
             yield name, InvalidArgument(f"{name} is set, but {advice}")
@@ -282,34 +282,34 @@ def refused_variables(
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
-    """Returns the names that begin as gradsync's do and never were any, each with the one that was probably meant."""
+    """Returns the set GRADSYNC_ variables that do not exist, each with the name that was probably meant, or None."""
     known = {*VARIABLES, *_REMOVED}
     found = sorted(n for n in environ if n.startswith(_PREFIX) and n not in known and not n.startswith(_OF_TESTS))
     return {name: _nearest_variable(name) for name in found}
 
 
 def describe_unknown(meant: str | None) -> str:
-    """Returns that there is no such variable, and which was probably meant."""
+    """Returns the text of the warning about an unknown variable; `meant` is the name that was probably meant."""
     if meant is None:
-        return "no such variable, so it does nothing; docs/environment.md lists all that there are"
+        return "no such variable, so it does nothing; docs/environment.md lists all variables"
     return f"no such variable, so it does nothing: did you mean {meant}?"
 
 
 def check_removed_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuses to go on without what a variable once did.
+    """Refuses variables that earlier versions had.
 
     Raises:
-        InvalidArgument: one is set that has gone; the text says what to do in its place.
+        InvalidArgument: a removed variable is set; the text has advice.
     """
     for _, error in refused_variables(environ, ()):
         raise error
 
 
 def check_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """Looks at all variables before ranks start, so that a launcher says once what each rank would say.
+    """Checks all variables in a launcher, before it starts ranks that would all report the same.
 
     Raises:
-        InvalidArgument: one that ranks inherit cannot be read, or has gone.
+        InvalidArgument: a variable that ranks inherit is invalid or removed.
     """
     for _, error in refused_variables(environ, [variable for variable in VARIABLES if variable not in OF_A_RUN]):
         raise error
@@ -317,29 +317,29 @@ def check_variables(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def warn_of_unknown_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """Logs each unknown one, once in this process; in a rank that our launcher has started, that one has."""
+    """Logs each unknown variable, once in this process; not in ranks of our launcher, which has logged them."""
     if RANK in environ:
         return
     for name, meant in unknown_variables(environ).items():
-        if name not in _told:
-            _told.add(name)
+        if name not in _warned:
+            _warned.add(name)
             _warn(f"warning: {name}: {describe_unknown(meant)}")
 
 
 def _warn(text: str) -> None:
-    import logging  # here, because start-up counts
+    import logging  # imported here to keep the start of a rank short
 
     logging.getLogger("gradsync").warning("gradsync: %s", text)
 
 
 def _nearest_variable(name: str) -> str | None:
-    """Returns the variable that was probably meant: one spelt alike, one that says more or less, one of words alike."""
-    from difflib import get_close_matches  # here: hardly any process needs it
+    """Returns the variable that was probably meant: similar in spelling, longer or shorter, or of similar words."""
+    from difflib import get_close_matches  # imported here: hardly any process needs it
 
     def has_words_like(known: str) -> bool:
         return all(get_close_matches(word, known.split("_"), n=1, cutoff=0.75) for word in own.split("_"))
 
-    own = name.removeprefix(_PREFIX)  # which all of them share, and which would make any two look alike
+    own = name.removeprefix(_PREFIX)  # the common prefix would make any two names similar
     known = sorted(each.removeprefix(_PREFIX) for each in VARIABLES)
     kin = [each for each in known if own and (own in each or each in own)]
     for candidates, cutoff in ((known, 0.8), (kin, 0.0), (list(filter(has_words_like, known)), 0.0), (known, 0.6)):
@@ -350,7 +350,7 @@ def _nearest_variable(name: str) -> str | None:
 
 
 def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
-    """Shows the `gradsync` logger on standard error at the level of GRADSYNC_LOG; nothing when it is not set.
+    """Logs the `gradsync` logger to standard error at the level of GRADSYNC_LOG, if that is set.
 
     Raises:
         InvalidArgument: GRADSYNC_LOG is not a level.
@@ -358,7 +358,7 @@ def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
     level = LOG.read(environ)
     if level is None:
         return
-    import logging  # here, because start-up counts and most processes never come this far
+    import logging  # imported here to keep the start of a rank short
 
     logger = logging.getLogger("gradsync")
     logger.setLevel(level)
@@ -368,28 +368,27 @@ def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
         logger.addHandler(handler)
 
 
-# -- Who is this process ----------------------------------------------------------------------------------------------
+# -- This process's rank ----------------------------------------------------------------------------------------------
 
 
 class RankEnvironment(NamedTuple):
-    """What the environment says of this process's place in the run.
+    """This process's rank and its launcher's other variables.
 
     Attributes:
         rank: number of this process in the run, 0 .. world_size - 1.
         world_size: number of processes in the run.
-        local_rank: number of this process on its machine; the rank, where no variable tells it.
-        local_world_size: number of processes on this machine; the world size, where no variable tells it.
+        local_rank: number of this process on its machine; the rank if no variable gives it.
+        local_world_size: number of processes on this machine; the world size if no variable gives it.
         address: host:port of the rendezvous server, or None.
         secret: secret of the run, or None. Never shown in the repr.
-        hosted: whether a server runs at `address` already: our launcher's, or `gradsync serve`.
-        master_addr: MASTER_ADDR; without it the first host of a Slurm step over several hosts, else None.
-        master_port: MASTER_PORT, or one that such a step's number gives, or None; it belongs to the user, not to the
-            rendezvous server.
-        source: who set the variables: "gradsync", "RANK" (torchrun or by hand), "Open MPI", "PMI" or "Slurm"; "MPI"
-            where MPI itself was asked, "arguments" where nobody was.
-        run_name: name of the run among those of this machine; only where all ranks are on it, and mpiexec or srun
-            did not tell where to meet.
-        start: which start of the ranks this one is of, where the server is also that of several launchers; else None.
+        hosted: whether a server of our launcher or of `gradsync serve` runs at `address`.
+        master_addr: MASTER_ADDR; if not set, the first host of a Slurm step over several hosts, else None.
+        master_port: MASTER_PORT; if not set, a port from such a step's number, else None. It belongs to the user, not
+            to the rendezvous server.
+        source: the origin of the rank: "gradsync", "RANK" (torchrun or by hand), "Open MPI", "PMI" or "Slurm"; "MPI"
+            for MPI itself, "arguments" for arguments and for a process without a launcher.
+        run_name: name of the run on this machine; only if all ranks are on it, and mpiexec or srun has set no address.
+        start: name of the start that this rank belongs to, if several launchers share the server; else None.
     """
 
     rank: int
@@ -411,7 +410,7 @@ class RankEnvironment(NamedTuple):
 
 
 def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvironment | None:
-    """Reads who this process is, from the first launcher below that left its variables.
+    """Reads this process's rank from the first launcher below that has set its variables.
 
     | precedence | launcher | variables |
     | --- | --- | --- |
@@ -421,19 +420,19 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
     | 4 | mpiexec of MPICH or Intel MPI (PMI) | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
     | 5 | srun (Slurm) | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID` |
 
-    1 to 4 must agree on rank and world size where several are set: otherwise one launcher was started where another's
-    variables were set, and which of them is the outer one cannot be told. Two cases are clear. Slurm's variables are
-    inherited by all that runs in a step, so they count alone, or complete another launcher's. Where mpiexec started
-    torchrun's agents, one on each machine, torchrun's variables count.
+    If several of 1 to 4 are set, they must agree on rank and world size: otherwise one launcher was started with
+    another's variables set, and the right one cannot be determined. There are two exceptions. Slurm's variables are
+    inherited by all processes of a step, so they are used alone, or to complete another launcher's. If mpiexec started
+    torchrun's agents, one on each machine, torchrun's variables are used.
 
-    MASTER_ADDR, MASTER_PORT and the other GRADSYNC_* variables are read alike for all of them.
-    GRADSYNC_SECRET is removed from `environ`.
+    MASTER_ADDR, MASTER_PORT and the other GRADSYNC_* variables are read for all launchers. GRADSYNC_SECRET is removed
+    from `environ`.
 
     Args:
         environ: the variables.
 
     Returns:
-        The place of this process, or None when no launcher left its variables.
+        The rank environment of this process, or None if no launcher has set its variables.
 
     Raises:
         InvalidArgument: a variable is malformed, out of range, or lacks its counterpart, or two launchers name
@@ -444,7 +443,7 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
 
 
 def launched_world_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Returns how many ranks the launcher has started to which this process belongs; None where there is none.
+    """Returns the world size that this process's launcher has set; None without a launcher.
 
     Raises:
         InvalidArgument: as `read_environment`.
@@ -454,16 +453,16 @@ def launched_world_size(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables less those by which a launcher tells a process its place."""
+    """Returns the variables without those that a launcher sets for a rank."""
     inherited = {*OF_A_RUN, *TORCHRUN.set_in(environ), *variables_of_mpi(environ), *_BESIDE_TORCHRUN}
     prefixes = ("TORCHELASTIC_", "SLURM_")
     return {name: value for name, value in environ.items() if name not in inherited and not name.startswith(prefixes)}
 
 
 def is_launched() -> bool:
-    """Whether a launcher has told this process which rank it is: gradsync's, torchrun, mpiexec or srun.
+    """Whether a launcher has given this process a rank: gradsync's, torchrun, mpiexec or srun.
 
-    A script that is to run by itself too takes `"auto" if gs.is_launched() else "local"` as its backend.
+    A script that also runs without a launcher can use the backend `"auto" if gs.is_launched() else "local"`.
 
     Raises:
         InvalidArgument: the variables of launchers are malformed, or contradict each other.
@@ -472,31 +471,31 @@ def is_launched() -> bool:
 
 
 def alone() -> RankEnvironment:
-    """Returns the place of the only rank."""
+    """Returns the rank environment of a world of one."""
     return RankEnvironment(0, 1, 0, 1, source="arguments")
 
 
 def alone_without_launcher(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Returns the place of a process that nobody has started as a rank, and says so in one line.
+    """Returns the rank environment of a process without a launcher, a world of one; logs this in one line.
 
     Raises:
-        InvalidArgument: something hints at a launcher; the text names it.
+        InvalidArgument: a variable hints at a launcher; the text names it.
     """
     hints: list[str] = [name for name in OF_A_RUN if name != BACKEND and value_of(environ, name) is not None]
     hints += hints_of_launcher(environ)
     if hints:
-        raise no_rank_is_known(f"{hints[0]} is set, as a launcher does, but not RANK and WORLD_SIZE")
+        raise no_rank_is_known(f"{hints[0]} is set, which hints at a launcher, but RANK and WORLD_SIZE are not")
     unknown = unknown_variables(environ)
-    _told.update(unknown)
+    _warned.update(unknown)
     _warn(
-        "no launcher has started this process, so it is a world of one rank (two: gradsync run -n 2 script.py)"
+        "no launcher has started this process, so it is a world of one rank (for two: gradsync run -n 2 script.py)"
         + "".join(f"; {name}: {describe_unknown(meant)}" for name, meant in unknown.items())
     )
     return alone()
 
 
 def no_rank_is_known(reason: str) -> InvalidArgument:
-    """Returns the error for a process that is to be a rank, and nobody says which."""
+    """Returns the error for a process that should be a rank, but does not know its number."""
     return InvalidArgument(
         f"no rank is known: {reason}. Start the script with `gradsync run -n 2 script.py` or `mpiexec -n 2 python "
         'script.py`, pass rank= and world_size=, or, for one process, use GRADSYNC_BACKEND=local or backend="local"'
@@ -504,7 +503,7 @@ def no_rank_is_known(reason: str) -> InvalidArgument:
 
 
 def _complete(environ: MutableMapping[str, str], place: Place) -> RankEnvironment:
-    """Adds to a place what is read alike for every launcher, and where to meet if only the launcher knows."""
+    """Completes a place by the variables common to all launchers, and by an address from the launcher if needed."""
     address = ADDRESS.read(environ)
     master_addr, master_port, run_name = value_of(environ, "MASTER_ADDR"), read_port(environ, "MASTER_PORT"), None
     if place.world_size > 1 and not address and not (master_addr and master_port):
@@ -534,7 +533,7 @@ _secret: bytes | None = None
 
 
 def hold_secret(secret: bytes) -> None:
-    """Keeps the secret of this run for `take_secret`; for ranks whose launcher sends it over a pipe."""
+    """Stores the secret of this run for `take_secret`; for ranks whose launcher sends it over a pipe."""
     global _secret
     _secret = secret
 
@@ -542,17 +541,17 @@ def hold_secret(secret: bytes) -> None:
 def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
     """Returns the secret of this run, and removes it from the environment.
 
-    GRADSYNC_SECRET comes first, then GRADSYNC_SECRET_FILE. What was found here, or handed to
-    `hold_secret`, is kept privately, so that later calls give it again.
+    GRADSYNC_SECRET takes precedence over GRADSYNC_SECRET_FILE. The secret found here, or passed to `hold_secret`, is
+    stored privately, so that later calls return it again.
 
     Args:
         environ: the variables; GRADSYNC_SECRET is removed from them.
 
     Returns:
-        The secret, or None when there is none.
+        The secret, or None if there is none.
 
     Raises:
-        InvalidArgument: the variable or the file does not hold a secret, or others can read the file.
+        InvalidArgument: the variable or the file contains no secret, or other users can read the file.
     """
     text = environ.pop(SECRET, None)
     secret = SECRET_FILE.read(environ) if text is None else parse_secret(SECRET, text)
@@ -564,45 +563,45 @@ def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
 
 
 def read_secret_file(path: str) -> bytes:
-    """Reads a secret in hexadecimal from a file that nobody else can have read or planted.
+    """Reads a secret in hexadecimal from a file that other users can neither have read nor written.
 
     Args:
-        path: the file; a symbolic link is refused, because whoever made it chooses the file.
+        path: the file; a symbolic link is refused, because another user may have made it.
 
     Raises:
-        InvalidArgument: the file is missing, not a regular file, not this user's own, open to others, or
-            holds no secret.
+        InvalidArgument: the file is missing, not a regular file, not owned by this user, open to others, or
+            contains no secret.
     """
     return parse_secret(f"secret file {path!r}", read_private_file(path))
 
 
 def read_secret_option(path: str) -> bytes:
-    """Reads the secret that `--secret-file` names: a file, or "-" for a line of standard input.
+    """Reads the secret of the option `--secret-file`: from a file, or for "-" from a line of standard input.
 
     Raises:
         InvalidArgument: see `read_secret_file`.
     """
     if path != "-":
         return read_secret_file(path)
-    line = b""  # no more than the first: what follows is for whoever reads on, a rank
+    line = b""  # read no more than one line: a rank may read the rest
     try:
         while len(line) < _MAX_FILE_BYTES and not line.endswith(b"\n") and (byte := os.read(0, 1)):
             line += byte
-    except OSError as error:  # such as one that is closed
+    except OSError as error:  # e.g. standard input is closed
         raise InvalidArgument(f"the secret cannot be read from standard input: {error.strerror}") from None
     return parse_secret("standard input", line.decode("ascii", "replace"))
 
 
 def read_private_file(path: str) -> str:
-    """Reads a short text from a file that nobody else can read.
+    """Reads a short text from a file that only this user can read.
 
     Args:
         path: the file; a symbolic link is refused.
 
     Raises:
-        InvalidArgument: the file is missing, not a regular file, not this user's own, open to others, or too long.
+        InvalidArgument: the file is missing, not a regular file, not owned by this user, open to others, or too long.
     """
-    import errno  # here, like the next: our launcher's ranks need no file
+    import errno  # imported here, like the next: our launcher's ranks need no file
     import stat
 
     # O_NONBLOCK: opening a FIFO must not wait for a writer.
@@ -615,13 +614,13 @@ def read_private_file(path: str) -> str:
             f"secret file {path!r} cannot be opened: {error.strerror}; make one with: {HOW_TO_MAKE_A_SECRET_FILE}"
         ) from None
     try:
-        # The descriptor is examined, not the path: the path may be exchanged between two looks.
+        # Checks the descriptor, not the path, because another file may be moved to the path meanwhile.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise InvalidArgument(f"secret file {path!r} needs to be a regular file")
         if status.st_size > _MAX_FILE_BYTES:
             raise InvalidArgument(
-                f"secret file {path!r} needs to hold a secret of at most {_MAX_FILE_BYTES} bytes, "
+                f"secret file {path!r} needs to contain a secret of at most {_MAX_FILE_BYTES} bytes, "
                 f"it has {status.st_size}"
             )
         if status.st_uid != os.geteuid():

@@ -1,9 +1,8 @@
-"""The exception tree: every failure that gradsync reports is one of these.
+"""The exceptions of gradsync.
 
-Each class also derives from the built-in that a caller would expect (ValueError, TimeoutError, ...), and each
-pickles, because errors cross process boundaries. `WorkerError` and `MainProcessError` live in
-`launching/launch.py`: they derive from `multiprocessing.ProcessError`, and importing gradsync must not import
-multiprocessing.
+Each class also derives from the matching built-in (ValueError, TimeoutError, ...). Each can be pickled, because errors
+are sent between processes. `WorkerError` and `MainProcessError` are in `launching/launch.py`: they derive from
+`multiprocessing.ProcessError`, and importing gradsync must not import multiprocessing.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-#: How many ranks an error names; of more it says how many.
+#: The number of ranks that an error names; it counts the rest.
 MAX_NAMED_RANKS = 16
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
@@ -23,40 +22,40 @@ _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _PLACE_CHARACTERS = 160  # of a file's name, and of a function's
 
-_earlier_error: BaseException | None = None  # in sys.last_value since before the process group
+_earlier_error: BaseException | None = None  # the value of sys.last_value before the process group began
 
 
 class GradsyncError(Exception):
     """Base of all errors raised by gradsync.
 
-    A subclass takes its message first and anything else by keyword with a default: so the attributes survive
-    pickling, which calls the class with the message and then restores the attributes.
+    The constructor of a subclass takes the message first, and everything else by keyword with a default. So pickling
+    works, which calls the class with the message and then restores the attributes.
     """
 
 
 class InvalidArgument(GradsyncError, ValueError):
-    """A caller's mistake: wrong value, shape, rank, root or name."""
+    """A caller's mistake: a wrong value, shape, rank, root or name."""
 
 
 class UnsupportedDtype(GradsyncError, TypeError):
-    """The operation has no meaning, or no implementation, for this dtype."""
+    """The operation is not defined, or not implemented, for this dtype."""
 
 
 class BackendUnavailable(GradsyncError, RuntimeError):
-    """The backend that was asked for cannot run here; the text says why."""
+    """The wanted backend cannot run here; the text has the reason."""
 
 
 class RendezvousError(GradsyncError, RuntimeError):
-    """The rendezvous server refused, vanished, or spoke something else."""
+    """The rendezvous server refused a request, is gone, or is not a rendezvous server."""
 
 
 class RendezvousTimeout(RendezvousError, TimeoutError):
     """A rendezvous wait reached its deadline.
 
     Attributes:
-        missing_ranks: the ranks that were waited for, where the server knows them.
-        missing: the same in words, with where they are: "rank 1 (pid 7 on node3)".
-        cause: why no server answered; "" where one did.
+        missing_ranks: the missing ranks, if the server knows them.
+        missing: the missing ranks and their states in words: "rank 1 (not joined)".
+        cause: the reason why no server answered; "" if one did.
     """
 
     def __init__(
@@ -75,15 +74,15 @@ class AuthenticationError(RendezvousError):
 class PlanMismatch(GradsyncError, RuntimeError):
     """The ranks disagree on the collective they are about to run.
 
-    Raised on every rank. No data was moved, and the communicator stays usable; on NCCL, ranks that leave a plan which
-    they have repeated before may find out too late, and then it is broken.
+    Raised on every rank. No data was moved, and the communicator stays usable. An exception is NCCL: ranks that leave a
+    repeated sequence of collectives may notice too late; then the communicator is broken.
 
     Attributes:
-        index: position of the first diverging collective (in the step, for gradients), or None.
-        descriptions: what each rank was about to do, by rank.
-        places: the line of each rank's program that called it, by rank: "train.py:41 in step". Where another thread ran
-            it, the line that submitted it; of a rank that had gone on already, the line it had come to.
-        broken: whether the communicator is broken, and the gradients of this step are undefined.
+        index: position of the first different collective (for gradients, in the step), or None.
+        descriptions: the collective of each rank in words, by rank.
+        places: the line of code that called it, by rank: "train.py:41 in step". For an asynchronous collective, the
+            line that submitted it; for a rank that had continued already, its current line.
+        broken: whether the communicator is broken; then the gradients of this step are undefined.
     """
 
     def __init__(
@@ -103,9 +102,9 @@ class PlanMismatch(GradsyncError, RuntimeError):
 
 
 class MissingGradient(PlanMismatch):
-    """A step has ended without gradients for some of the parameters that were told, the same on all ranks.
+    """A step has ended without gradients for some of the callback's `parameters`, the same on all ranks.
 
-    A PlanMismatch, because that is what all ranks get where only some have those gradients.
+    It derives from PlanMismatch, which all ranks get if only some ranks lack gradients.
     """
 
 
@@ -113,7 +112,7 @@ class CollectiveTimeout(GradsyncError, TimeoutError):
     """A collective reached its deadline.
 
     Attributes:
-        missing_ranks: the ranks that had not arrived; one that is not held up by others comes first.
+        missing_ranks: the ranks that had not arrived; a rank that does not itself wait for others comes first.
     """
 
     def __init__(self, message: str, *, missing_ranks: tuple[int, ...] = ()) -> None:
@@ -125,13 +124,13 @@ class RankFailed(GradsyncError, RuntimeError):
     """Another rank died, aborted, or left while this one needed it.
 
     Attributes:
-        rank: the rank that failed, or None when it is not known.
-        phase: where that rank was: "joining" until all have met, "running" from then on, or "left"; "collective" where
-            shared memory showed it, "function" where a function that ranks were started for raised.
-        exit_code: its exit code (negative: the signal), where known.
-        traceback_text: its traceback, where known.
-        results: what a function that ranks were started for had returned on others of them, by rank.
-        was_silent: whether it was found stopped, gone or out of reach, after it had not been heard of for seconds.
+        rank: the rank that failed, or None if it is not known.
+        phase: that rank's phase: "joining" until all ranks have joined, then "running", or "left"; "collective" if the
+            failure was found through shared memory; "function" if a launched function raised.
+        exit_code: its exit code (negative: the signal), if known.
+        traceback_text: its traceback, if known.
+        results: the results of a launched function on other ranks, by rank.
+        was_silent: whether the rank was silent for seconds and was found stopped, gone or unreachable.
     """
 
     def __init__(
@@ -155,14 +154,14 @@ class RankFailed(GradsyncError, RuntimeError):
 
 
 class CommunicatorClosed(GradsyncError, RuntimeError):
-    """The communicator was closed or aborted, or belongs to the process this one was forked from."""
+    """The communicator was closed or aborted, or belongs to the parent of a forked process."""
 
 
 class NcclError(GradsyncError, RuntimeError):
     """NCCL reported an error.
 
     Attributes:
-        code: the ncclResult_t value; 0 where NCCL gave none.
+        code: the ncclResult_t value; 0 if NCCL gave none.
         name: its name, e.g. "ncclUnhandledCudaError".
     """
 
@@ -176,7 +175,7 @@ class MpiError(GradsyncError, RuntimeError):
     """MPI reported an error.
 
     Attributes:
-        code: the error class, e.g. 15 for MPI_ERR_TRUNCATE in MPICH; 0 where MPI gave none.
+        code: the error class, e.g. 15 for MPI_ERR_TRUNCATE in MPICH; 0 if MPI gave none.
     """
 
     def __init__(self, message: str, *, code: int = 0) -> None:
@@ -185,11 +184,11 @@ class MpiError(GradsyncError, RuntimeError):
 
 
 class NonFiniteGradient(GradsyncError, ArithmeticError):
-    """A gradient holds NaN or infinity, and the policy is to raise. The same on every rank.
+    """A gradient contains NaN or infinity, and the callback has nonfinite="raise". The same on every rank.
 
     Attributes:
-        rank: the first rank whose own gradients do; None where all are finite, and their sum overflowed.
-        parameter: the first one of that rank that does, in the order of their reduction; "" where `rank` is None.
+        rank: the first rank with such a gradient; None if all gradients are finite and their sum overflowed.
+        parameter: that rank's first parameter with such a gradient, in the order of reduction; "" if `rank` is None.
         parameters: the first such parameter of every rank that has one, by rank.
     """
 
@@ -219,9 +218,9 @@ class GradientChanged(GradsyncError, RuntimeError):
     """In debug mode: a gradient was written to between its hand-over and the end of its reduction.
 
     Attributes:
-        rank: whose program wrote to it.
-        parameter: whose gradient it is.
-        handed_over_at: "file:line" of the call that handed it over.
+        rank: the rank whose program wrote to the gradient.
+        parameter: the gradient's parameter.
+        handed_over_at: "file:line" of the call that handed the gradient over.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, parameter: str = "", handed_over_at: str = "") -> None:
@@ -232,14 +231,14 @@ class GradientChanged(GradsyncError, RuntimeError):
 
 
 class Caller(NamedTuple):
-    """A line of the user's program; keeps nothing alive but its code."""
+    """A line of the user's program; it holds a reference only to the code object."""
 
     code: CodeType
     instruction: int
 
     @property
     def line(self) -> int:
-        """Its number; looked up only here, as that takes long in long files."""
+        """The line's number; looked up here, because that takes long in long files."""
         lines = (line for begin, end, line in self.code.co_lines() if begin <= self.instruction < end)
         return next(lines, None) or self.code.co_firstlineno
 
@@ -248,7 +247,7 @@ class Caller(NamedTuple):
         return self._in(self.code.co_filename)
 
     def short(self) -> str:
-        """Returns the same without the file's folder, which may be another one on another machine."""
+        """Returns the same text without the file's folder, which may differ between machines."""
         return self._in(os.path.basename(self.code.co_filename))
 
     def _in(self, file: str) -> str:
@@ -256,13 +255,13 @@ class Caller(NamedTuple):
 
 
 def caller(thread: int | None = None) -> Caller | None:
-    """Returns the line of the user's program that a thread is in: that of its innermost call from outside gradsync.
+    """Returns the line of the user's program that a thread executes: its innermost frame outside of gradsync.
 
-    Where an installed package is between the two, as torch is in its backward pass, it is the line that called that;
-    the package's own only where there is no other. None on gradsync's own threads.
+    Frames of installed packages, such as torch in its backward pass, are skipped, unless there are no others. None on
+    gradsync's own threads.
 
     Args:
-        thread: its ident; None is the calling one.
+        thread: the thread's ident; None is the calling thread.
     """
     frame = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
     of_package: FrameType | None = None
@@ -271,7 +270,7 @@ def caller(thread: int | None = None) -> Caller | None:
         kind = _kind_of(code.co_filename)
         if kind == "program":
             return Caller(code, frame.f_lasti)
-        if kind == "launching":  # from here on out it is what called the user's code
+        if kind == "launching":  # the outer frames have called the user's code
             break
         if kind == "package":
             of_package = of_package or frame
@@ -280,7 +279,7 @@ def caller(thread: int | None = None) -> Caller | None:
 
 
 def callers() -> list[Caller]:
-    """Returns the lines of the user's program that this thread is in, the innermost first, chosen as `caller` does."""
+    """Returns the lines of the user's program on this thread's stack, the innermost first, chosen as in `caller`."""
     found: dict[str, list[Caller]] = {"program": [], "package": []}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -295,7 +294,7 @@ def callers() -> list[Caller]:
 
 @lru_cache(maxsize=1024)
 def _kind_of(file: str) -> str:
-    """Returns whose code a file has: "gradsync", "launching" in it, "python", a "package", or the "program"."""
+    """Returns the kind of a source file: "gradsync", its "launching", "python", a "package", or the "program"."""
     if file.startswith(_PACKAGE):
         return "launching" if file.startswith(_LAUNCHING) else "gradsync"
     if any(folder in file for folder in _PACKAGES):
@@ -304,37 +303,37 @@ def _kind_of(file: str) -> str:
 
 
 def _within(name: str) -> str:
-    """Returns a name without line breaks; the end of one that is too long."""
+    """Returns a name without line breaks; of a long name only its end."""
     shown = "".join(c if c.isprintable() else "?" for c in name[-_PLACE_CHARACTERS:])
     return shown if len(name) <= _PLACE_CHARACTERS else f"...{shown}"
 
 
 def shown(value: object) -> str:
-    """Returns a wrong argument for an error: its repr; of an array never the elements, but what it was meant to be."""
+    """Returns a wrong argument for an error: its repr; for an array advice instead of the elements."""
     return "an array: pass out= by name" if hasattr(value, "shape") and hasattr(value, "dtype") else repr(value)
 
 
 def uncaught_error() -> BaseException | None:
-    """Returns the exception by which this program, about to exit, ends; None where it ends without one.
+    """Returns the exception that ends this program, which is about to exit; None if it ends without one.
 
-    At a prompt each exception was shown, and the program went on: none of them has ended it.
+    In an interactive session exceptions do not end the program: None.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     return None if hasattr(sys, "ps1") or error is _earlier_error else error
 
 
 def forget_earlier_error() -> None:
-    """Takes what sys.last_value holds now for no error that ends this program: test runners, among others, set it."""
+    """Ignores the current sys.last_value in `uncaught_error`: test runners, for example, set it."""
     global _earlier_error
     _earlier_error = getattr(sys, "last_value", None)
 
 
 def describe(error: BaseException) -> str:
-    """Returns "ValueError: text" for telling other ranks; never raises, whatever the error's own __str__ does."""
+    """Returns "ValueError: text", for reports to other ranks; never raises, even if the error's __str__ does."""
     try:
         text = str(error)
     except Exception as broken:
-        text = f"(its text cannot be made: {type(broken).__name__})"
+        text = f"(its __str__ raised {type(broken).__name__})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -349,5 +348,5 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def headline(error: BaseException) -> str:
-    """Returns the first line of that: without the reports of all ranks that a verdict brings."""
+    """Returns the first line of `describe`, without the reports of other ranks."""
     return describe(error).partition("\n")[0]

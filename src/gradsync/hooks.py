@@ -1,14 +1,14 @@
-"""`gs.hooks`: reductions of gradient buckets that move fewer bytes than an all-reduce, and what they leave out later.
+"""`gs.hooks`: compressed reductions of gradient buckets, which move fewer bytes than an all-reduce.
 
-Both keep what compression has lost of a step's gradients, on each rank its own, and add it to those of the next step
-(error feedback). So nothing is lost for good: over the steps the results add up to the true sum or mean, but for one
-step's error. Sources: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed
-training of speech DNNs", Interspeech 2014 (section 3.1); that it keeps SGD's rate of convergence: Karimireddy et al.,
+Both hooks use error feedback: each rank keeps the error that compression has made in a step, and adds it to the
+gradients of the next step. So over many steps the results add up to the true sum or mean, but for one step's error.
+Sources: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of
+speech DNNs", Interspeech 2014 (section 3.1). On the rate of convergence, which stays that of SGD: Karimireddy et al.,
 "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
 
-A hook holds one error for each bucket: give each callback a hook of its own. Where the gradients of a bucket change
-(the first steps; another threshold), its error begins anew. NaN and infinity reach the result of their step, and of no
-later one.
+A hook keeps one error for each bucket, so each callback needs its own hook. If the gradients of a bucket change (in the
+first steps, or with another threshold), its error is reset. NaN and infinity affect the result of their own step, and
+no later one.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ _RENAMED = {"EightBitHook": "Int8Hook", "LowRankHook": "PowerSGDHook"}
 
 def __getattr__(name: str) -> NoReturn:
     if name in _RENAMED:
-        raise InvalidArgument(f"gs.hooks.{name} is called gs.hooks.{_RENAMED[name]} now")
+        raise InvalidArgument(f"gs.hooks.{name} was renamed: use gs.hooks.{_RENAMED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _REAL = ("float16", "bfloat16", "float32", "float64")
 _BLOCK_ELEMENTS = 256
-_LARGEST = 127  # of an int8, on both sides of 0
+_LARGEST = 127  # the largest absolute value in an int8
 _INT8, _UINT8, _FLOAT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.float32)
 
 
 class Int8Hook:
-    """Gradients travel as int8, with one float32 scale for each 256 of them: about a quarter of float32's bytes.
+    """Sends gradients as int8, with one float32 scale for each 256 elements: about a quarter of float32's bytes.
 
-    Each rank divides every block by a 127th of its largest absolute value and rounds; all ranks gather all of it, and
-    add it up in rank order in float32 (float64 gradients in float64): every rank gets the same bits. The values of one
-    step are off by up to a 254th of the block's largest on each rank.
+    Each rank divides every block by 1/127 of its largest absolute value and rounds. All ranks gather these numbers, and
+    add them up in rank order in float32 (float64 gradients in float64), so every rank gets the same bits. The error of
+    one step is at most 1/254 of the block's largest value on each rank.
 
-    A gather brings every rank the bytes of all others: among p ranks p - 1 quarters of the gradients, where an
-    all-reduce moves about two wholes. So it saves among up to 8 ranks, and most among two. Integers and complex numbers
-    are all-reduced as they are.
+    With p ranks, each rank receives (p - 1) / 4 times the bytes of the gradients; an all-reduce moves about twice their
+    bytes. So the hook saves bytes on up to 8 ranks, most on two. Integers and complex numbers are all-reduced without
+    compression.
 
-    Source: blocks with a scale each as in QSGD (Alistarh et al., NeurIPS 2017, section 4), rounded to nearest, with
-    error feedback.
+    Source: blocks with scales as in QSGD (Alistarh et al., NeurIPS 2017, section 4), rounded to nearest, with error
+    feedback.
     """
 
     def __init__(self) -> None:
         self._errors: dict[int, tuple[_Signature, Array]] = {}
 
     def reset(self) -> None:
-        """Forgets what compression has lost so far."""
+        """Resets the kept errors to zero."""
         self._errors.clear()
 
     def __call__(self, bucket: GradientBucket) -> Any:
@@ -83,7 +83,7 @@ class Int8Hook:
             error = xp.zeros((blocks, _BLOCK_ELEMENTS), wide)
             self._errors[bucket.index] = _signature(bucket), error
         message = xp.empty(blocks * (_FLOAT32.itemsize + _BLOCK_ELEMENTS), _UINT8)
-        with np.errstate(all="ignore"):  # what is not finite shows in the result
+        with np.errstate(all="ignore"):  # NaN and infinity show in the result
             error.reshape(-1)[:n] += flat
             own = _views(message, blocks)
             for some in _stretches(blocks, xp):
@@ -100,28 +100,28 @@ class Int8Hook:
 
 
 class _Blocks(NamedTuple):
-    """Views of a message: for each block its scale, float32, shape (blocks, 1), and its steps, int8."""
+    """Views of a message: the scales, float32 of shape (blocks, 1), and the steps, int8 of shape (blocks, 256)."""
 
     scales: Array
     steps: Array
 
 
 def _views(message: Array, blocks: int) -> _Blocks:
-    end = blocks * _FLOAT32.itemsize  # first the scales, for the sake of their alignment
+    end = blocks * _FLOAT32.itemsize  # the scales come first, because they need alignment
     return _Blocks(message[:end].view(_FLOAT32).reshape(-1, 1), message[end:].view(_INT8).reshape(blocks, -1))
 
 
 def _stretches(blocks: int, xp: Any) -> list[slice]:
-    """Returns which blocks are worked on at a time: on a GPU all, on the host as many as stay in a core's cache."""
+    """Returns the blocks to process at a time: on a GPU all, on the host as many as fit a core's cache."""
     step = 128 if xp is np else blocks
     return [slice(begin, min(begin + step, blocks)) for begin in range(0, blocks, step)]
 
 
 def _quantise(values: Array, scales: Array, steps: Array, xp: Any) -> None:
-    """Rounds blocks to steps of their scales, and leaves in `values` what that has lost."""
+    """Rounds blocks to steps of their scales, and leaves the rounding errors in `values`."""
     scales[...] = abs(values).max(axis=1).reshape(-1, 1) / _LARGEST
-    # A block of zeros has scale 0; subnormal scales are too coarse for 127 steps. One that holds NaN or infinity has a
-    # scale like it: whatever it is multiplied with, the others see that.
+    # A block of zeros has scale 0, and subnormal scales are too coarse for 127 steps. A block with NaN or infinity has
+    # such a scale too, so its product is not finite either, on all ranks.
     usable = xp.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)
     rounded = values / xp.where(usable, scales, _FLOAT32.type(np.inf))
     xp.rint(rounded, out=rounded)
@@ -133,13 +133,13 @@ def _quantise(values: Array, scales: Array, steps: Array, xp: Any) -> None:
 
 @dataclass(eq=False, slots=True)
 class _LowRankState:
-    """Of one bucket.
+    """The state of one bucket.
 
     Attributes:
-        signature: of the bucket's gradients.
-        error: what is left over, as a square matrix, padded with zeros.
-        begin: the right factor to begin with.
-        right: that of the last step.
+        signature: the bucket's gradients, see _signature.
+        error: the kept error, as a square matrix, padded with zeros.
+        begin: the initial right factor.
+        right: the right factor of the last step.
     """
 
     signature: _Signature
@@ -149,20 +149,19 @@ class _LowRankState:
 
 
 class PowerSGDHook:
-    """PowerSGD: a bucket, as a square matrix, travels as two thin factors, of `rank` columns each.
+    """PowerSGD: sends a bucket, as a square matrix, as two thin factors of `rank` columns each.
 
-    One step of power iteration brings the factors from where they were in the step before closer to the matrix's
-    largest singular vectors: P = M Q, averaged and made orthonormal; Q = M^T P, averaged; the result is P Q^T. Every
-    rank gets the same bits, where the ranks' processors and libraries are the same. Of a matrix of n elements 2 rank
-    sqrt(n) travel. Where that is not at most half of them, and of integers and complex numbers, the bucket is
-    all-reduced as it is.
+    One step of power iteration improves the factors of the step before towards the matrix's largest singular vectors:
+    P = M Q, averaged and made orthonormal; Q = M^T P, averaged; the result is P Q^T. Every rank gets the same bits if
+    all ranks have the same processor and libraries. For n elements, 2 rank sqrt(n) are sent. If that is more than half
+    of them, or the numbers are integers or complex, the bucket is all-reduced without compression.
 
     Args:
-        rank: columns of the factors; more is closer to the gradients, and slower.
-        start_after: steps that are all-reduced as they are, before compression begins: the first ones change most.
+        rank: columns of the factors; more columns give a smaller error, and are slower.
+        start_after: number of steps before compression begins, because gradients change most in the first steps.
 
     Raises:
-        InvalidArgument: rank below 1, start_after below 0, or no integers.
+        InvalidArgument: rank below 1, start_after below 0, or not integers.
 
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
     optimization", NeurIPS 2019, algorithm 1, with error feedback and warm start; on whole buckets, as PyTorch's
@@ -174,10 +173,10 @@ class PowerSGDHook:
         self.start_after = _natural("start_after", start_after, 0)
         self._states: dict[int, _LowRankState] = {}
         self._steps: dict[int, int] = {}
-        self.settings = f"PowerSGDHook(rank={rank}, start_after={start_after})"  # what ranks must agree on
+        self.settings = f"PowerSGDHook(rank={rank}, start_after={start_after})"  # must be equal on all ranks
 
     def reset(self) -> None:
-        """Forgets what compression has lost so far, the factors, and how many steps there were."""
+        """Resets the kept errors, the factors and the number of steps."""
         self._states.clear()
         self._steps.clear()
 
@@ -194,7 +193,7 @@ class PowerSGDHook:
         if step <= self.start_after or not saves or not _is_compressible(bucket):
             return communicator.asynchronous.all_reduce(flat, bucket.op)
         xp, state = array_module(flat), self._state_of(bucket, side)
-        with np.errstate(all="ignore"):  # what is not finite shows in the result
+        with np.errstate(all="ignore"):  # NaN and infinity show in the result
             matrix = state.error
             matrix.reshape(-1)[: flat.size] += flat
             left = xp.matmul(matrix, state.right)
@@ -222,7 +221,7 @@ class PowerSGDHook:
 
 
 def _signature(bucket: GradientBucket) -> _Signature:
-    """Returns what must be the same for what was lost in a bucket to belong to its gradients still."""
+    """Returns a bucket's names, shapes, dtype and array type; if they change, the kept error is reset."""
     return bucket.names, bucket.shapes, bucket.flat.dtype, type(bucket.flat)
 
 
@@ -231,7 +230,7 @@ def _is_compressible(bucket: GradientBucket) -> bool:
 
 
 def _deliver(reduced: Array, target: Array, bucket: GradientBucket, *, is_mean: bool) -> None:
-    """Writes a mean, or a sum, into its place in the bucket, as what the bucket's operator asks for."""
+    """Writes a mean or sum into the bucket, converted to the bucket's operator."""
     world_size = bucket.communicator.world_size
     if is_mean and bucket.op is ReduceOp.SUM:
         reduced *= world_size
@@ -241,9 +240,9 @@ def _deliver(reduced: Array, target: Array, bucket: GradientBucket, *, is_mean: 
 
 
 def _seeded(shape: tuple[int, int], seed: int) -> Array:
-    """Returns numbers from -1 to 1, the same on every rank, and in any version of NumPy.
+    """Returns numbers from -1 to 1, the same on every rank and in any version of NumPy.
 
-    Source: NumPy's NEP 19: it promises the bits of PCG64, not what distributions make of them.
+    Source: NumPy's NEP 19, which guarantees the bits of PCG64, but not the results of distributions.
     """
     bits = np.random.PCG64(np.random.SeedSequence([seed])).random_raw(shape[0] * shape[1])
     numbers: Array = (bits.astype(np.float64) / 2**63 - 1).reshape(shape)
@@ -253,5 +252,5 @@ def _seeded(shape: tuple[int, int], seed: int) -> Array:
 def _natural(name: str, value: Any, least: int) -> int:
     number = integer_of(value)
     if number is None or number < least:
-        raise InvalidArgument(f"PowerSGDHook: {name} must be an integer of at least {least}, got {value!r}")
+        raise InvalidArgument(f"PowerSGDHook needs {name} to be an integer of at least {least}, got {value!r}")
     return number

@@ -1,7 +1,7 @@
-"""What launchers say in the environment: torchrun, MPI's mpiexec, PMI and Slurm, each with variables of its own.
+"""Reads the environment variables of launchers: torchrun, MPI's mpiexec, PMI and Slurm.
 
-The first that left its variables says who this process is. Where it does not say where the ranks meet, Slurm's step
-gives a host and a port, and ranks of one machine find a name for their run here. Errors name the variable.
+The first launcher with variables gives this process its rank. If it gives no address for the rendezvous, a Slurm step
+provides a host and a port, and ranks of one machine find a common name for their run here. Errors name the variable.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ SLURM = "Slurm"
 
 
 class Place(NamedTuple):
-    """A process among the ranks of a run, and who said so.
+    """A process's rank, and the launcher that gave it.
 
     Attributes:
-        source: name of the launcher.
-        rank, world_size: its number among all ranks, and theirs.
-        local_rank, local_world_size: its number among the ranks of its machine, and theirs; None where nobody told.
+        source: the launcher's name.
+        rank, world_size: its rank, and the number of ranks.
+        local_rank, local_world_size: its number among the ranks of its machine, and their number; None if unknown.
     """
 
     source: str
@@ -36,12 +36,12 @@ class Place(NamedTuple):
 
 
 class LauncherVariables(NamedTuple):
-    """The variables in which one launcher says who a process is.
+    """The variables by which one launcher gives a process its rank.
 
     Attributes:
-        name: what to call the launcher.
-        rank, world_size, local_rank, local_world_size: names of the variables that make a place.
-        companions: what it sets beside them, to be removed with them.
+        name: the launcher's name in messages.
+        rank, world_size, local_rank, local_world_size: names of the variables for a Place.
+        companions: other variables that the launcher sets, to be removed with them.
     """
 
     name: str
@@ -52,7 +52,7 @@ class LauncherVariables(NamedTuple):
     companions: tuple[str, ...] = ()
 
     def set_in(self, environ: Mapping[str, str]) -> list[str]:
-        """Returns the names of those that are set."""
+        """Returns the names of the variables that are set."""
         names = (self.rank, self.world_size, self.local_rank, self.local_world_size, *self.companions)
         return [name for name in names if value_of(environ, name) is not None]
 
@@ -60,7 +60,7 @@ class LauncherVariables(NamedTuple):
 TORCHRUN = LauncherVariables(
     "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT")
 )
-# PMI_RANK comes twice: Cray's launcher has other names for the place on the machine than MPICH's and Intel's.
+# PMI_RANK is listed twice: Cray's launcher has other names for the local rank than MPICH's and Intel's.
 MPI_LAUNCHERS = (
     LauncherVariables(
         "Open MPI",
@@ -73,28 +73,28 @@ MPI_LAUNCHERS = (
     LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_FD",)),
     LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-#: Who may have started the ranks of an MPI job, as `RankEnvironment.source` says; "MPI" where only MPI knows.
+#: The values of `RankEnvironment.source` for ranks of an MPI job; "MPI" if the rank is known from MPI itself.
 SOURCES_WITH_MPI = (*dict.fromkeys(launcher.name for launcher in MPI_LAUNCHERS), SLURM, "MPI")
 _PREFIXES_OF_MPI = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_")
 _HINTS_OF_MPI = ("OMPI_", "PMI", "MPI_LOCAL", "HYDI_", "MV2_COMM_WORLD_")
-# What Slurm says to who is alone; a container may have been given no more of a step than the number of its task.
+# Slurm's variables for a single task. A container may have got only the task's number from its step.
 _SLURM_ALONE = (("SLURM_NTASKS", "1"), ("SLURM_NPROCS", "1"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_PROCID", "0"))
 
 # Slurm numbers the steps that no `srun` made from here on: batch scripts, shells of salloc, and others.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 _TASKS_OF_NODES = r"[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?(,[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?)*"
-# Below the ports that Linux gives to outgoing connections, 32768 and up.
+# Below the ports that Linux uses for outgoing connections, 32768 and up.
 _FIRST_PORT = 15_000
 _PORTS = 15_000
 
 
-# -- Who is this process ----------------------------------------------------------------------------------------------
+# -- This process's rank ----------------------------------------------------------------------------------------------
 
 
 def find_place(environ: Mapping[str, str], ours: LauncherVariables) -> Place | None:
-    """Returns the place that the first launcher gives which left its variables: `ours`, the foreign ones, then Slurm.
+    """Returns the place from the first launcher with variables: `ours`, torchrun, MPI's, then Slurm.
 
-    What the first one does not say of the machine is taken from the next one that does.
+    If that launcher gives no local rank, it is taken from the next launcher that does.
 
     Raises:
         InvalidArgument: a variable is malformed, out of range, or lacks its counterpart, or two launchers name
@@ -119,27 +119,27 @@ def find_place(environ: Mapping[str, str], ours: LauncherVariables) -> Place | N
 
 
 def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
-    """Returns the names of the variables by which mpiexec makes a process its rank.
+    """Returns the names of the variables that mpiexec sets for a rank.
 
-    Our launcher, where mpiexec has started it, keeps them from its own ranks: each would take itself for the one
-    rank of MPI that the launcher is.
+    If mpiexec has started our launcher, the launcher removes them for its own ranks: otherwise each would use the
+    launcher's own MPI rank.
     """
     return {name for name in environ if name.startswith(_PREFIXES_OF_MPI)}
 
 
 def find_mpiexec(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns mpiexec's path: the one beside this Python, which a wheel of MPI has brought, or that on the PATH."""
-    import shutil  # here: it takes a millisecond, of each rank's start
+    """Returns mpiexec's path: next to this Python, where wheels of MPI install it, or on the PATH."""
+    import shutil  # imported here, because it takes a millisecond of each rank's start
 
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec", path=environ.get("PATH"))
 
 
 def hints_of_launcher(environ: Mapping[str, str]) -> list[str]:
-    """Returns names of variables that a launcher sets, and a user who is alone does not; where no place can be read.
+    """Returns the names of variables that hint at a launcher, for a process without a place.
 
-    A process that ought to be a rank and is not must not take itself for the only one: N jobs of one rank would
-    overwrite one checkpoint.
+    A process that should be one of several ranks must not run as a world of one: N such processes would overwrite one
+    checkpoint.
     """
     found = TORCHRUN.set_in(environ) + [name for name in sorted(environ) if name.startswith(_HINTS_OF_MPI)]
     return found + [name for name, alone in _SLURM_ALONE if value_of(environ, name) not in (None, alone)]
@@ -161,7 +161,7 @@ def _read_place(environ: Mapping[str, str], launcher: LauncherVariables) -> Plac
 
 
 def _complete(environ: Mapping[str, str], same: Sequence[Place]) -> Place:
-    """Returns the first place; what it lacks of the machine is from the first of the others that has it all."""
+    """Returns the first place; if it has no local rank, with the local rank and size of the first other that has."""
     first = same[0]
     if first.local_rank is not None:
         return first
@@ -170,7 +170,7 @@ def _complete(environ: Mapping[str, str], same: Sequence[Place]) -> Place:
             return place._replace(source=first.source)
     try:
         slurm = None if value_of(environ, "SLURM_PROCID") is None else _slurm_place(environ)
-    except InvalidArgument:  # what Slurm says may be about the other launcher's daemons
+    except InvalidArgument:  # Slurm's variables may belong to the other launcher's daemons
         slurm = None
     if slurm is not None and (slurm.rank, slurm.world_size) == (first.rank, first.world_size):
         return slurm._replace(source=first.source)
@@ -192,8 +192,8 @@ def _contradiction(environ: Mapping[str, str], first: LauncherVariables, second:
         values.append(" ".join(f"{name}={environ[name].strip()}" for name in (launcher.rank, launcher.world_size)))
         unset.append(" ".join(launcher.set_in(environ)))
     return InvalidArgument(
-        f"{values[0]} and {values[1]} name different places for this process: one launcher was started where another's "
-        f"variables were set. Before starting the ranks, unset those that are not of this run: either\n"
+        f"{values[0]} and {values[1]} name different ranks for this process: one launcher was started with another's "
+        f"variables set. Before starting the ranks, unset the variables of the other run: either\n"
         f"  unset {unset[0]}\nor\n  unset {unset[1]}"
     )
 
@@ -202,12 +202,12 @@ def _contradiction(environ: Mapping[str, str], first: LauncherVariables, second:
 
 
 def _slurm_place(environ: Mapping[str, str]) -> Place | None:
-    """Returns the place in a step of `srun`; a plain command in a batch script has SLURM_PROCID=0 too, and none."""
+    """Returns the place in a step of `srun`; None for a plain command in a batch script, which has SLURM_PROCID=0."""
     step = _step_of(environ)
     is_special = step is not None and step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
     if value_of(environ, "SLURM_PROCID") is None or step is None or is_special:
         return None
-    # SLURM_NTASKS may still describe the whole allocation where the step is smaller.
+    # SLURM_NTASKS may describe the whole allocation, even if the step is smaller.
     tasks = "SLURM_NTASKS" if value_of(environ, "SLURM_STEP_NUM_TASKS") is None else "SLURM_STEP_NUM_TASKS"
     rank, world_size = _read_pair(environ, "SLURM_PROCID", tasks)
     if value_of(environ, "SLURM_LOCALID") is None:
@@ -218,13 +218,13 @@ def _slurm_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Returns this node's entry of SLURM_STEP_TASKS_PER_NODE, which reads like "4(x2),1", or None."""
+    """Returns this node's entry of SLURM_STEP_TASKS_PER_NODE, such as "4(x2),1"; None if it is not set."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = value_of(environ, name)
     if text is None:
         return None
     if not re.fullmatch(_TASKS_OF_NODES, text):
-        raise InvalidArgument(f"{name} needs to read like 4(x2),1, got {text!r}")
+        raise InvalidArgument(f"{name} needs the form 4(x2),1, got {text!r}")
     node = _read_integer(environ, "SLURM_NODEID") if value_of(environ, "SLURM_NODEID") else 0
     for entry in text.split(","):
         tasks, _, repeat = entry.rstrip(")").partition("(x")
@@ -235,7 +235,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def first_host(environ: Mapping[str, str]) -> str | None:
-    """Returns the step's first host, where Slurm puts rank 0 unless it is told to distribute tasks otherwise.
+    """Returns the step's first host, on which Slurm starts rank 0 by default.
 
     Reads lists such as "rack[1-2]node[03-04,7],login" as `scontrol show hostnames` would.
     """
@@ -245,14 +245,14 @@ def first_host(environ: Mapping[str, str]) -> str | None:
 
 
 def step_port(environ: Mapping[str, str]) -> int:
-    """Returns a port that all tasks of a step find, and that those of another step hardly share."""
-    import zlib  # here: only steps over several machines need it
+    """Returns a port, the same for all tasks of a step, and most likely another one for other steps."""
+    import zlib  # imported here: only steps on several machines need it
 
     return _FIRST_PORT + zlib.crc32(_step_name(environ).encode()) % _PORTS
 
 
 def _step_name(environ: Mapping[str, str]) -> str:
-    """Returns a name unlike any other step's on its hosts; a job that is queued again runs under another name."""
+    """Returns a name, unique among the steps on its hosts; a requeued job gets another name."""
     job = value_of(environ, "SLURM_JOB_ID") or value_of(environ, "SLURM_JOBID") or ""
     again = value_of(environ, "SLURM_RESTART_COUNT") or "0"
     return f"slurm-{job}.{_step_of(environ)}.{again}"
@@ -266,17 +266,17 @@ def _step_of(environ: Mapping[str, str]) -> str | None:
 
 
 def name_run(environ: Mapping[str, str], source: str) -> str | None:
-    """Returns a name that all ranks of this run on this machine find, and no other run at the same time.
+    """Returns a name for this run: the same for all its ranks on this machine, and different for other runs.
 
-    A Slurm step has a number. The launchers of MPI leave nothing in the environment that is common to all ranks; but
-    all ranks of a machine descend from one process, the launcher or its daemon there: its pid and start time are it.
+    A Slurm step has a number. MPI's launchers set no variable that is common to all ranks. But all ranks of a machine
+    descend from one process, the launcher or its daemon, so its pid and start time are the name.
 
     Args:
         environ: the variables.
-        source: who started the ranks, as `Place.source`.
+        source: the launcher's name, as `Place.source`.
 
     Returns:
-        The name, fit for a file's; None where there is none: started by hand, or each rank in a container of its own.
+        The name, valid in a file name; None if the ranks were started by hand, or each in its own container.
     """
     if source == SLURM:
         return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in _step_name(environ))
@@ -288,10 +288,10 @@ def name_run(environ: Mapping[str, str], source: str) -> str | None:
 
 
 def _launcher_process(own: set[bytes]) -> tuple[int, str] | None:
-    """Returns pid and start time of the closest ancestor that is no rank: between them there may be shells.
+    """Returns pid and start time of the closest ancestor that is not part of a rank, as a shell in between may be.
 
     Args:
-        own: variables of this rank, which what a rank runs inherits.
+        own: variables of this rank, which all processes of a rank inherit.
     """
     process = read_stat(os.getpid())
     while process is not None and process.parent > 0:
@@ -303,7 +303,7 @@ def _launcher_process(own: set[bytes]) -> tuple[int, str] | None:
 
 
 def _variables_of(pid: int) -> set[bytes]:
-    """Returns the variables that a process was started with; none where it belongs to somebody else."""
+    """Returns the variables that a process was started with; empty if it belongs to another user."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return set(file.read().split(b"\0"))
@@ -320,10 +320,10 @@ def value_of(environ: Mapping[str, str], name: str) -> str | None:
 
 
 def read_port(environ: Mapping[str, str], name: str) -> int | None:
-    """Returns a port, or None where the variable is not set.
+    """Returns a port, or None if the variable is not set.
 
     Raises:
-        InvalidArgument: the variable holds something else.
+        InvalidArgument: the variable is not a port number.
     """
     text = value_of(environ, name)
     if text is None:
@@ -341,7 +341,7 @@ def _read_integer(environ: Mapping[str, str], name: str) -> int:
 
 
 def _read_below(environ: Mapping[str, str], name: str, limit: int, limit_text: str = "") -> int:
-    """Returns an integer of 0 .. limit - 1; `limit_text` says in an error where the limit is from."""
+    """Returns an integer of 0 .. limit - 1; `limit_text` is the limit's origin, for the error."""
     value = _read_integer(environ, name)
     if not 0 <= value < limit:
         raise InvalidArgument(f"{name} needs to be 0 to {limit_text}{limit - 1}, got {value}")
@@ -349,7 +349,7 @@ def _read_below(environ: Mapping[str, str], name: str, limit: int, limit_text: s
 
 
 def _read_pair(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
-    """Returns a rank and the size that bounds it."""
+    """Returns a rank and its world size."""
     for name, other in ((rank_name, size_name), (size_name, rank_name)):
         if value_of(environ, name) is None:
             raise InvalidArgument(f"{other}={environ[other]!r} is set, but {name} is not; set both or neither")

@@ -1,6 +1,4 @@
-"""This machine: its identity, its processes, cores, GPUs, memory and network addresses; calls that may hang, and waits
-that Ctrl-C may cut off.
-"""
+"""This machine: identity, processes, cores, GPUs, memory, addresses; calls with a timeout, interruptible waits."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from gradsync.errors import BackendUnavailable
 
-#: How libraries of linear algebra learn how many threads to start.
+#: The variables that set the number of threads of linear algebra libraries.
 BLAS_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -30,7 +28,7 @@ _HEADER = "=IHHII"  # length, type, flags, sequence, port
 _ADDRESS = "=BBBBI"  # family, prefix length, flags, scope, index of the interface
 _ATTRIBUTE = "=HH"  # length, type
 _NEW_ADDRESS, _GET_ADDRESS, _DONE, _ERROR = 20, 22, 3, 2
-_REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP: all of them
+_REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP: all addresses
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _READ_BYTES = 65536
 _OF_CONTAINERS = ("docker", "br-", "virbr", "cni", "flannel", "veth", "podman")
@@ -42,12 +40,12 @@ _Result = TypeVar("_Result")
 
 
 class ProcessStat(NamedTuple):
-    """What /proc says of a process.
+    """A process's entry in /proc.
 
     Attributes:
-        state: one letter: "R" runs, "S" sleeps, "T" is stopped, "Z" has ended and was not waited for.
-        parent: its parent's pid; 0: none in this pid namespace.
-        start_time: in clock ticks since the boot; tells it from an earlier process of that pid.
+        state: one letter: "R" running, "S" sleeping, "T" stopped, "Z" ended and not waited for.
+        parent: its parent's pid; 0 if the parent is not in this pid namespace.
+        start_time: in clock ticks since the boot; differs from that of an earlier process with the same pid.
     """
 
     state: str
@@ -56,17 +54,17 @@ class ProcessStat(NamedTuple):
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """Returns what /proc says of a process; None where there is none, or /proc hides it."""
+    """Returns a process's entry in /proc; None if there is none, or /proc hides it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # the name before it may hold anything
+            fields = file.read().rpartition(b")")[2].split()  # the process's name before ")" may contain any character
         return ProcessStat(fields[0].decode(), int(fields[1]), fields[19].decode())
     except (OSError, IndexError):
         return None
 
 
 def boot_id() -> str:
-    """Returns an id that differs between hosts of one name; "" where the kernel has none."""
+    """Returns the kernel's boot id, which differs between hosts with the same name; "" if there is none."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -75,9 +73,9 @@ def boot_id() -> str:
 
 
 def machine_identity() -> str:
-    """Returns a text that is equal for two processes that see each other's pids; "" where that cannot be known.
+    """Returns a text that is equal for two processes if they can see each other's pids; "" if it is unknown.
 
-    A container has the boot id of its host, and pids of its own: so the pid namespace is part of it.
+    A container has its host's boot id, but its own pids, so the text includes the pid namespace.
     """
     boot = boot_id()
     try:
@@ -98,18 +96,18 @@ class Latch:
         self._waiting: list[threading.Lock] = []
 
     def set(self) -> None:
-        """Lets all threads go on that wait."""
+        """Sets the event, and wakes all waiting threads."""
         self.is_set = True
         with contextlib.suppress(IndexError):  # none is left
             while True:
                 self._waiting.pop().release()
 
     def clear(self) -> None:
-        """Lets threads wait from now on."""
+        """Clears the event."""
         self.is_set = False
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until it is set, for so many seconds at most; returns whether it was."""
+        """Waits until the event is set; returns False after `seconds`."""
         waiting = threading.Lock()
         waiting.acquire()
         self._waiting.append(waiting)
@@ -123,13 +121,13 @@ class Latch:
 def run_with_timeout(
     function: Callable[[], _Result], name: str, seconds: float, check: Callable[[], None] | None = None
 ) -> _Result:
-    """Calls a function that may hang in C, on a daemon thread, which is left behind where it does.
+    """Calls a function that may hang in C, with a deadline, on a daemon thread; a hanging thread is left behind.
 
     Args:
-        function: what to call.
-        name: of the thread.
+        function: the function.
+        name: the thread's name.
         seconds: the deadline.
-        check: called while waiting; what it raises ends the wait.
+        check: called while waiting; an exception from it ends the wait.
 
     Raises:
         TimeoutError: the deadline came first.
@@ -170,11 +168,11 @@ def usable_cores() -> int:
 
 
 def blas_thread_variables(n_processes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the thread-count variables that keep `n_processes` ranks from fighting for the cores.
+    """Returns variables that divide the cores among the linear algebra threads of `n_processes` ranks.
 
     Args:
-        n_processes: number of ranks that share this machine.
-        environ: the variables; those that the user has set already are left alone.
+        n_processes: number of ranks on this machine.
+        environ: the environment; variables that the user has set are not changed.
 
     Returns:
         The variables to add, each with max(1, usable cores // n_processes).
@@ -184,13 +182,13 @@ def blas_thread_variables(n_processes: int, environ: Mapping[str, str] = os.envi
 
 
 def begin_on_core(number: int) -> None:
-    """Moves the calling thread to one of the cores it may use, and lets it go from there.
+    """Moves the calling thread to one of its allowed cores, then allows all of them again.
 
-    Ranks that started together often share a core. Where every core has something else to do, the kernel leaves them
-    there: each collective then waits for another rank's turn, 26 us instead of 5 for 4 KB on two ranks.
+    Ranks that started together often share a core. If every core is busy, the kernel does not move them: then each
+    collective waits until the other rank is scheduled, 26 us instead of 5 for 4 KB on two ranks.
 
     Args:
-        number: of the rank on this machine; counts round where there are fewer cores.
+        number: the rank's number on this machine, modulo the number of cores.
     """
     with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed
         usable = os.sched_getaffinity(0)
@@ -199,11 +197,11 @@ def begin_on_core(number: int) -> None:
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ, device_folder: str = "/dev") -> int:
-    """Returns how many NVIDIA GPUs a process started from here may use, without touching CUDA.
+    """Returns the number of NVIDIA GPUs that a process with this environment may use, without initialising CUDA.
 
     Args:
         environ: the variables; CUDA_VISIBLE_DEVICES limits the count.
-        device_folder: where the driver puts its device files.
+        device_folder: the folder of the driver's device files.
     """
     try:
         present = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in os.listdir(device_folder))
@@ -214,13 +212,13 @@ def count_gpus(environ: Mapping[str, str] = os.environ, device_folder: str = "/d
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Returns the GPUs that CUDA_VISIBLE_DEVICES names, or None where it is not set."""
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names, or None if it is not set."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None
     names = []
     for entry in map(str.strip, visible.split(",")):
-        # CUDA stops at the first entry that is no device.
+        # CUDA stops at the first entry that is not a device.
         if entry in ("", "-1", "NoDevFiles"):
             break
         names.append(entry)
@@ -228,7 +226,7 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def default_process_count(device_type: str = "auto") -> int:
-    """Returns one process per visible GPU, or per usable core where there is no GPU.
+    """Returns the number of visible GPUs, or of usable cores if there is no GPU.
 
     Args:
         device_type: "auto", "cpu" (cores) or "gpu".
@@ -246,38 +244,38 @@ def default_process_count(device_type: str = "auto") -> int:
 
 
 class MemoryGroup(NamedTuple):
-    """A memory control group. What cannot be read of it is None. The counts have those of the groups inside it in them.
+    """A memory control group (cgroup). Values that cannot be read are None. Counts include those of groups inside it.
 
     Attributes:
-        directory: where its files are.
-        is_v1: whether these are those of version 1.
+        directory: the folder of its files.
+        is_v1: whether it belongs to cgroup version 1.
     """
 
     directory: str
     is_v1: bool
 
     def kills(self) -> int | None:
-        """Returns how many of its processes the kernel has ended for want of memory."""
+        """Returns the number of its processes that the kernel has killed because memory ran out."""
         return numbered_line(f"{self.directory}/{'memory.oom_control' if self.is_v1 else 'memory.events'}", "oom_kill")
 
     def limit_hits(self) -> int | None:
-        """Returns how often its limit stood in the way."""
+        """Returns how often its limit was reached."""
         if self.is_v1:
             return _number(f"{self.directory}/memory.failcnt")
         return numbered_line(f"{self.directory}/memory.events", "oom")
 
     def limit(self) -> int | None:
-        """Returns its limit in bytes, where it has one."""
+        """Returns its limit in bytes, or None."""
         limit = _number(f"{self.directory}/{'memory.limit_in_bytes' if self.is_v1 else 'memory.max'}")
-        return None if limit is None or limit >= 1 << 60 else limit  # near 2**63 says "none" in version 1
+        return None if limit is None or limit >= 1 << 60 else limit  # in version 1 a value near 2**63 means no limit
 
     def available(self) -> int | None:
-        """Returns how many bytes its processes can still take, where it has a limit."""
+        """Returns the number of bytes that its processes can still allocate; None without a limit."""
         limit = self.limit()
         used = _number(f"{self.directory}/{'memory.usage_in_bytes' if self.is_v1 else 'memory.current'}")
         if limit is None or used is None:
             return None
-        # Of files that nobody has used lately; the kernel drops them first.
+        # The cache of files not used lately, which the kernel drops first.
         cached = numbered_line(
             f"{self.directory}/memory.stat", "total_inactive_file" if self.is_v1 else "inactive_file"
         )
@@ -285,10 +283,10 @@ class MemoryGroup(NamedTuple):
 
 
 def memory_groups(proc: str = "/proc") -> list[MemoryGroup]:
-    """Returns this process's memory control group and those above it, innermost first.
+    """Returns this process's memory control group and its parents, innermost first.
 
     Args:
-        proc: where the proc file system is mounted.
+        proc: the mount point of the proc file system.
     """
     paths = _group_paths(f"{proc}/self/cgroup")
     for kind, path in (("cgroup", paths.get("memory")), ("cgroup2", paths.get(""))):
@@ -296,19 +294,20 @@ def memory_groups(proc: str = "/proc") -> list[MemoryGroup]:
             continue
         for root, mount_point in _mounts(f"{proc}/self/mountinfo", kind):
             groups = [MemoryGroup(directory, kind == "cgroup") for directory in _upwards(root, mount_point, path)]
-            # Other controllers' hierarchies have no such files, nor have groups whose parents keep the controller.
+            # Hierarchies without the memory controller have no such files.
             if groups := [group for group in groups if group.kills() is not None]:
                 return groups
     return []
 
 
 def available_memory_bytes(proc: str = "/proc") -> float:
-    """Returns what can be allocated without swapping, and within the limits of the control groups, as the kernel says.
+    """Returns the kernel's estimate of the memory that can be allocated without swapping, within the cgroups' limits.
 
-    Infinity where it says nothing. Beyond it the kernel does not refuse memory but ends the process that touches it.
+    Infinity if there is no estimate. Beyond it the kernel does not refuse an allocation, but kills the process at its
+    first use.
 
     Args:
-        proc: where the proc file system is mounted.
+        proc: the mount point of the proc file system.
     """
     sizes = [group.available() for group in memory_groups(proc)]
     for line in _lines(f"{proc}/meminfo"):
@@ -319,7 +318,7 @@ def available_memory_bytes(proc: str = "/proc") -> float:
 
 
 def numbered_line(path: str, name: str) -> int | None:
-    """Returns the number behind a name in a file with lines of both; None where there is none."""
+    """Returns the number after a name, in a file with lines "name number"; None if there is none."""
     for line in _lines(path):
         key, _, value = line.partition(" ")
         if key == name and value.isdigit():
@@ -328,7 +327,7 @@ def numbered_line(path: str, name: str) -> int | None:
 
 
 def _group_paths(file: str) -> dict[str, str]:
-    """Reads /proc/self/cgroup: the path in each hierarchy by controller; version 2 has the controller ""."""
+    """Reads /proc/self/cgroup: the group's path by controller; the controller of version 2 is ""."""
     paths: dict[str, str] = {}
     for line in _lines(file):
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "")
@@ -346,20 +345,20 @@ def _mounts(file: str, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def _upwards(root: str, mount_point: str, path: str) -> list[str]:
-    """Returns the directory of a group and those above it, as far as they are mounted here."""
-    # In a container the mount may show a part of the hierarchy only, and the path may lead out of it.
+    """Returns the directories of a group and its parents, as far as they are mounted here."""
+    # In a container only a part of the hierarchy may be mounted, and the path may be outside of it.
     is_inside = ".." not in path.split("/") and f"{path}/".startswith(f"{root.rstrip('/')}/")
     names = [name for name in path[len(root.rstrip("/")) :].split("/") if name] if is_inside else []
     return ["/".join((mount_point.rstrip("/"), *names[:depth])) for depth in range(len(names), -1, -1)]
 
 
 def _unescaped(field: str) -> str:
-    """Undoes the kernel's way to write blanks in paths."""
+    """Returns a path without the kernel's octal escapes for blanks."""
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
 
 
 def _number(path: str) -> int | None:
-    """Reads a file with a number alone; version 2 writes "max" for no limit."""
+    """Reads a file with a single number; None for "max", which is no limit in version 2."""
     lines = _lines(path)
     return int(lines[0]) if lines and lines[0].isdigit() else None
 
@@ -372,14 +371,14 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-# -- Network: only launchers and ranks of several machines come here -------------------------------------------------
+# -- Network: only for launchers, and ranks on several machines ------------------------------------------------------
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of the interface that has an address, e.g. "eth0"; None where no interface has it.
+    """Returns the name of the interface with an address, e.g. "eth0"; None if no interface has it.
 
     Args:
-        address: IPv4 or IPv6, in figures.
+        address: a numeric IPv4 or IPv6 address.
     """
     import ipaddress
     import socket
@@ -390,17 +389,17 @@ def interface_of(address: str) -> str | None:
     for index, found in addresses():
         if found == wanted.packed:
             return socket.if_indextoname(index)
-    return "lo" if wanted.is_loopback else None  # which has all of 127.0.0.0/8
+    return "lo" if wanted.is_loopback else None  # "lo" has all addresses of 127.0.0.0/8
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """Returns the address from which this machine reaches a host, which may be itself; None where it does not.
+    """Returns the address from which this machine reaches a host, which may be itself; None if there is no route.
 
-    Nothing is sent: the kernel looks up the way.
+    No data is sent: the kernel only looks up the route.
 
     Args:
-        host: its name or address.
-        port: of a server there.
+        host: the host's name or address.
+        port: a port of the host.
     """
     import socket
 
@@ -409,14 +408,14 @@ def address_towards(host: str, port: int) -> str | None:
         with socket.socket(family, kind) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
-    except (OSError, ValueError):  # no address, or nothing that could have one
+    except (OSError, ValueError):  # no address or no route, or an invalid name
         return None
 
 
 def own_addresses() -> list[str]:
-    """Returns the addresses by which other machines may reach this one, in figures, IPv4 first.
+    """Returns the numeric addresses at which other machines may reach this one, IPv4 first.
 
-    Not those of loopback, of links, and of bridges that container engines make: many machines have these alike.
+    Without loopback and link-local addresses and those of container bridges, which are equal on many machines.
     """
     import ipaddress
     import socket
@@ -431,7 +430,7 @@ def own_addresses() -> list[str]:
 
 
 def addresses() -> Iterator[tuple[int, bytes]]:
-    """Yields this machine's addresses, each after the index of its interface; none where the kernel does not say."""
+    """Yields this machine's addresses as (index of the interface, packed address); none if the kernel gives none."""
     import socket
     import struct
 
@@ -449,7 +448,7 @@ def addresses() -> Iterator[tuple[int, bytes]]:
                         *_, index = struct.unpack_from(_ADDRESS, body)
                         attributes = _records(body[struct.calcsize(_ADDRESS) :], _ATTRIBUTE)
                         found = {which: value for (_, which), value in attributes}
-                        # Of a point-to-point connection, the address of this end.
+                        # For a point-to-point connection, IFA_LOCAL is the address of this end.
                         address = found.get(_IFA_LOCAL, found.get(_IFA_ADDRESS))
                         if address is not None:
                             yield index, address

@@ -1,8 +1,7 @@
-"""The world of this process: who it is, how it met the others, and its communicator.
+"""The process group: joins the ranks of the world, makes its communicator, and ends it.
 
-Holds the process group: its rendezvous client, the server if this rank hosts it, and, in the slot of
-communicators/world.py that it alone fills, its communicator. Which backend that has is decided in backends.py, and
-where the ranks meet in rendezvous/hosting.py.
+Holds the rendezvous client, the server if this rank hosts it, and the world's communicator (in communicators/world.py).
+backends.py chooses the backend, rendezvous/hosting.py the address of the rendezvous.
 """
 
 from __future__ import annotations
@@ -59,17 +58,17 @@ from gradsync.errors import (
 )
 from gradsync.futures import raise_refused
 
-if TYPE_CHECKING:  # one rank meets nobody, and start-up counts
+if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need it, and should start fast
     from gradsync.rendezvous.client import RendezvousClient
     from gradsync.rendezvous.hosting import Meeting
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
-_FAILED_JOB_SECONDS = 0.5  # before MPI ends all ranks: for the others to hear why, and to say so
+_FAILED_JOB_SECONDS = 0.5  # before MPI ends all ranks, so that the others can receive and print the cause
 
 _client: RendezvousClient | None = None
-_meeting: Meeting | None = None  # kept from one generation to the next: others may come back before this rank does
+_meeting: Meeting | None = None  # kept for the next generation: other ranks may join it before this rank does
 _settings: WorldSettings | None = None
-_siblings: dict[str, Communicator] = {}  # the world's ranks over other backends than the world's, by backend
+_siblings: dict[str, Communicator] = {}  # the world's ranks over other backends, by backend
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -87,36 +86,36 @@ def init_process_group(
     allow_shared_gpu: bool = False,
     debug: bool | None = None,
 ) -> Communicator:
-    """Meets the other ranks and makes the world's communicator. Every rank must call it.
+    """Joins the other ranks and makes the world's communicator. Every rank must call it.
 
-    Usable with `with`: leaving the block destroys the group; leaving it by an exception tells the other ranks.
+    Usable with `with`: leaving the block destroys the group; leaving it by an exception also fails the other ranks.
 
     Args:
-        backend: "auto", "nccl", "shm", "mpi" or "local". "auto" takes "nccl" where each rank has a GPU, else "local"
-            for a world of one, "shm" where all ranks are on one host, and "mpi" where mpiexec or srun has started them
-            on several, and says in the log what it took and why; GRADSYNC_BACKEND decides for "auto", and
-            `with gs.override_backend(name)` before that.
-        rank: 0 to world_size - 1; None, together with world_size, is the environment's. Where nothing in it hints at a
-            launcher, this process is a world of one, and says so on standard error.
+        backend: "auto", "nccl", "shm", "mpi" or "local". "auto" takes "nccl" if each rank has a GPU. Otherwise it takes
+            "local" for a world of one, "shm" if all ranks are on one host, and "mpi" if mpiexec or srun has started
+            them on several. The choice and its reason are logged. `with gs.override_backend(name)` or else
+            GRADSYNC_BACKEND replaces "auto".
+        rank: 0 to world_size - 1. None, together with world_size, takes the environment's. If nothing there hints at a
+            launcher, this process is a world of one, with a line on standard error.
         world_size: number of ranks.
-        address: host:port where rank 0 hosts the rendezvous; None is the environment's.
-        device: where arrays live: None, or "cpu", or for "nccl" "cuda:N" in the numbering of this process; None takes
+        address: host:port at which rank 0 hosts the rendezvous; None takes the environment's.
+        device: the device of the arrays: "cpu", or for "nccl" "cuda:N" as this process numbers its GPUs. None takes
             the visible GPU of the rank's LOCAL_RANK, or the only visible one. The GPU becomes CuPy's current device.
-        timeout_seconds: for meeting the others.
-        collective_timeout_seconds: how long a collective waits for a rank; GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS decides,
-            where it is set.
+        timeout_seconds: the deadline for joining the others.
+        collective_timeout_seconds: how long a collective waits for a rank; GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS, if set,
+            takes precedence.
         allow_shared_gpu: whether several ranks may use one GPU through NCCL: for tests, and slow. The variable
             GRADSYNC_ALLOW_SHARED_GPU=1 allows it too.
-        debug: whether all ranks agree on every collective before it, and gradients are watched for writes while
-            gradsync has them (GradientChanged): the same on all ranks; None is GRADSYNC_DEBUG=1. See docs/tracing.md.
+        debug: the debug mode, the same on all ranks: they agree on every collective before it, and a write to a
+            gradient while gradsync has it raises GradientChanged. None takes GRADSYNC_DEBUG. See docs/tracing.md.
 
     Returns:
-        The world's communicator; gs.get_communicator() gives it again.
+        The world's communicator; gs.get_communicator() returns it too.
 
     Raises:
-        InvalidArgument: initialised already, unknown backend, a rank outside the world, or a launcher that names none.
-        BackendUnavailable: the backend cannot run here; the text says why.
-        AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks did not meet.
+        InvalidArgument: initialised already, unknown backend, a rank outside the world, or no rank is known.
+        BackendUnavailable: the backend cannot run here; the text has the reason.
+        AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks could not join.
     """
     global _settings
     configure_logging()
@@ -140,7 +139,7 @@ def init_process_group(
         communicator = connect(wanted, None, settings, "world")
     else:
         try:
-            client = _meet(settings, wanted)
+            client = _join(settings, wanted)
             communicator = _agree_and_connect(
                 "init_process_group",
                 client,
@@ -157,15 +156,15 @@ def init_process_group(
 
 
 def destroy_process_group() -> None:
-    """Leaves the group in order, and closes all groups made from it; may be repeated.
+    """Leaves the process group, and closes all groups made from it. Idempotent.
 
     A later init_process_group() forms a new generation. A rank that hosts the rendezvous goes on hosting until its
     process ends.
 
     Raises:
-        InvalidArgument: gradients were handed over and never reduced: their backward pass was not ended with flush() or
-            `with callback.backward()`; or a done-callback was refused a collective, and no call has raised that yet. As
-            below, the group has been left all the same.
+        InvalidArgument: gradients were handed over and never reduced, because their backward pass was not ended with
+            flush() or `with callback.backward()`; or a done-callback called a collective, and no call has raised that
+            yet. The group has been left all the same, also after the errors below.
         RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
     """
     global _settings
@@ -188,12 +187,12 @@ def destroy_process_group() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether init_process_group() has been called, and destroy_process_group() not since."""
+    """Whether the process group is initialised: after init_process_group(), until destroy_process_group()."""
     return get_world() is not None
 
 
 def get_communicator() -> Communicator:
-    """Returns the world's communicator; within `with gs.override_backend(name)` the one of its ranks over that backend.
+    """Returns the world's communicator; within `with gs.override_backend(name)` the communicator over that backend.
 
     Raises:
         InvalidArgument: the process group is not initialised.
@@ -208,11 +207,11 @@ def new_group(ranks: Iterable[int]) -> Communicator | NonMember:
         ranks: the members' numbers in the world, in any order.
 
     Returns:
-        The group; a NonMember, which is false, on a rank that is not in it.
+        The group; on a rank that is not a member a NonMember, which is false.
 
     Raises:
-        InvalidArgument: the process group is not initialised, or ranks that it does not have.
-        RendezvousTimeout, RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: it cannot be made.
+        InvalidArgument: the process group is not initialised, or a rank does not exist.
+        RendezvousTimeout, RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: the group cannot be made.
     """
     return group_or_world(None, "new_group").new_group(ranks)
 
@@ -224,7 +223,7 @@ def is_distributed() -> bool:
 
 
 def group_barrier(communicator: Communicator | None = None) -> None:
-    """Returns once every rank has called it; at once where nothing is initialised.
+    """Waits until every rank has called it; returns at once if the process group is not initialised.
 
     Args:
         communicator: None is the world's.
@@ -238,7 +237,7 @@ def group_barrier(communicator: Communicator | None = None) -> None:
 
 
 def place_on_machine() -> tuple[int, int]:
-    """Returns this rank's number among those of its machine, and how many these are, as the launcher has told.
+    """Returns this rank's number among the ranks of its machine, and their number, from the launcher's variables.
 
     Raises:
         InvalidArgument: the process group is not initialised.
@@ -249,16 +248,16 @@ def place_on_machine() -> tuple[int, int]:
 
 
 def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Makes all ranks wait for one another after a function: for downloading data, or writing a checkpoint.
+    """Decorator: a barrier after the function, for example for a download of data or for a checkpoint.
 
-    Every rank must call it. Where there is one rank, or no process group, the function is called and that is all.
-    When it raises, this rank does not wait: the others learn of it when the process group ends.
+    Every rank must call the decorated function. With one rank, or without a process group, there is no barrier. If the
+    function raises, this rank does not wait; the others get an error when the process group ends.
 
     Args:
         func: any function.
 
     Returns:
-        The function that waits, and returns what `func` does.
+        The decorated function; it returns the result of `func`.
 
     Raises:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the barrier.
@@ -276,25 +275,24 @@ def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 @contextlib.contextmanager
 def override_backend(name: str) -> Iterator[Communicator | None]:
-    """Lets the ranks of the world communicate over another backend within a `with` block.
+    """Replaces the world's backend within a `with` block.
 
-    Before init_process_group() it decides what "auto" means there. Afterwards every rank must enter the block; inside
-    it, gs.WORLD, gs.get_communicator() and `group=None` mean the world's ranks over that backend. That communicator is
-    made when the first such block is entered, and kept until destroy_process_group(); for the backend that the world
-    has, it is the world. Blocks may be nested.
+    Before init_process_group() the name replaces "auto". Afterwards every rank must enter the block; inside it,
+    gs.WORLD, gs.get_communicator() and `group=None` mean the world's ranks over that backend. Their communicator is
+    made in the first such block, and kept until destroy_process_group(). Blocks may be nested.
 
     Args:
         name: "nccl", "shm", "mpi" or "local".
 
     Returns:
-        What gives the communicator to `as`, or None before init_process_group().
+        A context manager; `with ... as communicator` gives the communicator, or None before init_process_group().
 
     Raises:
-        InvalidArgument: no backend has that name, or "local" for several ranks.
-        BackendUnavailable: it cannot join these ranks; raised on all of them, which can go on as they were.
-        CommunicatorClosed: the communicator that an earlier block has made was closed, aborted, or has failed.
-        BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: from the connection, once the ranks had agreed
-            that it is possible; then the process group has failed.
+        InvalidArgument: unknown backend, or "local" for several ranks.
+        BackendUnavailable: the backend cannot join these ranks; raised on all of them. The process group stays usable.
+        CommunicatorClosed: the communicator of an earlier block was closed or aborted, or has failed.
+        BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: connecting failed after the ranks had agreed on
+            the backend; then the process group has failed.
     """
     names = [backend for backend in BACKENDS if backend != "auto"]
     if name not in names:
@@ -304,10 +302,10 @@ def override_backend(name: str) -> Iterator[Communicator | None]:
 
 
 def world_attribute() -> Communicator:
-    """Returns gs.WORLD; its absence is an AttributeError too, so that hasattr() and inspection work."""
+    """Returns gs.WORLD; raises AttributeError if there is none, so that hasattr() and inspection work."""
     communicator = get_world()
     if communicator is None:
-        raise AttributeError("gs.WORLD exists after gs.init_process_group() and until gs.destroy_process_group()")
+        raise AttributeError("gs.WORLD exists only between gs.init_process_group() and gs.destroy_process_group()")
     return communicator
 
 
@@ -323,7 +321,7 @@ def _read_settings(
     allow_shared_gpu: bool,
     debug: bool | None,
 ) -> tuple[WorldSettings, str]:
-    """Returns the arguments of init_process_group(), checked, with what the environment says; and the backend."""
+    """Returns the checked arguments of init_process_group(), completed from the environment, and the backend."""
     if backend not in BACKENDS:
         raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
     if backend == "auto":
@@ -332,9 +330,9 @@ def _read_settings(
     seconds = {"timeout_seconds": timeout_seconds, "collective_timeout_seconds": collective_timeout_seconds}
     for name, value in seconds.items():
         if not is_number(value) or not value > 0:
-            raise InvalidArgument(f"{name} must be a number of seconds above 0, got {value!r}")
+            raise InvalidArgument(f"{name} needs to be a number of seconds above 0, got {value!r}")
     place = _find_place(backend, rank, world_size, address)
-    if place.local_rank == 0:  # for all of this machine
+    if place.local_rank == 0:  # once on each machine
         warn_of_unknown_variables()
     settings = WorldSettings(
         place,
@@ -349,17 +347,17 @@ def _read_settings(
 
 
 def _find_place(backend: str, rank: int | None, world_size: int | None, address: str | None) -> RankEnvironment:
-    """Returns who this process is: from the arguments, else the environment."""
+    """Returns this process's rank environment, from the arguments or the environment."""
     if (rank is None) != (world_size is None):
-        raise InvalidArgument(f"pass rank and world_size together, got rank={rank!r}, world_size={world_size!r}")
+        raise InvalidArgument(f"rank and world_size need each other, got rank={rank!r}, world_size={world_size!r}")
     environment = read_environment()
     if rank is None or world_size is None:
         return _place_without_launcher(backend, address) if environment is None else environment
     size, number = integer_of(world_size), integer_of(rank)
     if size is None or size < 1:
-        raise InvalidArgument(f"world_size must be an integer of at least 1, got {world_size!r}")
+        raise InvalidArgument(f"world_size needs to be an integer of at least 1, got {world_size!r}")
     if number is None or not 0 <= number < size:
-        raise InvalidArgument(f"rank must be 0 to world_size - 1 = {size - 1}, got {rank!r}")
+        raise InvalidArgument(f"rank needs to be 0 to world_size - 1 = {size - 1}, got {rank!r}")
     if environment is None or environment.world_size != size:
         base = RankEnvironment(number, size, number, size, source="arguments")
         return base if environment is None else base._replace(address=environment.address)
@@ -367,18 +365,18 @@ def _find_place(backend: str, rank: int | None, world_size: int | None, address:
 
 
 def _place_without_launcher(backend: str, address: str | None) -> RankEnvironment:
-    """Returns who this process is where no launcher has left its variables."""
+    """Returns this process's rank environment if no launcher has set its variables."""
     if backend == "local":
         return alone()
     if backend == "mpi":
         from gradsync.communicators.mpi.mpi_job import mpi_place
 
-        place = mpi_place()  # a launcher whose variables we do not know
+        place = mpi_place()  # for a launcher whose variables we do not know
         if place is not None:
             return place
         raise InvalidArgument(
-            "backend 'mpi' joins ranks that mpiexec or srun has started, and this process is alone. Start the script "
-            "with `mpiexec -n 2 python script.py`, by the mpiexec of the MPI that mpi4py has loaded, or use "
+            "backend 'mpi' needs ranks that mpiexec or srun has started, but this process is alone. Start the script "
+            "with `mpiexec -n 2 python script.py`, with the mpiexec of the MPI that mpi4py has loaded, or use "
             'backend="local" for one process'
         )
     if backend != "auto" or address is not None:
@@ -389,20 +387,21 @@ def _place_without_launcher(backend: str, address: str | None) -> RankEnvironmen
 def _agree_and_connect(
     where: str, client: RendezvousClient, agree: Callable[[], str], connect_over: Callable[[str], Communicator]
 ) -> Communicator:
-    """Makes a communicator over the backend on which all ranks agree; reports what fails on this one alone."""
+    """Makes a communicator over the backend that all ranks agree on; reports a failure of this rank to the others."""
     have_agreed = False
     try:
         backend = agree()
         have_agreed = True
         return connect_over(backend)
     except BaseException as error:
-        if have_agreed or not isinstance(error, InvalidArgument | BackendUnavailable):  # those are raised on all ranks
+        # Until the ranks have agreed, these two errors are raised on all ranks.
+        if have_agreed or not isinstance(error, InvalidArgument | BackendUnavailable):
             client.report_failure(f"in {where}: {describe(error)}", culprit=culprit_of(error))
         raise
 
 
 def _world_over(backend: str) -> Communicator | None:
-    """Returns the world's ranks over a backend; made at the first use, by all ranks. None where there is no world."""
+    """Returns the world's communicator over a backend; all ranks make it at the first use. None without a world."""
     world, settings = get_initial_world(), _settings
     if world is None or settings is None or world.backend == backend:
         return world
@@ -411,12 +410,12 @@ def _world_over(backend: str) -> Communicator | None:
         sibling = _siblings[backend] = _connect_sibling(backend, world, settings)
         sibling.family = world.family
         world.family.add(sibling)
-    # Not made anew: another rank may not know yet that it has ended, and would not come.
+    # It is not made again: another rank may not know yet that it has ended, and would not join.
     if sibling.closed:
         raise CommunicatorClosed(
-            f"{world.label}: override_backend({backend!r}): the communicator over it cannot be used any more: "
-            f"{sibling.lifetime.ended_because}; there can be a new one when all ranks have called "
-            "gs.destroy_process_group() and gs.init_process_group()"
+            f"{world.label}: override_backend({backend!r}): its communicator cannot be used any more: "
+            f"{sibling.lifetime.ended_because}; for a new one call gs.destroy_process_group() and "
+            "gs.init_process_group() on all ranks"
         )
     return sibling
 
@@ -425,14 +424,14 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
     if backend == "local":
         if world.world_size != 1:
             raise InvalidArgument(
-                f"{world.label}: override_backend('local') is for one rank, there are {world.world_size}"
+                f"{world.label}: override_backend('local') needs a world of one rank, this one has {world.world_size}"
             )
         return connect(backend, None, settings, backend)
-    if _client is None and world.closed:  # as in the child of a fork, which must not meet the others as this rank
+    if _client is None and world.closed:  # e.g. in the child of a fork, which must not join as this rank
         raise CommunicatorClosed(f"{world.label}: override_backend({backend!r}): {world.lifetime.ended_because}")
     from gradsync.communicators.groups import whom
 
-    client = _client or _meet(settings, backend)  # one rank may have met nobody
+    client = _client or _join(settings, backend)  # a world of one rank has no client yet
     name = world.family.new_name(backend)
 
     def agree() -> str:
@@ -456,8 +455,8 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
     return _agree_and_connect("override_backend", client, agree, connect_over)
 
 
-def _meet(settings: WorldSettings, wanted: str) -> RendezvousClient:
-    """Meets the other ranks of the world, which want this backend."""
+def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
+    """Joins the other ranks at the rendezvous; all want the backend `wanted`."""
     from gradsync.communicators import status
     from gradsync.rendezvous.hosting import is_sent_over_mpi, join
 
@@ -473,10 +472,10 @@ def _meet(settings: WorldSettings, wanted: str) -> RendezvousClient:
 
 
 def _destroy_because_of(error: BaseException | None) -> None:
-    """Ends the group when its `with` block ends."""
+    """Ends the group at the end of its `with` block; `error` has ended the block, or None."""
     communicator = get_initial_world()
     try:
-        # PlanMismatch is raised on every rank: nobody needs to be told.
+        # PlanMismatch is raised on every rank already.
         if error is not None and not isinstance(error, PlanMismatch) and _client is not None:
             reason, culprit = describe(error), culprit_of(error)
             if communicator is not None:
@@ -484,7 +483,7 @@ def _destroy_because_of(error: BaseException | None) -> None:
             _client.report_failure(reason, culprit=culprit)
             dump_at_exception(error)
     finally:
-        with contextlib.suppress(*([] if error is None else [GradsyncError])):  # the first error is the news
+        with contextlib.suppress(*([] if error is None else [GradsyncError])):  # only the first error is raised
             destroy_process_group()
 
 
@@ -496,12 +495,12 @@ def _leave() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leaves at interpreter exit; by an uncaught exception where there is one, so that the others are told."""
+    """Leaves at interpreter exit; reports an uncaught exception to the other ranks."""
     try:
         report_forgotten_at_exit()
         try:
             _destroy_because_of(uncaught_error())
-        except InvalidArgument as error:  # what a done-callback was refused
+        except InvalidArgument as error:  # a done-callback has called a collective
             fail_at_exit(str(error))
     finally:
         job_has_failed = has_job_failed()
@@ -515,7 +514,7 @@ def _leave_at_exit() -> None:
 
 
 def _forget_after_fork() -> None:
-    """The child of a fork is no rank; its copy of the control connection must not hide the parent's death."""
+    """Closes the copies in the child of a fork: they would hide the parent's death from the other ranks."""
     global _client, _meeting
     client, _client = _client, None
     meeting, _meeting = _meeting, None

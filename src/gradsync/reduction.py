@@ -1,7 +1,7 @@
-"""What a reduction is: the operators, the dtype table, and the NumPy form that every communicator must equal.
+"""Reductions: the operators, the dtypes that they support, and their reference implementation in NumPy.
 
-Pure arithmetic on host arrays; no communicator, no I/O. The shared-memory communicator reduces with `reduce_into`;
-the tests compare every communicator with it and with float64 NumPy.
+Pure arithmetic on host arrays, without communication. The shared-memory backend reduces with `reduce_into`; the tests
+compare every backend with it and with float64 NumPy.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
-else:  # what numpy.typing costs at every start is for nothing
+else:  # importing numpy.typing would take time at every start
     Array = np.ndarray
 
 
 class ReduceOp(str, enum.Enum):
-    """How the contributions of the ranks become one value, element by element."""
+    """The operators that reduce the values of all ranks to one, element by element."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -34,14 +34,14 @@ class ReduceOp(str, enum.Enum):
 
     @classmethod
     def parse(cls, value: str | ReduceOp) -> ReduceOp:
-        """Returns the operator of that name, in any case.
+        """Returns the operator with this name, in upper or lower case.
 
         Raises:
-            InvalidArgument: no operator has that name.
+            InvalidArgument: no operator has this name.
         """
         op = _find(value)
         if op is None:
-            raise InvalidArgument(f"op must be one of {', '.join(op.value for op in cls)}, got {shown(value)}")
+            raise InvalidArgument(f"op needs to be one of {', '.join(op.value for op in cls)}, got {shown(value)}")
         return op
 
 
@@ -55,22 +55,22 @@ def _find(value: object) -> ReduceOp | None:
 
 
 def parse_reduce_method(value: str | ReduceOp) -> ReduceOp:
-    """Returns the operator that gradients are reduced with: "sum" or "mean", in any case.
+    """Returns the operator for gradients: "sum" or "mean", in upper or lower case.
 
     Raises:
-        InvalidArgument: anything else.
+        InvalidArgument: any other value.
     """
     op = _find(value)
     if op is not ReduceOp.SUM and op is not ReduceOp.MEAN:
-        raise InvalidArgument(f'reduce_method must be "sum" or "mean", got {value!r}')
+        raise InvalidArgument(f'reduce_method needs to be "sum" or "mean", got {value!r}')
     return op
 
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX})
 _ALL = frozenset(ReduceOp)
 
-# The dtype table: name -> the operators that have a meaning for it. Complex numbers have no order; a mean of
-# integers would have to round; a bool has no sum.
+# The dtype table: name -> the operators that are defined for it. Complex numbers have no order, a mean of integers
+# would need rounding, and a bool has no sum.
 OPERATIONS_BY_DTYPE: dict[str, frozenset[ReduceOp]] = {
     **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), _ALL),
     **dict.fromkeys(("complex64", "complex128"), frozenset({ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD})),
@@ -82,7 +82,7 @@ OPERATIONS_BY_DTYPE: dict[str, frozenset[ReduceOp]] = {
 _HALF_PRECISION = ("float16", "bfloat16")
 _FLOAT32 = np.dtype(np.float32)
 
-#: How two contributions become one; a mean is divided afterwards.
+#: The ufunc that reduces two values to one; a mean is divided afterwards.
 UFUNCS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
@@ -100,8 +100,8 @@ def _maximum_into(first: Array, second: Array, out: Array) -> None:
     np.maximum(first, second, out=out)
 
 
-#: The same, for calls with (first, second, out), which cost a third less than those with `out=`. From NumPy 2.4 on,
-#: np.minimum and np.maximum warn of them.
+#: The ufuncs for calls as (first, second, out), which take a third less time than with `out=`. NumPy 2.4 and later
+#: warn about such calls of np.minimum and np.maximum.
 UFUNCS_INTO: dict[ReduceOp, Callable[..., Any]] = {
     **UFUNCS,
     ReduceOp.MIN: _minimum_into,
@@ -110,15 +110,15 @@ UFUNCS_INTO: dict[ReduceOp, Callable[..., Any]] = {
 
 
 def check_operation(op: ReduceOp, dtype: np.dtype[Any]) -> None:
-    """Refuses what the dtype table does not hold.
+    """Checks that the dtype supports the operator.
 
     Raises:
-        UnsupportedDtype: the dtype is not in the table, is not in native byte order, or has no such operator.
+        UnsupportedDtype: the dtype is not in the table, is not in native byte order, or does not support the operator.
     """
-    if (op, dtype) in _accepted:  # the hot path: one lookup for what was accepted before
+    if (op, dtype) in _accepted:  # the fast path for pairs that were accepted before
         return
     if not dtype.isnative:
-        raise UnsupportedDtype(f"{dtype.name} in foreign byte order ({dtype.str}): convert with astype first")
+        raise UnsupportedDtype(f"{dtype.name} needs native byte order, got {dtype.str}: convert it with astype first")
     operations = OPERATIONS_BY_DTYPE.get(dtype.name)
     if operations is None:
         raise UnsupportedDtype(f"dtype {dtype} cannot be reduced: use one of {', '.join(OPERATIONS_BY_DTYPE)}")
@@ -132,11 +132,11 @@ _accepted: set[tuple[ReduceOp, np.dtype[Any]]] = set()
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Returns the dtype of that name.
+    """Returns the dtype with this name.
 
     Raises:
         TypeError: there is none.
-        InvalidArgument: "bfloat16", without ml_dtypes.
+        InvalidArgument: "bfloat16", and ml_dtypes is not installed.
     """
     try:
         return np.dtype(name)
@@ -144,43 +144,42 @@ def dtype_of(name: str) -> np.dtype[Any]:
         if name != "bfloat16":
             raise
     try:
-        import ml_dtypes  # which tells NumPy that name
+        import ml_dtypes  # adds the name to NumPy
     except ImportError:
-        raise InvalidArgument("NumPy knows bfloat16 with: pip install ml_dtypes") from None
+        raise InvalidArgument("bfloat16 in NumPy needs ml_dtypes: pip install ml_dtypes") from None
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
     return dtype
 
 
 @lru_cache(maxsize=64)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Returns dtype.name, which NumPy makes anew, in several microseconds, each time."""
+    """Returns dtype.name; cached, because NumPy takes several microseconds for it each time."""
     return str(dtype.name)
 
 
 @lru_cache(maxsize=64)
 def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype in which contributions of `dtype` are added up."""
+    """Returns the dtype in which values of `dtype` are added up."""
     return _FLOAT32 if dtype.name in _HALF_PRECISION else dtype
 
 
 @lru_cache(maxsize=64)
 def product_dtype(first: np.dtype[Any], second: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype of products whose factor has one floating dtype, and their result another: float32 at least."""
+    """Returns the dtype for products of values of the first dtype with results of the second: float32 or wider."""
     return np.promote_types(accumulation_dtype(first), accumulation_dtype(second))
 
 
 def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array, accumulator: Array | None = None) -> None:
-    """Reduces the contributions, in the order given, into `out`.
+    """Reduces the contributions, in the given order, into `out`.
 
-    The order of the operands is fixed, so the same contributions give the same bits every time and everywhere.
+    The order of the operands is fixed, so equal contributions give the same bits every time, on every rank.
 
     Args:
-        op: the operator; check_operation has accepted it for the dtype.
-        contributions: one array for each rank, rank order, all of one shape and dtype; only the first or the second
+        op: an operator that check_operation has accepted for the dtype.
+        contributions: one array for each rank, in rank order, all of one shape and dtype; only the first or the second
             may be `out` itself.
-        out: receives the result; same shape and dtype.
-        accumulator: scratch of the same shape in `accumulation_dtype`, used by half precision (allocated when
-            absent).
+        out: array for the result, of the same shape and dtype.
+        accumulator: array of the same shape in `accumulation_dtype`, for half precision; None allocates one.
     """
     ufunc = UFUNCS[op]
     wide = accumulation_dtype(out.dtype)
@@ -193,7 +192,7 @@ def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array, accumu
 
 
 def _reduce_in_place(ufunc: Callable[..., Any], op: ReduceOp, contributions: Sequence[Array], target: Array) -> None:
-    """Reduces into `target`, whose dtype may be wider: reading half precision as float32 is exact."""
+    """Reduces into `target`, which may have a wider dtype: converting half precision to float32 is exact."""
     dtype = target.dtype
     if len(contributions) == 1:
         np.copyto(target, contributions[0])
@@ -206,12 +205,12 @@ def _reduce_in_place(ufunc: Callable[..., Any], op: ReduceOp, contributions: Seq
 
 
 def divide_into(values: Array, count: int, out: Array) -> None:
-    """Divides by the number of ranks; by multiplication where that gives the same bits, which is several times faster.
+    """Divides by the number of ranks; multiplies instead, which is several times faster, if the bits are the same.
 
     Args:
-        values: floating or complex array; complex ones contiguous.
+        values: floating or complex array; a complex array must be contiguous.
         count: number of ranks.
-        out: receives the quotients; may be `values`.
+        out: array for the quotients; may be `values`.
     """
     part = part_dtype(values.dtype)
     if part is not values.dtype:
@@ -222,9 +221,9 @@ def divide_into(values: Array, count: int, out: Array) -> None:
 
 @lru_cache(maxsize=64)
 def division(dtype: np.dtype[Any], count: int) -> tuple[Callable[..., Any], Array]:
-    """Returns how values of a floating dtype are divided: a ufunc and its second operand.
+    """Returns the ufunc and its second operand that divide values of a floating dtype by `count`.
 
-    The operand is an array without dimensions: a scalar would be made one in each call, for 0.2 us.
+    The operand is a 0-d array, because NumPy would convert a scalar in each call, for 0.2 us.
     """
     by_multiplication = _is_power_of_two(count)
     operand = np.array(1.0 / count if by_multiplication else count, dtype)
@@ -233,10 +232,12 @@ def division(dtype: np.dtype[Any], count: int) -> tuple[Callable[..., Any], Arra
 
 
 def part_pairs(source: Any, out: Any) -> list[tuple[Any, Any]]:
-    """Returns the parts of two arrays, where they are complex: multiplied by a complex number, infinity would be NaN.
+    """Returns the real and imaginary parts of two complex arrays as pairs; real arrays as one pair.
+
+    The parts are multiplied separately, because infinity times a complex number is NaN.
 
     Args:
-        source, out: arrays of one shape, NumPy's or CuPy's; both complex, or none.
+        source, out: NumPy or CuPy arrays of one shape; both complex, or both real.
     """
     part, out_part = part_dtype(source.dtype), part_dtype(out.dtype)
     if part is source.dtype:
@@ -248,9 +249,9 @@ def part_pairs(source: Any, out: Any) -> list[tuple[Any, Any]]:
 
 @lru_cache(maxsize=64)
 def part_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype of the parts of complex numbers, and any other dtype as it is.
+    """Returns the dtype of the real and imaginary parts of a complex dtype; any other dtype unchanged.
 
-    Complex numbers are divided part by part: divided by a complex number, infinity would become NaN.
+    Complex numbers are divided part by part, because infinity divided by a complex number is NaN.
     """
     return np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype
 

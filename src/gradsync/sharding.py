@@ -1,4 +1,4 @@
-"""Which samples of a data set are whose: the same answer on every rank, without a word between them."""
+"""Divides the samples of a data set among the ranks, without communication."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradsync.communicators.world import get_world, group_or_world
 from gradsync.errors import InvalidArgument
 
 _UNEVEN = ("pad", "drop", "keep")
-_MOST_SAMPLES = 2**59  # no array could hold the order of more
+_MAX_SAMPLES = 2**59  # an array cannot hold the order of more
 
 
 def shard_indices(
@@ -23,34 +23,34 @@ def shard_indices(
     uneven: str = "pad",
     communicator: Communicator | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Returns which of `n` samples are this rank's in an epoch. Asks no other rank, and works before any is met.
+    """Returns this rank's sample indices of an epoch. It does not communicate, and works before init_process_group().
 
-    Together the ranks have every sample: rank r takes each world_size-th one of a common order, from the r-th on. The
-    order depends on `n`, `seed` and `epoch` alone; it is the same for any number of ranks, and in any version of NumPy.
+    Rank r gets every world_size-th sample of a common order, from the r-th on; so the ranks together have every sample.
+    The order depends only on `n`, `seed` and `epoch`: it is the same for any number of ranks and any version of NumPy.
 
     Args:
-        n: samples in the data set; may be less than the number of ranks.
-        epoch: gives each epoch an order of its own; 0 or more.
-        seed: gives each training an order of its own; 0 or more. The same on all ranks.
+        n: number of samples in the data set; may be less than the number of ranks.
+        epoch: the epoch, 0 or more; each epoch has its own order.
+        seed: the training's seed, 0 or more; the same on all ranks.
         shuffle: False keeps the data set's own order.
-        uneven: where the ranks do not divide `n`: "pad" repeats samples from the beginning of the order until they
-            do; "drop" leaves out the last of the order; "keep" gives the first ranks one more (see
+        uneven: if `n` is not a multiple of the number of ranks: "pad" repeats samples from the beginning of the order;
+            "drop" leaves out the last samples; "keep" gives the first ranks one sample more (see
             AllreduceCallback.join).
-        communicator: None is the world's; a world of one where nothing is initialised.
+        communicator: None is the world's; before init_process_group() a world of one.
 
     Returns:
-        The indices, int64, in the order in which they are to be used. No two ranks share one, but for padding.
+        The indices, 1-D int64, in the order of use. Ranks share no index, but for padding.
 
     Raises:
-        InvalidArgument: a number below 0, too large or none at all, or another word for `uneven`.
+        InvalidArgument: not an integer of 0 or more, too large, or an unknown word for `uneven`.
 
-    Source: dealt out as by torch.utils.data.DistributedSampler.
+    Source: the division of torch.utils.data.DistributedSampler.
     """
     n, epoch, seed = _natural("n", n), _natural("epoch", epoch), _natural("seed", seed)
-    if n > _MOST_SAMPLES:
-        raise InvalidArgument(f"shard_indices: n must be at most {_MOST_SAMPLES}, got {n}")
+    if n > _MAX_SAMPLES:
+        raise InvalidArgument(f"shard_indices needs n of at most {_MAX_SAMPLES}, got {n}")
     if uneven not in _UNEVEN:
-        raise InvalidArgument(f"shard_indices: uneven must be one of {', '.join(_UNEVEN)}, got {uneven!r}")
+        raise InvalidArgument(f"shard_indices needs uneven to be one of {', '.join(_UNEVEN)}, got {uneven!r}")
     rank, world_size = _place(communicator)
     order = _shuffled(n, epoch, seed) if shuffle else np.arange(n, dtype=np.int64)
     if uneven == "pad":
@@ -62,7 +62,7 @@ def shard_indices(
 
 
 def _shuffled(n: int, epoch: int, seed: int) -> npt.NDArray[np.int64]:
-    """Returns a permutation made from random bits: NumPy promises those for ever, Generator.permutation() it does not.
+    """Returns a permutation from random bits: NumPy never changes those, but may change Generator.permutation().
 
     Source: NumPy's NEP 19, "Random number generator policy".
     """
@@ -74,7 +74,7 @@ def _shuffled(n: int, epoch: int, seed: int) -> npt.NDArray[np.int64]:
 def _natural(name: str, value: int) -> int:
     number = integer_of(value)
     if number is None or number < 0:
-        raise InvalidArgument(f"shard_indices: {name} must be an integer of 0 or more, got {value!r}")
+        raise InvalidArgument(f"shard_indices needs {name} to be an integer of 0 or more, got {value!r}")
     return number
 
 

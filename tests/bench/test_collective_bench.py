@@ -159,7 +159,7 @@ def test_a_rank_alone_and_an_integer_product_without_a_check():
         ("-b 8 -e 1G -f 1.0000001", 2, "-b, -e and -f make more than 100 sizes: use a larger factor"),
         ("-c allreduce", 2, "no collective is called 'allreduce'"),
         ("-d fp8", 2, "no dtype is called 'fp8'"),
-        ("-o avg", 2, "op must be one of"),
+        ("-o avg", 2, "op needs to be one of"),
         ("-o mean -d int32", 1, "mean is not defined for dtype int32"),
         ("--backend local -n 2", 2, "backend 'local' is for one rank, got -n 2"),
         ("--backend nccl", 1, "no GPU is visible"),

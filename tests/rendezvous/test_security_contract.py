@@ -116,7 +116,7 @@ def test_what_follows_the_secret_on_standard_input_is_left_to_others() -> None:
     )
     assert told.stdout == f"{SECRET.hex()} the rest\n"
     refused = subprocess.run([sys.executable, "-c", code], input="", capture_output=True, text=True, check=False)
-    assert "standard input needs to hold a secret" in refused.stderr
+    assert "standard input needs to contain a secret" in refused.stderr
     closed = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", code]
     refused = subprocess.run(closed, capture_output=True, text=True, check=False)
     assert "InvalidArgument: the secret cannot be read from standard input" in refused.stderr
