@@ -207,8 +207,10 @@ def in_place(machine: Machine) -> Iterator[None]:
 def _names() -> list[tuple[ModuleType, str, Any]]:
     """Returns where the modules of the rendezvous have a name for something of the operating system."""
     if not _found:
+        from gradsync import machine
         from gradsync.machine import machine_identity, read_stat
 
+        _found.append((machine, "threading", threading))  # of its Latch
         real = {time, os, socket, select, selectors, threading, queue, machine_identity, read_stat}
         for info in pkgutil.iter_modules(rendezvous.__path__, rendezvous.__name__ + "."):
             module = importlib.import_module(info.name)
