@@ -87,6 +87,13 @@ def test_communicators_that_do_not_block_are_refused() -> None:
     assert "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot work with: unset it" in text
 
 
+def test_unified_memory_is_refused() -> None:
+    """With it cupy.asarray gives a view of host memory where a GPU can read that: nothing would hold a chunk table."""
+    (text,) = SHM.run(1, check, "begin_anew", ["nccl"], {}, environment={"CUPY_ENABLE_UMP": "1"})
+    assert text.startswith("BackendUnavailable")
+    assert "CUPY_ENABLE_UMP is set" in text
+
+
 def test_an_old_cupy_is_refused() -> None:
     (text,) = SHM.run(1, check, "begin_anew", ["nccl"], {}, environment={"GRADSYNC_STAND_IN_CUPY_VERSION": "13.6.0"})
     assert text.startswith("BackendUnavailable")

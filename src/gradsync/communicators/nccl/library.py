@@ -123,6 +123,11 @@ class Nccl:
             ) from error
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
             raise BackendUnavailable("NCCL_COMM_BLOCKING=0 is set, which CuPy cannot work with: unset it")
+        if os.environ.get("CUPY_ENABLE_UMP", "0") != "0":  # cupy.asarray does not copy then, which would not be noticed
+            raise BackendUnavailable(
+                "CUPY_ENABLE_UMP is set: CuPy's arrays may lie in host memory then, which gradsync does not support: "
+                "unset it"
+            )
         self.binding: Any = nccl
         self.version: int = nccl.get_version()
         self._wires = _wires(nccl)
