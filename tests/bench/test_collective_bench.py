@@ -23,10 +23,10 @@ from gradsync.bench.collectives import (
     as_dictionary,
     heading,
     line_of,
-    plot,
+    panels,
     refusals,
 )
-from gradsync.bench.report import Seconds
+from gradsync.bench.report import Seconds, plot
 from gradsync.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux")
@@ -133,7 +133,7 @@ def test_the_columns_are_those_of_nccl_tests():
 
 def test_a_picture_is_written(tmp_path):
     pytest.importorskip("matplotlib")
-    plot([row(), row("broadcast", op="")], "2 ranks", str(tmp_path / "out.png"))
+    plot(panels([row(), row("broadcast", op="")]), "2 ranks", "size", str(tmp_path / "out.png"))
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.bench.models import gradients_of
-from gradsync.bench.report import MEGABYTE, Seconds
+from gradsync.bench.report import MEGABYTE, Seconds, plot
 from gradsync.bench.thresholds import (
     DEFAULT_MEGABYTES,
     Contender,
     Row,
     Sweep,
+    panel,
     parse_megabytes,
     plan_sweep,
-    plot,
     recommendation,
     recommended,
     rising_counts,
@@ -159,7 +159,8 @@ def test_counts_do_rise_and_fall():
 
 def test_a_picture_is_written(tmp_path):
     pytest.importorskip("matplotlib")
-    plot([row(MEGABYTE, 10.0), row(DEFAULT, 9.0)], "resnet50: 2 ranks over shm", str(tmp_path / "out.png"))
+    picture = [[panel([row(MEGABYTE, 10.0), row(DEFAULT, 9.0)])]]
+    plot(picture, "resnet50: 2 ranks over shm", "threshold", str(tmp_path / "out.png"))
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -25,14 +25,13 @@ from rich.table import Table
 
 from gradsync.bench.program import array_module, count_ranks, run_as_ranks
 from gradsync.bench.report import (
+    Panel,
     Seconds,
     busy_machine,
     check_outputs,
-    draw_times,
     megabytes,
-    picture,
+    plot,
     provenance,
-    tick_times,
     write_json,
 )
 from gradsync.communicators.communicator import Communicator
@@ -664,7 +663,8 @@ def bench_collectives(
     if plot_path is not None:
         operator = f", {op}" if any(kind.reduces for kind in kinds) else ""
         what = f"gradsync/{measured.backend}, {ranks} ranks, {name}{operator}"
-        plot(rows, f"{what}; the faster of out-of-place and in-place; bars are quartiles", plot_path)
+        what += "; the faster of out-of-place and in-place; bars are quartiles"
+        plot(panels(rows), what, "size", plot_path)
         print(f"drawn in {plot_path}")
     if measured.cupy:
         made["versions"]["cupy"] = measured.cupy
@@ -766,59 +766,26 @@ def average_bus_gigabytes(rows: Sequence[Row]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-_WIDTH, _ROW_HEIGHT = 9.0, 2.9
-
-
-def plot(rows: Sequence[Row], title: str, path: str) -> None:
-    """Writes a PNG: a line of two panels for each collective; bars are quartiles over the blocks.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    collectives = list(dict.fromkeys(row.case.collective for row in rows))
-    with picture(path, _WIDTH, 0.6 + _ROW_HEIGHT * len(collectives), 150) as figure:
-        panels = figure.subplots(len(collectives), 2, squeeze=False)
-        for collective, (of_time, of_bandwidth) in zip(collectives, panels, strict=True):
-            _draw(of_time, of_bandwidth, [row for row in rows if row.case.collective == collective])
-            _label(of_time, collective, "time (µs)")
-            _label(of_bandwidth, collective, "bus bandwidth (GB/s)")
-            of_time.set_yscale("log")
-            tick_times(of_time)
-            of_bandwidth.set_ylim(bottom=0)
-        for axes in panels[-1]:
-            axes.set_xlabel("size (bytes)")
-        figure.align_ylabels()
-        figure.suptitle(title, fontsize="medium")
-
-
-def _draw(of_time: Any, of_bandwidth: Any, rows: Sequence[Row]) -> None:
-    timed = [(row, seconds) for row in rows if (seconds := _fastest(row)) is not None]
-    if not timed:
-        return
-    sizes = [row.size_bytes for row, _ in timed]
-    common: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.3, "label": "gradsync"}
-    draw_times(of_time, sizes, [seconds for _, seconds in timed], 1e-6, capsize=2, elinewidth=0.8, **common)
-    buses = [(row.best_bus_bytes_per_second() or 0.0) / 1e9 for row, _ in timed]
-    of_bandwidth.plot(sizes, buses, **common)
+def panels(rows: Sequence[Row]) -> list[list[Panel]]:
+    """Returns the picture: for each collective its times and its bus bandwidths, those of the faster form."""
+    found = []
+    for collective in dict.fromkeys(row.case.collective for row in rows):
+        timed = [
+            (row, seconds)
+            for row in rows
+            if row.case.collective == collective and (seconds := _fastest(row)) is not None
+        ]
+        sizes, times = [row.size_bytes for row, _ in timed], [seconds for _, seconds in timed]
+        buses = [(row.best_bus_bytes_per_second() or 0.0) / 1e9 for row, _ in timed]
+        found.append(
+            [
+                Panel(collective, "time (µs)", sizes, times, 1e-6, is_logarithmic=True),
+                Panel(collective, "bus bandwidth (GB/s)", sizes, buses),
+            ]
+        )
+    return found
 
 
 def _fastest(row: Row) -> Seconds | None:
     found = [form.seconds for form in row.forms.values() if form.seconds is not None]
     return min(found, key=lambda seconds: seconds.median, default=None)
-
-
-def _label(axes: Any, collective: str, quantity: str) -> None:
-    axes.set_xscale("log", base=4)
-    axes.xaxis.minorticks_off()
-    axes.xaxis.set_major_formatter(lambda value, _position: _size_label(value))
-    axes.set_title(collective, fontsize="small", loc="left")
-    axes.set_ylabel(quantity)
-    axes.grid(alpha=0.3, which="major")
-
-
-def _size_label(size_bytes: float) -> str:
-    """Returns a size as short as an axis needs it: 64, 4K, 16M."""
-    for unit, factor in (("G", 1024**3), ("M", 1024**2), ("K", 1024)):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:g}{unit}"
-    return f"{size_bytes:g}"

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import importlib.util
 import json
+import math
 import os
 import platform
 import shlex
@@ -16,7 +17,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -30,6 +31,7 @@ from gradsync.machine import usable_cores
 MEGABYTE = 1024**2
 _LOG_WIDTH = 120  # if standard output is no terminal
 _QUIET_LOAD = 0.5  # per core, of other programs
+_PANEL_WIDTH, _PANEL_HEIGHT, _MOST_TICKS = 4.5, 2.9, 9
 _FEW_DECADES = 1e4  # between which three ticks each have room
 
 
@@ -171,16 +173,6 @@ def write_json(path: str | None, made: dict[str, Any], result: dict[str, Any]) -
     print(f"written to {path}")
 
 
-def tick_times(axes: Any) -> None:
-    """Sets the ticks of a logarithmic time axis that is drawn: at decades, or at 1, 2 and 5 if these are few."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < _FEW_DECADES * low else (1.0,)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter("{x:g}")
-
-
 @contextlib.contextmanager
 def picture(path: str | Path, width: float, height: float, dots_per_inch: int = 120) -> Iterator[Any]:
     """Gives a figure to draw in, and writes it as PNG.
@@ -199,17 +191,83 @@ def picture(path: str | Path, width: float, height: float, dots_per_inch: int = 
     figure.savefig(path, format="png", dpi=dots_per_inch)
 
 
-def draw_times(axes: Any, at: Sequence[float], times: Sequence[Seconds], unit_seconds: float, **style: Any) -> None:
-    """Draws a line of medians, with bars from quartile to quartile.
+class Panel(NamedTuple):
+    """One panel of a picture: a line over sizes.
+
+    Attributes:
+        title: stands above the panel.
+        quantity: stands beside the vertical axis, with the unit.
+        sizes: in bytes, ascending.
+        values: as many. Timings are drawn as medians, with bars from quartile to quartile.
+        unit: by which timings are divided, in seconds.
+        is_logarithmic: whether the vertical axis is; else it begins at 0.
+        chosen: a size to mark; None marks none.
+    """
+
+    title: str
+    quantity: str
+    sizes: Sequence[float]
+    values: Sequence[Seconds] | Sequence[float]
+    unit: float = 1.0
+    is_logarithmic: bool = False
+    chosen: float | None = None
+
+
+def plot(rows: Sequence[Sequence[Panel]], title: str, x_label: str, path: str) -> None:
+    """Writes a PNG of panels, row by row.
 
     Args:
-        axes: to draw on.
-        at: where each time stands.
-        times: as many.
-        unit_seconds: of the axis: 1e-3 draws milliseconds.
-        style: of the line, for matplotlib.
+        rows: of panels, all of one length.
+        title: of the picture.
+        x_label: of all horizontal axes.
+        path: of the file.
+
+    Raises:
+        OSError: the file cannot be written.
     """
-    medians = [each.median / unit_seconds for each in times]
-    below = [(each.median - each.lower_quartile) / unit_seconds for each in times]
-    above = [(each.upper_quartile - each.median) / unit_seconds for each in times]
-    axes.errorbar(at, medians, yerr=[below, above], **style)
+    with picture(path, _PANEL_WIDTH * len(rows[0]), 0.6 + _PANEL_HEIGHT * len(rows), 150) as figure:
+        panels = figure.subplots(len(rows), len(rows[0]), squeeze=False)
+        for axes_of_row, row in zip(panels, rows, strict=True):
+            for axes, panel in zip(axes_of_row, row, strict=True):
+                _draw(axes, panel)
+        for axes in panels[-1]:
+            axes.set_xlabel(x_label)
+        figure.align_ylabels()
+        figure.suptitle(title, fontsize="medium")
+
+
+def _draw(axes: Any, panel: Panel) -> None:
+    style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.3}
+    timed = [value for value in panel.values if isinstance(value, Seconds)]
+    if timed:
+        medians = [each.median / panel.unit for each in timed]
+        below = [(each.median - each.lower_quartile) / panel.unit for each in timed]
+        above = [(each.upper_quartile - each.median) / panel.unit for each in timed]
+        axes.errorbar(panel.sizes, medians, yerr=[below, above], capsize=2, elinewidth=0.8, **style)
+    else:
+        axes.plot(panel.sizes, panel.values, **style)
+    if panel.chosen is not None:
+        axes.axvline(panel.chosen, color="tab:green", linestyle=":", label=f"recommended: {megabytes(panel.chosen)}")
+        axes.legend()
+    axes.set_xscale("log")
+    shown = panel.sizes[:: math.ceil(len(panel.sizes) / _MOST_TICKS) or 1]
+    axes.set_xticks(shown, [megabytes(size) for size in shown], fontsize="x-small")
+    axes.minorticks_off()
+    if panel.is_logarithmic:
+        axes.set_yscale("log")
+        _tick(axes)
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_title(panel.title, fontsize="small", loc="left")
+    axes.set_ylabel(panel.quantity)
+    axes.grid(alpha=0.3, which="major")
+
+
+def _tick(axes: Any) -> None:
+    """Sets the ticks of a logarithmic axis that is drawn: at decades, or at 1, 2 and 5 if these are few."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < _FEW_DECADES * low else (1.0,)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")

@@ -25,12 +25,12 @@ from gradsync.bench.models import gradients_of, total_bytes
 from gradsync.bench.program import array_module, count_ranks, run_as_ranks
 from gradsync.bench.report import (
     MEGABYTE,
+    Panel,
     Seconds,
     check_outputs,
-    draw_times,
     megabytes,
     milliseconds,
-    picture,
+    plot,
     print_table,
     provenance,
     write_json,
@@ -305,7 +305,7 @@ def bench_thresholds(
     print_table(table(rows, verbose=verbose))
     print("\n" + "\n".join(filter(None, (same_buckets(rows), rising_counts(rows), recommendation(rows)))))
     if plot_path is not None:
-        plot(rows, f"{name}: {where}", plot_path)
+        plot([[panel(rows)]], f"{name}: {where}", "threshold of a bucket", plot_path)
         print(f"drawn in {plot_path}")
     settings |= {"gradients": len(specs), "total_bytes": total_bytes(specs), "ranks": ranks}
     settings |= {"rounds": rounds, "measured_backend": measured.backend, "device": measured.device}
@@ -404,25 +404,10 @@ def _as_code(size_bytes: int) -> str:
     return str(size_bytes)
 
 
-def plot(rows: Sequence[Row], title: str, path: str) -> None:
-    """Writes a PNG: the time of a step over the threshold, quartiles as bars.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    thresholds = [row.contender.threshold_bytes / MEGABYTE for row in rows]
+def panel(rows: Sequence[Row]) -> Panel:
+    """Returns the picture: the time of a step over the threshold."""
+    thresholds = [row.contender.threshold_bytes for row in rows]
     chosen = recommended(rows).contender.threshold_bytes
-    with picture(path, 8, 5) as figure:
-        axes = figure.add_subplot()
-        label = "step (median, quartiles)"
-        draw_times(axes, thresholds, [row.seconds for row in rows], 1e-3, marker="o", capsize=3, label=label)
-        axes.axvline(chosen / MEGABYTE, color="tab:green", linestyle=":", label=f"recommended: {megabytes(chosen)}")
-        axes.set_xscale("log")
-        axes.set_xticks(thresholds, [f"{threshold:.3g}" for threshold in thresholds], minor=False)
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("threshold of a bucket (MiB)")
-        axes.set_ylabel("time per step (ms)")
-        axes.set_title(title)
-        axes.grid(alpha=0.3)
-        axes.legend()
+    return Panel(
+        "bars are quartiles", "time per step (ms)", thresholds, [row.seconds for row in rows], 1e-3, chosen=chosen
+    )
