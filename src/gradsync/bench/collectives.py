@@ -37,7 +37,7 @@ from gradsync.bench.report import (
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.diagnostics import seconds_text
-from gradsync.errors import GradsyncError, InvalidArgument, UnsupportedDtype
+from gradsync.errors import GradsyncError, InvalidArgument
 from gradsync.machine import usable_cores
 from gradsync.reduction import ReduceOp, check_operation, dtype_of
 
@@ -533,8 +533,7 @@ def _shown(collective: str, rank: int, verbose: bool) -> Iterator[Callable[[Row]
 
 def _measure_case(comm: Communicator, case: Case, wanted: Wanted) -> Row:
     exists = {SEPARATE: case.kind.has_separate_target, IN_PLACE: case.kind.has_in_place}
-    refusal = _refusal(case)
-    timers = {form: _Timer(comm, case, form) for form in FORMS if exists[form] and not refusal}
+    timers = {form: _Timer(comm, case, form) for form in FORMS if exists[form]}
     wrong = {form: timer.count_wrong() for form, timer in timers.items()}
     samples: dict[str, list[float]] = {form: [] for form in timers}
     for block in range(wanted.blocks):
@@ -542,19 +541,9 @@ def _measure_case(comm: Communicator, case: Case, wanted: Wanted) -> Row:
         warm_up = case.warm_up if block == 0 else min(1, case.warm_up)
         for form, timer in timers.items():
             samples[form].append(timer.time(warm_up))
-    forms = {form: FormResult(refusal=refusal or f"{case.collective} has no such form") for form in FORMS}
+    forms = {form: FormResult(refusal=f"{case.collective} has no such form") for form in FORMS}
     forms |= {form: FormResult(Seconds.of(samples[form]), wrong[form]) for form in timers}
     return Row(case, wanted.itemsize, forms)
-
-
-def _refusal(case: Case) -> str:
-    """Returns why the operator is not offered for the dtype; "" if it is."""
-    try:
-        if case.op:
-            check_operation(ReduceOp.parse(case.op), dtype_of(case.dtype))
-    except UnsupportedDtype as error:
-        return str(error)
-    return ""
 
 
 class _Timer:
@@ -655,8 +644,6 @@ def bench_collectives(
         return
     rows = measured.rows
     wrong = wrong_in_all(rows)
-    for line in refusals(rows):
-        print(f"# {line}")
     print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     if (gigabytes := average_bus_gigabytes(rows)) is not None:
         print(f"# Avg bus bandwidth    : {gigabytes:.4g} GB/s")
@@ -749,17 +736,6 @@ def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
     return found
 
 
-def refusals(rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each form that is refused, with the reason; forms that do not exist are left out."""
-    found: dict[tuple[str, str], None] = {}
-    for row in rows:
-        for form, result in row.forms.items():
-            exists = row.case.kind.has_separate_target if form == SEPARATE else row.case.kind.has_in_place
-            if result.refusal and exists:
-                found[f"{row.case.collective} {form}", result.refusal] = None
-    return [f"no {what}: {reason}" for what, reason in found]
-
-
 def average_bus_gigabytes(rows: Sequence[Row]) -> float | None:
     """Returns the mean of all bus bandwidths in 1e9 bytes/s, as nccl-tests does; None if there is none."""
     found = [bus / 1e9 for row in rows for form in FORMS if (bus := row.bus_bytes_per_second(form)) is not None]
@@ -770,11 +746,8 @@ def panels(rows: Sequence[Row]) -> list[list[Panel]]:
     """Returns the picture: for each collective its times and its bus bandwidths, those of the faster form."""
     found = []
     for collective in dict.fromkeys(row.case.collective for row in rows):
-        timed = [
-            (row, seconds)
-            for row in rows
-            if row.case.collective == collective and (seconds := _fastest(row)) is not None
-        ]
+        of_collective = [row for row in rows if row.case.collective == collective]
+        timed = [(row, seconds) for row in of_collective if (seconds := _fastest(row)) is not None]
         sizes, times = [row.size_bytes for row, _ in timed], [seconds for _, seconds in timed]
         buses = [(row.best_bus_bytes_per_second() or 0.0) / 1e9 for row, _ in timed]
         found.append(
