@@ -1,6 +1,6 @@
-"""What the NCCL communicator must do with streams, memory and a loop that repeats itself; run inside rank processes.
+"""Checks of the NCCL communicator's streams, memory, callbacks and steady loops; run inside rank processes.
 
-The checks run on a GPU and on the stand-in. What must still be running when they look is held up by an Obstacle.
+The checks run on a GPU and on the stand-in. An Obstacle holds up work that must still be running at some moment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradsync.communicators.nccl.connect import connect_nccl
 from kits import bring_to_rest
 
 SIZE = 5000
-SECONDS = 30.0  # for what must come at all
+SECONDS = 30.0  # deadline of waits that should be short
 IS_STAND_IN = not hasattr(cupy, "RawKernel")
 _SPIN = """
 extern "C" __global__ void spin(long long cycles) {
@@ -73,7 +73,7 @@ def client_of(comm: Any) -> Any:
 
 
 def side_stream() -> Any:
-    """Returns a stream that waits for nothing but what the current one has to do now."""
+    """Returns a stream that waits for nothing but the present work of the current one."""
     stream = cupy.cuda.Stream(non_blocking=True)
     stream.wait_event(cupy.cuda.get_current_stream().record())
     return stream
@@ -143,7 +143,7 @@ def use_results_on_other_streams(comm: Any) -> None:
 
 
 def reuse_memory_at_once(comm: Any) -> None:
-    """Gradients that the caller drops: whoever gets their memory next must neither spoil them nor be spoilt."""
+    """Memory of gradients that the caller drops is reused at once, while the reduction may still read it."""
     callback = gs.AllreduceCallback("sum", comm, threshold_bytes=3 * 4 * SIZE)
     for _ in range(3):
         producer = side_stream()
@@ -164,7 +164,7 @@ def reuse_memory_at_once(comm: Any) -> None:
                 fresh.append(full(-7))
                 full(np.nan)
             with producer:
-                callback.flush()  # lets go of what was dropped, and orders the producer's stream only
+                callback.flush()  # frees the dropped gradients, and orders the producer's stream only
             fresh += [full(-7) for _ in range(20)]
         bring_to_rest(comm)
         assert_all(first.result(), total(comm, 0))
@@ -300,7 +300,7 @@ def keep_callbacks_from_the_watcher(comm: Any) -> None:
 
 
 def keep_callbacks_of_a_failure_from_the_watcher(comm: Any) -> None:
-    """What a failure ends, of two communicators: no callback keeps the watcher from failing the other one."""
+    """A failure ends work of two communicators: callbacks of the first do not keep the watcher from the second."""
     groups = [comm.new_group(range(comm.world_size)) for _ in range(2)]
     callbacks = [gs.AllreduceCallback("sum", group) for group in groups]
     is_in_it, goes_on, threads = threading.Event(), threading.Event(), []
@@ -335,7 +335,7 @@ def keep_callbacks_of_a_failure_from_the_watcher(comm: Any) -> None:
 
 
 def give_pinned_memory_back(comm: Any) -> None:
-    """What results in host memory were staged in is free once they are there, though their futures are held."""
+    """Pinned memory of results in host memory is free once the results are there, though their futures are kept."""
     pinned: list[Any] = []
     alloc = cupy.cuda.alloc_pinned_memory
 
@@ -520,7 +520,7 @@ def _is_capturing_well(stream: Any) -> bool:
 
 
 def count_calls_of_a_steady_all_reduce(comm: Any) -> int:
-    """Returns how many Python functions it calls, without those within the stand-in; the least of some."""
+    """Returns how many Python functions it calls, not counting the stand-in's; the least of some calls."""
     array, counts = full(comm.rank), []
     for _ in range(20):
         bring_to_rest(comm)
@@ -545,7 +545,7 @@ def count_calls_of_a_steady_all_reduce(comm: Any) -> int:
 
 
 def leave_a_gpu_that_is_behind_alone(comm: Any) -> None:
-    """A look at a launch costs as much as launching it: who launches many does not look at each of them."""
+    """Checking a launch costs as much as launching it: a call checks an earlier one only now and then."""
     from gradsync.communicators.nccl.launch import Launch
 
     array, side, mine = full(0), side_stream(), threading.get_ident()
@@ -569,7 +569,7 @@ def leave_a_gpu_that_is_behind_alone(comm: Any) -> None:
 
 
 def count_calls_of_a_steady_step(comm: Any) -> dict[str, int]:
-    """Returns what a step calls that repeats those before, with four buckets."""
+    """Returns the calls of a step that repeats the steps before, with four buckets."""
     from gradsync import process_group
 
     client: Any = process_group._client

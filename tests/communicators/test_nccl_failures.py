@@ -1,4 +1,4 @@
-"""What goes wrong between ranks on NCCL: told at once, to everybody, naming the rank; and nothing hangs.
+"""Failures between ranks on NCCL: every rank gets an error at once that names the rank, and nothing hangs.
 
 A collective that has been launched and misses a rank never ends by itself; STAND_IN_STUCK behaves like that too.
 """

@@ -1,9 +1,9 @@
 """A stand-in for CuPy 14 over host memory: enough of it to run and to check the NCCL communicator without a GPU.
 
-Streams are threads, arrays are views of blocks of ordinary memory, and what a GPU would do wrong in silence shows:
-work that does not wait for what it needs reads stale data, fresh memory holds NaNs, memory returns to the pool while
-it is still in use, and is NaNs again for whoever gets it, and host and device memory do not mix. See cupy.cuda.nccl for
-the collectives.
+Streams are threads, and arrays are views of blocks of ordinary memory. Mistakes that a GPU would not report show: work
+that does not wait for its data reads stale values, new memory holds NaNs, memory returns to the pool while it is still
+in use and is filled with NaNs for its next user, and host and device memory do not mix. See cupy.cuda.nccl for the
+collectives.
 
 The environment: GRADSYNC_STAND_IN_DEVICES (number of devices, 1), GRADSYNC_STAND_IN_DELAY_MS and
 GRADSYNC_STAND_IN_SEED (random pauses before each piece of work), GRADSYNC_STAND_IN_CUPY_VERSION,

@@ -1,4 +1,4 @@
-"""Arrays from nothing, and from what the host has."""
+"""New arrays, and arrays from host memory."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def asfortranarray(a: Any, dtype: Any = None) -> ndarray:
 
 
 def asnumpy(a: Any, stream: Any = None, order: str = "C", out: Any = None, *, blocking: bool = True) -> Any:
-    """Copies an array to the host; what is there already is returned as it is."""
+    """Copies an array to the host; returns a host array as it is."""
     if isinstance(a, ndarray):
         return a.get(stream=stream, order=order, out=out, blocking=blocking)
     if out is None:

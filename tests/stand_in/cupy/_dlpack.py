@@ -1,4 +1,4 @@
-"""DLPack: capsules made by NumPy, and marked as device memory; versioned ones for who asks for them, as in CuPy 14."""
+"""DLPack: capsules made by NumPy and marked as device memory; versioned capsules on request, as in CuPy 14."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def export(array: Any, stream: Any, max_version: Any, dl_device: Any, copy: Any)
 def from_dlpack(array: Any, *, device: Any = None, copy: Any = None) -> Any:
     """Returns a view of an array in device memory, whichever library made it; it may be written to in any case.
 
-    Source: CuPy, cupy/_core/dlpack.pyx: the flag for what is read-only is not looked at.
+    Source: CuPy, cupy/_core/dlpack.pyx: the read-only flag is ignored.
     """
     from ._ndarray import ndarray
 

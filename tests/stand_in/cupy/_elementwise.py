@@ -31,7 +31,7 @@ def new_array_like(host: np.ndarray, dtype: Any, order: str) -> Any:
 
 
 def operand(value: Any) -> Any:
-    """Returns what work can use: a view of memory on the current device, or a scalar."""
+    """Returns an operand for queued work: a view of memory on the current device, or a scalar."""
     from ._ndarray import ndarray
 
     if isinstance(value, ndarray):

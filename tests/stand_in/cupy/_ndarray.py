@@ -16,9 +16,9 @@ from .cuda.stream import get_current_stream
 
 
 class ndarray(_elementwise.Operators):  # noqa: N801
-    """An array on the current device, or a view of what memptr points to.
+    """An array on the current device, or a view of the memory of memptr.
 
-    Every operation is queued on the current stream and returns at once; `_host` is what the queued work uses, and
+    Every operation is queued on the current stream and returns at once. The queued work uses `_host`, and
     nobody else.
 
     Args:
@@ -77,7 +77,7 @@ class ndarray(_elementwise.Operators):  # noqa: N801
         flags = self._host.flags
         return Flags(flags.c_contiguous, flags.f_contiguous, self.base is None)
 
-    # What the host must not do.
+    # Forbidden on the host.
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
@@ -90,7 +90,7 @@ class ndarray(_elementwise.Operators):  # noqa: N801
     def __array_function__(self, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
 
-    # What may: each waits for the current stream.
+    # Allowed; each waits for the current stream.
 
     def get(self, stream: Any = None, order: str = "C", out: np.ndarray | None = None, blocking: bool = True) -> Any:
         """Copies to the host, on a stream, by default the current one; returns early for pinned memory only."""
@@ -152,7 +152,7 @@ class ndarray(_elementwise.Operators):  # noqa: N801
     def __len__(self) -> int:
         return len(self._host)
 
-    # What comes from the host.
+    # Copies from the host.
 
     def set(self, arr: np.ndarray, stream: Any = None) -> None:
         """Copies from the host, on a stream, by default the current one."""

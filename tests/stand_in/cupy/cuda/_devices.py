@@ -1,4 +1,4 @@
-"""The devices of this process: which are visible, what each thread has chosen, and the streams and errors of each."""
+"""The devices of this process: visible devices, the choice of each thread, and their streams and errors."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DeviceState:
         return queue
 
     def implicit_waits(self, queue: WorkQueue) -> list[Ticket]:
-        """Returns what work queued now waits for beyond its own stream: the rule of the legacy null stream."""
+        """Returns the work on other streams that new work must wait for: the rule of the legacy null stream."""
         if queue is self.null_queue:
             tickets = [other.last() for other in list(self._blocking)] if self._blocking.data else []
         else:

@@ -1,4 +1,4 @@
-"""What ranks call, how it travels over a socket, and how values of several ranks become one."""
+"""Calls of the ranks, their format on a socket, and the reduction of several ranks' values."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def timeout_seconds() -> float:
 
 
 def send_call(connection: socket.socket, call: Call, ends_batch: bool, payload: np.ndarray | None) -> None:
-    """Tells the hub what this rank does; `payload` is bytes."""
+    """Sends a call of this rank to the hub; `payload` is bytes."""
     size = 0 if payload is None else payload.size
     head = _CALL.pack(KINDS.index(call.kind), ends_batch, call.count, call.datatype, call.op, call.root, size)
     _send(connection, head, payload)

@@ -1,4 +1,4 @@
-"""What stands behind every call of a communicator: joining, checking, launching, executing and ending."""
+"""The parts common to all calls of a communicator: joining, checking, launching, executing and ending."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class _Operation(NamedTuple):
 
 
 def groupStart() -> None:  # noqa: N802
-    """What this thread calls from now on is launched by groupEnd, together."""
+    """Begins a group: groupEnd launches the calls of this thread from now on, together."""
     if not getattr(_group, "depth", 0):
         _group.depth, _group.operations, _group.error = 0, [], None
     _group.depth += 1
 
 
 def groupEnd() -> None:  # noqa: N802
-    """Launches what was called since groupStart; nothing of it where NCCL has refused one of the calls."""
+    """Launches the calls since groupStart, or none of them if NCCL has refused one."""
     if not getattr(_group, "depth", 0):
         raise NcclError(INVALID_USAGE, "groupEnd without groupStart")
     _group.depth -= 1
@@ -123,7 +123,7 @@ class BaseCommunicator:
             return self._device.device_id
 
     def check_async_error(self) -> None:
-        """Raises what an operation has met; may be called beside other calls."""
+        """Raises the failure of an operation, if any; may be called beside other calls."""
         if not self.comm:
             raise NcclError(INVALID_ARGUMENT, "the communicator was aborted or destroyed")
         if self._failure is not None:
@@ -144,7 +144,7 @@ class BaseCommunicator:
     def abort(self) -> None:
         """Ends the operations of this communicator now, with undefined data, and the communicator."""
         if self.comm:
-            if self._blocks_host:  # NCCL lets a thread abort what another one is stuck in
+            if self._blocks_host:  # NCCL lets a thread abort a call in which another thread is stuck
                 self._end()
                 return
             with self._call():
@@ -154,7 +154,7 @@ class BaseCommunicator:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """What every call needs: a communicator that exists, and no other call on it at the same time."""
+        """The context of every call: requires a communicator that exists, and no other call at the same time."""
         if not self._calling.acquire(blocking=False):
             raise NcclError(INVALID_USAGE, "two threads call the same communicator at once")
         try:
@@ -169,7 +169,7 @@ class BaseCommunicator:
             self._calling.release()
 
     def _check_idle(self) -> None:
-        """Refuses what NCCL may hang in, or cannot finish before it returns."""
+        """Refuses calls in which NCCL may hang, or which it cannot finish before it returns."""
         if getattr(_group, "depth", 0):
             raise NcclError(INVALID_USAGE, "within a group, the new communicator is not ready when the call returns")
         if self._failure is not None:
@@ -313,7 +313,7 @@ class BaseCommunicator:
                 self._failure = error.status, error.detail
 
     def _exchange(self, operations: list[_Operation]) -> None:
-        """Tells the hub what this rank does, all of it, and takes the answers."""
+        """Sends operations to the hub and receives the answers."""
         if self._world_size == 1 and not operations[0].call.is_message:
             np.copyto(operations[0].target, operations[0].source)
             return
@@ -328,7 +328,7 @@ class BaseCommunicator:
                 np.copyto(operation.target, data if data.size else operation.source)
 
     def _share(self, mine: np.ndarray) -> np.ndarray:
-        """Returns the bytes of every rank, a row each, while the host waits: what splitting does."""
+        """Returns the bytes of every rank, a row each, while the host waits, as in ncclCommSplit."""
         call = Call("commSplit", mine.nbytes, UINT8)
         shared = np.empty((self._world_size, mine.nbytes), np.uint8)
         self._blocks_host = True

@@ -21,7 +21,7 @@ class NcclError(RuntimeError):
 
     Args:
         status: the code of ncclResult_t.
-        detail: what the stand-in knows beyond NCCL's own text.
+        detail: text of the stand-in, beside NCCL's own.
     """
 
     def __init__(self, status: int, detail: str = "") -> None:

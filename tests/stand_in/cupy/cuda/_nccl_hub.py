@@ -1,7 +1,7 @@
 """Where the ranks of one communicator meet: a thread of the process that made the unique id.
 
-NCCL hangs, or corrupts data, when ranks do not call the same; here every rank sends what it calls, with its data, and
-the hub answers when all have. It answers with an error, naming what each rank called, when they cannot meet any more.
+NCCL hangs, or corrupts data, if ranks call different operations. Here every rank sends its call with its data, and the
+hub answers when all ranks have. If the ranks cannot meet any more, it answers with an error that names their calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class Membership(NamedTuple):
-    """What a rank says of itself when it joins."""
+    """A rank that joins."""
 
     rank: int
     world_size: int
@@ -192,7 +192,7 @@ def _check_devices(members: list[Membership]) -> None:
 
 @dataclass(eq=False)
 class _Operation:
-    """A call of one rank, its data as bytes, and what the rank gets for it, once that is known."""
+    """A call of one rank, its data as bytes, and its result, once that is known."""
 
     call: Call
     payload: np.ndarray
@@ -256,7 +256,7 @@ class _Hub:
             operation.result = result
 
     def _match_messages(self) -> None:
-        """Takes what one rank has sent to another that wants it, in the order of each pair."""
+        """Matches messages that were sent with messages that are wanted, in the order of each pair of ranks."""
         for target in self._ranks:
             for wanted in self._batches[target]:
                 sent = self._find_sent(wanted, target)
@@ -298,7 +298,7 @@ class _Hub:
         return None
 
     def _answer(self, rank: int) -> None:
-        """Answers a batch once all of it has results."""
+        """Answers a batch when all its operations have results."""
         results = [operation.result for operation in self._batches[rank]]
         if any(result is None for result in results):
             return
@@ -326,7 +326,7 @@ class _Hub:
 
 
 def _results(call: Call, payloads: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns what each rank gets from a collective, given what each sent, as bytes."""
+    """Returns the result of a collective for each rank, from the data of each rank, as bytes."""
     ranks = range(len(payloads))
     if call.kind == "broadcast":
         return [_NOTHING if rank == call.root else payloads[call.root] for rank in ranks]

@@ -33,13 +33,13 @@ class Ticket(NamedTuple):
 
 
 class Capture:
-    """What streams record for a CUDA graph, in place of doing it.
+    """Work that streams record for a CUDA graph instead of executing it.
 
     Source: the CUDA runtime API, cudaStreamBeginCapture, cudaThreadExchangeStreamCaptureMode and the errors 900 to 907.
 
     Args:
         queue: of the stream where it begins.
-        mode: whose calls that cannot be captured end it: those of every thread, of its own, or none.
+        mode: forbidden calls of which threads invalidate it: of all threads, of its own, or of none.
     """
 
     running: ClassVar[list[Capture]] = []
@@ -55,7 +55,7 @@ class Capture:
         self.running.append(self)
 
     def join(self, queue: WorkQueue) -> None:
-        """Makes another stream a part of it."""
+        """Adds another stream to the capture."""
         queue.capture = self
         self.queues.append(queue)
 
@@ -81,10 +81,10 @@ class Capture:
 
 
 class WorkQueue:
-    """What one stream has to do.
+    """The work of one stream, in order.
 
     Args:
-        device: whose stream it is; it knows of every queue and keeps the error of work that raised.
+        device: of the stream; it knows every queue and keeps the error of work that raised.
         ptr: the handle of the stream; 0 is the legacy null stream.
         is_blocking: whether the null stream waits for it, and it for the null stream.
     """
@@ -116,14 +116,14 @@ class WorkQueue:
             return Ticket(self, self.submitted)
 
     def mark(self) -> Ticket:
-        """Returns a place behind all that is queued, and behind what work queued now would wait for."""
+        """Returns a place behind all queued work, and behind other streams' work that new work would wait for."""
         self.device.check()
         if not self.is_capturing() and not self.device.implicit_waits(self):
             return self.last()
         return self.submit(_do_nothing)
 
     def is_capturing(self) -> bool:
-        """Returns whether work is captured; raises where that has been spoilt, or what waits for this is capturing."""
+        """Whether work is captured; raises if the capture is invalid, or of a stream that waits for this one."""
         if not Capture.running and self.capture is None:  # nearly always
             return False
         if self.capture is not None and not self.capture.is_valid:
@@ -138,7 +138,7 @@ class WorkQueue:
             raise CUDARuntimeError(CAPTURE_UNSUPPORTED)
 
     def last(self) -> Ticket:
-        """Returns the place of what was queued last."""
+        """Returns the place of the last queued work."""
         return Ticket(self, self.submitted)
 
     def wait(self, number: int) -> None:
@@ -179,7 +179,7 @@ class WorkQueue:
                     work()
                 except BaseException as error:
                     self.device.fail(error)
-            del item, work, waits  # what the work refers to must not outlive it
+            del item, work, waits  # its arrays must not be kept until the next work
             with self._progress:
                 self.completed += 1
                 self._progress.notify_all()
@@ -195,7 +195,7 @@ def _wait_for_all(tickets: list[Ticket]) -> None:
 
 
 def _delays(ptr: int) -> Callable[[], None]:
-    """Returns what to call before each piece of work: a seeded, random pause when the environment asks for it."""
+    """Returns a function to call before each piece of work: a seeded random pause, if the environment asks for it."""
     longest = float(os.environ.get("GRADSYNC_STAND_IN_DELAY_MS", "0")) / 1e3
     if longest <= 0:
         return lambda: None

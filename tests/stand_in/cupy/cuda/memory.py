@@ -38,7 +38,7 @@ class Block:
         self.stream_ptr = stream_ptr
 
     def poison(self) -> None:
-        """Makes it NaNs again: who gets memory that was freed must write before reading, and nobody else may use it."""
+        """Fills it with NaNs: its next user must write before reading, and nobody else may use it."""
         self.bytes.fill(0xFF)
 
 
@@ -83,13 +83,13 @@ def device_bytes(address: int, size: int) -> np.ndarray:
 
 
 class BaseMemory:
-    """What a MemoryPointer points into: an address, a size and a device.
+    """The memory of a MemoryPointer: an address, a size and a device.
 
     Args:
         ptr: address.
         size: bytes.
         device_id: where.
-        block: what it is part of; None where it is empty.
+        block: that holds it; None if it is empty.
     """
 
     def __init__(self, ptr: int, size: int, device_id: int, block: Block | None) -> None:
@@ -157,7 +157,7 @@ class MemoryPool:
         return MemoryPointer(PooledMemory(self, block, size), 0)
 
     def free_all_blocks(self, stream: Any = None) -> None:
-        """Unmaps what is not on loan, of one stream or of all; waits for the devices, as cudaFree does."""
+        """Unmaps free blocks, of one stream or of all; waits for the devices, as cudaFree does."""
         for device in all_devices():
             device.synchronize()
         for (_, stream_ptr, _), blocks in list(self._free.items()):
@@ -210,7 +210,7 @@ class MemoryPointer:
         return f"<MemoryPointer 0x{self.ptr:x} device={self.device_id} mem={self.mem!r}>"
 
     def host_view(self, shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...] | None) -> np.ndarray:
-        """Returns what work on a stream reads and writes; it keeps the memory mapped, but not on loan."""
+        """Returns a view for work on a stream; it keeps the memory mapped, but not allocated."""
         block = self.mem.block
         if block is None:
             return np.ndarray(shape, dtype, strides=strides)

@@ -1,11 +1,11 @@
-"""NCCL as CuPy shows it, over sockets. It checks what NCCL checks and more, and raises where NCCL would hang.
+"""CuPy's binding of NCCL, over sockets. It checks more than NCCL does, and raises an error where NCCL would hang.
 
 An operation meets its peers when its stream gets there, one of a device at a time. Reductions add up as a ring does,
 and round at every hop. Ranks that meet for the first time are connected while the host waits: all before the first
-collective, two before the first message between them, by all that a group has between the two. Where the ranks do not
-call the same, or one does not come, the operation ends with undefined data, and check_async_error tells what each rank
-called; with GRADSYNC_STAND_IN_HANG=1 it hangs in silence, as on a GPU, and so does destroy where another rank does not
-come to it.
+collective, two before the first message between them, by all messages of their groups between the two. If the ranks
+call different operations, or one rank does not call, the operation ends with undefined data, and check_async_error
+names each rank's call. With GRADSYNC_STAND_IN_HANG=1 it hangs without an error, as on a GPU; destroy then also hangs if
+another rank does not call it.
 
 Not modelled: networks, speed and pressure on memory.
 """

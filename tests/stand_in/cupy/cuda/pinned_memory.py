@@ -14,7 +14,7 @@ _free: defaultdict[int, list[bytearray]] = defaultdict(list)  # by size
 
 
 class _Pinned:
-    """What a PinnedMemoryPointer adds to its bytes."""
+    """The attributes of a PinnedMemoryPointer, beside its bytes."""
 
     storage: bytearray
     ptr: int

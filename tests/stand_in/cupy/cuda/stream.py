@@ -61,7 +61,7 @@ class Event:
         return self._query() == 0
 
     def record(self, stream: _BaseStream | None = None) -> None:
-        """Marks the end of what the stream, by default the current one, has to do now."""
+        """Marks the end of the present work of the stream, by default of the current one."""
         queue = (get_current_stream() if stream is None else stream)._queue()
         if queue.device is not self._device:
             raise CUDARuntimeError(INVALID_RESOURCE_HANDLE)
@@ -84,7 +84,7 @@ class Event:
             return CAPTURE_UNSUPPORTED
         is_done = self._recording is None or self._recording.ticket.done
         if not is_done:
-            time.sleep(0)  # whoever asks again and again would keep the interpreter from the streams' threads
+            time.sleep(0)  # a loop of queries would keep the streams' threads from running
         return self._device.status() or (0 if is_done else NOT_READY)
 
 
@@ -104,7 +104,7 @@ class _BaseStream:
         self.device_id = device_id
 
     def _queue(self, device_id: int = -1) -> WorkQueue:
-        """Returns what this is a handle of; the null stream is that of a device, by default of the current one."""
+        """Returns the queue of this handle; the null stream is that of a device, by default of the current one."""
         own = device_id if self.device_id == -1 else self.device_id
         return (current_device() if own == -1 else device_state(own)).queue(self.ptr)
 
@@ -162,7 +162,7 @@ class _BaseStream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        """What is queued from now on waits for what the event marks now."""
+        """Makes work from now on wait for the event's present mark."""
         queue, captured = self._queue(), event._capture
         if captured is not None:
             if captured.has_ended:
@@ -177,19 +177,19 @@ class _BaseStream:
             self._queue().submit(event._recording.ticket.wait)
 
     def begin_capture(self, mode: int | None = None) -> None:
-        """Records what is queued from now on for a graph, in place of doing it."""
+        """Records work from now on for a graph instead of executing it."""
         if self.ptr in (0, 1):
             raise RuntimeError("cannot capture on the default (legacy) stream")
         Capture(self._queue(), RELAXED if mode is None else mode)
 
     def end_capture(self) -> Graph:
-        """Returns what has been recorded."""
+        """Returns the recorded work."""
         capture = self._queue().capture
         capture.end()
         return Graph(capture.works)
 
     def is_capturing(self) -> bool:
-        """Returns whether what is queued is recorded; raises RuntimeError where that has been spoilt."""
+        """Whether work is recorded for a graph; raises RuntimeError if the capture is invalid."""
         return self._queue().is_capturing()
 
     def launch_host_func(self, callback: Any, arg: Any) -> None:
