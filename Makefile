@@ -49,7 +49,7 @@ $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[docs]'
 	@touch $@
 
-demo: $(VENV)/.demo  ## train a digit classifier on two ranks (10 s, after 20 s to install)
+demo: $(VENV)/.demo  ## train a digit classifier on two ranks (10 s, after a minute to install)
 	$(BIN)/gradsync run -n 2 examples/train_digits.py
 
 test: $(VENV)/.test  ## run the tests (7 minutes)
@@ -98,7 +98,7 @@ BENCHMARKED := benchmarks/results/pytest_benchmark
 OLD ?= $(BENCHMARKED)_before.json
 NEW ?= $(BENCHMARKED).json
 
-bench: $(VENV)/.dev  ## time import, start-up, packing, planning and the like (4 minutes)
+bench: $(VENV)/.dev  ## time import, start-up, packing, planning and the like (1 minute)
 	@if [ -f $(BENCHMARKED).json ]; then cp $(BENCHMARKED).json $(BENCHMARKED)_before.json; fi
 	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:xdist --override-ini addopts= -q \
 		--benchmark-json=$(BENCHMARKED).json
@@ -111,7 +111,7 @@ bench-compare: $(VENV)/.dev  ## compare the last two runs of bench, or OLD=FILE 
 bench-training: $(VENV)/.dev  ## time training with and without ranks on the same cores (2 minutes)
 	$(BIN)/python benchmarks/training_speed.py
 
-bench-peers: $(VENV)/.dev  ## time gradsync beside PyTorch and MPI, which it installs (1 hour)
+bench-peers: $(VENV)/.dev  ## time gradsync beside PyTorch and MPI, which it installs (about half an hour)
 	$(BIN)/python benchmarks/beside_peers.py --install
 	$(BIN)/python benchmarks/beside_peers.py all_reduce
 	$(BIN)/python benchmarks/beside_peers.py buckets

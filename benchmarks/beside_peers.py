@@ -1,15 +1,16 @@
 """Measures gradsync beside PyTorch over gloo and mpi4py over MPICH and Open MPI, on two ranks over shared memory.
 
     python benchmarks/beside_peers.py --install    # makes the peers' environments under benchmarks/.environments
-    python benchmarks/beside_peers.py all_reduce   # arrays from 4 KB to 256 MB; 10 minutes
-    python benchmarks/beside_peers.py buckets      # lists of gradients, and the callback's settings; half an hour
-    python benchmarks/beside_peers.py collectives  # the other collectives; 20 minutes
+    python benchmarks/beside_peers.py all_reduce   # one array, from 4 KB to 100 MB
+    python benchmarks/beside_peers.py buckets      # lists of gradients, and the callback's settings
+    python benchmarks/beside_peers.py collectives  # the other collectives
     python benchmarks/beside_peers.py buckets --quick  # few rounds, writes nothing
 
-Each writes benchmarks/results/WHAT.json. Each system has an environment of its own, and two ranks, which are started
-once and sleep until it is their turn. A round is a barrier of that system and then what is timed; it counts with its
-slowest rank. A contender counts with the median of its rounds over all blocks. Results go into arrays that exist and
-are warm. The exit code is 1 when a promise is not kept, 2 when a rank failed. The largest list takes 14 GB.
+Each writes benchmarks/results/WHAT.json; together they take about half an hour. Each system has an environment of its
+own, and two ranks, which are started once and sleep between their turns. A round is a barrier of that system and then
+the timed call; it counts with its slowest rank. A contender counts with the median of its rounds over all blocks.
+Results go into arrays that exist and are warm. The exit code is 1 when a promise is not kept, 2 when a rank failed. The
+largest list takes 14 GB.
 
 all_reduce: its parts are "sizes", and "busy", which has a busy process on each core.
 
