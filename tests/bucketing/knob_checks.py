@@ -81,19 +81,20 @@ def expect_precision(got: Values, given: Sequence[Values], method: str, way: dic
         assert (error <= (n + 3) * rounding * np.abs(exact)).all(), (name, way, error)
 
 
-#: Large enough to be scaled where they lie.
+#: Large enough to be scaled where they lie; and some beside those that are not.
 LARGE = {"a": ((90, 100), np.float32), "b": ((20_000,), np.float32), "wide": ((70, 130), np.float64)}
+MIXED = {"a": ((30, 10), np.float32), "b": ((400,), np.float32), "half": ((900,), np.float16), "one": ((), np.float16)}
 
 
 def scale_in_place(comm: Any, kit_name: str) -> None:
     """Whether a rank's gradients can be written to does not matter, nor whether they live in buckets."""
     kit, way = make_kit(comm, kit_name), {"prescale": 0.3, "postscale": -7.0}
-    known = {name: (shape, np.dtype(dtype).name) for name, (shape, dtype) in LARGE.items()}
-    for views in (False, True):
+    for specs, views in itertools.product((LARGE, MIXED), (False, True)):
+        known = {name: (shape, np.dtype(dtype).name) for name, (shape, dtype) in specs.items()}
         callback = gs.AllreduceCallback("mean", comm, parameters=known, gradient_as_bucket_view=views, **way)
-        places = callback.gradient_buffers() if views else put_all(kit, values_for(comm.rank, 0, LARGE))
+        places = callback.gradient_buffers() if views else put_all(kit, values_for(comm.rank, 0, specs))
         for number in range(4):
-            for name, values in values_for(comm.rank, number, LARGE).items():
+            for name, values in values_for(comm.rank, number, specs).items():
                 fill(places[name], values)
             is_locked = number == 2 and comm.rank == 0 and not views and isinstance(places["b"], np.ndarray)
             if is_locked:
@@ -101,7 +102,7 @@ def scale_in_place(comm: Any, kit_name: str) -> None:
             got = step(callback, places)
             if is_locked:
                 places["b"].setflags(write=True)
-            expect_equal(comm, got, sent_and_reduced(by_rank(comm.world_size, number, LARGE), "mean", way), number)
+            expect_equal(comm, got, sent_and_reduced(by_rank(comm.world_size, number, specs), "mean", way), number)
 
 
 def scale_only_in_agreement(comm: Any, kit_name: str) -> None:

@@ -8,7 +8,7 @@ dtype, in each step of its algorithm: sums over many ranks lose more there. floa
 too; a prescale of 1 / world_size with op "sum" keeps it within range. bfloat16 has the range of float32, but 8 bits of
 precision; float16 has 11.
 
-Without compression large gradients are scaled where they lie (Scaled).
+Without compression gradients are scaled where they lie (Scaled), unless they are tiny.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, dtype_name
 
 COMPRESSIONS = (None, "float16", "bfloat16")
 
+# Arrays of a smaller average size are packed before they are converted.
 _SMALL_ELEMENTS = 2**13
+# And of this average size, before they are scaled: for float32 and float64 one call for each array costs little.
+_TINY_ELEMENTS = 2**8
 # Complex numbers, integers and half precision travel as they are.
 _COMPRESSED = ("float32", "float64")
 
@@ -135,7 +138,7 @@ class WireFormat:
         if memory is None or memory.size < total:
             memory = self._memory[wire] = arrays.scratch(total, wire)
         flat: Array = memory[:total]
-        if are_small(sources):
+        if _are_small(sources, _SMALL_ELEMENTS):
             same = flat if wire == dtype else None
             together = array_module(flat).concatenate(sources, out=same)
             arrays.multiply(together, self.prescale, flat)
@@ -156,7 +159,7 @@ class WireFormat:
             arrays: how the communicator handles arrays.
         """
         scale, begin = self.postscale, 0
-        if are_small(targets):
+        if _are_small(targets, _SMALL_ELEMENTS):
             whole = flat if flat.dtype == targets[0].dtype else arrays.scratch(flat.size, targets[0].dtype)
             arrays.multiply(flat, scale, whole)
             for target in targets:
@@ -222,9 +225,13 @@ class Scaled:
         return flats
 
 
-def are_small(flats: Sequence[Array]) -> bool:
-    """Whether it costs less to pack the arrays first, and to convert all of them at once."""
-    return len(flats) > 1 and sum([flat.size for flat in flats]) < len(flats) * _SMALL_ELEMENTS
+def worth_packing(flats: Sequence[Array]) -> bool:
+    """Whether it costs less to pack arrays, and scale them at once, than to scale each where it lies."""
+    return _are_small(flats, _TINY_ELEMENTS if dtype_name(flats[0].dtype) in _COMPRESSED else _SMALL_ELEMENTS)
+
+
+def _are_small(flats: Sequence[Array], elements: int) -> bool:
+    return len(flats) > 1 and sum([flat.size for flat in flats]) < len(flats) * elements
 
 
 def _checked_scale(name: str, value: Any) -> float:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from gradsync.bucketing.agreements import KnownCallback, StepEvents
 from gradsync.bucketing.bucket_hook import BucketHook, GradientBucket, result_of, settings_of
 from gradsync.bucketing.bucket_memory import BucketMemory
-from gradsync.bucketing.compression import Compressed, Scaled, WireFormat, are_small
+from gradsync.bucketing.compression import Compressed, Scaled, WireFormat, worth_packing
 from gradsync.bucketing.gradient import GradientEntry
 from gradsync.bucketing.guard import Holder, LockedGradients
 from gradsync.bucketing.lists import array_module
@@ -304,7 +304,7 @@ class Reducer:
         if not wire.changes(dtype):
             return None
         is_written = wire.only_scales(dtype) and all(map(is_, reduction.sources, reduction.targets))
-        if communicator.runs_beside_host or not is_written or are_small(reduction.sources):
+        if communicator.runs_beside_host or not is_written or worth_packing(reduction.sources):
             return Compressed(wire, reduction.targets, arrays)
         return Scaled(wire, arrays)
 
