@@ -151,7 +151,6 @@ BROKEN = [
     ({"environ": {"GRADSYNC_BACKEND": "gloo"}}, "GRADSYNC_BACKEND", "broken", BACKENDS[-1], "unset GRADSYNC_BACKEND"),
     ({"environ": {"GRADSYNC_LOG": "loud"}}, "GRADSYNC_LOG", "broken", "'loud'", "unset GRADSYNC_LOG"),
     ({"environ": {"GRADSYNC_SECRET": "xyz"}}, "GRADSYNC_SECRET", "broken", "GRADSYNC_SECRET", "unset GRADSYNC_SECRET"),
-    ({"now": 0.0}, "clock", "warning", "the date is 1970-01-01", "timedatectl"),
     (
         {"packages": packages("cupy-cuda12x", "cupy-cuda13x")},
         "CuPy",

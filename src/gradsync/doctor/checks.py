@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -544,15 +543,11 @@ def check_launcher(here: Facts) -> list[Finding]:
 
 
 _SLOW = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
-_EARLIEST = 1_700_000_000.0  # 2023: before gradsync
 
 
 def check_clock(here: Facts) -> list[Finding]:
-    """The date, and the clock that the kernel reads."""
+    """The clock that the kernel reads."""
     source = here.read("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-    if here.now < _EARLIEST:
-        date = time.strftime("%Y-%m-%d", time.gmtime(here.now))
-        return [warning("clock", f"the date is {date}, in logs too", "as root: timedatectl set-ntp true")]
     if source in _SLOW:
         text = f"{source}: reading the time takes microseconds, which makes waiting and measuring slower"
         available = here.read("/sys/devices/system/clocksource/clocksource0/available_clocksource") or ""

@@ -11,7 +11,6 @@ import shutil
 import socket
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +79,6 @@ class Facts:
         host_error: why that name has no address; "" if it has one.
         mpiexec: its path, or None.
         has_nvidia_smi: whether NVIDIA's tool is on the PATH.
-        now: seconds since 1970.
     """
 
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -101,7 +99,6 @@ class Facts:
     host_error: str = ""
     mpiexec: str | None = None
     has_nvidia_smi: bool = False
-    now: float = 1_800_000_000.0
 
     def read(self, path: str) -> str | None:
         """Returns the text of a file below the root, stripped; None if it cannot be read."""
@@ -146,7 +143,6 @@ def look_around(deadline_seconds: float) -> Facts:
         host_error=_host_error(),
         mpiexec=mpiexec,
         has_nvidia_smi=shutil.which("nvidia-smi") is not None,
-        now=time.time(),
     )
 
 
