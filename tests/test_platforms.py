@@ -70,7 +70,7 @@ def test_starting_ranks_on_macos_is_refused(tmp_path: Path) -> None:
 def test_shared_memory_on_macos_is_refused(tmp_path: Path) -> None:
     code, shown = run_without_linux(written(tmp_path, SHARED_MEMORY))
     assert code == 0
-    assert shown.startswith("shared memory runs on Linux x86-64 only, this is darwin on ")
+    assert shown.startswith("shared memory needs Linux on x86-64, this is darwin on ")
 
 
 def test_on_windows_the_first_use_says_what_to_do(tmp_path: Path) -> None:

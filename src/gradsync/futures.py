@@ -1,9 +1,8 @@
-"""Futures: how a collective ends, and what waits for it.
+"""Futures: the end of a collective, and the objects that wait for it.
 
-A Completion is the end of work on a device, which a future holds between launch and result; on the CPU a collective
-has ended when its call returns, and there is none. A CollectiveEnd is the end of a collective, one for each: who asked
-for it alone has one future; the gradients of a bucket have one each, and share it: so a bucket of ten thousand
-gradients ends once, not ten thousand times.
+A Completion is the end of launched work on a device; on the CPU a collective has ended when its call returns, and there
+is none. A CollectiveEnd is the end of one collective. A single collective has one future; the gradients of a bucket
+have one each, all with the same end, so that a bucket of ten thousand gradients ends once, not ten thousand times.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Completion(Protocol):
-    """The end of one launched collective. Once it has failed, order() and wait() raise what ended it."""
+    """The end of one launched collective. If it has failed, order() and wait() raise its error."""
 
     @property
     def has_host_results(self) -> bool:
-        """Whether results belong in host memory: order() waits for these."""
+        """Whether it has results in host memory, for which order() waits."""
 
     def done(self) -> bool:
         """Whether it has ended, or failed; never waits for the device."""
@@ -39,7 +38,7 @@ class Completion(Protocol):
     def order(self, stream: Any = None) -> None:
         """Makes a stream wait for it, without blocking the host.
 
-        Results that belong in host memory are waited for, and are there afterwards.
+        If it has results in host memory, the host waits until they are complete.
 
         Args:
             stream: a CUDA stream; None is the current one.
@@ -52,34 +51,34 @@ class Completion(Protocol):
             timeout_seconds: bounds this wait only; None leaves it to the collective's own deadline.
 
         Raises:
-            CollectiveTimeout: the deadline came first.
+            CollectiveTimeout: the wait reached its deadline.
         """
 
     def before_done(self, function: Callable[[], None]) -> None:
-        """Calls function() once it has ended, before done() is True, on any thread; at once where it is True already.
+        """Calls function() once it has ended, before done() is True, on any thread; at once if done() is True.
 
-        What function raises is what the collective has failed with.
+        An exception of the function becomes the collective's failure.
         """
 
     def when_done(self, function: Callable[[], None]) -> None:
-        """Calls function() once it has ended, on a thread of gradsync's own; at once where it has."""
+        """Calls function() once it has ended, on a thread of gradsync; at once if it has ended."""
 
 
 _log = logging.getLogger("gradsync")
 
-#: What a collective has to look at before it begins, any thread's; nearly always nothing. Submitted jobs that are not
-#: over, in order; done-callbacks that run; and an error that one of those has got, to be raised again. Not behind a
-#: function: every collective looks here, and a call would cost it more than all that it finds here otherwise.
+#: The reasons why a collective cannot begin at once, in any thread; nearly always empty. It has submitted jobs that
+#: are not over, in order; the running done-callbacks; and the error of a done-callback that called a collective, to be
+#: raised again. It is a variable because every collective checks it, and a function call would take too long.
 pending: dict[object, Any] = {}
-_REFUSED = "what a done-callback was refused"
+_REFUSED = "error of a done-callback"
 _lock = threading.Lock()  # one for all: held for a few assignments, and a training step makes hundreds
 
 
 class _Here(threading.local):
-    """What each thread knows of itself.
+    """The state of each thread.
 
     Attributes:
-        is_in_callback: whether it runs a done-callback.
+        is_in_callback: whether the thread runs a done-callback.
     """
 
     is_in_callback = False
@@ -89,17 +88,17 @@ _here = _Here()
 
 
 def check_may_call(label: str, what: str) -> None:
-    """Refuses a collective in a done-callback: ranks would run it at different places in their order.
+    """Refuses a collective in a done-callback, because ranks would run it at different places in their order.
 
-    To be called where `pending` holds something.
+    Call it only if `pending` is not empty.
 
     Args:
         label: this rank, e.g. "rank 0/2".
-        what: names the collective.
+        what: the collective's name.
 
     Raises:
-        InvalidArgument: the calling thread is in a done-callback, or one was refused a collective and nobody but the
-            log has been told.
+        InvalidArgument: the calling thread is in a done-callback, or a done-callback was refused a collective and no
+            call has raised that error yet.
     """
     if _here.is_in_callback:
         place = caller()
@@ -119,10 +118,10 @@ def is_in_callback() -> bool:
 
 
 def raise_refused() -> None:
-    """Raises again, once, what a done-callback was refused: there it has only been logged.
+    """Raises again, once, the error of a done-callback that called a collective, which was only logged there.
 
     Raises:
-        InvalidArgument: as for check_may_call; nothing in a done-callback.
+        InvalidArgument: as for check_may_call. Inside of a done-callback it raises nothing.
     """
     if not _here.is_in_callback:
         error = pending.pop(_REFUSED, None)
@@ -131,26 +130,26 @@ def raise_refused() -> None:
 
 
 class Untold(Protocol):
-    """A failure that is logged unless somebody is told of it."""
+    """A failure that is logged unless some code gets it."""
 
     def forget(self) -> None:
-        """Somebody has been told."""
+        """Drops the log entry: some code has got the failure."""
 
 
 class CollectiveEnd:
     """The end of a collective.
 
     Args:
-        timeout_seconds: how long a future that is given no timeout waits for it; None: as long as the collective
-            takes, which has a deadline of its own.
+        timeout_seconds: how long a future without a timeout waits; None waits for the collective's own deadline.
 
     Attributes:
         timeout_seconds: see above.
-        value: what the collective has returned.
-        completion: of one that runs beside the host, once it is launched.
-        has_result: whether it has ended well, and what it has computed is there: nothing is to be waited for.
-        was_asked: whether somebody may have learnt from a future that it is over.
-        has_begun: whether the collective has, whose own deadline then counts; of gradients: that of their bucket.
+        value: the collective's result.
+        completion: the completion of a launched collective on a GPU.
+        has_result: whether it has succeeded and its result is complete, so that no wait is needed.
+        was_asked: whether a future has shown to some code that it is over.
+        has_begun: whether the collective (for gradients, that of their bucket) has begun, so that its own deadline
+            applies.
     """
 
     __slots__ = (
@@ -177,14 +176,14 @@ class CollectiveEnd:
         self.has_begun = False
         self._error: BaseException | None = None
         self._untold: Untold | None = None
-        # A lock for each thread that waits, released at the end. Not an Event for all: its own lock stays taken where
-        # Ctrl-C comes as a wait begins, and then who ends the collective would wait for ever.
+        # A lock for each waiting thread, released at the end. Not one Event for all: its inner lock stays held if
+        # Ctrl-C arrives as a wait begins, and then the thread that ends the collective would block for ever.
         self._waiting: tuple[threading.Lock, ...] = ()
-        self._callbacks: list[Callable[[], None]] | None = []  # None once it has been launched or has failed
+        self._callbacks: list[Callable[[], None]] | None = []  # None once it was launched or has failed
 
     @property
     def is_pending(self) -> bool:
-        """Whether it has yet to be launched or to fail."""
+        """Whether it was not launched yet, and has not failed."""
         return self._callbacks is not None
 
     def is_over(self) -> bool:
@@ -192,11 +191,11 @@ class CollectiveEnd:
         return self._callbacks is None and (self.completion is None or self.completion.done())
 
     def is_of_caller(self) -> bool:
-        """Whether the calling thread has made it: of a bucket, the only one that can launch it."""
+        """Whether the calling thread has made it; for a bucket, only that thread can launch it."""
         return threading.get_ident() == self._made_by
 
     def await_launch(self, seconds: float | None) -> bool:
-        """Waits until it is launched or has failed; returns whether it is."""
+        """Waits until it was launched or has failed; returns False after `seconds`."""
         at_the_end = threading.Lock()
         at_the_end.acquire()
         with _lock:
@@ -205,12 +204,12 @@ class CollectiveEnd:
             self._waiting = (*self._waiting, at_the_end)
         if at_the_end.acquire(timeout=-1 if seconds is None else min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
             return True
-        with _lock:  # a future may be asked again and again
+        with _lock:  # removed, because a future may be asked many times
             self._waiting = tuple([other for other in self._waiting if other is not at_the_end])
             return self._callbacks is None
 
     def add_callback(self, function: Callable[[Any], None], future: Any) -> None:
-        """Calls function(future) once it is over; at once, in the calling thread, when it is."""
+        """Calls function(future) once it is over; if it is, at once in the calling thread."""
         call = partial(_run, function, future)
         with _lock:
             if self._callbacks is not None:
@@ -225,13 +224,13 @@ class CollectiveEnd:
         completion: Completion | None = None,
         untold: Untold | None = None,
     ) -> None:
-        """Ends it, unless it has ended: with a value or an error, or at the completion of what was launched.
+        """Ends it, unless it has ended: with a value, with an error, or for a launch with its completion.
 
         Args:
-            value: what the collective returns.
-            error: what it has failed with.
-            completion: of what was launched.
-            untold: shall log the error when nobody asks.
+            value: the collective's result.
+            error: the failure, or None.
+            completion: the completion of a launch, or None.
+            untold: logs the error if no code asks for it.
         """
         with _lock:
             callbacks, waiting = self._callbacks, self._waiting
@@ -248,35 +247,35 @@ class CollectiveEnd:
         for call in callbacks:
             try:
                 self._run_when_over(call)
-            except BaseException as left:  # SystemExit, Ctrl-C: the others have a right to be called
+            except BaseException as left:  # SystemExit or Ctrl-C: the other callbacks must still be called
                 leaving = leaving or left
         if leaving is not None:
             raise leaving
 
     def disown(self, error: BaseException) -> None:
-        """Fails in the child of a fork, where nobody completes it, and calls nobody."""
-        self._waiting = ()  # the parent's threads are not here
+        """Fails in the child of a fork, without callbacks: no thread would complete it there."""
+        self._waiting = ()  # the parent's threads do not exist here
         if self._callbacks is not None:
             self._error = error
             self._callbacks = None
 
     def failure(self) -> BaseException | None:
-        """Returns what a collective that is over has ended with."""
+        """Returns the error of a collective that is over, or None."""
         if self._error is None and self.completion is not None:
             try:
-                self.completion.wait()  # over already: returns or raises at once
+                self.completion.wait()  # it is over: returns or raises at once
             except GradsyncError as error:
                 return error
         return self._error
 
     def tell_failure(self) -> BaseException | None:
-        """The same, for somebody who asks."""
+        """Returns the error as `failure`, for code that asks a future; then it is not logged any more."""
         if self._untold is not None:
             self._untold.forget()
         return self.failure()
 
     def raise_error(self) -> None:
-        """Raises what the launch has failed with."""
+        """Raises the error of the launch, if there is one."""
         if self._error is not None:
             if self._untold is not None:
                 self._untold.forget()
@@ -302,10 +301,10 @@ def _run(function: Callable[[Any], None], future: Any) -> None:
 
 
 def _again(error: BaseException) -> BaseException:
-    """Returns an error to be raised: raised itself each time, it would gather the frames of all who have asked."""
+    """Returns a copy of an error to raise: the original would collect the frames of every call that raises it."""
     try:
         fresh = copy.copy(error)
-    except Exception:  # a foreign class that cannot be made again
+    except Exception:  # a class of another library that cannot be copied
         return error
     if type(fresh) is not type(error):
         return error
@@ -316,7 +315,7 @@ def _again(error: BaseException) -> BaseException:
 
 def _begin_anew_after_fork() -> None:
     global _lock
-    _lock = threading.Lock()  # the parent's thread that may hold it is not in the child
+    _lock = threading.Lock()  # a thread of the parent may have held it
     _here.is_in_callback = False
 
 
@@ -324,21 +323,22 @@ os.register_at_fork(after_in_child=_begin_anew_after_fork)
 
 
 class CollectiveFuture:
-    """Resolves to what a collective returns, when it has ended.
+    """The future of an asynchronous collective: it gives the collective's result.
 
-    Until then the arrays that the collective was given belong to gradsync: do not write to them, and read only what it
-    does not write. On a GPU the future has its value as soon as the collective is launched; result() then orders the
-    current stream, not the host, after it. A collective that has begun cannot be cancelled: other ranks take part.
+    Until it is done, the collective's arrays belong to gradsync: do not write to them, and do not read the arrays that
+    receive results. On a GPU the future has its value as soon as the collective is launched; result() then makes the
+    current stream, not the host, wait for it. A collective that has begun cannot be cancelled, because other ranks take
+    part.
 
     Args:
-        name: how error messages call the collective.
-        end: of the collective.
+        name: the collective's name in errors.
+        end: the collective's end.
     """
 
     __slots__ = ("_end", "_name")
 
     _PENDING: ClassVar[str] = "it has not ended yet"
-    _LATE: ClassVar[str] = "did not end within {:g} s; it goes on: ask again, or with a longer timeout"
+    _LATE: ClassVar[str] = "did not end within {:g} s; it goes on: ask again, or use a longer timeout"
 
     def __init__(self, name: str, end: CollectiveEnd) -> None:
         self._name = name
@@ -346,11 +346,11 @@ class CollectiveFuture:
 
     @property
     def name(self) -> str:
-        """How error messages call it."""
+        """The collective's name in errors."""
         return self._name
 
     def done(self) -> bool:
-        """Whether it has ended or failed; never blocks."""
+        """Whether the collective has ended or failed; never blocks."""
         end = self._end
         if not end.is_over():
             return False
@@ -358,10 +358,10 @@ class CollectiveFuture:
         return True
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns what the collective returns.
+        """Returns the collective's result; waits for it.
 
-        On a GPU the current stream waits for it, the host does not: work queued afterwards sees the result. Results
-        that belong in host memory are waited for.
+        On a GPU the current stream waits for it, not the host: work queued afterwards sees the result. The host waits
+        only for results in host memory.
 
         Args:
             timeout: seconds that the host waits for the end, on a GPU for the launch; None leaves it to the
@@ -370,18 +370,18 @@ class CollectiveFuture:
         Raises:
             FutureNotReady: only the calling thread can complete it, or a done-callback asks before its end.
             CollectiveTimeout: the wait reached its deadline; the collective goes on.
-            InvalidArgument: a timeout that is no number of seconds; or a done-callback has called a collective, and
-                that was only logged.
-            PlanMismatch, RankFailed, ...: whatever ended the collective.
+            InvalidArgument: the timeout is not a number of seconds, or a done-callback has called a collective, which
+                was only logged there.
+            PlanMismatch, RankFailed, ...: the error of the collective.
         """
         self._wait(None, timeout)
         return self._end.value
 
     def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
-        """Waits, and raises, as result() does.
+        """Waits and raises as result(), without returning the result.
 
         Args:
-            stream: CUDA stream that shall wait; None is the current one. Unused on the CPU.
+            stream: CUDA stream that waits; None is the current stream. Unused on the CPU.
             timeout: as for result().
 
         Raises:
@@ -390,22 +390,21 @@ class CollectiveFuture:
         self._wait(stream, timeout)
 
     def exception(self) -> BaseException | None:
-        """Returns what ended the collective, or None when it succeeded; an error before it is done."""
+        """Returns the collective's error, or None if it succeeded; raises FutureNotReady before it is done."""
         if not self.done():
             raise self._not_ready("exception()")
         return self._end.tell_failure()
 
     def add_done_callback(self, function: Callable[[Self], None]) -> None:
-        """Calls function(self) once done; at once, in the calling thread, when it is done already.
+        """Calls function(self) once the future is done; if it is done, at once in the calling thread.
 
-        Else it runs in the thread that completes the future: on the CPU the one that ran the collective, on a GPU one
-        of the communicator's. An exception in it is logged, not raised. It must not call collectives, on any
-        backend, nor hand over gradients: that is InvalidArgument, raised there and, as nobody may read the log, again
-        by this rank's next flush(), result() or collective. Nor can it wait for a future that is not done:
-        FutureNotReady.
+        Otherwise the function runs in the thread that completes the future: on the CPU the thread that ran the
+        collective, on a GPU one of the communicator's threads. Its exceptions are logged, not raised. The function must
+        not call collectives, on any backend, nor hand over gradients: that raises InvalidArgument there, and again in
+        this rank's next flush(), result() or collective. Nor can it wait for a future that is not done: FutureNotReady.
 
         Args:
-            function: gets this future.
+            function: called with this future.
 
         Raises:
             InvalidArgument: not a function.
@@ -413,7 +412,7 @@ class CollectiveFuture:
         if not callable(function):
             given = type(function).__name__
             raise InvalidArgument(f"{self.name}: add_done_callback needs a function of the future, got {given}")
-        self._end.was_asked = True  # the function may run at any moment from here on
+        self._end.was_asked = True  # the function may run at any moment from now on
         self._end.add_callback(function, self)
 
     def __repr__(self) -> str:
@@ -425,7 +424,7 @@ class CollectiveFuture:
         return f"<{type(self).__name__} of {self.name}: {state}>"
 
     def __reduce__(self) -> NoReturn:
-        # Else a copy in another process would wait for what nobody ends.
+        # A copy in another process would never be completed.
         raise TypeError(f"the future of {self.name} cannot be pickled or copied: pass its .result()")
 
     def _wait(self, stream: Any, timeout: float | None) -> None:
@@ -435,8 +434,8 @@ class CollectiveFuture:
             end.completion.order(stream)
 
     def _launched(self, timeout: float | None) -> CollectiveEnd:
-        """Returns the end, once the collective is launched or has failed."""
-        if timeout is not None:  # also where nothing is to be waited for: that differs from run to run
+        """Returns the end, once the collective was launched or has failed."""
+        if timeout is not None:  # checked even if no wait is needed, which differs from run to run
             check_seconds(f"the wait for {self.name}", "timeout", timeout)
         if pending:
             raise_refused()
@@ -449,11 +448,11 @@ class CollectiveFuture:
         return end
 
     def _check_may_wait(self, completion: Completion | None) -> None:
-        """Refuses a done-callback that would wait: its thread may be the one that ends what it waits for."""
+        """Refuses a wait in a done-callback, whose thread may be the one that ends the collective."""
         if _here.is_in_callback and (completion is None or not completion.done()):
             raise FutureNotReady(
-                f"{self.name} is not ready: a done-callback cannot wait for it, as it may come after the callback; "
-                "return from that first"
+                f"{self.name} is not ready: a done-callback cannot wait for it, because it may end only after the "
+                "callback; return from the callback first"
             )
 
     def _await_launch(self, timeout: float | None) -> None:
@@ -462,7 +461,7 @@ class CollectiveFuture:
         seconds = end.timeout_seconds if timeout is None else timeout
         is_launched = end.await_launch(seconds)
         if not is_launched and timeout is None and end.has_begun:
-            is_launched = end.await_launch(None)  # its own error says which ranks have not come
+            is_launched = end.await_launch(None)  # the collective's own error names the missing ranks
         if not is_launched:
             raise CollectiveTimeout(f"{self.name} {self._LATE.format(seconds)}")
 
@@ -471,19 +470,19 @@ class CollectiveFuture:
 
 
 class GradientFuture(CollectiveFuture):
-    """Resolves to the reduced gradient when its bucket has been reduced.
+    """The future of a gradient: it gives the reduced gradient once its bucket is reduced. Made by AllreduceCallback.
 
-    Until then the gradient belongs to gradsync: do not write to it. Made by AllreduceCallback. On a GPU it has its
-    value as soon as the bucket is launched; result() then orders the current stream, not the host, after the reduction.
-    It gives the array that was handed to the callback, with the reduced values in it (a fresh array where that one
-    could not be written to; a view of the bucket where gradients live in buckets), and raises FutureNotReady before the
-    launch in the thread that hands over gradients: only that one can launch the bucket. GradientCancelled means that
-    the backward pass ended with an exception.
+    Until then the gradient belongs to gradsync: do not write to it. The result is the array that was handed over, with
+    the reduced values; a new array if that one is read-only; a view of the bucket with gradient_as_bucket_view. On a
+    GPU the future has its value as soon as the bucket is launched; result() then makes the current stream, not the
+    host, wait for the reduction. Before the launch, result() raises FutureNotReady in the thread that hands over
+    gradients, because only that thread can launch the bucket. GradientCancelled means that the backward pass ended with
+    an exception.
 
     Args:
-        name: of the gradient, as ranks know it.
-        end: of the bucket's reduction.
-        value: what the future gives then.
+        name: the gradient's name, the same on all ranks.
+        end: the end of the bucket's reduction.
+        value: the result.
     """
 
     __slots__ = ("_value",)
@@ -494,7 +493,7 @@ class GradientFuture(CollectiveFuture):
         "gradients calls flush()"
     )
 
-    # Ten thousand times a step: it only takes down what it is given, and makes its name when somebody asks for it.
+    # Called up to ten thousand times a step, so it only stores its arguments; the name is made when it is needed.
     def __init__(self, name: str, end: CollectiveEnd, value: Any) -> None:
         self._name = name
         self._end = end
@@ -502,11 +501,11 @@ class GradientFuture(CollectiveFuture):
 
     @property
     def name(self) -> str:
-        """How error messages call it."""
+        """The gradient's name in errors."""
         return f"the gradient of {self._name}"
 
     def result(self, timeout: float | None = None) -> Any:
-        """See CollectiveFuture; on the CPU, once the bucket is reduced, this costs one look."""
+        """See CollectiveFuture; returns the reduced gradient."""
         end = self._end
         if pending or timeout is not None or not end.has_result:
             self._wait(None, timeout)
@@ -514,10 +513,10 @@ class GradientFuture(CollectiveFuture):
         return self._value
 
     def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
-        """Waits as result() does, without raising what the reduction raised: the step's flush() has.
+        """Waits as result(), but does not raise the reduction's error, which the step's flush() has raised.
 
         Args:
-            stream: CUDA stream that shall wait; None is the current one. Unused on the CPU.
+            stream: CUDA stream that waits; None is the current stream. Unused on the CPU.
             timeout: as for result().
 
         Raises:
@@ -530,21 +529,26 @@ class GradientFuture(CollectiveFuture):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the reduced gradient; an error before it is ready."""
+        """The shape of the reduced gradient; raises FutureNotReady before it is ready."""
         return tuple(self._ready_value("shape").shape)
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the reduced gradient; an error before it is ready."""
+        """The dtype of the reduced gradient; raises FutureNotReady before it is ready."""
         return self._ready_value("dtype").dtype
 
     @property
     def device(self) -> Any:
-        """Device of the reduced gradient; an error before it is ready."""
+        """The device of the reduced gradient; raises FutureNotReady before it is ready."""
         return getattr(self._ready_value("device"), "device", "cpu")
 
     def numpy(self) -> Any:
-        """Returns the reduced gradient in host memory; an error before it is ready, and where the reduction failed."""
+        """Returns the reduced gradient in host memory.
+
+        Raises:
+            FutureNotReady: the bucket is not reduced yet.
+            PlanMismatch, RankFailed, ...: the error of the reduction.
+        """
         value = self._ready_value("numpy()")
         completion = self._end.completion
         if completion is not None:
@@ -553,11 +557,11 @@ class GradientFuture(CollectiveFuture):
         self._end.was_asked = True
         in_host_memory = value.get() if hasattr(value, "get") else value
         if completion is not None:
-            completion.wait()  # an aborted reduction ends too, and leaves no result
+            completion.wait()  # raises if the reduction was aborted
         return in_host_memory
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """What NumPy takes a future for, as in np.asarray(future); see numpy()."""
+        """Returns the reduced gradient as a NumPy array, for np.asarray(future); see numpy()."""
         return np.array(self.numpy(), dtype, copy=copy)
 
     def _ready_value(self, what: str) -> Any:

@@ -309,7 +309,7 @@ def run_program(
 @pytest.mark.parametrize(
     ("ending", "code", "reason"),
     [
-        ("pass", 0, "the program ended with 3 asynchronous collectives under way"),
+        ("pass", 0, "the program ended with 3 unfinished asynchronous collectives"),
         ("sys.exit(3)", 3, "SystemExit: 3"),
         ("raise ValueError('the news')", 1, "ValueError: the news"),
     ],

@@ -1,11 +1,11 @@
-"""The queue of asynchronous collectives: they run one after the other, in order of submission, beside their caller.
+"""Queues of asynchronous collectives: each runs them one after the other in its own thread, in order of submission.
 
-A process has one, as long as one of its threads submits; each further thread that submits has its own. Within a thread
-the order of the program is the order of its collectives, those that it calls without the queue included: they wait
-until it is empty. Between threads there is no order that would be the same on every rank, and one queue for all would
-make ranks wait for one another crosswise; only those of one communicator keep their order, whoever submits them.
+Each thread that submits has a queue. The collectives of a thread run in the program's order, blocking ones included:
+those wait until the queue is empty. Collectives of different threads have no order that is the same on every rank, so
+one queue for all could make ranks wait for each other in a circle. Only the collectives of one communicator keep their
+order across threads.
 
-Failures of asynchronous collectives that nobody has asked for are logged in the end, as asyncio does it.
+A failure whose future no code asks for is logged in the end, as in asyncio.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from gradsync.errors import Caller, CommunicatorClosed, caller, describe, uncaug
 from gradsync.futures import CollectiveEnd, CollectiveFuture, check_may_call, is_in_callback, pending, raise_refused
 
 _IDLE_SECONDS = 1.0  # how long the thread of a queue waits for the next collective before it ends
-_LEAVING_SECONDS = 1.0  # how long the end of the program waits for collectives that nobody has waited for
+_LEAVING_SECONDS = 1.0  # how long the end of the program waits for unfinished collectives
 _ENDING_SECONDS = 0.2  # and then for each thread
 
 _log = logging.getLogger("gradsync")
 
 
 class Submitter(Protocol):
-    """What the queues ask of a communicator: its Lifetime.
+    """The part of a communicator's Lifetime that the queues use.
 
     Attributes:
-        submitting: held while something is submitted for it; reentrant.
-        last_job: what was submitted for it last, unless that is over.
+        submitting: a reentrant lock, held while a collective is submitted.
+        last_job: the last submitted collective, until it is over.
     """
 
     submitting: Any
@@ -48,7 +48,7 @@ class Submitter(Protocol):
         """This rank in errors."""
 
     def ended_error(self, what: str) -> CommunicatorClosed:
-        """Returns the error of a collective, named `what`, that comes after the communicator's end."""
+        """Returns the error of a collective, named `what`, after the communicator's end."""
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Ends the communicator for all ranks."""
@@ -58,11 +58,11 @@ class Submitter(Protocol):
 
 
 class Here(threading.local):
-    """What each thread knows of itself.
+    """The state of each thread.
 
     Attributes:
-        queue: where what it submits goes.
-        is_serving: whether it is the thread of that queue.
+        queue: the queue for its collectives.
+        is_serving: whether it is the queue's own thread.
     """
 
     queue: CollectiveQueue | None = None
@@ -73,7 +73,7 @@ here = Here()
 
 
 def jobs_not_over() -> list[Job]:
-    """Returns what was submitted and is not over, in order."""
+    """Returns the submitted jobs that are not over, in order."""
     return [job for job in list(pending.values()) if isinstance(job, Job)]
 
 
@@ -81,12 +81,12 @@ class Job:
     """One collective in a queue.
 
     Args:
-        end: of the collective.
-        lifetime: of its communicator.
-        what: names the collective in errors.
-        run: runs it.
-        submitted_at: the line of the program that has.
-        previous: the last one of the same communicator before it, which another queue may hold.
+        end: the collective's end.
+        lifetime: its communicator's lifetime.
+        what: the collective's name in errors.
+        run: runs the collective.
+        submitted_at: the line of the program that submitted it.
+        previous: the communicator's job before it, perhaps in another queue.
 
     Attributes:
         end, lifetime, what: see above.
@@ -111,41 +111,41 @@ class Job:
         self._run = run
         self._submitted_at = submitted_at
         self._previous = previous
-        # Not an Event: that one's own lock stays behind where Ctrl-C meets a wait at the wrong moment.
+        # Not an Event: its inner lock stays held if Ctrl-C arrives as a wait begins.
         self._not_over = threading.Lock()
         self._not_over.acquire()
 
     @property
     def name(self) -> str:
-        """How errors of its future call it."""
+        """The collective's name in errors of its future."""
         return f"{self.lifetime.label}: {self.what}"
 
     def run(self) -> None:
-        """Runs it, unless its future has failed meanwhile, and then its done-callbacks; never raises."""
+        """Runs the collective, unless its future has failed, and its done-callbacks; never raises."""
         try:
             if self._previous is not None:
                 self._previous.wait()
             self.has_begun = True
             if not self.end.is_over():
                 self._complete()
-        except BaseException as error:  # SystemExit too: the thread has others to run
+        except BaseException as error:  # SystemExit too: the thread has other jobs
             _log.error("a done-callback of %s raised %s", self.name, describe(error))
         finally:
-            del self._run  # with the caller's arrays
+            del self._run  # it holds the caller's arrays
             self._previous = None
             with self.lifetime.submitting:
-                if self.lifetime.last_job is self:  # else it would keep the result
+                if self.lifetime.last_job is self:  # a reference would keep the result alive
                     self.lifetime.last_job = None
             pending.pop(self, None)
             self._not_over.release()
 
     def wait(self) -> None:
-        """Returns when its done-callbacks have run."""
+        """Waits until the collective and its done-callbacks have run."""
         with self._not_over:
             pass
 
     def wait_until(self, deadline: float) -> None:
-        """The same, but not beyond a moment of time.monotonic()."""
+        """Waits as `wait`, up to a deadline of time.monotonic()."""
         if self._not_over.acquire(timeout=max(0.0, deadline - time.monotonic())):
             self._not_over.release()
 
@@ -159,11 +159,11 @@ class Job:
             self.end.finish(result, None)
 
     def _prepare_to_tell(self, error: BaseException) -> LostFailure | None:
-        """Readies an error for whoever asks, or for the log when nobody does."""
-        traceback.clear_frames(error.__traceback__)  # which hold the caller's arrays
+        """Prepares an error for the future; returns the log entry in case no code asks the future."""
+        traceback.clear_frames(error.__traceback__)  # they hold the caller's arrays
         if error.__traceback__ is not None:
-            error.__traceback__ = error.__traceback__.tb_next  # this job's own frame, which holds the end
-        if isinstance(error, CommunicatorClosed):  # what has closed it, has told
+            error.__traceback__ = error.__traceback__.tb_next  # drops this job's frame, which holds the end
+        if isinstance(error, CommunicatorClosed):  # whatever closed the communicator has been reported
             return None
         return LostFailure(self.name, error, self.lifetime)
 
@@ -172,35 +172,35 @@ class Job:
 
 
 class LostFailure:
-    """One failure, as long as its future has it: logged when that goes, unless it was told before.
+    """A failure in a future: logged when the future is deleted, unless some code has asked the future.
 
     Args:
-        name: how error messages call the collective.
-        error: what ended it.
-        lifetime: of its communicator, at whose close it is logged.
+        name: the collective's name in errors.
+        error: the failure.
+        lifetime: its communicator's lifetime; closing that communicator logs the failure too.
     """
 
     __slots__ = ("__weakref__", "_lifetime", "_text")
 
     def __init__(self, name: str, error: BaseException, lifetime: Submitter) -> None:
         self._lifetime = weakref.ref(lifetime)
-        self._text = "" if _is_ending else f"{name} has failed, and nobody has asked its future: {describe(error)}"
+        self._text = "" if _is_ending else f"{name} failed, and its future was never asked: {describe(error)}"
         with _registering:
             _all.add(self)
         _register_exit()
 
     def forget(self) -> None:
-        """Somebody has been told."""
+        """Drops the log entry: some code has got the failure."""
         self._text = ""
 
     def tell(self) -> None:
-        """Logs it, once; not where the program ends with an exception: then there is better to tell."""
+        """Logs the failure, once; not if the program ends with an exception, which is more important."""
         text, self._text = self._text, ""
         if text and uncaught_error() is None:
             _log.error("%s", text)
 
     def is_of(self, lifetime: Submitter) -> bool:
-        """Whether it is one of that communicator."""
+        """Whether it is a failure of this communicator."""
         return self._lifetime() is lifetime
 
     def __del__(self) -> None:
@@ -208,12 +208,12 @@ class LostFailure:
 
 
 _all: weakref.WeakSet[LostFailure] = weakref.WeakSet()
-_registering = threading.Lock()  # a set must not grow while another thread goes through it
-_is_ending = False  # the program has left what is under way to itself
+_registering = threading.Lock()  # a set must not change while another thread iterates over it
+_is_ending = False  # whether the program is ending
 
 
 def tell_lost(lifetime: Submitter | None = None) -> None:
-    """Logs the failures that nobody has asked for: on one communicator, or on all."""
+    """Logs the failures that no code has asked for, of one communicator or of all."""
     if _all:
         with _registering:
             lost = list(_all)
@@ -226,10 +226,10 @@ def tell_lost(lifetime: Submitter | None = None) -> None:
 
 
 class CollectiveQueue:
-    """The queue of one thread. Its own thread begins with the first job and ends when there was none for a while.
+    """The queue of one thread. Its worker thread starts with the first job, and ends after 1 s without jobs.
 
     Attributes:
-        last: the job that was submitted last, unless the queue is idle.
+        last: the last submitted job; None while the queue is idle.
     """
 
     def __init__(self) -> None:
@@ -241,19 +241,19 @@ class CollectiveQueue:
         self._idle_seconds = _IDLE_SECONDS
 
     def submit(self, lifetime: Submitter, what: str, run: Callable[[], Any]) -> CollectiveFuture:
-        """Puts a collective at the end; see the function of this name."""
+        """Appends a collective; see the function `submit`."""
         with lifetime.submitting, self._lock:
             self._begin_serving()
             end = CollectiveEnd()
             job = Job(end, lifetime, what, run, caller(), lifetime.last_job)
-            self._jobs.append(job)  # first: what Ctrl-C leaves behind is run, and nobody waits for what is not
+            self._jobs.append(job)  # first: after Ctrl-C here the job still runs, and no wait is left without its job
             pending[job] = job
             self.last = lifetime.last_job = job
             self._changed.notify()
         return CollectiveFuture(job.name, end)
 
     def end(self) -> None:
-        """Lets the thread end as soon as the queue is empty, and waits for that, a little."""
+        """Ends the thread as soon as the queue is empty; waits 0.2 s at most."""
         with self._lock:
             self._idle_seconds = 0.0
             self._changed.notify()
@@ -274,10 +274,10 @@ class CollectiveQueue:
             pass
 
     def _run_next(self) -> bool:
-        """Runs the next job, when it comes; returns False when none has come."""
+        """Waits for the next job and runs it; returns False if there was none for 1 s."""
         with self._lock:
             if not self._jobs:
-                self.last = None  # and with it, a communicator that nobody else may hold
+                self.last = None  # it may hold the last reference to a communicator
                 self._changed.wait(self._idle_seconds)
             if not self._jobs:
                 self._thread = None
@@ -288,20 +288,20 @@ class CollectiveQueue:
         return True
 
 
-_serving: set[CollectiveQueue] = set()  # those with a thread
+_serving: set[CollectiveQueue] = set()  # the queues with a running thread
 _is_registered = False
 
 
 def submit(lifetime: Submitter, what: str, run: Callable[[], Any]) -> CollectiveFuture:
-    """Puts a collective at the end of the calling thread's queue.
+    """Appends a collective to the calling thread's queue, and returns its future.
 
     Args:
-        lifetime: of its communicator.
-        what: names the collective in errors.
+        lifetime: its communicator's lifetime.
+        what: the collective's name in errors.
         run: runs it and returns its result.
 
     Raises:
-        InvalidArgument: in a done-callback, or because one was refused a collective; see check_may_call.
+        InvalidArgument: in a done-callback, or after a done-callback was refused a collective; see check_may_call.
     """
     if pending:
         check_may_call(lifetime.label, what)
@@ -311,15 +311,15 @@ def submit(lifetime: Submitter, what: str, run: Callable[[], Any]) -> Collective
 
 
 def await_earlier(lifetime: Submitter, what: str) -> None:
-    """Waits for what comes before a collective, named `what`, that the calling thread is about to run itself.
+    """Waits before a blocking collective, named `what`, for the collectives submitted before it.
 
-    That is what this thread has submitted, and what any thread has for the same communicator. Ctrl-C comes through.
+    These are the ones of this thread, and those of any thread for the same communicator. Ctrl-C ends the wait.
 
     Raises:
-        InvalidArgument: as for submit; also when a done-callback of what it has waited for was refused.
+        InvalidArgument: as for submit; also if a done-callback was refused a collective during the wait.
     """
     if here.is_serving and not is_in_callback():
-        return  # the queue has its order; and what a callback was refused is for the program's own threads
+        return  # the queue has its own order, and refusals of done-callbacks are raised on the program's threads
     check_may_call(lifetime.label, what)
     if here.queue is not None and (last := here.queue.last) is not None:
         last.wait()
@@ -328,15 +328,15 @@ def await_earlier(lifetime: Submitter, what: str) -> None:
 
 
 def await_submitted(lifetime: Submitter) -> None:
-    """Waits for what any thread has submitted for one communicator; for nothing in a done-callback."""
+    """Waits for the collectives that any thread has submitted for one communicator; not in a done-callback."""
     if not here.is_serving and (last := lifetime.last_job) is not None:
         last.wait()
 
 
 def fail_submitted(lifetime: Submitter) -> None:
-    """Fails what has not begun of a communicator that has ended, at once and in order.
+    """Fails the submitted collectives of an ended communicator that have not begun, at once and in order.
 
-    In the thread of a queue it does nothing: what comes later fails by itself, when its turn comes.
+    In a queue's own thread it does nothing: the later collectives fail by themselves when they run.
     """
     if here.is_serving:
         return
@@ -346,9 +346,9 @@ def fail_submitted(lifetime: Submitter) -> None:
 
 
 def _register_exit() -> None:
-    """Has the interpreter end the queues at its exit, before what was registered earlier: the process group's leaving.
+    """Registers the end of the queues at the interpreter's exit, before the process group's exit handler.
 
-    That one closes communicators in order, and so would wait for ranks that never come.
+    That handler closes communicators in order, and would wait for collectives of ranks that never come.
     """
     global _is_registered
     if not _is_registered:
@@ -359,14 +359,14 @@ def _register_exit() -> None:
 def _end_at_exit() -> None:
     global _is_ending
     tell_lost()
-    _is_ending = True  # what the program's end makes fail is no news
+    _is_ending = True  # failures caused by the program's end are not logged
     failure = uncaught_error()
     deadline = time.monotonic() + (_LEAVING_SECONDS if failure is None else 0.0)
     for job in jobs_not_over():
         job.wait_until(deadline)
     left = jobs_not_over()
     if failure is None:
-        reason = f"the program ended with {len(left)} asynchronous collectives under way: wait for their futures first"
+        reason = f"the program ended with {len(left)} unfinished asynchronous collectives: wait for their futures first"
     else:
         reason = describe(failure)
     for lifetime in dict.fromkeys([job.lifetime for job in left]):
@@ -376,7 +376,7 @@ def _end_at_exit() -> None:
 
 
 def _begin_anew_after_fork() -> None:
-    """The child has neither the threads nor a place in the collectives; lost failures are the parent's to tell."""
+    """Resets a forked child: it has no queue threads, is not a rank, and the parent logs the lost failures."""
     global _is_registered, _registering
     _registering = threading.Lock()
     for failure in list(_all):

@@ -1,9 +1,8 @@
-"""Who may use a communicator, and how it ends: one collective at a time, until it is closed, aborted or forked away.
+"""The lifetime of a communicator: one collective at a time, until it is closed, aborted, or inherited by a fork.
 
-Ctrl-C may cut a collective off between any two steps: a lock would stay behind where it comes after taking it and
-before noting that. Here one step, which nothing interrupts, takes the place inside and notes for whom: the frame of the
-function whose `with` block it is. A frame that is noted and that no thread runs any more was cut off, and its place is
-free.
+Ctrl-C may interrupt a collective between any two steps, and could leave a lock held that no code would release. So the
+lock here is a dict entry: one step, which nothing interrupts, acquires it and stores its owner, the frame of the
+function with the `with` block. If no thread runs that frame any more, it was interrupted, and the lock is free again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Ending(Protocol):
-    """What a Lifetime asks of the communicator's Backend; see there."""
+    """The part of a Backend that a Lifetime uses; see there."""
 
     name: str
     label: str
@@ -44,24 +43,24 @@ class Ending(Protocol):
     recorder: FlightRecorder
 
     def announce_close(self) -> None:
-        """Tells the other ranks that this one will not come again."""
+        """Announces to the other ranks that this rank has closed the communicator."""
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Tells the other ranks to stop."""
+        """Announces to the other ranks that they must stop."""
 
     def release(self) -> None:
-        """Gives back descriptors, memory and threads."""
+        """Frees descriptors, memory and threads."""
 
 
 class Observer(Protocol):
-    """Is called when a communicator ends."""
+    """An object that is called when a communicator ends."""
 
     def communicator_ended(self, lifetime: Lifetime) -> None:
-        """The communicator cannot be used any more. Called on any thread, perhaps more than once; must not raise."""
+        """Handles the end of a communicator. Called on any thread, perhaps more than once; must not raise."""
 
 
 class RaisedFailures:
-    """The failures that calls of a world's communicators have raised: closing one of these raises none of them again.
+    """The failures that calls of a world's communicators have raised; closing does not raise them again.
 
     Attributes:
         was_aborted: whether this rank has aborted one of the communicators.
@@ -72,36 +71,36 @@ class RaisedFailures:
         self._texts: set[str] = set()
 
     def add(self, error: BaseException) -> None:
-        """Notes that a call has raised this failure: the server's verdict ends all communicators."""
+        """Notes that a call has raised this failure. One failure of the server ends all communicators."""
         self._texts.add(str(error))
 
     def has(self, error: BaseException) -> bool:
-        """Whether closing need not raise the failure: a call has, or who has aborted knows that all end."""
+        """Whether closing need not raise the failure: a call has raised it, or the program has aborted."""
         return self.was_aborted or str(error) in self._texts
 
     def copy(self) -> RaisedFailures:
-        """Returns what there is until now."""
+        """Returns a copy."""
         copied = RaisedFailures()
         copied.was_aborted, copied._texts = self.was_aborted, set(self._texts)
         return copied
 
 
 class Occupancy(dict[None, FrameType]):
-    """The place inside: empty, or the frame that has it.
+    """The lock of a communicator: empty, or with the frame that holds it.
 
-    setdefault(None, frame) takes it, and returns who has it now; clear() leaves it.
+    setdefault(None, frame) acquires it if it is free, and returns the frame that holds it; clear() releases it.
     """
 
     __slots__ = ()
 
-    def cut_off(self) -> FrameType | None:
-        """Returns the frame that has the place although no thread runs it any more; None where there is none."""
+    def interrupted_frame(self) -> FrameType | None:
+        """Returns the frame that holds the lock if no thread runs it any more; else None."""
         frame = self.get(None)
         return None if frame is None or _is_running(frame) else frame
 
 
 class Turn:
-    """The context of one collective; one object serves all of a communicator, because collectives do not nest."""
+    """The context of one collective; a communicator has one object for all, because collectives do not nest."""
 
     __slots__ = ("_lifetime", "agreement", "what")
 
@@ -124,17 +123,17 @@ class Lifetime:
     """The state of one communicator between its making and its release.
 
     Args:
-        backend: of the communicator; its recorder is written.
-        communicator: held by whoever holds this or the backend, as `communicator.objects` does: the process group
-            closes only communicators that are still there.
+        backend: the communicator's backend; its flight recorder is written.
+        communicator: the communicator. The reference keeps it alive while e.g. `communicator.objects` is used, because
+            the process group closes only living communicators.
 
     Attributes:
-        raised: the failures that calls have raised: the family's, once it belongs to one.
-        ended_because: why it cannot be used; None while it may be.
-        is_inherited: whether it belongs to the process that this one was forked from.
-        was_told: whether a failure has been raised to the caller outside of a collective.
-        submitting: held while something is submitted for it.
-        last_job: what was submitted for it last, unless that is over; see collective_queue.py.
+        raised: the failures that calls have raised; shared with the family once the communicator belongs to one.
+        ended_because: the reason why it cannot be used; None while it can.
+        is_inherited: whether it belongs to the parent of this forked process.
+        was_told: whether a failure was raised to the caller outside of a collective.
+        submitting: a lock, held while a collective is submitted for it.
+        last_job: the last submitted collective, until it is over; see collective_queue.py.
     """
 
     def __init__(self, backend: Ending, communicator: object) -> None:
@@ -144,12 +143,12 @@ class Lifetime:
         self._recorder = backend.recorder
         self._occupancy = Occupancy()
         self._make_locks()
-        self._announcement: Callable[[], None] | None = None  # which the others have yet to hear
-        self._is_closed_only = False  # the others have heard that it was closed, and of no failure
+        self._announcement: Callable[[], None] | None = None  # still to be sent to the other ranks
+        self._is_closed_only = False  # whether it has ended by close() only
         self.was_told = False
         self.last_job: Job | None = None
         self._turn = Turn(self)
-        self._what = ""  # the collective that has begun
+        self._what = ""  # the current collective
         self._released = False
         self.ended_because: str | None = None
         self.is_inherited = False
@@ -160,18 +159,18 @@ class Lifetime:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended otherwise than by close()."""
+        """Whether it has ended other than by close()."""
         return self.ended_because is not None and not self._is_closed_only
 
     def turn(self, what: str, agreement: Agreement) -> Turn:
         """Returns a context that holds the communicator for one collective, named `what` in errors.
 
-        Waits for what was submitted before it. First: who waits must not have told the turn its name.
+        First waits for collectives that were submitted before.
 
         Raises:
-            InvalidArgument: in a done-callback, or because one was refused a collective; see check_may_call.
+            InvalidArgument: in a done-callback, or after a done-callback was refused a collective; see check_may_call.
         """
-        if pending:
+        if pending:  # before `what` is stored, because other collectives run while this one waits
             await_earlier(self, what)
         turn = self._turn
         turn.what = what
@@ -184,8 +183,8 @@ class Lifetime:
         return self._backend.label
 
     def close(self) -> None:
-        """Ends it in order; see Communicator.close. Raises a failure that no call of its family has raised."""
-        self._take_back()
+        """Closes it; see Communicator.close. Raises a failure that no call of its family has raised."""
+        self._clean_up_interrupted()
         if pending and self.ended_because is None:
             await_submitted(self)
         self._claim_end("it was closed", self._backend.announce_close, closed_only=True)
@@ -199,8 +198,8 @@ class Lifetime:
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Ends it for all ranks; see Communicator.abort."""
-        self._take_back()
-        first_line = reason.partition("\n")[0]  # the others get the whole of it
+        self._clean_up_interrupted()
+        first_line = reason.partition("\n")[0]  # the other ranks get the whole reason
         self._claim_end(f"it was aborted: {first_line}", partial(self._backend.announce_abort, reason, culprit))
         self._announce()
         self._end_use()
@@ -209,26 +208,26 @@ class Lifetime:
         """Ends it because of a failure found between collectives, or by another thread.
 
         Args:
-            error: raised by the next call, once.
+            error: the failure; the next call raises it, once.
             told: whether it is being raised already.
         """
         with self._claiming:
             if self.ended_because is None:
-                # First: whoever finds the reason has been told the error.
+                # Set before the reason, because a call that sees the reason looks for the error.
                 self._untold = None if told or self.was_told else error
                 self.ended_because = f"it failed: {headline(error)}"
         dump_at_failure(error)
         self._end_use()
 
     def note_told(self, error: BaseException) -> None:
-        """Notes that the failure is being raised outside of a collective, by a future: closing need not raise it."""
+        """Notes that a future raises the failure, outside of a collective, so that closing does not raise it again."""
         self.raised.add(error)
         with self._claiming:
             self.was_told = True
             self._untold = None
 
     def observe_end(self, observer: Observer) -> None:
-        """Calls an observer at the end, for as long as it lives."""
+        """Registers an observer of the end, by a weak reference."""
         with self._claiming:
             self._observers.add(observer)
 
@@ -239,7 +238,7 @@ class Lifetime:
             observer.communicator_ended(self)
 
     def _make_locks(self) -> None:
-        # Reentrant: a signal's handler may come while its own thread holds them.
+        # Reentrant, because a signal handler may run while its own thread holds them.
         self._claiming = threading.RLock()
         self._announcing = threading.RLock()
         self.submitting = threading.RLock()
@@ -248,45 +247,45 @@ class Lifetime:
         """Ends it for new collectives, unless it has ended."""
         with self._claiming:
             if self.ended_because is None:
-                self._announcement = announcement  # first: what it needs must not be released before it
+                self._announcement = announcement  # set first: it prevents the release of the resources that it needs
                 self._is_closed_only = closed_only
                 self.ended_because = because
 
     def _announce(self) -> None:
-        """Tells the others of the end, where an interrupted call has left that to do too."""
+        """Announces the end to the other ranks, unless that was done; also after an interrupted call."""
         with self._announcing:
             if self._announcement is not None:
                 self._announcement()
                 self._announcement = None
 
     def disown(self) -> None:
-        """Ends it in a forked child, which has the parent's memory but not its place in the group."""
+        """Ends it in a forked child, which has the parent's memory but is not a rank."""
         self.ended_because = "it belongs to the process that this one was forked from"
         self.is_inherited = True
-        self._occupancy = Occupancy()  # the parent's thread that may be inside is not here
+        self._occupancy = Occupancy()  # a thread of the parent may hold the lock; it does not exist here
         self._make_locks()
-        self._released = True  # what there is to release is the parent's
-        self.last_job = None  # the thread that would run it is not here
+        self._released = True  # the resources belong to the parent
+        self.last_job = None  # the thread that would run it does not exist here
         self._notify_observers()
 
     def enter(self, frame: FrameType, what: str, agreement: Agreement) -> None:
         """Begins a collective, and its entry in the flight recorder.
 
         Args:
-            frame: of the function that is about to run it, as long as that is inside.
+            frame: the frame of the function that runs it.
             what: its name in errors.
-            agreement: what it is.
+            agreement: its agreement.
 
         Raises:
-            CommunicatorClosed: it has ended.
-            InvalidArgument: another thread is inside a collective, or this one.
+            CommunicatorClosed: the communicator has ended.
+            InvalidArgument: another thread, or this one, runs a collective already.
         """
         while self._occupancy.setdefault(None, frame) is not frame:
-            if not self._take_back():
+            if not self._clean_up_interrupted():
                 self._refuse(what)
         try:
             self._what = what
-            if self.ended_because is not None:  # looked at inside: close() releases only when nobody is
+            if self.ended_because is not None:  # checked while holding the lock: close() releases only if it is free
                 self.check_usable(what)
             self._recorder.begin(agreement)
         except BaseException:
@@ -300,17 +299,17 @@ class Lifetime:
         is_own = _runs_in(frame_of(), self._occupancy.get(None))
         who = "this very thread, as from a signal's handler," if is_own else "another thread"
         raise InvalidArgument(
-            f"{self._backend.label}: {what} while {who} is inside {self._what} of this communicator: one thread at a "
-            "time may use it, for one collective"
+            f"{self._backend.label}: {what} while {who} is inside {self._what} of this communicator: only one thread "
+            "at a time may use it, for one collective"
         )
 
-    def _take_back(self) -> bool:
-        """Ends a collective that was cut off, by Ctrl-C, before it could end itself; returns whether there was one."""
-        frame = self._occupancy.cut_off()
+    def _clean_up_interrupted(self) -> bool:
+        """Ends a collective that Ctrl-C has interrupted before it could end itself; returns whether there was one."""
+        frame = self._occupancy.interrupted_frame()
         if frame is None:
             return False
         with self._claiming:
-            if self._occupancy.get(None) is frame:  # and no other thread has done it meanwhile
+            if self._occupancy.get(None) is frame:  # no other thread has done it meanwhile
                 has_begun = bool(self._what)
                 if has_begun:
                     self._abort_inside("it was interrupted", None)
@@ -320,11 +319,11 @@ class Lifetime:
         return True
 
     def check_usable(self, what: str) -> None:
-        """Raises a failure that no call has raised yet, or that it has ended.
+        """Raises if the communicator has ended.
 
         Raises:
-            CommunicatorClosed: it has ended.
-            RankFailed, CollectiveTimeout, PlanMismatch, NcclError: the failure.
+            RankFailed, CollectiveTimeout, PlanMismatch, NcclError: the failure that ended it, if no call has raised it.
+            CommunicatorClosed: it has ended otherwise.
         """
         if self._untold is not None:
             error, self._untold = self._untold, None
@@ -341,9 +340,9 @@ class Lifetime:
         )
 
     def leave(self, error: BaseException | None) -> None:
-        """Ends a collective; one that failed midway ends the communicator for all ranks.
+        """Ends a collective; a failed one ends the communicator for all ranks.
 
-        Whoever interrupts it leaves the rest to the next call: see _take_back.
+        If Ctrl-C interrupts this, the next call does the rest: see _clean_up_interrupted.
         """
         if error is not None:
             if self._untold is not None and str(error) == str(self._untold):
@@ -360,26 +359,26 @@ class Lifetime:
             self._end_use()
 
     def _abort_inside(self, reason: str, culprit: int | None) -> None:
-        """Ends it because of a collective that cannot go on; the others wait in it, or will."""
+        """Ends it because a collective failed midway; the other ranks wait in it, or will."""
         reason = f"in {self._what}: {reason}"
         announcement = partial(self._backend.announce_abort, reason, culprit)
         with self._claiming:
-            if self._is_closed_only:  # by another thread meanwhile: who waits for a third rank does not look at that
+            if self._is_closed_only:  # another thread has closed it: ranks that wait for a third rank ignore a close
                 self._announcement, self._is_closed_only = announcement, False
             self._claim_end(f"it was aborted: {reason}", announcement)
         self._announce()
 
     def _end_use(self) -> None:
-        """Fails what was submitted and has not begun, and releases."""
+        """Fails submitted collectives that have not begun, and releases the backend."""
         self._notify_observers()
         try:
             if pending:
                 fail_submitted(self)
-        finally:  # their done-callbacks are the caller's
+        finally:  # the done-callbacks are user code, and may raise
             self._release_when_idle()
 
     def _release_when_idle(self) -> None:
-        """Releases once; leaves it to the thread inside a collective, where there is one."""
+        """Releases the backend, once. If a thread runs a collective, that thread does it later."""
         frame = frame_of()
         if self._occupancy.setdefault(None, frame) is frame:
             try:
@@ -391,21 +390,21 @@ class Lifetime:
                 self._occupancy.clear()
 
     def _leave_group(self) -> None:
-        """Lets the server forget what a group's communicator has put there."""
+        """Leaves a group's client, so that the server can remove the group's entries."""
         client = self._backend.client
         if client is not None and client.name == self._recorder.group:
             client.close()
 
 
 def culprit_of(error: BaseException) -> int | None:
-    """Returns the rank that the error is about: who passes on another's failure must not be taken for its cause."""
+    """Returns the rank that caused an error: a rank that fails because of another must name that one."""
     if isinstance(error, CollectiveTimeout) and error.missing_ranks:
         return error.missing_ranks[0]
     return error.rank if isinstance(error, RankFailed) else None
 
 
 _of_this_process: weakref.WeakSet[Lifetime] = weakref.WeakSet()
-_registering = threading.Lock()  # a set must not grow while another thread goes through it
+_registering = threading.Lock()  # a set must not change while another thread iterates over it
 
 
 def _is_running(frame: FrameType) -> bool:
@@ -413,7 +412,7 @@ def _is_running(frame: FrameType) -> bool:
 
 
 def _runs_in(innermost: FrameType, frame: FrameType | None) -> bool:
-    """Whether a frame is that of the innermost function of a thread, or of one of its callers."""
+    """Whether `frame` is the innermost frame of a thread, or one of its callers."""
     caller: FrameType | None = innermost
     while caller is not None:
         if caller is frame:
@@ -423,7 +422,7 @@ def _runs_in(innermost: FrameType, frame: FrameType | None) -> bool:
 
 
 def usable_recorders() -> list[FlightRecorder]:
-    """Returns the recorders of this process's communicators that have not ended; any thread may ask."""
+    """Returns the recorders of this process's communicators that have not ended; safe in any thread."""
     with _registering:
         return [lifetime._recorder for lifetime in _of_this_process if lifetime.ended_because is None]
 

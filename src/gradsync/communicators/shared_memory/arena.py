@@ -1,12 +1,12 @@
-"""The staging memory of a shared-memory communicator, and what else every collective of it works with.
+"""The staging memory of a shared-memory communicator.
 
-Ranks hand each other arrays through rings: for each rank one of some regions, taken in turn by the rounds. A rank
-writes into its own regions only; once all have met, the others read there. A region is written again when all have met
-twice since, and so are done with reading. Two would do, but then a rank would rewrite memory that another core has just
-read, which makes the processor take each line back first. The number of the round says which region, so that all ranks
-know it. The smallest amounts, which are not worth that, lie at one of two places beside each other.
+Ranks pass arrays through rings: each rank has four regions, which the rounds use in turn. A rank writes only to its own
+regions; after a barrier the others read them. Two regions would be enough, because a region is written again only after
+two more barriers, when all have read it. But then a rank would overwrite memory that another core has just read, and
+the processor would first have to fetch each line back. The number of the round determines the region, so all ranks know
+it. For up to 16 KB this is not worth it: they use two small regions in turn.
 
-The chunks of large lists go through slots, of which others write the results back into: see pipelined.py.
+The chunks of large lists use slots, into which other ranks write the results back: see pipelined.py.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.diagnostics import FlightRecorder
 from gradsync.reduction import Array, accumulation_dtype
 
-#: What takes no more than this lies at one of two places, in turn.
+#: The size of the two small regions.
 HOT_BYTES = 16 * 1024
 
 _REGIONS = 4
 
-#: Chunks of a large list between their publication and the end of their delivery: as many slots has a rank.
+#: The number of slots of a rank: the chunks between their publication and the end of their delivery.
 CHUNKS_IN_FLIGHT = 4
 
-Rings = tuple[Array, ...]  # [rank] -> all its regions as one 1-D array
+Rings = tuple[Array, ...]  # [rank] -> all its regions, as one 1-D array
 
 
 class SharedRings:
-    """The regions of all ranks of a communicator, as one of them uses them.
+    """The regions of all ranks of a communicator.
 
     Args:
-        memory: begins with bytes_for(world_size, round_bytes) bytes of shared memory.
+        memory: shared memory; the first bytes_for(world_size, round_bytes) bytes are used.
         world_size: number of ranks.
-        round_bytes: the largest region; a multiple of every item size.
-        barrier: where the ranks meet.
+        round_bytes: the size of a large region; a multiple of every item size.
+        barrier: the communicator's barrier.
 
     Attributes:
-        bytes: how much of the memory they take.
+        bytes: the number of bytes used.
     """
 
     def __init__(self, memory: memoryview, world_size: int, round_bytes: int, barrier: SharedBarrier) -> None:
@@ -57,14 +57,14 @@ class SharedRings:
 
     @staticmethod
     def bytes_for(world_size: int, round_bytes: int) -> int:
-        """Returns how much memory the regions of that many ranks take, in whole pages."""
+        """Returns the size of all regions, in whole pages."""
         return world_size * whole_pages(2 * HOT_BYTES + _REGIONS * round_bytes)
 
     def next_place(self, size_bytes: int) -> int:
-        """Returns where each rank's region of the next round begins, in bytes: a multiple of every item size.
+        """Returns the offset of each rank's region for the next round, in bytes: a multiple of every item size.
 
         Args:
-            size_bytes: what the largest part needs; the same on all ranks.
+            size_bytes: the size of the largest part; the same on all ranks.
         """
         if size_bytes <= HOT_BYTES:
             return self._barrier.next_parity * HOT_BYTES
@@ -84,19 +84,19 @@ class SharedRings:
         return rings
 
     def release(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         self._rings.clear()
         with contextlib.suppress(BufferError):  # see ShmBackend.release
             self._memory.release()
 
 
 def share_begin(owner: int, reader: int, size_bytes: int) -> int:
-    """Returns where in a rank's region the share of another rank begins, among equal ones, each on lines of its own."""
+    """Returns the offset of `reader`'s share in the region of `owner`; shares have equal sizes and own cache lines."""
     return (reader if reader < owner else reader - 1) * (-(-size_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES)
 
 
 def shares_bytes(world_size: int, size_bytes: int) -> int:
-    """Returns what a region takes that has a share for each of the other ranks."""
+    """Returns the size of a region with a share for each of the other ranks."""
     return share_begin(0, world_size, size_bytes)
 
 
@@ -104,15 +104,15 @@ SlotArrays = tuple[tuple[Array, ...], ...]  # [number][rank] -> 1-D array in sha
 
 
 class Slots:
-    """Some buffers of a fixed size for each rank in shared memory, used in turn, as arrays of any dtype.
+    """Buffers of a fixed size for each rank in shared memory, used in turn, as arrays of any dtype.
 
     Args:
-        memory: begins with room for them.
+        memory: shared memory; the first bytes_for(world_size, slot_bytes) bytes are used.
         world_size: number of ranks.
         slot_bytes: size of one buffer.
 
     Attributes:
-        bytes: how much of the memory they take.
+        bytes: the number of bytes used.
         flags: [number][rank] -> a byte that the rank writes and all read.
     """
 
@@ -127,7 +127,7 @@ class Slots:
 
     @staticmethod
     def bytes_for(world_size: int, slot_bytes: int) -> int:
-        """Returns how much memory the slots take, with the flags behind them in whole pages."""
+        """Returns the size of the slots, and of the flags after them in whole pages."""
         flags_bytes = whole_pages(CHUNKS_IN_FLIGHT * world_size)
         return CHUNKS_IN_FLIGHT * world_size * slot_bytes + flags_bytes
 
@@ -140,7 +140,7 @@ class Slots:
         return arrays
 
     def release(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         self._arrays.clear()
         self.flags.clear()
         with contextlib.suppress(BufferError):  # see ShmBackend.release
@@ -151,7 +151,7 @@ class Scratch:
     """Private memory for one chunk, as arrays of any dtype; allocated once.
 
     Args:
-        size_bytes: of a chunk.
+        size_bytes: size of a chunk.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -160,15 +160,15 @@ class Scratch:
         self._accumulator = np.empty(0, np.float32)
 
     def own(self, dtype: np.dtype[Any], length: int) -> Array:
-        """Returns room for this rank's contribution."""
+        """Returns an array for this rank's contribution."""
         return self._own[: length * dtype.itemsize].view(dtype)
 
     def result(self, dtype: np.dtype[Any], length: int) -> Array:
-        """Returns room for a result that does not go straight to where it belongs."""
+        """Returns an array for a result that cannot be written directly to its target."""
         return self._result[: length * dtype.itemsize].view(dtype)
 
     def accumulator(self, dtype: np.dtype[Any], length: int) -> Array | None:
-        """Returns room for half precision to add up in, or None where the dtype adds up in itself."""
+        """Returns a float32 array to add up half precision; None for other dtypes."""
         if accumulation_dtype(dtype) == dtype:
             return None
         if self._accumulator.size < length:
@@ -177,19 +177,20 @@ class Scratch:
 
 
 class Workplace(NamedTuple):
-    """One rank's place in a communicator: who it is, where it meets the others, the memory, how much goes at a time.
+    """The objects and sizes that every collective of a shared-memory communicator uses.
 
     Attributes:
         rank: this rank.
         world_size: number of ranks.
-        barrier: where the ranks meet.
-        rings: the shared memory.
-        small_bytes: up to this size arrays are all-reduced all at once.
-        chunk_bytes: of a larger list that is all-reduced, what is published between two rounds of the barrier.
-        round_bytes: how much of an array that is moved, or reduced on one rank, goes through a ring at a time.
-        share_bytes: likewise, of each of the parts of an array that are for different ranks.
-        recorder: the communicator's.
-        finder: takes note of what is not finite, where that is looked for.
+        barrier: the communicator's barrier.
+        rings: the regions in shared memory.
+        small_bytes: the largest array that is all-reduced in one shot.
+        chunk_bytes: the size of the chunks in which larger lists are all-reduced.
+        round_bytes: the part of an array that goes through a ring in one round, in movements and in reductions to one
+            rank.
+        share_bytes: the same for each part of an array whose parts are for different ranks.
+        recorder: the communicator's flight recorder.
+        finder: collects non-finite values.
     """
 
     rank: int
@@ -204,5 +205,5 @@ class Workplace(NamedTuple):
     finder: NonFiniteFinder
 
     def peers(self) -> list[int]:
-        """Returns the other ranks, the next one first: not all of them read the same ring at once."""
+        """Returns the other ranks, the next rank first, so that not all ranks read the same ring at once."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]

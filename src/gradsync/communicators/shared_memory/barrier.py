@@ -1,12 +1,12 @@
-"""Where the ranks of a shared-memory communicator meet, how they wait, and what they report of their end.
+"""The barrier of a shared-memory communicator, with waiting, agreement, close and abort.
 
-Each rank owns one cache line and one short text in shared memory; it writes only its own and reads all. In the line
-stands whether the rank has closed or aborted the communicator; other words of it belong to the barrier, so that a rank
-which only arrives touches nothing else. Aligned 8-byte stores become visible in program order on x86-64, which is all
-the ordering that this protocol, and those built on it, need; check_platform refuses other processors.
+Each rank owns one cache line and one short text in shared memory; it writes only its own and reads all. The line
+records whether the rank has closed or aborted the communicator, and also has the words of the barrier, so that an
+arrival writes to no other line. Aligned 8-byte stores become visible in program order on x86-64. This protocol, and
+those built on it, need no other ordering; check_platform refuses other processors.
 
-A rank arrives at the barrier by storing the number of the round in its line. The 64-bit digest of what it is about to
-do lies in the same line, so that comparing the ranks' plans costs nothing.
+A rank arrives at the barrier by storing the number of the round in its line. The 64-bit digest of its next collective
+is in the same line, so that comparing digests takes no extra time.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, close
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 
-# One 64-byte line of eight words for each rank, and one for all, of which the first word is not zero once any rank
-# has aborted. The first three words of a rank's line, and the last two, are the barrier's.
+# One 64-byte line of eight words for each rank, and a common line, whose first word is not zero once any rank has
+# aborted. The first three words of a rank's line, and the last two, belong to the barrier.
 WORDS_PER_RANK = 8
 _STATE = 3
-_CULPRIT = 4  # of an aborted rank: the rank whose failure made it abort, often its own; as it is numbered in the world
-_GAVE_UP_AT = 5  # of an aborted rank: the first round of the barrier that it did not complete
-# The last two: aborted because of the server's verdict, and closed by a rank that knew of one. Every rank can hear it
-# there, or will in a moment.
-_OPEN, _CLOSED, _ABORTED, _CONDEMNED, _CLOSED_CONDEMNED = 0, 1, 2, 3, 4
-_REASON_BYTES = 1024  # why a rank aborted
+_CULPRIT = 4  # of an aborted rank: the world rank whose failure made it abort, often itself
+_ABORTED_AT = 5  # of an aborted rank: the first round of the barrier that it did not complete
+# The last two: aborted because of a failure that the server sends to all ranks, and closed by a rank that knew of such
+# a failure. Every rank has it from the server, or will soon.
+_OPEN, _CLOSED, _ABORTED, _ABORTED_BY_SERVER, _CLOSED_AFTER_FAILURE = 0, 1, 2, 3, 4
+_REASON_BYTES = 1024  # the reason of an abort
 
-# Waiting: first read, which answers within a microsecond on idle cores; then let others run, in case this core is
-# wanted; then sleep, because sched_yield starves beside a busy process. Failures are looked for while sleeping.
+# Waiting: first spin, which takes less than a microsecond on idle cores; then yield, in case another process needs this
+# core; then sleep, because sched_yield starves next to a busy process. Failures are checked while sleeping.
 SPINS = 60
 _YIELD_FOR_SECONDS = 100e-6
 _SLEEP_SECONDS = 50e-6
@@ -47,30 +47,30 @@ _TEXT_BYTES = 16384  # description of the collective, for PlanMismatch
 
 _NO_DIGEST = 0
 
-ANY_ROUND = 2**64 - 1  # later than all
+ANY_ROUND = 2**64 - 1  # later than any round
 
 
 def waiting_bytes(world_size: int) -> int:
-    """Returns how much shared memory the lines and texts of that many ranks need."""
+    """Returns the size of the shared memory for the lines and texts of all ranks."""
     return (world_size + 1) * WORDS_PER_RANK * 8 + world_size * _REASON_BYTES
 
 
 class SharedWaiting:
-    """The ranks of one communicator as each other's partners in waiting.
+    """Waits of the ranks of one communicator for each other, with checks for failures and the deadline.
 
     Args:
         memory: waiting_bytes(world_size) bytes of shared memory, zero at the start.
-        rank: this rank, as it is numbered in the communicator, like all ranks below where nothing else is said.
-        ranks: the numbers of all ranks in the world, by which errors and the server name them.
+        rank: this rank, as numbered in the communicator, like all ranks below unless noted.
+        ranks: the world ranks of all members, used in errors and at the server.
         label: this rank in errors.
         timeout_seconds: how long to wait for a rank before CollectiveTimeout.
-        failures: the server's; asked for every few milliseconds of waiting.
+        failures: checked for the server's failures every few milliseconds of waiting.
 
     Attributes:
         words: the lines.
         aborted: the index of the word that is not zero once any rank has aborted.
-        completed: the last round of the barrier that this rank saw all arrive at.
-        has_failed: tells, at next to no cost, whether the server's verdict is there.
+        completed: the last round of the barrier at which this rank saw all ranks arrive.
+        has_failed: a function that takes 0.1 us and returns whether the generation has failed.
         rank, ranks, label: see above.
     """
 
@@ -98,16 +98,16 @@ class SharedWaiting:
         self._failures = failures
 
     def look_for_failures(self, missing: Callable[[], list[int]], waited_seconds: float, round_number: int) -> None:
-        """Raises why the ranks that are waited for will not come, where there is a reason, or too long a wait.
+        """Raises if the awaited ranks cannot arrive any more, or the deadline has passed.
 
         Args:
-            missing: returns the ranks that have not done their part; looks anew whenever it is called.
+            missing: returns the ranks that have not done their part, checked at each call.
             waited_seconds: how long this rank has waited.
             round_number: as for look_for_aborts.
 
         Raises:
             RankFailed: a rank closed or aborted the communicator, or died.
-            CollectiveTimeout: the ranks that are missing did not come before the deadline.
+            CollectiveTimeout: the missing ranks did not arrive before the deadline.
         """
         awaited = missing()
         if self.words[self._line + _STATE] != _OPEN:  # by another thread of this process
@@ -119,7 +119,7 @@ class SharedWaiting:
         try:
             self._failures.check()
         except (RankFailed, CollectiveTimeout, RendezvousError):
-            # Who did its part before it failed, or left with the server, is not missed here: what comes next will tell.
+            # If all ranks did their part before the failure, this wait succeeds, and the next one raises.
             if missing():
                 raise
         self._look_for_closed(awaited, missing)
@@ -130,65 +130,65 @@ class SharedWaiting:
     def _look_for_closed(self, awaited: Sequence[int], missing: Callable[[], list[int]]) -> None:
         for peer in awaited:
             state = self.words[peer * WORDS_PER_RANK + _STATE]
-            # A rank may do its part and then close: that is looked at again after its state.
-            if state in (_CLOSED, _CLOSED_CONDEMNED) and peer in missing():
-                if state == _CLOSED_CONDEMNED:
+            # A rank may do its part and then close, so `missing` is checked again after the state.
+            if state in (_CLOSED, _CLOSED_AFTER_FAILURE) and peer in missing():
+                if state == _CLOSED_AFTER_FAILURE:
                     self._failures.await_cause(CAUSE_SECONDS)
                 raise closed_failure(self.label, self.ranks[peer])
 
     def look_for_aborts(self, round_number: int) -> None:
-        """Raises when a rank gave up in that round of the barrier or an earlier one, even if it had arrived.
+        """Raises if a rank aborted in that round of the barrier or an earlier one, even if it had arrived.
 
         Args:
-            round_number: in which this rank waits; ANY_ROUND where an abort, whenever it was, ends the wait.
+            round_number: the round in which this rank waits; ANY_ROUND if any abort ends the wait.
         """
         for peer in self._peers:
             line = peer * WORDS_PER_RANK
             state = self.words[line + _STATE]
-            if state in (_ABORTED, _CONDEMNED) and self.words[line + _GAVE_UP_AT] <= round_number:
-                if state == _CONDEMNED:
+            if state in (_ABORTED, _ABORTED_BY_SERVER) and self.words[line + _ABORTED_AT] <= round_number:
+                if state == _ABORTED_BY_SERVER:
                     self._failures.await_cause(CAUSE_SECONDS)
-                self._failures.check()  # what the server says is the same on every rank
+                self._failures.check()  # the server's error is the same on every rank
                 reason = self._reasons.read(peer).decode(errors="replace")
                 text = f"{self.label}: rank {self.ranks[peer]} aborted: {reason}"
                 raise RankFailed(text, rank=self.words[line + _CULPRIT], phase="collective")
 
     def _look_at_the_clock(self, awaited: list[int], waited_seconds: float) -> None:
         if waited_seconds >= self._timeout_seconds:
-            # First here: a rank that comes now must not take what it finds for complete, and go on beside the verdict.
-            self._announce(_CONDEMNED, f"waited {waited_seconds:.3g} s for ranks {awaited}", awaited[0])
+            # Announced here first: a rank that arrives now must not continue as if the round were complete.
+            self._announce(_ABORTED_BY_SERVER, f"waited {waited_seconds:.3g} s for ranks {awaited}", awaited[0])
             self._failures.time_out(waited_seconds, awaited)
         self._failures.warn(waited_seconds, awaited)
 
     def announce_closed(self) -> None:
-        """Tells the others that this rank will not come again; what it did before still counts."""
-        self.words[self._line + _STATE] = _CLOSED_CONDEMNED if self.has_failed() else _CLOSED
+        """Announces that this rank has closed the communicator; its earlier arrivals still count."""
+        self.words[self._line + _STATE] = _CLOSED_AFTER_FAILURE if self.has_failed() else _CLOSED
 
     def announce_abort(self, reason: str, culprit: int | None = None) -> None:
         """Makes every rank that waits, now or later, raise RankFailed with the reason.
 
         Args:
-            reason: told to all.
-            culprit: the rank whose failure this is, as it is numbered in the world; None is this rank.
+            reason: the reason for all ranks.
+            culprit: the world rank whose failure this is; None is this rank.
         """
-        state = _CONDEMNED if self._failures.was_raised else _ABORTED
+        state = _ABORTED_BY_SERVER if self._failures.was_raised else _ABORTED
         self._announce(state, reason, self.ranks[self.rank] if culprit is None else culprit)
 
     def _announce(self, state: int, reason: str, culprit: int) -> None:
         self._reasons.write(self.rank, reason.encode(errors="backslashreplace"))
-        self.words[self._line + _GAVE_UP_AT] = self.completed + 1
+        self.words[self._line + _ABORTED_AT] = self.completed + 1
         self.words[self._line + _CULPRIT] = culprit
         self.words[self._line + _STATE] = state
         self.words[self.aborted] = 1
 
     def release(self) -> None:
-        """Lets go of the shared memory; nothing here can be used afterwards."""
+        """Releases the shared memory; this object cannot be used afterwards."""
         self._reasons.release()
         self.words.release()
 
 
 class Rests:
-    """What a rank does between two looks at what it waits for.
+    """The pauses of a waiting rank: it yields at first, then sleeps.
 
     Args:
         began: when the wait began, in time.monotonic() seconds.
@@ -204,7 +204,7 @@ class Rests:
         self._look_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
 
     def rest(self) -> bool:
-        """Lets others run for a moment; returns whether it is time to look for failures."""
+        """Pauses; returns whether it is time to check for failures."""
         if self._now < self._sleep_from:
             os.sched_yield()
         else:
@@ -217,16 +217,16 @@ class Rests:
 
     @property
     def waited_seconds(self) -> float:
-        """How long the wait had lasted after the last rest."""
+        """How long the wait had lasted after the last pause."""
         return self._now - self._began
 
 
 class TextBoard:
-    """Short texts in shared memory, each a length, then bytes.
+    """Short texts in shared memory, each stored as a length and bytes.
 
     Args:
-        memory: room for all.
-        bytes_each: room for one text and its length.
+        memory: memory for all texts.
+        bytes_each: size of one text with its length.
     """
 
     def __init__(self, memory: memoryview, bytes_each: int) -> None:
@@ -234,25 +234,25 @@ class TextBoard:
         self._bytes_each = bytes_each
 
     def write(self, place: int, text: bytes) -> None:
-        """Writes as much of the text as there is room for."""
+        """Writes the text, or the beginning of it that fits."""
         data = text[: self._bytes_each - 4]
         begin = place * self._bytes_each
         self._memory[begin + 4 : begin + 4 + len(data)] = data
         self._memory[begin : begin + 4] = len(data).to_bytes(4, "little")
 
     def read(self, place: int) -> bytes:
-        """Returns the text that was written last."""
+        """Returns the last written text."""
         begin = place * self._bytes_each
         length = int.from_bytes(self._memory[begin : begin + 4], "little")
         return bytes(self._memory[begin + 4 : begin + 4 + length])
 
     def release(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         self._memory.release()
 
 
 def header_bytes(world_size: int) -> int:
-    """Returns how much shared memory the barrier of that many ranks needs, in whole pages."""
+    """Returns the size of the barrier's shared memory, in whole pages."""
     size = waiting_bytes(world_size) + world_size * _TEXT_BYTES
     return whole_pages(size)
 
@@ -265,13 +265,13 @@ class SharedBarrier:
         rank: this rank.
         world_size: number of ranks.
         timeout_seconds: how long to wait for a rank before CollectiveTimeout.
-        failures: the server's; asked for every few milliseconds of waiting.
-        ranks: the numbers of all ranks in the world, by which errors name them; None where they are the same.
+        failures: checked for the server's failures every few milliseconds of waiting.
+        ranks: the world ranks of all members, used in errors; None if they are 0 to world_size - 1.
         label: this rank in errors; None is "rank 0/2".
 
     Attributes:
-        waiting: the same ranks where they wait for something else than all of them, and how they end.
-        round: the number of the last round that this rank arrived at.
+        waiting: the waits, and the states of the ranks; also for waits that do not involve all ranks.
+        round: the number of the last round at which this rank has arrived.
     """
 
     def __init__(
@@ -301,18 +301,18 @@ class SharedBarrier:
 
     @property
     def next_parity(self) -> int:
-        """Which of two buffers the next round uses.
+        """The number, 0 or 1, of the buffer for the next round.
 
-        A buffer is written again two rounds later, which a rank enters only after all have left the round between,
-        and so are done with reading it.
+        A buffer is written again two rounds later. A rank enters that round only after all have left the round in
+        between, and so have read the buffer.
         """
         return (self.round + 1) & 1
 
     def meet(self, agreement: Agreement) -> None:
-        """Waits until every rank has arrived, and compares what they are about to do.
+        """Waits until every rank has arrived, and compares their digests.
 
         Raises:
-            PlanMismatch: on every rank, when any two digests differ.
+            PlanMismatch: on every rank, if any two digests differ.
             RankFailed: a rank closed or aborted the communicator, or died.
             CollectiveTimeout: a rank did not arrive before the deadline.
         """
@@ -324,16 +324,16 @@ class SharedBarrier:
                 self._raise_mismatch(agreement)
 
     def arrive(self) -> None:
-        """Tells the others that this rank has come to the next round, and waits for nobody.
+        """Arrives at the next round without waiting.
 
-        Between meetings for one collective, on which the ranks have agreed: nothing is compared. `await_round` of the
-        round before, at the latest, must come before the next.
+        For the inner rounds of a collective that the ranks have agreed on: no digests are compared. Before the next
+        call, `await_round` must have been called for the round before.
         """
         self.round += 1
         self._words[self._line + _ARRIVALS] = self.round  # publishes all data written before
 
     def await_round(self, number: int) -> None:
-        """Waits until every rank has arrived at a round, at which this rank has.
+        """Waits until every rank has arrived at a round, at which this rank has arrived already.
 
         Raises:
             RankFailed, CollectiveTimeout: as for meet.
@@ -342,18 +342,18 @@ class SharedBarrier:
         began = 0.0
         for arrivals in self._arrivals:
             if words[arrivals] < number:
-                # One deadline for all, and a clock only where there is something to wait for.
+                # One deadline for all ranks; the clock is read only if there is a wait.
                 began = began or time.monotonic()
                 self._wait_for(arrivals, number, began)
-        if words[self._aborted]:  # a late rank must not take the arrival of one that has given up for success
+        if words[self._aborted]:  # a rank may have arrived and then aborted
             self.waiting.look_for_aborts(number)
         self.waiting.completed = number
 
     def meet_in_disagreement(self, agreement: Agreement) -> NoReturn:
-        """Arrives at a round that others have entered, to do something else than they: raises that on every rank.
+        """Arrives at a round that other ranks have entered for another collective, so that every rank raises.
 
         Args:
-            agreement: on what this rank is about to do; differs from that of another rank in the round.
+            agreement: this rank's agreement; it differs from another rank's in the round.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout: as for meet.
@@ -362,7 +362,7 @@ class SharedBarrier:
         self._raise_mismatch(agreement)
 
     def is_ahead(self, peer: int) -> bool:
-        """Whether a rank has arrived at a round that this rank has not: it waits there until this one comes."""
+        """Whether a rank has arrived at a later round than this rank, and waits there."""
         return self._words[peer * WORDS_PER_RANK + _ARRIVALS] > self.round
 
     def _arrive(self, digest: int) -> None:
@@ -379,7 +379,7 @@ class SharedBarrier:
         def missing() -> list[int]:
             return [peer for peer in self._peers if words[peer * WORDS_PER_RANK + _ARRIVALS] < wanted]
 
-        if self.waiting.has_failed():  # heard of by another thread; where nobody waits for long, nobody looks
+        if self.waiting.has_failed():  # checked here because short waits never check while sleeping
             look_for_failures(missing, 0.0, wanted)
         for _ in range(SPINS):
             if words[arrivals] >= wanted:
@@ -392,8 +392,8 @@ class SharedBarrier:
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
         """Exchanges descriptions, so that every rank can raise the same error.
 
-        First checksums of the lines, some at a time, from which all ranks find the first that differs; then the text
-        from there on, because the whole may be too long.
+        First the ranks exchange checksums of the lines, in batches, to find the first line that differs. Then they
+        exchange the text from there on, because the whole text may be too long.
         """
         place, _, described = agreement.text_for_others().partition("\n")
         headline, *lines = described.splitlines() or [""]
@@ -414,7 +414,7 @@ class SharedBarrier:
         raise mismatch(self._label, agreement, descriptions)
 
     def announce_closed(self) -> None:
-        """Tells the others that this rank will not come again; earlier arrivals still count."""
+        """Announces that this rank has closed the communicator; its earlier arrivals still count."""
         self.waiting.announce_closed()
 
     def announce_abort(self, reason: str, culprit: int | None = None) -> None:
@@ -422,6 +422,6 @@ class SharedBarrier:
         self.waiting.announce_abort(reason, culprit)
 
     def release(self) -> None:
-        """Lets go of the shared memory; the barrier cannot be used afterwards."""
+        """Releases the shared memory; the barrier cannot be used afterwards."""
         self._texts.release()
         self.waiting.release()

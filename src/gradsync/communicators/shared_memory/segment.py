@@ -1,8 +1,8 @@
-"""A piece of memory that the ranks of one host share: an anonymous memfd, handed over as a descriptor.
+"""Shared memory of the ranks on one host: an anonymous memfd, passed as a descriptor.
 
-A memfd has no name, so nothing is left behind when every process is killed, and it does not count against a small
-/dev/shm. The root makes it and passes the descriptor over a local socket; where that socket is, and the token that
-opens it, travels through the authenticated rendezvous.
+A memfd has no name, so nothing remains if every process is killed, and it does not count against a small /dev/shm. The
+root creates it and passes the descriptor over a local socket. The socket's address and its token are sent through the
+authenticated rendezvous.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ _MADV_POPULATE_WRITE = 23  # from Linux's mman.h; not in Python's mmap
 _TOKEN_BYTES = 32
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LOOK_FOR_FAILURES_EVERY_SECONDS = 0.05
-_PAGE_BYTES = 4096  # in which the parts of the memory are laid out
+_PAGE_BYTES = 4096  # the unit of the memory's layout
 
-# Measured: a reduction over 100 MB takes a tenth to a third less time on large pages, for a walk through pages of 4 KB
-# keeps the processor looking up addresses. Linux gives a memfd such pages only where the administrator has set that, or
-# to who asks for them by MADV_COLLAPSE (Linux 6.1), which takes some milliseconds for each. Where they cannot be had,
-# nothing is lost.
+# Measured: a reduction over 100 MB takes a tenth to a third less time on huge pages, because the processor looks up
+# fewer addresses than with 4 KB pages. Linux gives a memfd huge pages only if the administrator has enabled them, or on
+# request by MADV_COLLAPSE (Linux 6.1), which takes some milliseconds for each. Without them all works as well, slower.
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 _MADV_COLLAPSE = 25  # from Linux's mman.h; not in Python's mmap
@@ -42,15 +41,15 @@ _ATTEMPTS = 4
 
 
 def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
-    """Returns a descriptor of fresh, zeroed shared memory.
+    """Returns a descriptor of new, zeroed shared memory.
 
-    Allocation is done here, so that a full memory is an error now and not a SIGBUS at the first touch. A memfd is
-    not bounded by /dev/shm: asking for more than there is would end in an out-of-memory kill, so the kernel's own
-    estimate is asked first.
+    The memory is allocated here, so that a lack of memory is an error now, and not a SIGBUS at the first access. A
+    memfd is not limited by /dev/shm, and too large an allocation would end in an out-of-memory kill; so the kernel's
+    estimate of the available memory is checked first.
 
     Args:
-        size_bytes: of the memory.
-        allocated: whether it is allocated now; else it must be, by `reserve`, before it is touched.
+        size_bytes: the memory's size.
+        allocated: whether to allocate it now; otherwise `reserve` must allocate it before it is used.
 
     Raises:
         BackendUnavailable: the kernel has no memfd, or not enough memory.
@@ -75,7 +74,7 @@ def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
 
 
 def reserve(descriptor: int, begin: int, end: int) -> None:
-    """Allocates these bytes of a segment, but enters them in no page table.
+    """Allocates these bytes of a segment, without page table entries.
 
     Raises:
         BackendUnavailable: there is not enough memory.
@@ -104,11 +103,11 @@ def map_segment(descriptor: int, *, on_huge_pages: bool = False) -> mmap.mmap:
     """Maps the whole segment for reading and writing, and closes the descriptor.
 
     Args:
-        descriptor: of the segment.
-        on_huge_pages: whether it should lie where huge pages can be.
+        descriptor: the segment's descriptor.
+        on_huge_pages: whether to map it at an address that is aligned for huge pages.
 
     Raises:
-        BackendUnavailable: this process has no room for it.
+        BackendUnavailable: this process has no address space for it.
     """
     try:
         if on_huge_pages:
@@ -121,10 +120,10 @@ def map_segment(descriptor: int, *, on_huge_pages: bool = False) -> mmap.mmap:
 
 
 def populate(mapping: mmap.mmap, begin: int, end: int) -> None:
-    """Has the kernel enter these bytes into the process's page tables now.
+    """Makes the kernel create the page table entries for these bytes now.
 
-    A first touch in the middle of a collective costs more than the collective; but to enter what may never be used
-    costs start-up time.
+    A first access in the middle of a collective takes longer than the collective. Entries for memory that may never be
+    used would cost start-up time.
     """
     begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
     try:
@@ -135,10 +134,10 @@ def populate(mapping: mmap.mmap, begin: int, end: int) -> None:
 
 
 class SegmentOffer:
-    """The root's side of the hand-over: gives a descriptor to each peer that knows the token.
+    """The root's side: passes a descriptor to each peer that knows the token.
 
     Attributes:
-        ticket: what peers need, to be passed through the authenticated rendezvous.
+        ticket: the token and the socket's address, to be sent to peers through the authenticated rendezvous.
     """
 
     def __init__(self) -> None:
@@ -151,16 +150,16 @@ class SegmentOffer:
         self.ticket = self._token + name
 
     def serve(self, descriptor: int, peers: int, deadline: float, check_for_failure: Callable[[], None]) -> None:
-        """Hands the descriptor to `peers` processes of the same user, then stops listening.
+        """Passes the descriptor to `peers` processes of the same user.
 
         Args:
-            descriptor: what to hand over.
-            peers: how many processes will come.
-            deadline: when to give up, in time.monotonic() seconds.
-            check_for_failure: called while waiting; raises when a rank has failed.
+            descriptor: the segment's descriptor.
+            peers: the number of processes.
+            deadline: the deadline, in time.monotonic() seconds.
+            check_for_failure: called while waiting; raises if a rank has failed.
 
         Raises:
-            RendezvousTimeout: the deadline passed before all peers had come.
+            RendezvousTimeout: not all peers had connected at the deadline.
         """
         self._listener.settimeout(_LOOK_FOR_FAILURES_EVERY_SECONDS)
         served = 0
@@ -168,8 +167,8 @@ class SegmentOffer:
             check_for_failure()
             if time.monotonic() > deadline:
                 raise RendezvousTimeout(
-                    f"only {served} of {peers} ranks came for the shared memory before the deadline; "
-                    "are they all on this host, in one network namespace?"
+                    f"only {served} of {peers} ranks fetched the shared memory before the deadline; "
+                    "check that all ranks are on this host, in one network namespace"
                 )
             try:
                 connection, _ = self._listener.accept()
@@ -198,10 +197,10 @@ class SegmentOffer:
 
 
 def take_segment(ticket: bytes, timeout_seconds: float) -> int:
-    """A peer's side of the hand-over: returns the descriptor that the root offers.
+    """A peer's side: returns the descriptor that the root offers.
 
     Raises:
-        BackendUnavailable: the root is not reachable from here, so the ranks share no memory.
+        BackendUnavailable: the root cannot be reached from here, so the ranks cannot share memory.
     """
     token, name = ticket[:_TOKEN_BYTES], ticket[_TOKEN_BYTES:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
@@ -213,37 +212,37 @@ def take_segment(ticket: bytes, timeout_seconds: float) -> int:
         except OSError as error:
             raise BackendUnavailable(
                 f"shared memory needs all ranks on one host, in one network namespace; "
-                f"the root of this group cannot be reached from here: {error}"
+                f"the first rank of this group cannot be reached from here: {error}"
             ) from error
     if not descriptors:
-        raise BackendUnavailable("the root of this group closed the hand-over of the shared memory")
+        raise BackendUnavailable("the first rank of this group closed the connection without sending the shared memory")
     os.set_inheritable(descriptors[0], False)  # recv_fds drops MSG_CMSG_CLOEXEC (CPython up to 3.13)
     return descriptors[0]
 
 
 def whole_pages(size_bytes: int) -> int:
-    """Returns how many bytes the whole pages take that hold so many."""
+    """Returns the size rounded up to whole pages."""
     return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def check_platform() -> None:
-    """Refuses where the barrier's memory ordering does not hold.
+    """Checks that the processor has the memory ordering that the barrier needs.
 
     Raises:
         BackendUnavailable: not Linux on x86-64.
     """
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
-        raise BackendUnavailable(f"shared memory runs on Linux x86-64 only, this is {sys.platform} on {machine}")
+        raise BackendUnavailable(f"shared memory needs Linux on x86-64, this is {sys.platform} on {machine}")
 
 
 def _map_for_huge_pages(descriptor: int) -> mmap.mmap:
-    """Maps a whole segment where huge pages can be, if possible; the descriptor stays open.
+    """Maps a whole segment at an address that is a multiple of the huge page size, if possible.
 
-    They need an address in memory that is a multiple of their size, as their place in the segment is.
+    The descriptor stays open.
 
     Raises:
-        OSError: this process has no room for it.
+        OSError: this process has no address space for it.
     """
     size_bytes = os.fstat(descriptor).st_size
     with contextlib.ExitStack() as gaps:
@@ -252,19 +251,19 @@ def _map_for_huge_pages(descriptor: int) -> mmap.mmap:
             excess_bytes = _address(mapping) % HUGE_PAGE_BYTES
             if not excess_bytes:
                 return mapping
-            # Linux maps from the top down: what takes the excess there moves the next mapping down by as much.
+            # Linux maps from the top down, so a mapping of the excess moves the next mapping down to a multiple.
             mapping.close()
             gaps.enter_context(mmap.mmap(-1, excess_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         return mmap.mmap(descriptor, size_bytes)
 
 
 def take_huge_pages(mapping: mmap.mmap, begin: int, end: int, seconds: float) -> None:
-    """Has the kernel put this part of a mapping into huge pages, as far as it can within a time.
+    """Asks the kernel to move this part of a mapping to huge pages, within a time limit.
 
     Args:
-        mapping: of _map_for_huge_pages.
-        begin, end: multiples of the page's size; allocated.
-        seconds: the time.
+        mapping: a mapping from _map_for_huge_pages.
+        begin, end: the part, allocated; multiples of the huge page size.
+        seconds: the time limit.
     """
     deadline = time.monotonic() + seconds
     for page in range(begin, end, HUGE_PAGE_BYTES):
@@ -273,7 +272,7 @@ def take_huge_pages(mapping: mmap.mmap, begin: int, end: int, seconds: float) ->
         try:
             mapping.madvise(_MADV_COLLAPSE, page, HUGE_PAGE_BYTES)
         except OSError as error:
-            if error.errno != errno.EAGAIN:  # this page only is in use just now
+            if error.errno != errno.EAGAIN:  # EAGAIN: only this page is in use now
                 return
 
 

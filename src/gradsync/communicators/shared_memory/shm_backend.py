@@ -1,6 +1,6 @@
-"""The backend between processes of one host without a GPU: NumPy over a shared memfd.
+"""The shared-memory backend: NumPy arrays, ranks on one host, over a memfd.
 
-What moves the bytes is in the other files of this room; here is the way to a communicator.
+Makes the memory and connects the ranks; the other files of this folder move the bytes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
 
-# What a rank publishes of a large list between two rounds of the barrier, at most. Larger chunks leave the cache,
-# smaller ones pay for more rounds and NumPy calls. Measured where memcpy is slow (Zen 3); on a Xeon half of it is 5 to
-# 9 % faster from 4 MB on. Rank 0 finds out which it is, for all.
+# The largest chunk of a large list that a rank publishes between two barriers. Larger chunks do not fit the cache;
+# smaller chunks need more barriers and NumPy calls. Measured on a processor with a slow memcpy (Zen 3); on a Xeon half
+# of it is 5 to 9 % faster for 4 MB and more. Rank 0 measures memcpy for all ranks.
 CHUNK_BYTES = 1024 * 1024
-# Likewise of what is moved, or reduced on one rank: some write the next round while others read the last one.
+# The same for movements and reductions to one rank, where some ranks write the next round while others read the last.
 ROUND_BYTES = 512 * 1024
-# Up to here one barrier and n reads of everything beat two barriers and a share of the work.
+# Up to this size one barrier and n reads of everything are faster than two barriers and a share of the work.
 SMALL_BYTES = 128 * 1024
 
 
@@ -52,15 +52,15 @@ class ShmBackend(Backend):
     """Ranks on one Linux x86-64 host that share memory.
 
     Args:
-        descriptor: of a segment of segment_bytes(world_size); taken over and closed.
+        descriptor: descriptor of a segment with segment_bytes(world_size) bytes; closed here.
         client: this rank's connection to the rendezvous server.
         group: the communicator's name.
         timeout_seconds: how long a collective waits for a rank.
-        chunk_bytes: of a large list, what is published at a time; at most CHUNK_BYTES, the same on all ranks.
+        chunk_bytes: size of the chunks of large lists; at most CHUNK_BYTES, the same on all ranks.
     """
 
     name = "shm"
-    meets_at_once = True  # else a rank that cannot map the memory would be missed in the first collective only
+    meets_at_once = True  # otherwise a rank that cannot map the memory would be noticed only in the first collective
 
     client: RendezvousClient
 
@@ -74,7 +74,7 @@ class ShmBackend(Backend):
     ) -> None:
         super().__init__(client, group, timeout_seconds)
         rank, world_size = self.rank, self.world_size
-        # Now: meeting the others may have brought them together. As the world counts: groups share the cores.
+        # Now, because joining may have moved the ranks to one core. By world rank, because groups share the cores.
         begin_on_core(self.ranks[rank])
         self._mapping = map_segment(descriptor)
         self._memory = memoryview(self._mapping)
@@ -98,7 +98,7 @@ class ShmBackend(Backend):
         self._plans = Plans(workplace, scratch, self._slots)
         self._resident_reduction = ResidentReduction(workplace)
         self.finder = finder if world_size > 1 else None
-        # The garbage collector may take a group that its program has dropped: others may still wait there.
+        # If the garbage collector deletes a group that the program has dropped, other ranks may still wait there.
         self._when_dropped = weakref.finalize(self, _announce_dropped, self._barrier, os.getpid())
         self._when_dropped.atexit = False
 
@@ -141,7 +141,7 @@ class ShmBackend(Backend):
         *,
         looks: bool,
     ) -> None:
-        if not isinstance(memory, SharedResidentMemory):  # of one rank
+        if not isinstance(memory, SharedResidentMemory):  # a world of one rank
             super().all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, looks=looks)
             return
         with np.errstate(all="ignore"):  # see quiet_caller
@@ -187,7 +187,7 @@ class ShmBackend(Backend):
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         return self._plans.share_numbers(numbers, agreement)
 
-    # -- Plans: where one round holds all, or some chunks --------------------------------------------------------
+    # -- Plans, for arrays that fit one round, or a few chunks ---------------------------------------------------
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
         size_bytes = size * dtype.itemsize
@@ -222,7 +222,7 @@ class ShmBackend(Backend):
         return connect_shared_memory(client, group=name, timeout_seconds=seconds, collective_timeout_seconds=seconds)
 
     def look_for_ended(self, missing: list[int]) -> None:
-        with contextlib.suppress(ValueError):  # another thread has released the memory: the next look finds the end
+        with contextlib.suppress(ValueError):  # another thread has released the memory; the next check finds the end
             self._barrier.waiting.look_for_failures(lambda: missing, 0.0, ANY_ROUND)
 
     def agree(self, agreement: Agreement) -> None:
@@ -236,14 +236,14 @@ class ShmBackend(Backend):
 
     def release(self) -> None:
         self._when_dropped.detach()
-        # They refer to one another: dropped by hand, so that the memory goes now and not with the garbage collector.
+        # These objects form reference cycles: deleted here, so that the memory is freed now, not by garbage collection.
         self._plans.release()
         del self._plans, self._resident_reduction, self._workplace
         self._rings.release()
         self._slots.release()
         self._channels.release()
         self._barrier.release()
-        # Where a traceback still holds a view, the mapping goes with the last one.
+        # If a traceback still holds a view, the mapping is freed with the last view.
         with contextlib.suppress(BufferError):
             self._memory.release()
             self._mapping.close()
@@ -256,25 +256,25 @@ def _announce_dropped(barrier: SharedBarrier, pid: int) -> None:
 
 
 def segment_bytes(world_size: int) -> int:
-    """Returns how much memory the ranks share."""
+    """Returns the size of the ranks' shared memory."""
     own_bytes = SharedRings.bytes_for(world_size, ROUND_BYTES) + Slots.bytes_for(world_size, CHUNK_BYTES)
     return header_bytes(world_size) + own_bytes + SharedChannels.bytes_for(world_size)
 
 
 def create_shared_memory(world_size: int) -> int:
-    """Returns the descriptor of memory for a communicator of so many ranks.
+    """Returns the descriptor of new shared memory for a communicator.
 
     Raises:
-        BackendUnavailable: there is not enough, or no way to share it.
+        BackendUnavailable: there is not enough memory, or the kernel has no memfd.
     """
     return create_segment(segment_bytes(world_size))
 
 
 def check_memory(world_size: int) -> None:
-    """Makes sure that there is memory for a communicator of so many ranks: takes it, and gives it back.
+    """Checks that there is memory for a communicator, by allocating and freeing it.
 
     Raises:
-        BackendUnavailable: there is not, or no way to share it.
+        BackendUnavailable: there is not enough memory, or the kernel has no memfd.
     """
     os.close(create_shared_memory(world_size))
 
@@ -288,17 +288,17 @@ def connect_shared_memory(
 ) -> ShmBackend:
     """Builds the backend of all ranks of a rendezvous. Every rank must call it with the same group.
 
-    Whoever calls it reports a failure to the other ranks, which would wait for this one otherwise.
+    The caller must report a failure to the other ranks, which would otherwise wait for this one.
 
     Args:
-        client: this rank's connection, joined.
+        client: this rank's client.
         group: a name not used before in this generation.
-        timeout_seconds: for meeting the others and handing over the memory.
+        timeout_seconds: the deadline for passing the memory to all ranks.
         collective_timeout_seconds: how long a collective waits for a rank.
 
     Raises:
-        BackendUnavailable: not Linux on x86-64, no memory, or the ranks are not on one host.
-        RendezvousTimeout, RankFailed: a rank did not come, or died.
+        BackendUnavailable: not Linux on x86-64, not enough memory, or the ranks are not on one host.
+        RendezvousTimeout, RankFailed: a rank did not call it, or died.
     """
     check_platform()
     deadline = time.monotonic() + timeout_seconds
@@ -316,7 +316,7 @@ def connect_shared_memory(
         try:
             descriptor = take_segment(ticket, max(1.0, deadline - time.monotonic()))
         except BackendUnavailable:
-            await_cause(CAUSE_SECONDS, client.check)  # nor can a root be reached that has heard of a failure before us
+            await_cause(CAUSE_SECONDS, client.check)  # the root may be gone because of a failure, which is the cause
             raise
     chunk_bytes = CHUNK_BYTES if slow_memcpy else CHUNK_BYTES // 2
     return ShmBackend(descriptor, client, group, collective_timeout_seconds, chunk_bytes)
