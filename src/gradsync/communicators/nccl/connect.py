@@ -129,17 +129,14 @@ def connect_nccl(
     return NcclBackend.take_over(joined, client, group, collective_timeout_seconds, force_packing=force_packing)
 
 
-def _left(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
-
-
 def _check_devices(
     client: RendezvousClient, identity: str, group: str, deadline: float, *, allow_shared_gpu: bool
 ) -> None:
     """Raises a helpful error on every rank if ranks share a GPU, before NCCL finds it."""
     mine = identity.encode()[: MAX_EXCHANGED_BYTES // client.world_size]
     by_device: dict[bytes, list[int]] = {}
-    for rank, where in enumerate(client.exchange(f"nccl/{group}/devices", mine, timeout_seconds=_left(deadline))):
+    seconds = max(0.0, deadline - time.monotonic())
+    for rank, where in enumerate(client.exchange(f"nccl/{group}/devices", mine, timeout_seconds=seconds)):
         by_device.setdefault(where, []).append(rank)
     shared = {where: ranks for where, ranks in by_device.items() if len(ranks) > 1}
     if shared and not allow_shared_gpu:

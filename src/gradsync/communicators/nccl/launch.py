@@ -226,12 +226,12 @@ class Launch:
 
     def look_for_closed_ranks(self) -> None:
         """Raises RankFailed if a rank that it needs closed the communicator before it."""
-        for agreement, position, _ in self.agreed:
+        for agreement, position in self.agreed:
             agreement.look_for_closed_ranks(position)
 
     def peers(self) -> list[int] | None:
         """Returns the only ranks that it can wait for, by their numbers in the world; None if that may be any rank."""
-        peers = [agreed.peer for agreed in self.agreed if agreed.peer is not None]
+        peers = [agreement.peer for agreement, _ in self.agreed if agreement.peer is not None]
         return peers if self.agreed and len(peers) == len(self.agreed) else None
 
     def fail(self, error: BaseException) -> None:

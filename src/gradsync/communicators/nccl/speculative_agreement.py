@@ -74,12 +74,10 @@ class Agreed(NamedTuple):
     Attributes:
         agreement: of the ranks concerned.
         position: number of the event in it.
-        peer: the other rank of a message, by its number in the world; None for a collective.
     """
 
     agreement: SpeculativeAgreement
     position: int
-    peer: int | None = None
 
 
 class SpeculativeAgreement:
@@ -95,6 +93,7 @@ class SpeculativeAgreement:
         look_for_closed_peer: raises RankFailed if the peer has closed the communicator before its first message.
 
     Attributes:
+        peer: as given.
         position: number of the next event.
         asks_always: whether it asks about predicted events too; the same on all ranks.
         was_overtaken: whether this rank has launched an event that another rank did not; `overtaken` returns the error,
@@ -113,7 +112,7 @@ class SpeculativeAgreement:
         look_for_closed_peer: Callable[[], None] | None = None,
     ) -> None:
         self._client = client
-        self._peer = peer
+        self.peer = peer
         self._look_for_closed_peer = look_for_closed_peer
         self._failures = failures
         self._group = group
@@ -157,7 +156,7 @@ class SpeculativeAgreement:
             self._launched.append(agreement)
             self.position = position + 1
             self._launching_thread = threading.get_ident()
-        return Agreed(self, position, self._peer)
+        return Agreed(self, position)
 
     def asked(self, agreement: Agreement, arrivals: list[object] | None = None) -> Agreed:
         """Asks the other ranks about the event; returns when this rank may launch it.
@@ -177,7 +176,7 @@ class SpeculativeAgreement:
             self._launched.append(None)
             if decision is Decision.AGREED:
                 self._history.append(agreement.digest)
-                return Agreed(self, position, self._peer)
+                return Agreed(self, position)
             self._history.break_off()
         raise self._disagreement(position, agreement, broken=decision is Decision.LAUNCHED)
 
