@@ -23,13 +23,13 @@ _kept: deque[int] = deque()
 
 
 def free_port() -> int:
-    """Gives a TCP port that nobody uses, for a server on any interface of this machine.
+    """Returns a TCP port that nobody uses, for a server on any interface of this machine.
 
-    Nothing is bound to the port, so that every kind of server can take it, with or without SO_REUSEADDR. What
-    keeps it free until then: it lies where the kernel looks for no port by itself, neither for a server that
-    binds port 0 nor for an outgoing connection; and no other call of this function, in any process of this
-    machine or container, gives it while this process lives (for the newest 64 ports of a process). Only a
-    program that asks for this very number can take it. Where the kernel is set to use all ports for itself,
+    Nothing is bound to the port, so that every kind of server can bind it, with or without SO_REUSEADDR. It stays
+    free until then: the kernel does not choose it by itself, neither for a server that binds port 0 nor for an
+    outgoing connection; and no other call of this function, in any process of this machine or container, returns it
+    while this process lives (for the newest 64 ports of a process). Only a program that asks for this very number
+    can take it. Where the kernel is set to use all ports for itself,
     it may be faster than the server.
 
     Raises:
@@ -44,7 +44,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Gives a port like `free_port`, and lets others have it when the context ends."""
+    """Yields a port as `free_port` does, and releases it when the context ends."""
     port, reservation = _take_port()
     try:
         yield port
@@ -68,7 +68,7 @@ def _take_port() -> tuple[int, int]:
 
 
 def _ports_to_try() -> range:
-    """Returns the ports beside those that the kernel chooses from; the latter where it leaves too few."""
+    """Returns the ports outside the range of the kernel; those inside where too few are outside."""
     try:
         with open(_KERNEL_RANGE) as file:
             low, high = map(int, file.read().split())
@@ -83,7 +83,7 @@ def _ports_to_try() -> range:
 
 
 def _reserve(port: int) -> int | None:
-    """Takes the name that stands for the port, unless another call has it.
+    """Binds the name that reserves the port, unless another call has bound it.
 
     An abstract name belongs to a network namespace, as ports do, and ends with the process that holds it.
     """
@@ -99,7 +99,7 @@ def _reserve(port: int) -> int | None:
 
 
 def _is_free(port: int) -> bool:
-    """Tells whether a server could bind the port on all interfaces, and so on any."""
+    """Returns whether a server could bind the port on all interfaces, and so on any."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -1,7 +1,7 @@
-"""A function for the ranks to call: made ready before any process starts, and its results or error for the caller.
+"""A function for the ranks to call: prepared before any process starts; and its results or error for the caller.
 
-A call travels as bytes, by pickle, and by cloudpickle where pickle refuses; a rank needs `pickle.loads` only, as what
-cloudpickle wrote imports cloudpickle by itself. Forked ranks have the call already.
+A call travels as bytes, by pickle, and by cloudpickle where pickle refuses; a rank needs `pickle.loads` only, because a
+pickle of cloudpickle imports cloudpickle by itself. Forked ranks have the call already.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _CUDA_SUCCESS = 0
 
 
 def set_start_method(method: str) -> None:
-    """Sets how `gs.launch` starts its processes, and `gs.launcher` and `gs.spawn` where they are not told.
+    """Sets the start method of `gs.launch`, and the default of `gs.launcher` and `gs.spawn`.
 
     Args:
         method: "spawn" (at first): fresh interpreters; the function and its arguments pickle, and a script needs the
             `if __name__ == "__main__":` guard. "forkserver": forks of a small process that has imported little; the
-            same holds. "fork": copies of this process, with all that it has in memory: closures and notebook
+            same holds. "fork": copies of this process with its memory: closures and notebook
             functions work, CUDA must not have been touched, and locks that other threads hold stay held.
 
     Raises:
@@ -56,11 +56,11 @@ def set_start_method(method: str) -> None:
 
 
 def chosen_start_method(who: str, method: str | None) -> str:
-    """Gives the start method of a call: its own, or what `set_start_method` has set.
+    """Returns the start method of a call: its own, or that of `set_start_method`.
 
     Args:
         who: the caller, for the error.
-        method: what the call names.
+        method: the one that the call names, or None.
 
     Raises:
         InvalidArgument: there is no such method.
@@ -90,8 +90,8 @@ def function_target(
         function: what each rank calls.
         arguments: positional arguments.
         keywords: keyword arguments.
-        name: what errors and `ps` call the function; by default its own name.
-        who: what launches it, for errors.
+        name: of the function in errors and `ps`; by default its own.
+        who: the caller, for errors.
         start_method: with "fork" ranks have the call as it is, and nothing needs to pickle; with "spawn" and
             "forkserver" it is pickled.
 
@@ -112,7 +112,7 @@ def function_target(
 
 
 def own_backend(who: str, backend: str) -> str:
-    """Gives the backend that stands for one of other systems: for gloo, shared memory, as the log says."""
+    """Returns our backend for that of another system: shm for gloo, with a line in the log."""
     if backend != "gloo":
         return backend
     _log.warning("%s: gradsync has no gloo; its ranks take shm, which joins those of one host", who)
@@ -120,7 +120,7 @@ def own_backend(who: str, backend: str) -> str:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Gives what errors and `ps` call a function."""
+    """Returns the name of a function in errors and `ps`."""
     return getattr(function, "__qualname__", repr(function))
 
 
@@ -163,7 +163,7 @@ def _refuse_inside_rank(name: str) -> None:
 
 
 class _InheritedDescriptors:
-    """Stands for the process to be spawned while multiprocessing objects are pickled."""
+    """Stands in for the process to be spawned while multiprocessing objects are pickled."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
@@ -187,7 +187,7 @@ class _InheritedDescriptor:
 
 
 def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None:
-    """Gives the ranks this process's resource tracker, where it has one.
+    """Returns the descriptor of this process's resource tracker for the ranks, or None if it has no tracker.
 
     A rank with a tracker of its own would unlink shared memory that it only attached to.
     """
@@ -196,7 +196,7 @@ def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None
 
 
 def ranks_can_import_main() -> bool:
-    """Tells whether fresh ranks find this process's `__main__` again; they do not in an interactive session."""
+    """Returns whether fresh ranks find this process's `__main__` again; they do not in an interactive session."""
     from multiprocessing import spawn
 
     return _has_main(spawn.get_preparation_data("main"))
@@ -208,11 +208,11 @@ def _has_main(preparation: Mapping[str, Any]) -> bool:
 
 
 def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
-    """Pickles a call, all in one, so that what its parts share stays shared.
+    """Pickles a call as one object, so that shared parts stay shared.
 
     Args:
         call: the call.
-        name: what errors call the function.
+        name: of the function, for errors.
         ranks_import_main: whether ranks can import this process's `__main__`; they cannot when it is an interactive
             session, and then its functions and classes travel by value.
 
@@ -237,7 +237,7 @@ def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
 
 
 class _PlainPickler(ForkingPickler):
-    """Refuses what a rank would look for in a `__main__` that it does not have."""
+    """Refuses objects of a `__main__` that ranks cannot import."""
 
     def reducer_override(self, thing: Any) -> Any:
         if _is_of_main(thing):
@@ -252,7 +252,7 @@ def _plain_dumps(thing: Any, ranks_import_main: bool) -> bytes:
 
 
 def _find_cloudpickle(ranks_import_main: bool) -> _Dumps | None:
-    """Returns a function that pickles by value what cannot go by name, if cloudpickle is installed."""
+    """Returns a function that pickles by value where a name does not do, if cloudpickle is installed."""
     try:
         import cloudpickle
     except ImportError:
@@ -290,7 +290,7 @@ def _is_found_by_name(thing: Any) -> bool:
 
 
 def _explain(call: Call, name: str, dumps: _Dumps, error: Exception, remedies: tuple[str, ...]) -> str:
-    """Says which part of a call does not pickle, why, and what to do."""
+    """Returns which part of a call does not pickle, why, and what to do."""
     for part, thing, remedy in _parts_of(call, name):
         try:
             dumps(thing)
@@ -303,7 +303,7 @@ def _explain(call: Call, name: str, dumps: _Dumps, error: Exception, remedies: t
 
 
 def _parts_of(call: Call, name: str) -> Iterator[tuple[str, Any, str]]:
-    """Gives each part of a call: what it is called, the part, and what helps when it does not pickle."""
+    """Yields each part of a call: its name, the part, and a remedy if it does not pickle."""
     function, arguments, keywords = call
     yield name, function, "define it at the top level of a module or script"
     for position, value in enumerate(arguments):
@@ -313,7 +313,7 @@ def _parts_of(call: Call, name: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def load_result(rank: int, value: ReturnValue) -> Any:
-    """Gives what the function returned on one rank.
+    """Returns the return value of one rank.
 
     Raises:
         InvalidArgument: it does not unpickle here.
@@ -327,10 +327,10 @@ def load_result(rank: int, value: ReturnValue) -> Any:
 
 
 def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
-    """Gives what the function returned on each rank, by rank, after a run in which none failed; once.
+    """Returns the return values, by rank, after a run without a failure; only once.
 
     Args:
-        outcome: loses the results one by one, so that large ones are not held twice.
+        outcome: of the run; its results are released one by one, so that large ones are not in memory twice.
         stacklevel: of the warning, as seen from the caller.
 
     Returns:
@@ -351,9 +351,9 @@ def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
 
 
 def returned_values(outcome: Outcome) -> dict[int, Any]:
-    """Gives what the function returned on the ranks on which it did, for the error that tells of another one.
+    """Returns the return values of the ranks that have one, for the error about another rank.
 
-    A value that does not unpickle here is left out: the error is about something else.
+    A value that does not unpickle here is left out: the error is about another rank.
     """
     values = {}
     for rank in outcome.ranks:
@@ -366,11 +366,11 @@ def returned_values(outcome: Outcome) -> dict[int, Any]:
 
 
 def failure(outcome: Outcome, root: RankOutcome, message: str) -> RankFailed:
-    """Gives the error for a run in which a rank failed.
+    """Returns the error for a run with a failed rank.
 
     Args:
         outcome: of the run.
-        root: the rank whose failure it was.
+        root: the rank that was the cause.
         message: the error's first line; the rank's traceback follows.
     """
     text = traceback_of(root)
@@ -385,12 +385,12 @@ def failure(outcome: Outcome, root: RankOutcome, message: str) -> RankFailed:
 
 
 def traceback_of(rank: RankOutcome) -> str:
-    """Gives a rank's traceback, or "" where it has told none."""
+    """Returns a rank's traceback, or "" if it has reported none."""
     return rank.error.text.rstrip() if rank.error else ""
 
 
 def raise_for_signal(outcome: Outcome) -> None:
-    """Does what the signal that ended a run would have done.
+    """Raises what the signal that ended a run would have raised.
 
     Raises:
         KeyboardInterrupt: it was SIGINT.
@@ -411,10 +411,10 @@ def _warn_of_no_result(rank: RankOutcome, stacklevel: int) -> None:
 
 
 def check_cuda_untouched(who: str, start_method: str) -> None:
-    """Looks at this process before it starts ranks; a warning comes once.
+    """Checks whether this process has initialised CUDA before it starts ranks; warns once.
 
     Args:
-        who: what starts them, for the message.
+        who: the caller, for the message.
         start_method: "fork", "spawn" or "forkserver".
 
     Raises:
@@ -436,14 +436,14 @@ def check_cuda_untouched(who: str, start_method: str) -> None:
 
 
 def devices_in_use(driver: Any = None) -> list[int] | None:
-    """Returns the devices on which this process has a primary context, the one of CuPy, PyTorch and the CUDA runtime.
+    """Returns the devices on which this process has a primary context, as CuPy, PyTorch and the CUDA runtime use.
 
     Args:
-        driver: libcuda as ctypes gives it; by default the one that this process has loaded.
+        driver: libcuda, from ctypes; by default the one that this process has loaded.
 
     Returns:
-        The devices as this process numbers them; none yet where a library has only looked for devices. None: CUDA
-        is not initialised, so that a fork does it no harm.
+        The devices as this process numbers them; none if a library has only looked for devices. None: CUDA is not
+        initialised, so that a fork does no harm.
 
     Source: CUDA Driver API: before cuInit every function returns CUDA_ERROR_NOT_INITIALIZED (cuInit);
     cuDevicePrimaryCtxGetState creates no context.
@@ -460,7 +460,7 @@ def devices_in_use(driver: Any = None) -> list[int] | None:
 
 
 def _loaded_driver() -> Any:
-    """Returns libcuda if something in this process has loaded it already."""
+    """Returns libcuda if this process has loaded it already."""
     import ctypes
 
     try:

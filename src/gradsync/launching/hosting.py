@@ -1,4 +1,4 @@
-"""Where the ranks of a launch meet: at a port of this process, or where the first of several launchers hosts.
+"""Where the ranks of a launch meet: at a port of this process, or at that of the first of several launchers.
 
 The secret of several launchers comes from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback it may be
 missing: the first launcher then makes one and leaves it in a file of mode 0600 in the user's runtime directory, as rank
@@ -26,7 +26,7 @@ _PROBE_SECONDS = 1.0
 
 @contextlib.contextmanager
 def own_listener(host: str, port: int, *, if_taken: str = "use port 0 for a free port") -> Iterator[socket.socket]:
-    """Gives a listening socket and closes it when the context ends; with port 0 the kernel picks one.
+    """Yields a listening socket and closes it when the context ends; with port 0 the kernel picks one.
 
     Args:
         host, port, if_taken: see `bind_listener`.
@@ -45,7 +45,7 @@ def own_listener(host: str, port: int, *, if_taken: str = "use port 0 for a free
 
 @contextlib.contextmanager
 def own_endpoint(port: int) -> Iterator[tuple[Endpoint, socket.socket]]:
-    """Binds a port of this machine for one start of the ranks; those of an earlier one do not know its secret."""
+    """Binds a port of this machine for one start of the ranks; ranks of an earlier start do not know its secret."""
     with own_listener("127.0.0.1", port) as listener:
         yield Endpoint(format_address(listener), os.urandom(32)), listener
 
@@ -54,9 +54,9 @@ def own_endpoint(port: int) -> Iterator[tuple[Endpoint, socket.socket]]:
 def launcher_endpoint(
     host: str, port: int, rank_start: int, *, meets_others: bool
 ) -> Iterator[tuple[Endpoint | None, socket.socket | None]]:
-    """Gives where the ranks of one call of `launcher` meet, with the bound socket where it is here, and holds it.
+    """Yields where the ranks of one call of `launcher` meet, with the bound socket if this process hosts.
 
-    No endpoint where nobody else needs to find it, as all ranks are this call's, on loopback: the supervisor has one.
+    None where all ranks are of this call, on loopback: the supervisor makes an endpoint then.
 
     Args:
         host, port: where the first launcher hosts.
@@ -66,7 +66,7 @@ def launcher_endpoint(
     Raises:
         AuthenticationError: no secret, and other machines can reach the server.
         RendezvousError: the address cannot be bound.
-        RendezvousTimeout: the node with rank_start 0 did not come.
+        RendezvousTimeout: the node with rank_start 0 did not start hosting in time.
     """
     is_on_loopback = _is_loopback(host)
     if not meets_others and is_on_loopback:
@@ -108,7 +108,7 @@ def _is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def _published_secret(address: str) -> Iterator[bytes]:
-    """Makes a secret, for launchers of this machine to find while the context lasts."""
+    """Publishes a new secret, which other launchers of this machine find while the context lasts."""
     secret = os.urandom(32)
     path = secret_path(address)
     publish(path, Endpoint(address, secret))
@@ -120,7 +120,7 @@ def _published_secret(address: str) -> Iterator[bytes]:
 
 
 def _find_secret(address: str, rank_start: int) -> bytes:
-    """Gives the secret that the first launcher has published, once it hosts."""
+    """Waits for the secret that the first launcher publishes, and returns it."""
     path, stale, deadline = secret_path(address), None, time.monotonic() + _MEETING_SECONDS
     while (found := wait_for(path, stale, deadline)) is not None:
         if _is_there(address):

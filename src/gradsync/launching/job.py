@@ -1,4 +1,4 @@
-"""What a launch asks for: what to run, in how many processes, and under which conditions."""
+"""The request of a launch: the program, the number of processes, and the conditions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _WHO = "the launch"
 
 @dataclass(frozen=True)
 class Target:
-    """What to run, for `rank_main`.
+    """The program of the ranks, for `rank_main`.
 
     Attributes:
         record: the start record, of types that `marshal` knows.
-        command_line: shown behind the shim on the rank's command line, for people who read `ps`.
+        command_line: shown by `ps` on the rank's command line.
         descriptors: file descriptors that the ranks inherit.
-        call: function, positional and keyword arguments, where the ranks are forked and have them already.
+        call: function, positional and keyword arguments, if the ranks are forked and inherit them.
     """
 
     record: dict[str, Any]
@@ -36,7 +36,7 @@ class Target:
     call: Call | None = None
 
     def mpi_command(self, world_size: int, hosts: Sequence[str] = ()) -> str:
-        """Returns what to type for ranks that communicate over MPI; only MPI's own launcher starts these.
+        """Returns the command that starts the ranks over MPI; only MPI's own launcher can do that.
 
         Args:
             world_size: how many ranks.
@@ -69,11 +69,11 @@ class NodePlace:
 
 @dataclass(frozen=True)
 class Network:
-    """By what this machine reaches the others.
+    """The network interface by which this machine reaches the others.
 
     Attributes:
         interface: its name.
-        is_ipv6: whether that is by IPv6.
+        is_ipv6: whether it uses IPv6.
     """
 
     interface: str
@@ -82,29 +82,29 @@ class Network:
 
 @dataclass(frozen=True)
 class Job:
-    """What a launch asks for.
+    """The request of a launch.
 
     Attributes:
-        target: what each rank runs.
+        target: the program of each rank.
         n_ranks: number of processes on this machine.
-        world_size: number of ranks of the run; 0 takes those up to the last on this machine.
+        world_size: number of ranks of the run; 0: up to the last rank on this machine.
         rank_start: rank of the first process on this machine.
-        backend: what `init_process_group("auto")` takes in the ranks.
+        backend: the choice of `init_process_group("auto")` in the ranks.
         master_addr: MASTER_ADDR in the ranks, for the user's own use.
         master_port: MASTER_PORT in the ranks, for the user's own use; None, like 0, takes a free one.
         rendezvous_port: port of the rendezvous server on 127.0.0.1; 0 takes a free one.
-        endpoint: where the ranks meet, when several launchers start them; by default this one hosts.
+        endpoint: of the rendezvous server, if several launchers start the ranks; by default this launcher hosts one.
         listener: the bound socket of that address, where this process runs the server.
         start_method: "spawn", "fork" or "forkserver".
         gpus: CUDA_VISIBLE_DEVICES of each process; by default that of this process, for all.
         stdin_rank: the rank that gets this process's standard input; the others read /dev/null.
         grace_seconds: between SIGTERM and SIGKILL.
         max_restarts: how often all ranks are started again after a failure.
-        state_dir: where ranks may leave what they need after a restart; GRADSYNC_STATE_DIR in the ranks.
-        removed_variables: names of variables of this process that the ranks do not get.
-        variables: what the ranks find in their environment besides.
-        node: this machine among those of the run, where its launcher knows the others.
-        network: by what this machine reaches the others, where there are any and it is known.
+        state_dir: folder for the state of the ranks across restarts; GRADSYNC_STATE_DIR in the ranks.
+        removed_variables: names of variables of this process that ranks do not inherit.
+        variables: further variables of the ranks.
+        node: this machine's place in a run on several machines.
+        network: the network to the other machines, if there are any and it is known.
 
     Raises:
         InvalidArgument: a number is out of its range, or the start method is unknown.

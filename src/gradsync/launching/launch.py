@@ -32,7 +32,7 @@ class WorkerError(GradsyncError, ProcessError):
         msg: what happened, and the worker's traceback where there is one.
         exitcode: its exit code; negative: the signal that killed it.
         worker_id: its rank.
-        results: what the function had returned on other workers, by rank.
+        results: the return values of other workers, by rank.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ def launch(
         master_port: MASTER_PORT, for the function's own use; a free port by default.
 
     Returns:
-        What the function returned, by rank; None, with a RuntimeWarning, for a process that exited with 0 before.
+        The return values, by rank; None, with a RuntimeWarning, for a process that exited with 0 before returning one.
 
     Raises:
         InvalidArgument: args is a tuple that was meant as several arguments (as before 0.2: a tuple of one, or of as
@@ -108,10 +108,10 @@ def launch(
 
 
 def _arguments(func: object, args: Any) -> tuple[Any, ...]:
-    """Gives the arguments of the call: args as one, or none.
+    """Returns the arguments of the call: args as one argument, or none.
 
     Raises:
-        InvalidArgument: it is a tuple as `func(*args)` took it before 0.2.
+        InvalidArgument: args is a tuple, as `func(*args)` took it before 0.2.
     """
     if not isinstance(args, tuple):
         return (args,)
@@ -125,7 +125,7 @@ def _arguments(func: object, args: Any) -> tuple[Any, ...]:
 
 
 def _count_required(func: Callable[..., Any]) -> int:
-    """Counts the positional parameters that have no default; 0 where that cannot be told."""
+    """Counts the positional parameters without a default; 0 if that is not known."""
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):  # some builtins

@@ -124,7 +124,7 @@ def launcher(
         def run(*args: Any, **kwargs: Any) -> list[Any]:
             return _run_on_ranks(
                 *(function, args, kwargs, n_gpus or default_process_count(device_type), world_size, rank_start),
-                host="127.0.0.1" if master_ip == "localhost" else master_ip,  # every rank is to bind the same one
+                host="127.0.0.1" if master_ip == "localhost" else master_ip,  # every rank binds the same address
                 port=port,
                 backend=_DEVICE_BACKENDS[device_type] if backend == "auto" else backend,
                 start_method=start_method,
@@ -137,7 +137,7 @@ def launcher(
 
 
 def _check_place(n_gpus: int | None, world_size: int | None, rank_start: int, master_ip: object, port: int) -> None:
-    """Checks that the ranks of this node lie in the run, and that it knows where to meet the others."""
+    """Checks that the ranks of this node are in the run, and that the node has the address of the others."""
     if not isinstance(master_ip, str) or not master_ip:
         raise InvalidArgument(f"launcher needs master_ip to be an address or a host's name, got {master_ip!r}")
     if rank_start > 0 and world_size is None:
@@ -169,7 +169,7 @@ def _run_on_ranks(
     backend: str,
     start_method: str | None,
 ) -> list[Any]:
-    """Runs a function on the ranks of this node; `launcher` says what it gives and raises."""
+    """Runs a function on the ranks of this node; returns and raises as `launcher` says."""
     from gradsync.launching import function_call
     from gradsync.launching.hosting import launcher_endpoint
     from gradsync.launching.job import Job
@@ -192,7 +192,7 @@ def _run_on_ranks(
             from gradsync.launching.rank_environment import network_towards
 
             network = network_towards(*parse_address(endpoint.address))
-            master_port = port_beside(parse_address(endpoint.address)[1])  # the rendezvous has its own
+            master_port = port_beside(parse_address(endpoint.address)[1])  # the port beside that of the rendezvous
         job = Job(
             target,
             count,
@@ -217,7 +217,7 @@ def _run_on_ranks(
 
 
 def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., Any]:
-    """Gives what a fresh rank finds the function by, or the function itself where it has no name to be found by."""
+    """Returns the name by which a fresh rank finds the function, or the function itself if it has no such name."""
     from gradsync.launching.function_call import ranks_can_import_main
 
     named = NamedFunction(getattr(function, "__module__", ""), getattr(function, "__qualname__", ""))
@@ -227,24 +227,24 @@ def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., An
 
 
 class NamedFunction(NamedTuple):
-    """Where a rank finds a function, also where its name is bound to something else.
+    """The name by which a rank finds a function, even if the name is bound to a decorated version.
 
-    A decorator leaves the name to what it has made of the function, so that pickle refuses the function itself. A rank
-    takes the decorators off again.
+    A decorator binds the name to its own result, so that pickle refuses the function itself. A rank removes the
+    decorators again.
 
     Attributes:
         module: the module.
-        name: the name in it, with dots for what lies in a class.
+        name: the name in it, with dots for members of a class.
     """
 
     module: str
     name: str
 
     def find(self) -> Callable[..., Any]:
-        """Imports the module, and gives the function that `launcher` was given there.
+        """Imports the module, and returns the function that `launcher` decorates there.
 
         Raises:
-            InvalidArgument: this rank has no such name.
+            InvalidArgument: the module has no such name in this rank.
         """
         importlib.import_module(self.module)
         try:
@@ -255,7 +255,7 @@ class NamedFunction(NamedTuple):
             raise InvalidArgument(f"{self.name} is not found in {self.module} of this rank; {HOW_TO_DEFINE}") from None
 
     def is_found_as(self, function: Callable[..., Any]) -> bool:
-        """Tells whether the name leads to this function in the process at hand."""
+        """Returns whether the name leads to this function in this process."""
         try:
             return self._look_up() is function
         except (AttributeError, KeyError):
@@ -268,7 +268,7 @@ class NamedFunction(NamedTuple):
         layer = found
         while layer is not None and _MARK not in getattr(layer, "__dict__", {}):
             layer = getattr(layer, "__wrapped__", None)
-        # Not marked at all: `run = launcher(function)` leaves the name to the plain function.
+        # Not marked: `run = launcher(function)` leaves the name bound to the plain function.
         function: Callable[..., Any] = found if layer is None else layer.__wrapped__
         return function
 
@@ -276,17 +276,17 @@ class NamedFunction(NamedTuple):
 def call_in_group(
     function: NamedFunction | Callable[..., Any], backend: str, meets_others: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a function as one rank of a group, which has ended when this returns; in a rank.
+    """Calls a function as one rank of a group, and destroys the group; runs in a rank.
 
     Args:
         function: the function, or where to find it.
-        backend: what `init_process_group` is given.
-        meets_others: whether other machines take part: then no rank begins before all of them are there, and none
-            leaves before all have done their work.
+        backend: for `init_process_group`.
+        meets_others: whether other machines take part: then no rank begins before all have joined, and none leaves
+            before all have finished.
         args, kwargs: for the function.
 
     Returns:
-        What the function returns.
+        The function's return value.
     """
     from gradsync.process_group import destroy_process_group, group_barrier, init_process_group, is_initialized
 
@@ -298,7 +298,7 @@ def call_in_group(
                 group_barrier()
             result = function(*args, **kwargs)
             if meets_others:
-                group_barrier()  # nothing, where the function has destroyed the group itself
+                group_barrier()  # does nothing if the function has destroyed the group itself
         return result
     finally:
         if is_initialized():  # the function has made another one

@@ -1,11 +1,11 @@
 """A run on several machines, as the launcher of one of them goes through it: meet, start, end together, try again.
 
 Node 0 hosts one server, for the launchers and for their ranks. For every start of the ranks the launchers form a new
-generation there, so that a launcher which was lost, and started again by hand, is one of the next. They tell each other
-what each brings, begin the start, and say which ranks have started and ended. When ranks fail, the first launcher that
-knows it says so; in the end each says how its ranks ended. Threads wait for the others, so that the launcher's own loop
-never does: what they receive comes into its inbox of signals. The server reports a launcher that dies, or whose machine
-is cut off.
+generation there, so that a lost launcher, started again by hand, takes part in the next start. The launchers exchange
+their records, begin the start, and report the starts and ends of their ranks. When ranks fail, the first launcher that
+sees it reports it; at the end each launcher reports how its ranks ended. Threads wait for the other launchers, and put
+numbers into the inbox of signals, so that the supervisor's loop never waits for the network. The server reports a
+launcher that dies, or whose machine is cut off.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from gradsync.rendezvous.sockets import look_up
 
 _NOTICE_SECONDS = 4.0  # out of step with the notices of the server, which would miss a launcher that only asks again
 _RETRY_SECONDS = 0.5
-_EXCHANGE_SECONDS = 30.0  # for a launcher that has joined to say what it brings
-_LEAVING_SECONDS = 5.0  # for the other launchers to say goodbye, once all have told how their ranks ended
+_EXCHANGE_SECONDS = 30.0  # for the records of all launchers that have joined
+_LEAVING_SECONDS = 5.0  # for the other launchers to leave, once all have reported how their ranks ended
 _LEAVING_AFTER_LOSS_SECONDS = 0.5
-_TERMINAL_SECONDS = 1.0  # for a terminal that stands still
+_TERMINAL_SECONDS = 1.0  # for a blocked terminal
 _REPORTS_SECONDS = 60.0  # after a failure: more than ranks take that have to be killed
 _REPORTS_NOTICE_SECONDS = 5.0  # how often a launcher that waits for reports looks whether the run has failed
 _TEXT_SECONDS = 5.0
@@ -69,8 +69,8 @@ _MAX_TEXT_BYTES = 40 * 1024  # in a value of at most 60 KiB
 _START_BYTES = 8
 _WHAT_IS_REPORTED = "the report of another launcher"
 
-# How near to the cause an end is. A signal to a launcher comes first, and one that is lost: no rank's failure can be
-# why. Then come the failures of ranks, as `distance_from_cause` sorts them.
+# How near to the cause an end is. A signal to a launcher comes first, then the loss of a launcher: no failure of a rank
+# causes these. Then come the failures of ranks, as `distance_from_cause` sorts them.
 _SIGNALLED, _LOST, _SUFFERING = -2, -1, 2
 
 _Told = TypeVar("_Told")
@@ -78,14 +78,14 @@ _Told = TypeVar("_Told")
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """This machine among those of a run; made by `check_node_options`.
+    """This machine's options in a run on several machines; made by `check_node_options`.
 
     Attributes:
         nnodes: number of machines.
         node_rank: number of this one.
         rendezvous: host:port of the server, as the user wrote it.
         secret: of the run.
-        join_timeout_seconds: how long one waits for the others.
+        join_timeout_seconds: how long a launcher waits for the others.
         node_address: this machine's address, where the user names it.
     """
 
@@ -98,7 +98,7 @@ class NodeOptions:
 
     @property
     def name(self) -> str:
-        """This node in messages."""
+        """The name of this node in messages."""
         return f"node {self.node_rank} of {self.nnodes}"
 
 
@@ -148,7 +148,7 @@ def _check_rendezvous(rendezvous: str) -> None:
 
 
 def _check_host(option: str, host: str) -> None:
-    """Refuses addresses that mean something else on every machine."""
+    """Refuses addresses that mean a different machine on each machine."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:  # a name
@@ -189,7 +189,7 @@ def _hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServe
 
 
 def _resolve(host: str, port: int, notices: Notices) -> str:
-    """Returns the address that a name stands for on this machine."""
+    """Returns the address of a host name, as this machine resolves it."""
     try:
         found = str(look_up(host, port)[0][4][0])
     except OSError as error:
@@ -212,7 +212,7 @@ def _resolve(host: str, port: int, notices: Notices) -> str:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """What a launcher tells the others of itself before a start.
+    """The record that a launcher sends to the others before a start.
 
     Attributes:
         node: its number.
@@ -222,8 +222,8 @@ class NodeRecord:
         interface: that has this address, where it is known.
         n_ranks: how many ranks it starts.
         n_gpus: how many GPUs it may use.
-        restart: how often it would have started them again then.
-        max_restarts: how often at most.
+        restart: number of this restart, as far as this launcher knows; 0 is the first start.
+        max_restarts: the limit of restarts.
         master_port: MASTER_PORT; of node 0's record, like the next.
         start: the name of the start.
     """
@@ -242,7 +242,7 @@ class NodeRecord:
 
     @property
     def name(self) -> str:
-        """This node in messages."""
+        """The name of this node in messages."""
         return f"node {self.node} ({self.host}, {self.address})"
 
     @classmethod
@@ -250,7 +250,7 @@ class NodeRecord:
         """Returns the record of a node's launcher.
 
         Raises:
-            RendezvousError: it cannot be of this node.
+            RendezvousError: the data is no record of this node.
         """
         record = decode(cls, data, f"the record of node {node}")
         if record.node != node or record.n_ranks < 1 or not 0 <= record.master_port <= LARGEST_PORT:
@@ -260,15 +260,15 @@ class NodeRecord:
 
 
 def encode(told: NodeRecord | NodeReport) -> bytes:
-    """Returns it as text for another launcher."""
+    """Returns a record or report as bytes for another launcher."""
     return json.dumps(asdict(told), separators=(",", ":")).encode()  # short: thousands of nodes have room for one each
 
 
 def decode(kind: type[_Told], data: bytes, what: str) -> _Told:
-    """Returns what another launcher has encoded.
+    """Returns a record or report that another launcher has encoded.
 
     Raises:
-        RendezvousError: it is something else.
+        RendezvousError: the bytes are something else.
     """
     try:
         return from_told(kind, data)
@@ -282,12 +282,12 @@ def _unreadable(what: str, why: str) -> RendezvousError:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The launchers of a run that have met for one start.
+    """The launchers of a run, joined for one start.
 
     Attributes:
-        client: this one's.
-        own: what this one brings.
-        nodes: what each brings, by node.
+        client: this launcher's client.
+        own: this launcher's record.
+        nodes: the records of all launchers, by node.
     """
 
     client: RendezvousClient
@@ -296,7 +296,7 @@ class Meeting:
 
     @property
     def restart(self) -> int:
-        """How often the ranks have been started before: a launcher that was lost itself does not know."""
+        """The number of restarts: a launcher that was lost does not know it itself."""
         return max(record.restart for record in self.nodes)
 
     @property
@@ -305,7 +305,7 @@ class Meeting:
         return sum(record.n_ranks for record in self.nodes)
 
     def mpi_command(self, job: Job) -> str:
-        """Returns what to type for the same ranks over MPI."""
+        """Returns the command that starts the same ranks over MPI."""
         hosts = [f"{node.host if ':' in node.address else node.address}:{node.n_ranks}" for node in self.nodes]
         return job.target.mpi_command(self.world_size, hosts)
 
@@ -329,9 +329,9 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
 
     Args:
         options: this machine among the others.
-        job: what to run here, as if there were no other machine.
+        job: what to run on this machine, as if it were alone.
         make_output: see `Supervisor`.
-        notices: where it is told what happens.
+        notices: where the launcher prints what happens.
 
     Returns:
         The exit code, the same on all machines.
@@ -346,9 +346,9 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Lets signals end this launcher in good order also while no ranks run, and it waits for the others.
+    """Makes signals end this launcher in order, also while it waits for the other launchers.
 
-    Otherwise they would end it where it stands, and what it has made, such as the state directory, would stay.
+    By default a signal would end it at once, and leave behind what it has made, such as the state directory.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -357,7 +357,7 @@ def _ended_by_signals() -> Iterator[None]:
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # else it is ignored, or somebody else's
+            if signal.getsignal(number) == signal.SIG_DFL:  # else it is ignored, or the program has a handler
                 previous[number] = signal.signal(number, end)
     try:
         yield
@@ -386,7 +386,7 @@ class _NodeRun:
         self._restart = 0  # how often this launcher has started its ranks again
 
     def run(self) -> int:
-        """Starts the ranks as often as need be."""
+        """Starts the ranks, and restarts them as often as needed; returns the exit code."""
         while True:
             verdict, report = self._start()
             if verdict.cause is None:
@@ -403,12 +403,12 @@ class _NodeRun:
             self._notices.tell(f"gradsync: starting all ranks again{when} ({how_often})")
 
     def _leave(self, verdict: Verdict) -> None:
-        """Lets the others leave before node 0 does; a launcher that is cut off never says goodbye."""
+        """Lets the others leave before node 0 does; a launcher that is cut off never leaves."""
         if self._server is not None:
             self._server.wait_until_empty(_LEAVING_AFTER_LOSS_SECONDS if verdict.is_lost else _LEAVING_SECONDS)
 
     def _start(self) -> tuple[Verdict, str]:
-        """Goes through one start; returns how it ended, and the report of it."""
+        """Goes through one start; returns the verdict and the report."""
         with contextlib.ExitStack() as stack:
             master_port = 0 if self._server is None else stack.enter_context(reserved_port())
             meeting = self._meet(master_port)
@@ -431,13 +431,13 @@ class _NodeRun:
         return verdict, _report(verdict, outcome, meeting)
 
     def _meet(self, master_port: int) -> Meeting:
-        """Joins the next generation of the launchers, exchanges what each brings, and begins a start.
+        """Joins the next generation of the launchers, exchanges their records, and begins a start.
 
         Raises:
             RendezvousTimeout: not all launchers came in time; the text has the names.
             AuthenticationError: the secrets differ.
             RendezvousError: the rendezvous refused this launcher, or is gone.
-            InvalidArgument: the launchers were told different things.
+            InvalidArgument: the options of the launchers differ.
         """
         node_address = self._options.node_address
         named = None if node_address is None else _check_own(node_address)
@@ -464,7 +464,7 @@ class _NodeRun:
                 except BaseException:
                     client.abandon()
                     raise
-            except RankFailed as error:  # it had joined, and has not told what it brings
+            except RankFailed as error:  # a launcher had joined, and died before it sent its record
                 self._notices.tell(f"gradsync: {self._options.name} waits for others anew: {error}")
 
     def _own_record(self, address: str, master_port: int) -> NodeRecord:
@@ -483,10 +483,10 @@ class _NodeRun:
         )
 
     def _join(self) -> RendezvousClient:
-        """Joins, and tells every few seconds who is missing; on node 0 its server tells it."""
+        """Joins, and prints every few seconds who is missing; on node 0 the server prints it."""
         options = self._options
         deadline = time.monotonic() + options.join_timeout_seconds
-        last = ""  # who is missing, as node 0 told it last: it may end its waiting first
+        last = ""  # who is missing, as node 0 said last: it may stop waiting first
         while True:
             left_seconds = max(deadline - time.monotonic(), 0.0)
             try:
@@ -519,7 +519,7 @@ class _NodeRun:
             self._notices.tell(f"gradsync: {options.name} waits for others at {options.rendezvous}: {reason}")
 
     def _job_of(self, meeting: Meeting) -> Job:
-        """Returns the job of this machine's ranks in this start, and tells which they are."""
+        """Returns the job of this machine's ranks in this start, and prints which ranks these are."""
         stdin_rank = self._job.stdin_rank
         if stdin_rank is not None and stdin_rank >= meeting.world_size:
             raise InvalidArgument(f"--stdin needs a rank from 0 to {meeting.world_size - 1}, or none, got {stdin_rank}")
@@ -562,7 +562,7 @@ def _reason(error: RendezvousTimeout, last: str) -> str:
     """Returns who is missing, or why node 0 cannot be reached, and who was missing when it could."""
     if error.missing:
         return f"missing: {error.missing}"
-    cause = (error.cause or str(error)).removeprefix("no answer").lstrip()  # which is said already
+    cause = (error.cause or str(error)).removeprefix("no answer").lstrip()  # the text below says it
     return f"missing: node 0 (no answer{' ' if cause.startswith('to ') else ': '}{cause}){_before_that(last)}"
 
 
@@ -571,7 +571,7 @@ def _before_that(last: str) -> str:
 
 
 def _report(verdict: Verdict, outcome: Outcome, meeting: Meeting) -> str:
-    """Says why a start failed, in the same words on all machines, after what else failed on this one."""
+    """Returns why a start failed, in the same words on all machines, after the other failures on this machine."""
     cause = verdict.cause
     if cause is None:
         return ""
@@ -587,7 +587,7 @@ class Verdict(NamedTuple):
     Attributes:
         cause: the report on the machine that was the cause; None where all ended well.
         text: its report on its ranks, whole lines.
-        is_lost: whether a launcher is gone, so that no other can be asked.
+        is_lost: whether a launcher is gone, or has not reported.
         may_retry: whether the ranks may be started again.
     """
 
@@ -603,7 +603,7 @@ class NodeLink:
     Args:
         meeting: the launchers that have met.
         signals: the inbox of this launcher, entered.
-        notices: where a Ctrl-C is answered with a line.
+        notices: where a line answers a Ctrl-C.
     """
 
     def __init__(self, meeting: Meeting, signals: SignalInbox, notices: Notices) -> None:
@@ -612,15 +612,14 @@ class NodeLink:
         self._node = meeting.own.node
         self._signals = signals
         self._notices = notices
-        # Of the first launcher to say that its ranks fail. `how` is empty: it cannot say yet how they end, unless they
-        # have ended before.
+        # The report of the first launcher whose ranks fail. Its `how` is empty, unless the ranks had ended before.
         self._first: NodeReport | None = None
         self._loss: NodeReport | None = None
         self._reports: list[NodeReport] = []
         self._has_gathered = False
         self._waking = threading.Lock()
         self._is_over = False  # then the inbox is about to close
-        self._is_incomplete = False  # not all have told how their ranks ended
+        self._is_incomplete = False  # whether a launcher has not reported how its ranks ended
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> NodeLink:
@@ -642,18 +641,18 @@ class NodeLink:
             self._is_over = True
 
     def report_stopping(self, only_suffers: bool) -> None:
-        """Tells the others that the ranks here fail, and end; returns at once.
+        """Reports to the other launchers that the ranks here fail, and end; returns at once.
 
         Args:
-            only_suffers: whether that is because of a rank on another machine, as far as is known.
+            only_suffers: whether all known failures follow from a rank on another machine.
         """
         report = NodeReport(self._node, _SUFFERING if only_suffers else 0)
         self._run(lambda: self._say_first(report))
 
     def gather(self, report: NodeReport, text: str) -> Verdict:
-        """Tells how the ranks here have ended, and waits until all others have told it too, or one is lost.
+        """Reports how the ranks here have ended, and waits for the reports of the others, or the loss of one.
 
-        A signal meanwhile ends the others; a second one ends the wait. After a failure the others have a minute.
+        A signal meanwhile ends the others; a second one ends the wait. After a failure the wait lasts a minute at most.
 
         Args:
             report: how the ranks here have ended.
@@ -677,7 +676,7 @@ class NodeLink:
         return self._judge([one for one in known if one is not None], text)
 
     def _interrupt(self, number: int) -> NodeReport:
-        """Ends the ranks of the others, where those here have ended already."""
+        """Ends the ranks of the other machines, after those of this machine have ended."""
         report = signal_report(self._node, number)
         self._notices.tell("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
         self._run(lambda: self._say_first(report))
@@ -696,14 +695,14 @@ class NodeLink:
         return Verdict(cause, text, is_lost, may_retry)
 
     def _listen(self) -> None:
-        """Waits until a launcher says that its ranks fail, or is gone."""
+        """Waits until a launcher reports that its ranks fail, or is lost."""
         try:
             data = self._client.get("first", timeout_seconds=_AS_LONG_AS_IT_TAKES_SECONDS)
             first = decode(NodeReport, data, _WHAT_IS_REPORTED)
         except CommunicatorClosed:
             return
         except GradsyncError as error:
-            if self._client.has_failed():  # else the others are done, and have left
+            if self._client.has_failed():  # else the others have finished, and left
                 self._lose(error)
             return
         self._first = first
@@ -713,12 +712,12 @@ class NodeLink:
             self._wake(SUFFERED_ELSEWHERE if first.only_suffers else FAILED_ELSEWHERE)
 
     def _say_first(self, report: NodeReport) -> None:
-        """Says that the ranks here fail, unless a launcher has said so before: one is enough to end all."""
-        with contextlib.suppress(GradsyncError):  # who listens is told of it
+        """Reports that the ranks here fail, unless a launcher has done so before: one report ends all ranks."""
+        with contextlib.suppress(GradsyncError):  # the thread in `_listen` gets it too
             self._client.set("first", encode(report), replace=False)
 
     def _exchange_reports(self, report: NodeReport, text: str) -> None:
-        """Tells how the ranks here ended, and waits for the reports of the others."""
+        """Sends the report, and waits for the reports of the others."""
         give_up_at: float | None = None
         try:
             if report.level is not None:
@@ -743,16 +742,16 @@ class NodeLink:
         self._wake(NEWS_ELSEWHERE)
 
     def _stop_waiting(self, missing: tuple[int, ...]) -> None:
-        """Goes on without the reports that have not come: a launcher may be stopped, or its terminal stand still."""
+        """Goes on without the missing reports: a launcher may be stopped, or its terminal blocked."""
         silent = self._nodes[missing[0] if missing else 0]
         self._notices.tell(
-            f"gradsync: {silent.name} has not told how its ranks ended within {_REPORTS_SECONDS:g} s of a failure; not "
-            "waiting for it any more"
+            f"gradsync: {silent.name} has not reported how its ranks ended within {_REPORTS_SECONDS:g} s of a failure; "
+            "not waiting for it any more"
         )
         self._is_incomplete = True
 
     def _lose(self, error: GradsyncError) -> None:
-        """Notes that a launcher is gone: the one that the server names, or node 0, which hosts it."""
+        """Records that a launcher is gone: the one that the server names, or node 0, which hosts the server."""
         node = error.rank if isinstance(error, RankFailed) and error.rank is not None else 0
         if self._loss is None:
             why = str(error).partition(": ")[2]
@@ -774,7 +773,7 @@ class NodeLink:
 
 
 def _silent_seconds(why: str) -> float:
-    """Returns for how long a lost launcher had been silent, as the rendezvous tells it; 0 where its end was seen."""
+    """Returns how long a lost launcher had been silent, read from the error's text; 0 if its connection closed."""
     found = re.search(r"no sign of life for ([\d.]+) s", why)
     return 0.0 if found is None else float(found[1])
 
@@ -785,9 +784,9 @@ class NodeReport:
 
     Attributes:
         node: the machine's number.
-        level: how near to the cause it is, the least is nearest; None where nothing failed.
-        how: what happened to the node, in words that follow its name.
-        exit_code: for all launchers, where this is the cause.
+        level: distance from the cause, the lowest is nearest; None where nothing failed.
+        how: what happened to the node; the words follow its name.
+        exit_code: of all launchers, if this report is the cause.
         may_retry: whether the ranks may be started again.
     """
 
@@ -799,12 +798,12 @@ class NodeReport:
 
     @property
     def is_signalled(self) -> bool:
-        """Whether somebody told the launcher to end."""
+        """Whether a signal ended the launcher."""
         return self.level == _SIGNALLED
 
     @property
     def only_suffers(self) -> bool:
-        """Whether its ranks failed, as far as is known, only because of one on another machine."""
+        """Whether all known failures of its ranks follow from a rank on another machine."""
         return self.level is not None and self.level >= _SUFFERING
 
 
@@ -819,12 +818,12 @@ def report_of(node: int, outcome: Outcome) -> NodeReport:
 
 
 def signal_report(node: int, number: int) -> NodeReport:
-    """Returns the report of a launcher that was told to end."""
+    """Returns the report of a launcher that a signal ended."""
     return NodeReport(node, _SIGNALLED, f"was stopped by {signal_name(number)}", 128 + number, may_retry=False)
 
 
 def loss_report(node: int, how: str) -> NodeReport:
-    """Returns a report on behalf of a launcher that cannot tell it."""
+    """Returns the report on a lost launcher, which cannot report itself."""
     return NodeReport(node, _LOST, how, exit_code=1)
 
 
@@ -832,15 +831,15 @@ def cause_of(reports: Iterable[NodeReport], first_node: int | None) -> NodeRepor
     """Returns the cause; None where nothing failed.
 
     Args:
-        reports: of all machines, as far as they are known.
-        first_node: the one that was the first to say that it has failed, if one did.
+        reports: of all machines, as far as known.
+        first_node: the node that reported a failure first, if one did.
     """
     failed = [report for report in reports if report.level is not None]
     return min(failed, key=lambda report: (report.level, report.node != first_node, report.node), default=None)
 
 
 def _clipped(text: str) -> bytes:
-    """Returns the text as bytes, without the beginning of a long one: the cause comes last."""
+    """Returns the text as bytes; leaves out the beginning of a long text, because the cause comes last."""
     data = text.encode(errors="backslashreplace")
     if len(data) <= _MAX_TEXT_BYTES:
         return data

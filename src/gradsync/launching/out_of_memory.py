@@ -1,4 +1,4 @@
-"""Tells an end by want of memory from others: the kernel's out-of-memory killer, and exceptions that mean the same.
+"""Recognises failures by lack of memory: the kernel's out-of-memory killer, and exceptions that mean the same.
 
 That killer sends SIGKILL, as anybody may. It counts what it ends: for each control group (memory.events in version 2,
 memory.oom_control in version 1), and for the whole machine (/proc/vmstat).
@@ -20,7 +20,7 @@ _GPU_MEMORY = re.compile(
 
 
 class OomWatch:
-    """Counts what the kernel's out-of-memory killer ends from now on. What cannot be read counts as 0.
+    """Counts the processes that the kernel's out-of-memory killer ends from now on. An unreadable counter is 0.
 
     Args:
         proc: where the proc file system is mounted.
@@ -33,19 +33,19 @@ class OomWatch:
         self._hits_before = [group.limit_hits() or 0 for group in self._groups]
 
     def kills(self) -> int:
-        """Returns how many processes it has ended: of our control group, or where there is none of the machine.
+        """Returns how many processes it has ended, in our control group, or else on the machine.
 
         Not of the groups above ours, whose counts have our neighbours in them.
         """
         return max(0, self._killed() - self._killed_before)
 
     def describe(self) -> str:
-        """Says what happened, to follow "rank 1 was killed by SIGKILL: "; empty when nothing was ended."""
+        """Returns the reason that follows "rank 1 was killed by SIGKILL: "; empty if it has ended no process."""
         if self.kills() == 0:
             return ""
         if not self._groups:
             return "perhaps the kernel's out-of-memory killer: it has ended a process on this machine meanwhile"
-        # The innermost group whose limit was met is the one to give more.
+        # The innermost group at its limit is the one that needs more.
         for group, before in zip(self._groups, self._hits_before, strict=True):
             limit = group.limit()
             if limit is not None and (group.limit_hits() or 0) > before:
@@ -57,7 +57,7 @@ class OomWatch:
 
 
 def kind_of_memory(summary: str) -> str | None:
-    """Tells which memory an exception says was too small.
+    """Returns which memory was too small, according to an exception.
 
     Args:
         summary: its type, with or without the module, and its message: the last line of its traceback.
@@ -67,7 +67,7 @@ def kind_of_memory(summary: str) -> str | None:
     """
     type_name, _, message = summary.partition(": ")
     name = type_name.strip().rpartition(".")[2]
-    # CuPy's and PyTorch's; the libraries tell the same as a RuntimeError or an error of their own.
+    # CuPy's and PyTorch's; the CUDA libraries raise a RuntimeError or an error of their own.
     if name == "OutOfMemoryError" or _GPU_MEMORY.search(summary):
         return "GPU memory"
     if name in ("MemoryError", "_ArrayMemoryError") or (name == "OSError" and message.startswith("[Errno 12]")):
@@ -76,5 +76,5 @@ def kind_of_memory(summary: str) -> str | None:
 
 
 def _size(count: int) -> str:
-    """Gives "24.0 GiB" for that many bytes."""
+    """Returns "24.0 GiB" for that many bytes."""
     return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.1f} MiB"

@@ -1,4 +1,4 @@
-"""How a run ended: per rank, which rank's failure was the cause of the others', and what a person reads of it."""
+"""How a run ended: each rank's end, the rank that was the cause, and the report for the user."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class RankOutcome:
         pid: its process id.
         exit_code: its exit code; negative: the signal that killed it; None: it could not be killed.
         result: the return value, for functions.
-        error: the exception that ended it, where it told one.
+        error: the exception that ended it, if it reported one.
         order: position among the failures, in the order of their detection; None when it did not fail.
-        was_stopped: whether it failed only after the supervisor had told it to stop.
-        memory_kill: how the kernel's out-of-memory killer ended it, where that is what happened.
+        was_stopped: whether it failed only after the supervisor had asked it to stop.
+        memory_kill: how the kernel's out-of-memory killer ended it, if it did.
         was_found_stopped: whether a signal such as SIGSTOP held it when the first rank failed.
-        peak_bytes: the most memory that it had in use.
-        last_lines: the end of its output, where the launcher shows it.
+        peak_bytes: its peak memory.
+        last_lines: the end of its output, if the launcher shows it.
     """
 
     rank: int
@@ -48,11 +48,11 @@ class RankOutcome:
 
     @property
     def is_unsendable(self) -> bool:
-        """Whether it did its work, and only what its function returned could not be sent."""
+        """Whether its function ended well, but the return value could not be sent."""
         return self.error is not None and self.error.is_unsendable
 
     def describe(self) -> str:
-        """Names the rank, its process and how it ended."""
+        """Returns the rank, its process and how it ended, in words."""
         name = f"rank {self.rank} (pid {self.pid} on {os.uname().nodename})"
         if self.exit_code is None:
             return f"{name} could not be killed; it may hang in the kernel"
@@ -102,7 +102,7 @@ class Outcome:
 
 
 def signal_name(number: int) -> str:
-    """Gives "SIGKILL" for 9."""
+    """Returns "SIGKILL" for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -110,7 +110,7 @@ def signal_name(number: int) -> str:
 
 
 def distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
-    """Sorts failures: own ones, own ones told late, consequences of others, ends that we caused, unsendable results.
+    """Sorts failures: own ones, own ones reported late, consequences, ends that we caused, unsendable results.
 
     Returns:
         0 to 4 for these, and the position among the failures.
@@ -126,7 +126,7 @@ def distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
 
 
 def failure_text(outcome: Outcome) -> str:
-    """Tells why a run failed: what else failed, a line for equal errors, and last the cause with its traceback.
+    """Returns the report of a failed run: other failures, one line for equal errors, then the cause with its traceback.
 
     Returns:
         Whole lines; none where nothing failed, or ranks only ended as they were asked to.
@@ -137,7 +137,7 @@ def failure_text(outcome: Outcome) -> str:
     others = [rank for rank in outcome.ranks if rank is not root]
     hanging = [f"gradsync: {rank.describe()}\n" for rank in others if rank.exit_code is None]
     if outcome.signal_number is not None and root.was_stopped and root.exit_code is not None:
-        return "".join(hanging)  # ranks that end because they were asked to are no news
+        return "".join(hanging)  # the other ranks ended because they were asked to
     lines = [f"gradsync: {line}\n" for line in _also_failed(others)] + hanging
     lines += [
         f"gradsync: rank {rank.rank} (pid {rank.pid}) had ended with exit code 0\n"
@@ -150,7 +150,7 @@ def failure_text(outcome: Outcome) -> str:
         if rank.was_found_stopped
     ]
     text = root.error.text if root.error else ""
-    if others:  # the output of a single rank stands right above
+    if others:  # the output of a single rank is right above
         lines += _last_output(root)
     how = _how_to_see_where(root) + _on_whose_account(root)
     lines.append(f"gradsync: {root.describe()}{how}{':' if text else ''}\n{text}")
@@ -158,13 +158,13 @@ def failure_text(outcome: Outcome) -> str:
 
 
 def lines_on_others(outcome: Outcome) -> str:
-    """Tells what failed here of a run whose cause was on another machine: whole lines, without tracebacks."""
+    """Returns the failures on this machine, if the cause was on another one: whole lines, without tracebacks."""
     hanging = [f"gradsync: {rank.describe()}\n" for rank in outcome.ranks if rank.exit_code is None]
     return "".join([f"gradsync: {line}\n" for line in _also_failed(outcome.ranks)] + hanging)
 
 
 def _last_output(rank: RankOutcome) -> list[str]:
-    """Gives the end of a rank's output, which may stand far above among that of other ranks."""
+    """Returns the end of a rank's output, which may be far above, among that of other ranks."""
     if not rank.last_lines:
         return []
     shown = [f"    {line}\n" for line in rank.last_lines[-_LAST_LINES:]]
@@ -172,21 +172,21 @@ def _last_output(rank: RankOutcome) -> list[str]:
 
 
 def _how_to_see_where(rank: RankOutcome) -> str:
-    """Tells what shows the Python stack of a fault in machine code, which has no traceback, unless it was shown."""
+    """Returns how to get the Python stack of a fault in machine code, unless faulthandler has printed it."""
     is_fault = rank.exit_code is not None and -rank.exit_code in _FAULTS
     was_shown = any(_FAULTHANDLER_SAYS in line for line in rank.last_lines)
     return "; with PYTHONFAULTHANDLER=1 Python tells where" if is_fault and not was_shown else ""
 
 
 def _on_whose_account(rank: RankOutcome) -> str:
-    """Names the rank whose absence this one failed of, when no other failure tells more."""
+    """Returns the rank whose absence made this rank fail, in words, or nothing."""
     if rank.error is None or not rank.error.is_consequence or rank.error.missed_rank in (None, rank.rank):
         return ""
     return f", because of rank {rank.error.missed_rank}"
 
 
 def _also_failed(ranks: Iterable[RankOutcome]) -> list[str]:
-    """Gives a line for each different error, with all ranks that it ended."""
+    """Returns a line for each different error, with the ranks that raised it."""
     by_text: dict[str, list[RankOutcome]] = {}
     for rank in ranks:
         if rank.error is not None:
@@ -201,12 +201,12 @@ def _also_failed(ranks: Iterable[RankOutcome]) -> list[str]:
 
 
 def _missed_ranks(outcome: Outcome) -> set[int | None]:
-    """Gives the ranks whose absence others failed of."""
+    """Returns the ranks whose absence made others fail."""
     return {rank.error.missed_rank for rank in outcome.ranks if rank.error is not None}
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Gives "0, 2-15" for these numbers."""
+    """Returns "0, 2-15" for these numbers."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number - 1:

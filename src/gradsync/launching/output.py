@@ -1,8 +1,8 @@
-"""What the launcher and its ranks print: line by line onto the launcher's own streams, with the rank before each line.
+"""The output of the launcher and its ranks: lines on the launcher's own streams, with the rank before each line.
 
-Each stream of the launcher has a thread that reads the ranks' pipes for it and writes: a terminal that stands still
-keeps that thread, and never the supervisor. Ranks whose terminal stands still wait in their print(), as they would
-without us. Everything is bytes: what a rank prints need not be text, and passes unharmed.
+Each stream of the launcher has a thread that reads the ranks' pipes and writes: a blocked terminal blocks that thread,
+and never the supervisor. Ranks then wait in their print(), as they would without a launcher. All output is handled as
+bytes: a rank may print bytes that are no text, and they pass unchanged.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 64 * 1024
 _TAIL_LINES = 20
-# A line that has not ended is shown when nothing more of it comes for this long: it may be a question.
+# A line without an end is shown when no more of it arrives for this long: it may be a question.
 _PARTIAL_LINE_SECONDS = 0.1
-# For a thread to notice that its time is up.
+# For a thread to see that its deadline has passed.
 _JOIN_SECONDS = 0.1
 
 _ERASE_LINE = b"\r\x1b[K"
 
-# A line up to this long stays whole; what is longer passes in pieces, so that memory stays bounded.
+# A line up to this length stays whole; a longer one passes in pieces, so that memory stays bounded.
 MAX_LINE_BYTES = 256 * 1024
 _MAX_TAIL_LINE_BYTES = 4096
 
@@ -45,29 +45,29 @@ _MAX_TAIL_LINE_BYTES = 4096
 # No red: it looks like a failure.
 RANK_COLOURS = (31, 130, 133, 64, 63, 162, 29, 97)
 
-# Not one that a lone \r follows: between them there is no line.
+# Not a line end before a lone \r: there is no line between the two.
 _LINE_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?!\r(?!\n))")
 _LONE_RETURNS = re.compile(rb"\r+(?!\n)")
 
 
 class Notices:
-    """Tells a person what the launcher does; never waits for a terminal that stands still, nor fails without one.
+    """Prints what the launcher does; `tell` never waits for a blocked terminal, and neither method fails without one.
 
     Args:
-        stream: where it is told; None tells nobody.
+        stream: where to print; None prints nothing.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
     def tell(self, text: str, *, wait_seconds: float = 0.0) -> None:
-        """Writes lines, where they are taken in time."""
+        """Writes lines, if the stream takes them in time."""
         with contextlib.suppress(OSError, ValueError):  # nobody reads it
             if self._stream is not None and _takes_text(self._stream, wait_seconds):
                 self.insist(text)
 
     def insist(self, text: str) -> None:
-        """Writes lines, for as long as it takes: what must not be lost."""
+        """Writes lines that must not be lost, however long that takes."""
         with contextlib.suppress(OSError, ValueError):  # nobody reads it
             if self._stream is not None:
                 self._stream.write(f"{text}\n")
@@ -75,7 +75,7 @@ class Notices:
 
 
 def _takes_text(stream: TextIO, wait_seconds: float) -> bool:
-    """Whether a write would not wait; a stream without a descriptor never does."""
+    """Whether a write would not block; a stream without a descriptor never blocks."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
@@ -89,9 +89,9 @@ class OutputPump:
     """Passes the output of ranks on, in a thread for each stream of the launcher.
 
     Args:
-        stdout: where what ranks print on stdout goes; None, as Python has it for a closed one: nowhere.
+        stdout: where the ranks' stdout goes; None, Python's value for a closed stream, drops it.
         stderr: the same for stderr.
-        prefix: whether each line begins with its rank; without, bytes pass as they are, in whole lines.
+        prefix: whether each line begins with its rank; otherwise whole lines pass unchanged.
         log_dir: where to keep a log file `rank-N.log` for each rank, see `prepare_log_directory`.
         attempt, ranks_elsewhere: see `prepare_log_directory`.
 
@@ -117,14 +117,14 @@ class OutputPump:
         first, last = _screens_for(stdout, stderr)
         tell_once = _tell_once_on(last)
         self._writers = [_Writer(screen, prefix, tell_once) for screen in dict.fromkeys((first, last))]
-        self._writers[0].tells_loss = True  # of stdout: its ranks only see a pipe that nobody reads
+        self._writers[0].tells_loss = True  # of stdout: the ranks only see that nobody reads their pipe
         self._tails: dict[int, Tail] = {}
 
     def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
-        """Takes over the read ends of a rank's output, and closes them in the end; before the start.
+        """Adds the read ends of a rank's output, and closes them at the end; call it before the start.
 
         Args:
-            rank: the rank; each may come once.
+            rank: the rank; each once.
             stdout_fd: read end of its stdout.
             stderr_fd: read end of its stderr.
         """
@@ -143,22 +143,22 @@ class OutputPump:
             writer.start()
 
     def tail(self, rank: int) -> list[str]:
-        """Gives the last lines that a rank has printed, as text."""
+        """Returns the last lines that a rank has printed, as text."""
         return self._tails[rank].lines()
 
     def close(self, timeout_seconds: float) -> bool:
-        """Passes on what the ranks have printed until now, and ends the threads.
+        """Passes on the output so far, and ends the threads.
 
         Args:
-            timeout_seconds: how long to wait for a terminal that stands still; then the rest is dropped.
+            timeout_seconds: how long to wait for a blocked terminal; then the rest is dropped.
 
         Returns:
-            Whether the threads have ended. One inside a write to a terminal that stands still ends with that.
+            Whether the threads have ended. A thread that is blocked in a write ends with that write.
         """
         return self._end(time.monotonic() + timeout_seconds, timeout_seconds + _JOIN_SECONDS)
 
     def drain(self, wait_seconds: float) -> bool:
-        """Like `close`, but drops nothing: a reader may be slow. To be repeated, or ended with `close`."""
+        """Waits for the same, but drops nothing: a reader may be slow. Call it again, or `close`."""
         return self._end(math.inf, wait_seconds)
 
     def _end(self, deadline: float, wait_seconds: float) -> bool:
@@ -171,7 +171,7 @@ class OutputPump:
 
 
 class _RankStream:
-    """One stream of one rank: the read end of its pipe, and what is kept of it."""
+    """One stream of one rank: the read end of its pipe, its log and its last lines."""
 
     def __init__(self, rank: int, descriptor: int, tail: Tail, log: RankLog | None) -> None:
         os.set_blocking(descriptor, False)
@@ -181,15 +181,15 @@ class _RankStream:
         self.tail = tail
         self.log = log
         self.lines = LineCutter()
-        self.due: float | None = None  # when to show a line that has not ended
+        self.due: float | None = None  # when to show a line without an end
 
     def read(self) -> bytes | None:
-        """Returns what has come; nothing at the stream's end, None when it was a false alarm."""
+        """Returns the bytes that have arrived; none at the stream's end, None if there is nothing to read."""
         try:
             return os.read(self.descriptor, _READ_BYTES)
         except BlockingIOError:
             return None
-        except OSError:  # a pseudo-terminal says the end so
+        except OSError:  # the end of a pseudo-terminal
             return b""
 
     def close(self) -> None:
@@ -202,10 +202,10 @@ class _RankStream:
 
 
 class _Writer(threading.Thread):
-    """The thread of one screen: reads its ranks' pipes, and waits in its writes.
+    """The thread of one screen: reads its ranks' pipes, and blocks in its writes.
 
     Attributes:
-        tells_loss: whether the ranks are told why nothing can be written to the screen any more.
+        tells_loss: whether to print why nothing can be written to the screen any more.
     """
 
     def __init__(self, screen: Screen, prefix: bool, tell_once: Callable[[str, str], None]) -> None:
@@ -226,22 +226,22 @@ class _Writer(threading.Thread):
         self._selector.register(self._wake, selectors.EVENT_READ)
 
     def add(self, stream: _RankStream) -> None:
-        """Takes over a stream; before the start."""
+        """Adds a stream; call it before the start."""
         self._streams.append(stream)
         self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
         self._label_width = max(self._label_width, len(_label(stream.rank)))
 
     def end_by(self, deadline: float) -> None:
-        """Has the thread end when nothing more has come, or at the deadline."""
+        """Makes the thread end when it has read all output so far, or at the deadline."""
         with self._lock:
             self._deadline = deadline
             if self.ident is None:
                 self.start()
             if not self._has_ended:
-                os.eventfd_write(self._wake, 1)  # never read: from here on nothing waits
+                os.eventfd_write(self._wake, 1)  # never read: from here on no select waits
 
     def run(self) -> None:
-        """Passes lines on until all streams have ended, or the time is up."""
+        """Passes lines on until all streams have ended, or the deadline."""
         for stream in self._streams:
             self._log(stream, b"")  # a rank that prints nothing has a log file too
         while (deadline := self._deadline) is None or (self._streams and time.monotonic() < deadline):
@@ -254,8 +254,8 @@ class _Writer(threading.Thread):
                     stream.due = None
                     self._pass_on(stream, stream.lines.take_characters())
                 elif deadline is not None and stream.descriptor not in ready:
-                    self._end(stream)  # it was asked, and has nothing more now
-        for stream in list(self._streams):  # unread: of processes that outlive the run, or dropped
+                    self._end(stream)  # it has nothing more to read
+        for stream in list(self._streams):  # of processes that outlive the run, or dropped at the deadline
             self._forget(stream)
         self._selector.close()
         with self._lock:
@@ -282,7 +282,7 @@ class _Writer(threading.Thread):
         self._pass_on(stream, complete)
 
     def _pass_on(self, stream: _RankStream, data: bytes) -> None:
-        """Writes lines to the rank's log and to the screen; when that is lost all its streams end."""
+        """Writes lines to the rank's log and to the screen; if the screen is lost, all its streams end."""
         if not data:
             return
         self._log(stream, data)
@@ -295,11 +295,11 @@ class _Writer(threading.Thread):
 
     def _log(self, stream: _RankStream, data: bytes) -> None:
         problem = None if stream.log is None else stream.log.write(data)
-        if problem is not None:  # the first problem with a log: the others will be the same
+        if problem is not None:  # only the first problem with a log is printed
             self._tell_once("log", f"warning: {problem}")
 
     def _end(self, stream: _RankStream) -> None:
-        """Ends a stream that has come to its end."""
+        """Closes a stream at its end."""
         self._pass_on(stream, stream.lines.take_rest())
         if stream in self._streams:  # else the screen was lost just now
             self._forget(stream)
@@ -314,11 +314,11 @@ class _Writer(threading.Thread):
         stream.close()
 
     def _owner(self, stream: _RankStream) -> object:
-        # Without prefixes a rank's stdout may continue what its stderr has begun, as it would without us.
+        # Without prefixes a rank's stdout may continue a line of its stderr, as it would without a launcher.
         return stream if self._has_prefix else stream.rank
 
     def _prefix(self, rank: int) -> bytes:
-        """Gives what each line of a rank begins with, as wide as the widest."""
+        """Returns the prefix of a rank's lines, padded to the widest."""
         if not self._has_prefix:
             return b""
         label = _label(rank)
@@ -333,7 +333,7 @@ def _label(rank: int) -> bytes:
 
 
 def _tell_once_on(screen: Screen) -> Callable[[str, str], None]:
-    """Gives a function that tells of a kind of trouble on a screen, the first time."""
+    """Returns a function that prints each kind of trouble on a screen once."""
     told: set[str] = set()
     lock = threading.Lock()
 
@@ -351,7 +351,7 @@ class Screen:
     """One output of the launcher: a terminal, pipe or file, or a text stream without descriptor (a notebook).
 
     Args:
-        stream: where to write; None, as Python has it for a closed one: nowhere.
+        stream: where to write; None, Python's value for a closed stream, drops the output.
 
     Attributes:
         loss: why nothing can be written any more.
@@ -359,20 +359,20 @@ class Screen:
 
     def __init__(self, stream: TextIO | None) -> None:
         self._write = _write_to(stream)
-        self._lock = threading.Lock()  # the thread of stdout tells on stderr why it has ended
-        self._owner: object = None  # who wrote last ...
-        self._last_byte = b"\n"  # ... and how it ended
-        self._bars: set[object] = set()  # who has a progress bar for its open line
+        self._lock = threading.Lock()  # the thread of stdout prints on stderr why it has ended
+        self._owner: object = None  # the owner that wrote last
+        self._last_byte = b"\n"  # of that
+        self._bars: set[object] = set()  # owners whose open line is a progress bar
         self.is_terminal = _is_terminal(stream)
         self.colour = wants_colour(self.is_terminal)
         self.loss: Exception | None = None
         self._can_erase = self.is_terminal and os.environ.get("TERM") != "dumb"
 
     def write(self, owner: object, prefix: bytes, data: bytes) -> None:
-        """Writes lines, or a part of one, for as long as it takes.
+        """Writes lines, or a part of one, however long that takes.
 
         Args:
-            owner: whose they are: the part of a line that one left open is continued by the same one only.
+            owner: of the lines: only the owner of an open line continues it.
             prefix: what each line begins with.
             data: at least one byte.
         """
@@ -388,7 +388,7 @@ class Screen:
             self._put(lines)
 
     def end_line(self, owner: object) -> None:
-        """Ends the line that this one left open, if it stands there still."""
+        """Ends the open line of this owner, if it is still the last line."""
         with self._lock:
             if owner is self._owner and self._last_byte != b"\n" and self.loss is None:
                 self._last_byte = b"\n"
@@ -398,21 +398,21 @@ class Screen:
     def _put(self, data: bytes) -> None:
         try:
             self._write(data)
-        except Exception as error:  # the reader has gone, the disk is full; the caller's own stream may raise anything
+        except Exception as error:  # no reader, a full disk; a stream of the caller may raise anything
             self.loss = error
 
     def _break_before(self, data: bytes) -> bytes:
-        """Gives the newline that keeps an open line of another from being continued or overwritten."""
+        """Returns the newline or erasure that goes before the data where another owner's line is open."""
         if self._last_byte == b"\n":
             return b""
         if self._can_erase and self._owner in self._bars:
-            return _ERASE_LINE  # its next state comes soon: a line for each would fill the terminal
-        # Progress bars may overwrite each other, as they do without us: else each step would take a line.
+            return _ERASE_LINE  # its next state follows soon: a line for each would fill the terminal
+        # Progress bars may overwrite each other, as they do without a launcher: else each step would take a line.
         is_bar_after_bar = self._last_byte == b"\r" and data.endswith(b"\r") and b"\n" not in data
         return b"" if is_bar_after_bar else b"\n"
 
     def _note_bar(self, owner: object, data: bytes) -> None:
-        r"""Remembers whose open line has been overwritten with \r, for when one of its states comes without."""
+        r"""Records which owners' open lines use \r: a later state of such a bar may come without."""
         _, newline, open_line = data.rpartition(b"\n")
         if b"\r" in open_line:
             self._bars.add(owner)
@@ -421,11 +421,11 @@ class Screen:
 
 
 def _write_to(stream: TextIO | None) -> Callable[[bytes], Any]:
-    """Gives a function that writes all of some bytes to a stream, for as long as it takes."""
+    """Returns a function that writes all bytes to a stream, however long that takes."""
     if stream is None:
         return len
     if getattr(stream, "buffer", None) is None:
-        # A notebook's stream may have a descriptor, but that leads to the terminal of its server.
+        # The descriptor of a notebook's stream, if any, is the terminal of the notebook server.
         return functools.partial(_write_text, stream)
     descriptor = _descriptor_of(stream)
     return functools.partial(_write_buffer, stream) if descriptor < 0 else functools.partial(_write_all, descriptor)
@@ -437,7 +437,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
     while rest:
         try:
             rest = rest[os.write(descriptor, rest) :]
-        except BlockingIOError:  # somebody has made it non-blocking
+        except BlockingIOError:  # another process has made it non-blocking
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
             poll.poll()
@@ -455,9 +455,9 @@ def _write_text(stream: TextIO, data: bytes) -> None:
 
 
 def _screens_for(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Screen, Screen]:
-    """Gives the screens of two streams: one and the same when both go to the same place."""
+    """Returns the screens of two streams; one screen if both go to the same file."""
     for stream in (stdout, stderr):
-        # What the launcher itself has printed comes first.
+        # First, the launcher's own output.
         with contextlib.suppress(OSError, ValueError):
             if stream is not None:
                 stream.flush()
@@ -467,7 +467,7 @@ def _screens_for(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Screen, 
 
 
 def _describe_loss(error: Exception) -> str:
-    """Tells why standard output is no longer written to."""
+    """Returns why standard output is no longer written to."""
     if isinstance(error, OSError) and error.errno == errno.EPIPE:
         return "the reader of standard output has gone"
     reason = error.strerror if isinstance(error, OSError) else None
@@ -475,7 +475,7 @@ def _describe_loss(error: Exception) -> str:
 
 
 def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Decides on colour as Python itself does: NO_COLOR before FORCE_COLOR, before what the stream is."""
+    """Whether to use colour, decided as Python does: NO_COLOR first, then FORCE_COLOR, then the kind of stream."""
     if environment.get("NO_COLOR"):
         return False
     if environment.get("FORCE_COLOR"):
@@ -484,7 +484,7 @@ def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ)
 
 
 def _descriptor_of(stream: TextIO | None) -> int:
-    """Gives a stream's descriptor, or -1."""
+    """Returns a stream's descriptor, or -1."""
     try:
         return -1 if stream is None else stream.buffer.fileno()
     except (AttributeError, OSError, ValueError):
@@ -518,10 +518,10 @@ class LineCutter:
         return bool(self._rest)
 
     def feed(self, data: bytes) -> bytes:
-        r"""Takes a chunk; returns what is complete with it: whole lines, or a piece of one that is too long.
+        r"""Adds a chunk; returns the lines that are now complete, or a piece of a line that is too long.
 
-        A \r at the very end waits for what follows: it may be half of \r\n. So does one at the beginning: it is not the
-        end of a line but goes with the state of a progress bar that follows.
+        A \r at the very end waits for the next chunk: it may be half of \r\n. So does a \r at the beginning: it ends no
+        line, but belongs to the state of a progress bar that follows.
         """
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
         if end == 0 and not (data and self._rest.endswith(b"\r")):
@@ -539,7 +539,7 @@ class LineCutter:
         return piece
 
     def take_rest(self) -> bytes:
-        """Returns what is left at the stream's end."""
+        """Returns the rest at the stream's end."""
         piece, self._rest = self._rest, b""
         return piece
 
@@ -554,11 +554,11 @@ class Tail:
     def __init__(self, size: int) -> None:
         self._size = size
         self._lines: deque[bytes] = deque(maxlen=size)
-        self._open: dict[object, bytes] = {}  # by stream: a line that has not ended yet
+        self._open: dict[object, bytes] = {}  # by stream: a line without an end
         self._lock = threading.Lock()
 
     def feed(self, stream: object, data: bytes) -> None:
-        """Takes a chunk that came on a stream."""
+        """Adds a chunk of a stream."""
         parts = data.rsplit(b"\n", self._size + 1)  # never all of its lines: a rank may print a million a second
         with self._lock:
             parts[0] = self._open.pop(stream, b"") + parts[0]
@@ -567,7 +567,7 @@ class Tail:
                 self._open[stream] = parts[-1][-_MAX_TAIL_LINE_BYTES:]
 
     def lines(self) -> list[str]:
-        """Returns the last lines as text, with those that have not ended."""
+        """Returns the last lines as text, including lines without an end."""
         with self._lock:
             lines = [*self._lines, *(_last_state(line) for line in self._open.values())]
         return [line.decode("utf-8", "replace") for line in lines[-self._size :]] if self._size else []
@@ -576,12 +576,12 @@ class Tail:
 def begin_lines_with(prefix: bytes, data: bytes, *, is_inside_line: bool = False) -> bytes:
     r"""Puts the prefix before every line of the data.
 
-    A \r with nothing before it is no line, and at the very beginning it is left out: it moves the cursor nowhere.
+    A \r with nothing before it is no line. At the very beginning it is left out: it would not move the cursor.
 
     Args:
         prefix: the prefix; where it is empty, the data passes as it is.
         data: whole lines, or a part of one.
-        is_inside_line: whether the data goes on with a line that has its prefix.
+        is_inside_line: whether the data continues a line that has its prefix.
     """
     if not prefix:
         return data
@@ -597,12 +597,12 @@ def begin_lines_with(prefix: bytes, data: bytes, *, is_inside_line: bool = False
 
 
 def _last_state(line: bytes) -> bytes:
-    """Gives what a terminal would show of a line that a progress bar has overwritten."""
+    """Returns the visible part of a line that a progress bar has overwritten."""
     return line.rstrip(b"\r").rpartition(b"\r")[2][-_MAX_TAIL_LINE_BYTES:]
 
 
 def _end_of_characters(data: bytes) -> int:
-    """Gives the length of the data without an unfinished UTF-8 character at its end."""
+    """Returns the length of the data without an unfinished UTF-8 character at its end."""
     for length in range(1, min(3, len(data)) + 1):
         byte = data[-length]
         if byte >= 0xC0:  # the first byte of a character

@@ -27,7 +27,7 @@ def rank_environment(
     restart: int = 0,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Gives the variables of one rank: those of this process, and the rank's own.
+    """Returns the variables of one rank: those of this process, and the rank's own.
 
     Args:
         job: the job.
@@ -62,7 +62,7 @@ def rank_environment(
         own[environment.STATE_DIR] = os.path.abspath(job.state_dir)
     if job.gpus is not None:
         own["CUDA_VISIBLE_DEVICES"] = job.gpus[local_rank]
-    # A secret around this process belongs to another run, and what mpiexec says is about this process.
+    # A secret in this environment belongs to another run, and variables of mpiexec are about this process.
     removed = job.removed_variables | {
         environment.SECRET,
         environment.SECRET_FILE,
@@ -76,7 +76,7 @@ def rank_environment(
 
 
 def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> None:
-    """Tells on the log what the ranks find in their environment that nobody has set, beside who they are."""
+    """Logs the variables that the launcher adds for its ranks, beside their place, where the user has not set them."""
     environment.configure_logging(environ)
     added = _nccl_variables(job) | blas_thread_variables(job.n_ranks, environ)
     names = " ".join(f"{name}={value}" for name, value in added.items() if name not in environ)
@@ -87,15 +87,15 @@ def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> No
 
 
 def _nccl_variables(job: Job) -> dict[str, str]:
-    """Gives what lets NCCL meet by the network that the launchers use; what the user has set counts more."""
+    """Returns variables that make NCCL use the network of the launchers; the user's own take precedence."""
     if job.network is None:
         return {}
     family = {"NCCL_SOCKET_FAMILY": "AF_INET6"} if job.network.is_ipv6 else {}
-    return {"NCCL_SOCKET_IFNAME": f"={job.network.interface}"} | family  # "=": this one, not all that begin like it
+    return {"NCCL_SOCKET_IFNAME": f"={job.network.interface}"} | family  # "=": exactly this one
 
 
 def _torchrun_variables(job: Job, rank: str, restart: int) -> dict[str, str]:
-    """Gives what torchrun sets beside RANK and its like, for scripts that read it."""
+    """Returns the other variables of torchrun, for scripts that read them."""
     world_size = str(job.world_size)
     # torchrun's groups are machines; where nobody has told, each has as many ranks as this one.
     group, groups = job.rank_start // job.n_ranks, -(-job.world_size // job.n_ranks)
@@ -110,7 +110,7 @@ def _torchrun_variables(job: Job, rank: str, restart: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "TORCHELASTIC_RUN_ID": f"gradsync-{os.getpid() if job.node is None else job.node.run_name}",
-        # PyTorch's rank 0 then hosts its own store at MASTER_PORT: there is no agent of torchrun that does.
+        # So rank 0 hosts PyTorch's store at MASTER_PORT: there is no agent of torchrun that does.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
@@ -148,13 +148,13 @@ def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
 def choose_gpus(
     gpus: str | Sequence[int | str], n_ranks: int, environ: Mapping[str, str], *, allow_shared: bool = False
 ) -> list[str]:
-    """Gives each rank of this machine its GPU.
+    """Returns each rank of this machine its GPU.
 
     Args:
-        gpus: the GPUs to use, see `parse_gpus`, in the order of the ranks.
+        gpus: the GPUs, in the order of the ranks; see `parse_gpus`.
         n_ranks: number of ranks.
         environ: the variables of this process; each GPU must be in its CUDA_VISIBLE_DEVICES, where that is set.
-        allow_shared: whether ranks may share GPUs, in turn, where there are fewer than ranks.
+        allow_shared: whether ranks may share GPUs, if there are fewer GPUs than ranks.
 
     Returns:
         The value of CUDA_VISIBLE_DEVICES in each rank.
@@ -187,7 +187,7 @@ def _name_of(entry: int | str, gpus: str | Sequence[int | str]) -> str:
 
 
 def _check_visible(name: str, environ: Mapping[str, str]) -> None:
-    """Refuses a GPU that this process has been denied, or that is not there."""
+    """Refuses a GPU that this process may not use, or that does not exist."""
     visible = visible_gpus(environ)
     if visible is None:
         present = count_gpus({})
@@ -202,15 +202,15 @@ def _check_visible(name: str, environ: Mapping[str, str]) -> None:
 
 
 def _is_same(name: str, entry: str) -> bool:
-    """Tells whether two entries are one GPU, as far as their text shows it."""
+    """Returns whether two entries name one GPU, as far as their text shows."""
     if entry.isdigit() or name.isdigit():
         return entry.isdigit() and name.isdigit() and int(entry) == int(name)
-    # CUDA takes the beginning of a UUID for the whole.
+    # CUDA accepts the beginning of a UUID.
     return entry.startswith(name) or name.startswith(entry)
 
 
 def network_towards(host: str, port: int) -> Network | None:
-    """Returns by what this machine reaches a host, which may be itself; None where that cannot be told.
+    """Returns the network by which this machine reaches a host, which may be itself; None if not known.
 
     Args:
         host: its name or address.

@@ -1,4 +1,4 @@
-"""A file for each rank with all that it printed, on request."""
+"""Log files on request: one for each rank, with its output."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ATTEMPT_NAME = re.compile(r"attempt-\d+", re.ASCII)
 
 
 class RankLog:
-    """The log file of one rank: both streams in order of arrival, the bytes as they came. From any thread.
+    """The log file of one rank: the bytes of both streams, in order of arrival. May be used in any thread.
 
     Args:
         path: the file.
-        streams: how many write to it; each closes it once.
+        streams: how many streams write to it; each closes it once.
     """
 
     def __init__(self, path: Path, streams: int = 1) -> None:
@@ -32,7 +32,7 @@ class RankLog:
         self._failed = False
 
     def write(self, data: bytes) -> str | None:
-        """Appends; returns what went wrong, once: after that the log is given up."""
+        """Appends data; returns the first error in words, after which nothing more is written."""
         with self._lock:
             if self._failed:
                 return None
@@ -50,7 +50,7 @@ class RankLog:
             return None
 
     def close(self) -> None:
-        """Closes the file, when the last of its streams has ended."""
+        """Closes the file, once the last of its streams has ended."""
         with self._lock:
             self._writers -= 1
             if self._writers == 0 and self._file is not None:
@@ -59,23 +59,22 @@ class RankLog:
 
 
 def prepare_log_directory(log_dir: str | Path, attempt: int | None, ranks_elsewhere: Container[int] = ()) -> Path:
-    """Makes the directory for the logs of a run, without those of an earlier one.
+    """Makes the directory for the logs of a run, and removes those of an earlier run.
 
-    What goes are files `rank-N.log`, and directories `attempt-N` that hold nothing but such files. All else is somebody
-    else's and stays.
+    It removes files `rank-N.log`, and directories `attempt-N` that hold only such files. All other files stay.
 
     Args:
         log_dir: as the user named it.
-        attempt: for runs that may be restarted: which one this is; each has a directory of its own, and the
-            first one removes those of an earlier run.
-        ranks_elsewhere: those that other launchers start, which may share the directory: their logs are theirs to
-            remove, and may have been begun.
+        attempt: number of the start, in a run that may restart; each has a directory of its own, and the first one
+            removes those of an earlier run.
+        ranks_elsewhere: ranks of other launchers, which may share the directory: these launchers remove their own
+            logs, and may have begun new ones.
 
     Returns:
         The directory.
 
     Raises:
-        InvalidArgument: it cannot be made, cleared, or written to.
+        InvalidArgument: the directory cannot be made, cleared, or written to.
     """
     log_dir = Path(log_dir)
     if not attempt and log_dir.is_dir():
@@ -91,7 +90,7 @@ def prepare_log_directory(log_dir: str | Path, attempt: int | None, ranks_elsewh
 
 
 def _clear(log_dir: Path, attempt: int | None, ranks_elsewhere: Container[int]) -> None:
-    """Removes what an earlier run has written."""
+    """Removes the logs of an earlier run."""
     own = None if attempt is None else f"attempt-{attempt}"
     try:
         _remove_logs(log_dir, ranks_elsewhere)
@@ -106,7 +105,7 @@ def _clear(log_dir: Path, attempt: int | None, ranks_elsewhere: Container[int]) 
 
 
 def _remove_attempt(directory: Path, ranks_elsewhere: Container[int], *, is_own: bool) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another launcher was faster
+    with contextlib.suppress(FileNotFoundError):  # another launcher has removed it
         if not all(map(_is_log, directory.iterdir())):
             return
         _remove_logs(directory, ranks_elsewhere)
@@ -123,5 +122,5 @@ def _remove_logs(directory: Path, ranks_elsewhere: Container[int]) -> None:
 
 
 def _is_log(path: Path) -> bool:
-    """Whether a file is a rank's log; a link leads to where somebody wants the log, and stays."""
+    """Whether a file is a rank's log. A symbolic link is the user's, and stays."""
     return bool(_LOG_NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink()

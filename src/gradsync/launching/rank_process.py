@@ -1,9 +1,9 @@
 """One rank's process, as the launcher sees it: start, signals, report, end.
 
-It comes to life in one of three ways: spawned as a fresh interpreter, or forked from this process or a fork server. All
-three end in the same place, `rank_main`, the fresh interpreter by its `main`, the forks by `enter`: the process forks
-once more, and the parent guards the child. The fresh interpreter has the rank's environment from its first instruction
-on; the other two change theirs.
+A rank starts in one of three ways: spawned as a fresh interpreter, or forked from this process or from a fork server.
+All three continue in `rank_main`, the fresh interpreter in its `main`, the forks in `enter`: the process forks once
+more, and the parent guards the child. The fresh interpreter has the rank's environment from the beginning; the forks
+change theirs.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ main()"""
 
 
 def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> int:
-    """Writes what every rank reads at its start into an anonymous file.
+    """Writes the record that every rank reads at its start into an anonymous file.
 
-    A pipe would fill up and make the start of one rank wait for another.
+    A pipe could fill up, and one rank would wait for the start of another.
 
     Args:
-        target: what the ranks run.
+        target: the program of the ranks.
         secret: of the run.
         shows_lines: whether the launcher shows the ranks' output line by line.
 
@@ -66,17 +66,17 @@ class RankProcess:
     Attributes:
         rank: its rank.
         local_rank: its number among the ranks that this launcher started.
-        pid: its process id, which is also its session and process group; 0 until the guard has told it.
-        status: descriptor of the guard's pipe; its end is the end of all that the rank started.
-        sentinel: descriptor that is readable when the guard has ended, whoever else holds its pipe; -1 where the kernel
-            has none.
+        pid: its process id, which is also its session and process group; 0 until the guard has reported it.
+        status: descriptor of the guard's pipe; it closes when the rank and all its processes have ended.
+        sentinel: descriptor that is readable when the guard has ended, even if another process holds its pipe; -1 where
+            the kernel has none.
         report: descriptor of the report pipe.
-        result: the return value, once it came.
-        error: the exception that ended the rank, once it came.
+        result: the return value, once it has arrived.
+        error: the exception that ended the rank, once it has arrived.
         exit_code: once it has ended; negative: the signal that killed it; None: it could not be killed.
-        peak_bytes: the most memory that it, or a program that it waited for, had in use; 0 until it has ended.
+        peak_bytes: the peak memory of the rank, or of a program that it waited for; 0 until it has ended.
         sent_kill: whether the launcher has sent it SIGKILL.
-        memory_kill: how the kernel's out-of-memory killer ended it, where that is what happened.
+        memory_kill: how the kernel's out-of-memory killer ended it, if it did.
     """
 
     def __init__(self, rank: int, local_rank: int) -> None:
@@ -97,11 +97,11 @@ class RankProcess:
     def start(
         self, method: str, target: Target, record: int, environ: dict[str, str], streams: tuple[int, ...]
     ) -> None:
-        """Starts it.
+        """Starts the rank.
 
         Args:
             method: a start method.
-            target: what it runs.
+            target: its program.
             record: descriptor of the start record.
             environ: its environment.
             streams: descriptors that become its standard input, output and error.
@@ -119,7 +119,7 @@ class RankProcess:
             own_descriptors.add(self.sentinel)
 
     def _open(self, theirs: contextlib.ExitStack) -> GuardDescriptors:
-        """Opens the pipes and the result file; the rank's ends are closed here when the stack is left."""
+        """Opens the pipes and the result file; the stack closes the rank's ends in this process."""
 
         def give(descriptor: int) -> int:
             own_descriptors.add(descriptor)
@@ -140,7 +140,7 @@ class RankProcess:
         return GuardDescriptors(*given)
 
     def read_report(self, limit_reads: int | None = _READS_PER_TURN) -> bool:
-        """Takes what the report pipe holds now; returns whether more can come."""
+        """Reads the reports that have arrived; returns whether more can arrive."""
         for kind, body in self._reader.read(limit_reads):
             if kind == RESULT:
                 self._take_result(body)
@@ -160,9 +160,9 @@ class RankProcess:
             self._result_file = -1
 
     def read_status(self) -> bool:
-        """Takes what the guard has told; returns whether it is still there."""
+        """Reads the guard's messages; returns whether the guard still runs."""
         try:
-            told = os.read(self.status, 64)  # a write of so few bytes arrives in one piece
+            told = os.read(self.status, 64)  # such short writes arrive in one piece
         except BlockingIOError:
             return True
         is_there = bool(told)
@@ -175,7 +175,7 @@ class RankProcess:
 
     @property
     def is_reaped(self) -> bool:
-        """Whether nothing of it is left, or it has been given up."""
+        """Whether nothing of the rank is left, or it has been abandoned."""
         return self.status < 0
 
     def send_signal(self, number: int) -> None:
@@ -190,16 +190,16 @@ class RankProcess:
                     signal.pidfd_send_signal(self.sentinel, signal.SIGCONT)  # a guard that was stopped ends nothing
 
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the rank, so that it says nothing until it is continued."""
+        """Whether a signal has stopped the rank, so that it reports nothing until it is continued."""
         found = read_stat(self.pid)
         return found is not None and found.state == "T"
 
     def reap(self) -> None:
-        """Takes the end of a rank whose status pipe has ended; nothing of it is left then."""
+        """Handles the end of a rank whose status pipe has closed; nothing of it is left then."""
         self.read_report(None)
         code = 0 if self._guard is None else self._guard.reap()
         if self.exit_code is None and code != GAVE_UP:
-            # Its guard never came to life, or was killed, and the rank with it.
+            # Its guard never began, or was killed, and the rank with it.
             self.exit_code = code or -signal.SIGKILL
             if self.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -207,7 +207,7 @@ class RankProcess:
         self._close()
 
     def abandon(self) -> None:
-        """Gives up a rank that could not be killed; should its guard hang, the kernel kills the rank after it."""
+        """Abandons a rank that could not be killed; should its guard hang, the kernel kills the rank after it."""
         if self._guard is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._guard.pid, signal.SIGKILL)  # not reaped: the number is still its own
@@ -227,11 +227,11 @@ def _close_own(descriptor: int) -> None:
 
 
 class RankStart(NamedTuple):
-    """What a rank process starts with.
+    """The arguments of a rank process.
 
     Attributes:
         rank: its rank.
-        target: what it runs.
+        target: its program.
         record: descriptor of the start record, see `rank_process.start_record`.
         environ: its environment.
         descriptors: its ends of the pipes.
@@ -247,7 +247,7 @@ class RankStart(NamedTuple):
 
 
 class StartedProcess(NamedTuple):
-    """A process that has been started, and becomes a rank's guard.
+    """A started process, which becomes a rank's guard.
 
     Attributes:
         pid: its process id.
@@ -282,7 +282,7 @@ def _spawn(start: RankStart) -> StartedProcess:
 
 def _fork(start: RankStart) -> StartedProcess:
     launcher_pid = os.getpid()
-    for stream in (sys.stdout, sys.stderr):  # else each rank would write what still lies in the buffer
+    for stream in (sys.stdout, sys.stderr):  # else each rank would write the contents of its copy of the buffer
         with contextlib.suppress(Exception):
             stream.flush()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -302,7 +302,7 @@ def _fork(start: RankStart) -> StartedProcess:
 def _reap_child(pid: int) -> int:
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:  # the program reaps its children itself, or ignores SIGCHLD
+    except ChildProcessError:  # the program waits for its children itself, or ignores SIGCHLD
         return 0
 
 
@@ -329,7 +329,7 @@ def _fork_from_server(start: RankStart) -> StartedProcess:
 
 @contextlib.contextmanager
 def _no_import_of_main() -> Iterator[None]:
-    """Keeps multiprocessing from importing `__main__`: a rank does so, under guard and with its own environment."""
+    """Keeps multiprocessing from importing `__main__`: the rank does so, guarded and with its own environment."""
     from multiprocessing import spawn
 
     def prepare_otherwise(name: str) -> dict[str, Any]:
@@ -347,7 +347,7 @@ def _no_import_of_main() -> Iterator[None]:
 
 
 class _Passed:
-    """A descriptor among the arguments of a process that a fork server starts: there it is the copy's number."""
+    """A descriptor as an argument of a process of the fork server; unpickled, it is the number of the copy there."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -366,17 +366,17 @@ def _take_passed(passed: Any) -> int:
 def _enter_from_server(
     rank: int, launcher_pid: int, environ: dict[str, str], numbers: tuple[int, ...], *passed: int
 ) -> NoReturn:
-    """Goes on as the rank process, in a child of the fork server.
+    """Continues as the rank process, in a child of the fork server.
 
     Args:
         rank, launcher_pid, environ: as in `RankStart`.
-        numbers: those that the target's descriptors have in the launcher, and in its pickled call.
-        passed: copies of these descriptors, and of all that a `RankStart` has, in its order.
+        numbers: of the target's descriptors in the launcher, and in the pickled call.
+        passed: copies of these descriptors, and of those of a `RankStart`, in its order.
     """
     import fcntl
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # Out of the way first: a copy may have a number that another one is to get.
+    # To high numbers first: a copy may have a number that another one needs.
     moved = [fcntl.fcntl(d, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for d in passed]
     for descriptor in passed:
         os.close(descriptor)
@@ -390,7 +390,7 @@ def _enter_from_server(
 
 
 def _enter(start: RankStart, launcher_pid: int) -> NoReturn:
-    """Goes on as the rank process, in a forked child."""
+    """Continues as the rank process, in a forked child."""
     from gradsync.launching.in_rank import rank_main
 
     os.setsid()

@@ -1,4 +1,4 @@
-"""What the launcher reads of a rank: the frames of its report pipe, its error, and what its function returned.
+"""Reports of a rank, as the launcher reads them: frames of its report pipe, its error, and its return value.
 
 `in_rank/result` and `in_rank/rank_main` write them.
 """
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 
 class FrameReader:
-    """Takes frames off a non-blocking pipe, whatever pieces they arrive in.
+    """Reads frames from a non-blocking pipe, in whatever pieces they arrive.
 
-    A body is read straight into memory, which grows with what has come: an error may hold any text, and a length
-    that was announced may be anything.
+    A body is read straight into memory, which grows with the bytes that have arrived: an error may hold any text, and
+    an announced length may be wrong.
 
     Attributes:
-        ended: whether nothing more comes.
+        ended: whether the pipe has ended.
         refused_bytes: the length of a body for which the machine has no memory, which ends the reading; else 0.
     """
 
@@ -45,10 +45,10 @@ class FrameReader:
         self.refused_bytes = 0
 
     def read(self, limit_reads: int | None = None) -> list[tuple[bytes, bytearray]]:
-        """Reads what is there now, without waiting.
+        """Reads the bytes that have arrived, without waiting.
 
         Args:
-            limit_reads: how often to read at most, for a caller that has other things to do.
+            limit_reads: how often to read at most, for a caller with other work.
 
         Returns:
             The frames (kind, body) that are complete.
@@ -123,7 +123,7 @@ def read_error(kind: bytes, body: bytearray) -> ErrorReport:
 
 
 def unreadable(why: str) -> ErrorReport:
-    """Returns what is told where a rank has reported something that it never would: what it did is not known."""
+    """Returns the error for a report that no rank would send: the end of that rank is not known."""
     text = f"what this rank reported cannot be read ({why}): something in it wrote to a descriptor that is not its own"
     return ErrorReport(f"gradsync: {text}\n", text, is_consequence=False)
 
@@ -132,15 +132,15 @@ class ReturnValue:
     """A return value in a rank's result file. Its large arrays stay there: they are mapped, and a write copies a page.
 
     Args:
-        file: descriptor of the file; taken over.
-        told: where in it the pickled value lies, and then each of its buffers: pairs of BOUNDS.
+        file: descriptor of the file; this object closes it.
+        told: bounds of the pickled value in it, then of each buffer: pairs of BOUNDS.
 
     Raises:
-        ValueError, OSError: the file does not hold what was told; the descriptor stays the caller's.
+        ValueError, OSError: the file does not have these parts; the caller closes the descriptor.
     """
 
     def __init__(self, file: int, told: bytearray) -> None:
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # else reading what is gone would kill this process
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # else reading past a new end would kill this process
         size = os.fstat(file).st_size
         if not told or len(told) % BOUNDS.size:
             raise ValueError(f"{len(told)} bytes are no bounds of a result")
@@ -152,7 +152,7 @@ class ReturnValue:
         self._close = weakref.finalize(self, os.close, file)
 
     def load(self) -> Any:
-        """Gives the value: each call another copy. Raises what its unpickling does."""
+        """Returns a new copy of the value. Raises the exception of its unpickling."""
         import pickle  # here, as below: start-up counts
 
         # Private: a value that is loaded twice is two, and a process that is forked later shares none of it.
@@ -196,7 +196,7 @@ def from_told(kind: type[T], data: bytes | bytearray) -> T:
     """Returns a dataclass from a JSON object with its attributes.
 
     Raises:
-        ValueError: it is no such object; the text says what is wrong with it.
+        ValueError: the data is no such object; the text says why.
     """
     import json
 

@@ -23,8 +23,8 @@ from gradsync.machine import count_gpus, default_process_count
 if TYPE_CHECKING:
     from gradsync.launching.nodes import NodeOptions
 
-_MANY_RANKS = 8  # more than somebody who names no number may expect
-_REPORT_SECONDS = 1.0  # for a terminal that stands still to take the report of a failure before a restart
+_MANY_RANKS = 8  # more than a user who gives no number may expect
+_REPORT_SECONDS = 1.0  # for a blocked terminal to take the report of a failure before a restart
 
 
 def run_command(
@@ -51,7 +51,7 @@ def run_command(
     trace_dir: str | None,
     debug: bool,
 ) -> int:
-    """Runs the job and shows what happens to it; the arguments are the options of the command, as its help has them.
+    """Runs the job and prints its output and its end; the arguments are the options of the command.
 
     Returns:
         The exit code of the command.
@@ -59,7 +59,7 @@ def run_command(
     Raises:
         InvalidArgument: the options do not fit this machine, each other, or the script.
     """
-    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed by who started us
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed by the parent process
     notices = Notices(sys.stderr)
     nodes = _node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
     target = (module_target if as_module else script_target)(script, arguments)
@@ -119,14 +119,14 @@ def run_command(
 
 
 def _tell_failure(outcome: Outcome, notices: Notices) -> None:
-    """Tells why the job failed, last of all that is printed."""
+    """Prints why the job failed, after all other output."""
     text = failure_text(outcome)
     if not text:
         return
-    if outcome.signal_number is not None:  # somebody wants to go: a terminal that stands still must not keep us
+    if outcome.signal_number is not None:  # the user wants to stop: a blocked terminal must not delay that
         notices.tell(text.rstrip("\n"), wait_seconds=_REPORT_SECONDS)
         return
-    with contextlib.suppress(OSError):  # nobody reads it
+    with contextlib.suppress(OSError):  # the pipe has no reader
         sys.stdout.flush()
     notices.insist(text.rstrip("\n"))
 
@@ -139,10 +139,10 @@ def _node_options(
     join_timeout_seconds: float,
     node_address: str | None,
 ) -> NodeOptions | None:
-    """Gives what is known of the other machines; None where this one is alone.
+    """Returns the options of a run on several machines; None for a run on this machine alone.
 
     Raises:
-        InvalidArgument: an option is missing or wrong, or has no meaning for one machine.
+        InvalidArgument: an option is missing, wrong, or only for several machines.
     """
     if nnodes is not None and nnodes > 1:
         from gradsync.launching.nodes import check_node_options
@@ -167,7 +167,7 @@ def _node_options(
 
 
 def _stdin_rank(text: str, n_ranks: int | None) -> int | None:
-    """Gives the rank that reads standard input; None as number of ranks is not known yet."""
+    """Returns the rank that reads standard input. `n_ranks` is None if the number of ranks is not known yet."""
     if text == "none":
         return None
     if not text.isascii() or not text.isdigit() or (n_ranks is not None and int(text) >= n_ranks):
@@ -178,7 +178,7 @@ def _stdin_rank(text: str, n_ranks: int | None) -> int | None:
 
 @contextlib.contextmanager
 def _state_dir(state_dir: str | None, max_restarts: int) -> Iterator[str | None]:
-    """Gives the state directory; one that we made goes when the job has ended."""
+    """Yields the state directory; a temporary one is removed when the job has ended."""
     if state_dir is not None:
         try:
             os.makedirs(state_dir, exist_ok=True)
@@ -224,7 +224,7 @@ def module_target(name: str, arguments: Sequence[str] = ()) -> Target:
     Raises:
         InvalidArgument: the top-level package does not exist, or the name is malformed.
     """
-    # Deeper names would import their parents here, in the launcher: the ranks report those.
+    # Deeper names would import their parents in the launcher: the ranks report errors in those.
     top = name.partition(".")[0]
     if not _module_exists(top):
         raise InvalidArgument(f"module {name!r} does not exist (no {top!r} in {os.getcwd()} or sys.path)")

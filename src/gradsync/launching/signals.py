@@ -1,7 +1,7 @@
 """Signals to the launcher as bytes on a pipe, so that the supervisor's one loop can wait for them.
 
-Python writes the bytes (signal.set_wakeup_fd) at the very moment at which a signal arrives. A handler in Python would
-run only between two instructions of the main thread: a signal just before the loop begins to wait would not end that.
+Python writes the bytes (signal.set_wakeup_fd) at the moment at which a signal arrives. A handler in Python runs only
+between two instructions of the main thread: a signal just before the loop begins to wait would not end the wait.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 
 _LAST_STANDARD_DESCRIPTOR = 2
 
-# What other machines of the run have to say comes the same way, by numbers that no signal has.
+# Reports of other machines use the same pipe, with numbers that no signal has.
 #: The run has failed on another machine.
 FAILED_ELSEWHERE = 254
-#: It has failed there, as far as is known only because of a rank of another machine: that one may still tell its own.
+#: It has failed there, as far as known because of a rank of another machine, which may still report its own failure.
 SUFFERED_ELSEWHERE = 253
-#: There is something new to look at.
+#: There is something new to read.
 NEWS_ELSEWHERE = 252
 
 #: Descriptors of this process that end with it: a forked rank must not keep them open.
@@ -35,11 +35,11 @@ class SignalInbox:
 
     Other threads cannot install handlers: there the inbox stays empty. A signal that the process ignores
     (nohup, a background job) stays ignored; but for SIGCHLD, because with that ignored the kernel throws exit codes
-    away, and a failed rank would look like a good one. What came and was not read acts on leaving.
+    away, and a failed rank would look like a good one. A signal that was not read acts on leaving.
 
     Args:
         installs_handlers: False for a job that is watched while the program goes on: signals act as ever, and the
-            inbox holds only what is put there.
+            inbox holds only the numbers that `put` adds.
     """
 
     def __init__(self, *, installs_handlers: bool = True) -> None:
@@ -56,19 +56,19 @@ class SignalInbox:
         _entered.append(self)
         try:
             self._install()
-        except BaseException:  # a handler of the program's, which was not replaced yet
+        except BaseException:  # raised by a handler of the program that was not replaced yet
             self.__exit__(None, None, None)
             raise
         return self
 
     def _install(self) -> None:
         if self._installs_handlers and threading.current_thread() is threading.main_thread():
-            # The pipe first, and in _restore last: what comes in between acts, or is in the pipe, or both.
+            # The pipe first, and in _restore last: a signal in between acts, or is in the pipe, or both.
             self._previous_wakeup = -1  # in case a handler raises before the next line has ended
             self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             for number in _SIGNALS:
                 previous = signal.getsignal(number)
-                # None: a handler that was not installed from Python, which we could not restore.
+                # None: a handler that was not installed from Python, and cannot be restored.
                 if previous is not None and previous != signal.SIG_IGN:
                     self._previous[number] = previous
                     signal.signal(number, _is_in_the_pipe)
@@ -91,24 +91,24 @@ class SignalInbox:
                 signal.raise_signal(number)
 
     def put(self, number: int) -> None:
-        """Adds a signal as if it had come; safe in any thread."""
+        """Adds a signal as if it had arrived; safe in any thread."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, bytes([number]))
 
     def read(self) -> list[int]:
-        """Gives the signals that came since the last call, without waiting."""
+        """Returns the signals that arrived since the last call, without waiting."""
         try:
             told = os.read(self.descriptor, 64)
         except BlockingIOError:
             return []
         ours = [number for number in told if number in _SIGNALS or number >= signal.NSIG]
         if len(ours) < len(told) and self._previous_wakeup not in (None, -1):
-            with contextlib.suppress(OSError):  # the program's own signals: asyncio waits for them in this way
+            with contextlib.suppress(OSError):  # the wake-up pipe of the program, such as asyncio's
                 os.write(self._previous_wakeup, bytes(number for number in told if number not in ours))
         return ours
 
     def _restore(self) -> None:
-        with contextlib.ExitStack() as stack:  # all of them, from the last to the first: a handler may raise at once
+        with contextlib.ExitStack() as stack:  # restores all, from last to first, even if a handler raises
             if self._previous_wakeup is not None:
                 stack.callback(signal.set_wakeup_fd, self._previous_wakeup)
             for number, previous in self._previous.items():
@@ -132,7 +132,7 @@ def no_other_fork() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_in_fork(descriptors: Iterable[int]) -> Iterator[None]:
-    """Surrounds a fork by this thread whose child is to have these of our descriptors."""
+    """Surrounds a fork by this thread whose child keeps these descriptors of ours."""
     global _kept
     with _fork_lock:
         _kept = threading.get_ident(), frozenset(descriptors)
@@ -152,7 +152,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """In a child of any fork, also of the user: its signals are its own, and it ends no wait of this process.
+    """In the child of any fork, also of the user: restores its signal handling, apart from this process.
 
     Its copies of our descriptors would hide the end of a run from those who wait for it.
     """
@@ -162,7 +162,7 @@ def _after_fork_in_child() -> None:
         inbox._restore()
     _entered.clear()
     thread, kept = _kept
-    if thread == threading.get_ident():  # a rank: what comes to it must not wake the asyncio of the program here
+    if thread == threading.get_ident():  # a rank: its signals must not wake asyncio in this process
         signal.set_wakeup_fd(-1)
     else:
         kept = frozenset()
@@ -180,7 +180,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 def _occupy_standard_descriptors() -> None:
-    """Opens /dev/null where standard input, output or error is closed: nothing of ours must get its number."""
+    """Opens /dev/null where standard input, output or error is closed: no pipe of ours may get its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD_DESCRIPTOR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

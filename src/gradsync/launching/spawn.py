@@ -40,7 +40,7 @@ from gradsync.machine import Latch, default_process_count
 _PROXIES = ("http_proxy", "https_proxy")
 
 _KNOWN = ("start_method", "gpus", "ips", "backend", "print_config")
-# What stands for each deprecated option today; None: nothing.
+# The present name of each deprecated option; None: there is none.
 _DEPRECATED = {
     "selected_devices": "gpus",
     "cluster_node_ips": "ips",
@@ -70,12 +70,12 @@ def spawn(
             the start method "fork".
         args: its positional arguments; they pickle, unless forked.
         nprocs: number of processes; -1: one per entry of `gpus`, else per visible GPU, else per usable core.
-        join: whether to wait for all of them. Otherwise a thread watches them while the caller goes on.
+        join: whether to wait for all of them. Otherwise a thread watches them while the caller continues.
         daemon: with `join=False`: whether this program ends without waiting for the processes, which then end too.
-        **options: start_method: "spawn", "fork" or "forkserver"; by default what `gs.set_start_method` says, at first
+        **options: start_method: "spawn", "fork" or "forkserver"; by default that of `gs.set_start_method`, initially
             "spawn". gpus: such as "4,5", one for each process, within CUDA_VISIBLE_DEVICES where that is set. ips:
             addresses of this machine. backend: what `init_process_group("auto")` takes; "auto" goes by the devices,
-            and "gloo" is shm. print_config: True prints the settings. Deprecated, with a DeprecationWarning:
+            and "gloo" means shm. print_config: True prints the settings. Deprecated, with a DeprecationWarning:
             selected_devices (gpus), cluster_node_ips and node_ip (ips), started_port (where the ranks meet),
             use_paddlecloud.
 
@@ -86,7 +86,7 @@ def spawn(
         InvalidArgument: an option is unknown or does not fit, the function or an argument does not pickle, the
             `__main__` guard is missing, or forked ranks could not use CUDA, which this process has initialised.
         RankFailed: with `join`: a process failed; "Process 1 terminated with the following error:" and its traceback,
-            or with which signal or exit code. A process that Ctrl-C has ended tells no traceback.
+            or with which signal or exit code. A process that Ctrl-C has ended has no traceback.
         RendezvousError: started_port is taken.
         KeyboardInterrupt: with `join`, after Ctrl-C, when all processes have ended.
         SystemExit: with `join`, after SIGTERM or SIGHUP; with 128 and the signal's number.
@@ -110,7 +110,7 @@ def spawn(
         rendezvous_port=port,
         start_method=method,
         gpus=devices,
-        stdin_rank=0 if join else None,  # a caller that goes on may read standard input itself
+        stdin_rank=0 if join else None,  # a caller that continues may read standard input itself
         removed_variables=frozenset(name for name in os.environ if name.lower() in _PROXIES),
     )
     if given.get("print_config"):
@@ -122,7 +122,7 @@ def spawn(
 
 
 def _table(job: Job) -> str:
-    """Gives the settings of a job, one a line."""
+    """Returns the settings of a job, one on each line."""
     rows = {
         "nprocs": job.n_ranks,
         "start_method": job.start_method,
@@ -135,7 +135,7 @@ def _table(job: Job) -> str:
 
 
 def _translate(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
-    """Gives the options under today's names; None stands for an option that is not given."""
+    """Returns the options under their present names; an option of value None counts as not given."""
     given = {name: value for name, value in options.items() if name in _KNOWN and value is not None}
     for name, value in options.items():
         if name in _DEPRECATED:
@@ -183,12 +183,12 @@ def _check_ips(ips: str | Sequence[str] | None) -> None:
 
 
 def _is_here(host: str) -> bool:
-    """Tells whether a host is this machine: only its own addresses can be bound."""
+    """Returns whether a host is this machine, which can bind only its own addresses."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
-    except (OSError, ValueError):  # no address of this machine, or nothing that could be one
+    except (OSError, ValueError):  # no address of this machine, or no address at all
         return False
     return bool(host)
 
@@ -222,12 +222,12 @@ class MultiprocessContext:
         self._pid = os.getpid()
         self.processes: list[SpawnedProcess] = []
         try:
-            # A Ctrl-C meanwhile waits: between two steps it would leave ranks behind that nobody watches.
+            # A Ctrl-C meanwhile waits: between two steps it would leave ranks behind that no thread watches.
             with contextlib.nullcontext() if joins else SignalInbox():
                 try:
                     self._start(job, joins=joins, daemon=daemon)
                 except BaseException:
-                    self._end.set()  # nobody watches
+                    self._end.set()  # no thread watches the ranks
                     raise
         except KeyboardInterrupt:
             self._interrupt()
@@ -242,28 +242,28 @@ class MultiprocessContext:
             stack.callback(self._refuse_signals)
             self._resources = stack.pop_all()
         if not joins:
-            # Not a daemon by default: as with multiprocessing, a program that comes to its end waits for its processes.
+            # Not a daemon by default: as with multiprocessing, a program waits for its processes at its end.
             thread = threading.Thread(target=self._watch, name="gradsync-supervisor", daemon=daemon)
             thread.start()
             _end_with_program(self)
 
     @property
     def return_queues(self) -> list[RankQueue]:
-        """Per rank, a queue that gets what its function returned, as soon as it has come."""
+        """For each rank, a queue with the return value of its function, once it has arrived."""
         return [process.return_queue for process in self.processes]
 
     @property
     def error_queues(self) -> list[RankQueue]:
-        """Per rank, a queue that gets the traceback of the exception that ended it."""
+        """For each rank, a queue with the traceback of the exception that ended it."""
         return [process.error_queue for process in self.processes]
 
     @property
     def sentinels(self) -> list[int]:
-        """Per rank, a descriptor that is readable once it has ended, for `multiprocessing.connection.wait`."""
+        """For each rank, a descriptor that is readable once it has ended, for `multiprocessing.connection.wait`."""
         return [process.sentinel for process in self.processes]
 
     def pids(self) -> list[int | None]:
-        """Gives the process id of each rank."""
+        """Returns the process id of each rank."""
         return [process.pid for process in self.processes]
 
     def join(self, timeout: float | None = None) -> bool:
@@ -273,7 +273,7 @@ class MultiprocessContext:
             timeout: how many seconds to wait at most.
 
         Returns:
-            True when all have ended, False when the time is over.
+            True if all have ended, False at the timeout.
 
         Raises:
             RankFailed: a rank failed, and all others were ended.
@@ -312,16 +312,16 @@ class MultiprocessContext:
             self._error = error
         finally:
             for process in self.processes:
-                process.end()  # one that cannot be killed, too
-            del self._supervisor  # it holds this object, and together they would keep the sentinels open
+                process.end()  # also a process that cannot be killed
+            del self._supervisor  # it refers to this object: the cycle would keep the sentinels open
             self._end.set()
 
     def _take_news(self, rank: RankProcess) -> None:
-        if self.processes:  # empty where not all of them could be started
+        if self.processes:  # empty if a start failed
             self.processes[rank.local_rank].take_news()
 
     def _refuse_signals(self) -> None:
-        """Keeps others from the inbox, which is about to close."""
+        """Keeps other threads from the inbox, which is about to close."""
         with self._lock:
             self._takes_signals = False
 
@@ -334,7 +334,7 @@ class MultiprocessContext:
         """Ends the ranks as a Ctrl-C to them would, and waits for it."""
         while not self._end.is_set:
             self._put_interrupt()
-            with contextlib.suppress(KeyboardInterrupt):  # which is then put, too, and kills
+            with contextlib.suppress(KeyboardInterrupt):  # it goes into the inbox too, and kills the ranks
                 self._end.wait()
 
     def _raise_failure(self) -> None:
@@ -348,7 +348,7 @@ class MultiprocessContext:
             raise failure(outcome, root, _headline(root))
 
     def _tell_failure(self) -> None:
-        """Tells at the end of the program of a failure for which nobody has asked."""
+        """Prints a failure at the end of the program, if the program has not asked for it."""
         if self._outcome is not None:
             sys.stderr.write(failure_text(self._outcome))
 
@@ -358,7 +358,7 @@ _is_registered = False
 
 
 def _end_with_program(context: MultiprocessContext) -> None:
-    """Has the context's ranks end with a program that a Ctrl-C has ended: they do not see a terminal's themselves."""
+    """Makes the context's ranks end with a program that Ctrl-C ends: a terminal's Ctrl-C does not reach them."""
     global _is_registered
     _watched.add(context)
     if not _is_registered:
@@ -386,13 +386,13 @@ def _headline(root: RankOutcome) -> str:
 
 
 class RankQueue:
-    """What a rank has sent: at most one thing, there as soon as it has come.
+    """A queue for one object that a rank sends.
 
-    Reads like a queue, and never waits for what cannot come any more: `get` raises `queue.Empty` once the rank has
-    ended without sending anything, or what it sent has been taken.
+    `get` never waits in vain: it raises `queue.Empty` once the rank has ended without sending anything, or the object
+    has been taken.
 
     Args:
-        convert: makes of what has come what `get` gives.
+        convert: makes the result of `get` from the object.
     """
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
@@ -401,14 +401,14 @@ class RankQueue:
         self._has_come = Latch()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Takes what the rank has sent.
+        """Removes and returns the object that the rank has sent.
 
         Args:
             block: whether to wait for it.
             timeout: how many seconds to wait at most.
 
         Raises:
-            queue.Empty: nothing came in time, or nothing can come.
+            queue.Empty: nothing arrived in time, or nothing can arrive.
         """
         if block:
             self._has_come.wait(timeout)
@@ -419,22 +419,22 @@ class RankQueue:
         return self._convert(thing)
 
     def empty(self) -> bool:
-        """Whether there is nothing to take now."""
+        """Whether the queue is empty now."""
         return not self._things
 
     def put(self, thing: Any) -> None:
-        """Adds what has come, the first time; for the thread that watches the rank."""
+        """Adds the object, the first time; for the thread that watches the rank."""
         if not self._has_come.is_set:
             self._things.append(thing)
             self._has_come.set()
 
     def end(self) -> None:
-        """Tells those who wait that nothing more comes."""
+        """Ends all waits: nothing more will arrive."""
         self._has_come.set()
 
 
 class SpawnedProcess:
-    """One rank of `gs.spawn`; to its user like a `multiprocessing.Process` that has been started.
+    """One rank of `gs.spawn`, with the methods of a started `multiprocessing.Process`.
 
     Attributes:
         rank: its rank.
@@ -442,7 +442,7 @@ class SpawnedProcess:
         daemon: whether this program ends without waiting for it.
         sentinel: a descriptor that `multiprocessing.connection.wait` takes: readable once the process has ended, and
             all that it has started.
-        return_queue: gets what the function returned.
+        return_queue: gets the return value of the function.
         error_queue: gets the traceback, as text, of the exception that ended it.
     """
 
@@ -451,7 +451,7 @@ class SpawnedProcess:
         self.rank = rank.rank
         self.name = f"gradsync-rank-{rank.rank}"
         self.daemon = daemon
-        # It stays readable, however many look, and copies of it in forked processes do no harm.
+        # It stays readable for any number of readers, and copies in forked processes do no harm.
         self.sentinel = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self.sentinel).atexit = False
         self.return_queue = RankQueue(lambda value: load_result(rank.rank, value))
@@ -465,7 +465,7 @@ class SpawnedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, waited for until the process has begun; None when it has never come to life."""
+        """Its process id; waits until the process has begun. None if it never began."""
         self._begun.wait()
         return self._rank.pid or None
 
@@ -474,11 +474,11 @@ class SpawnedProcess:
         """Its exit code once it has ended; negative: the signal that killed it; None: it runs, or cannot be killed."""
         if not self._ended.is_set:
             return None
-        # As in the error that tells of it: a rank that has reported an exception has failed with 1.
+        # As in the error: a rank that has reported an exception has failed with 1.
         return self._rank.exit_code if self._rank.error is None else 1
 
     def is_alive(self) -> bool:
-        """Whether it, or something that it has started, has not ended."""
+        """Whether it, or a process that it has started, still runs."""
         return not self._ended.is_set
 
     def join(self, timeout: float | None = None) -> None:
@@ -490,15 +490,15 @@ class SpawnedProcess:
         self._ended.wait(timeout)
 
     def terminate(self) -> None:
-        """Sends SIGTERM to it and to what it has started."""
+        """Sends SIGTERM to it and to the processes that it has started."""
         self._rank.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL to it and to what it has started."""
+        """Sends SIGKILL to it and to the processes that it has started."""
         self._rank.send_signal(signal.SIGKILL)
 
     def take_news(self) -> None:
-        """Passes on what the rank has told by now; for the thread that watches it."""
+        """Passes on the rank's reports so far; for the thread that watches it."""
         if self._rank.pid:
             self._begun.set()
         if self._rank.result is not None:
@@ -509,7 +509,7 @@ class SpawnedProcess:
             self.end()
 
     def end(self) -> None:
-        """Tells that the rank has ended, or cannot be killed; for the thread that watches it."""
+        """Records that the rank has ended, or cannot be killed; for the thread that watches it."""
         if self._ended.is_set:
             return
         self.return_queue.end()

@@ -1,7 +1,8 @@
 """The one engine of launching: starts the ranks of a job, watches them, and stops them all when one fails.
 
-`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` are thin faces over it. Its loop waits for a rank's end (told
-by its guard), its report, a signal to the launcher, and the next step of stopping; nothing is polled.
+`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` are thin faces over it. Its loop waits for the end of a rank
+(which its guard reports), the report of a rank, a signal to the launcher, and the next step of stopping. Nothing is
+polled.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
 
 _LEAVING_SECONDS = 5.0  # how long a server waits for the ranks that other launchers have started
-_LAST_OUTPUT_SECONDS = 2.0  # for output that a blocked terminal does not take, once somebody wants to go
+_LAST_OUTPUT_SECONDS = 2.0  # for the last output, where the terminal is blocked and the run is to end
 _LOOK_FOR_SIGNALS_SECONDS = 0.2
-_FILES_OF_A_RANK = 9  # pipes for status, report, commands and output, its result, and what the server has of it
+_FILES_OF_A_RANK = 9  # pipes for status, report, commands and output, its result, and its connection to the server
 _RANKS_BEFORE_SERVER = 8  # whose start hides that of the server
 
-# After a failure the other ranks learn of it over the rendezvous: they may first end by themselves. A failure
-# that only tells of another rank's waits longer, so that that rank can tell its own, where it may still come to it.
+# After a failure the rendezvous reports it to the other ranks: they may first end by themselves. Where the failure only
+# follows from that of another rank, the launcher waits longer, so that the other rank can still report its own.
 _SETTLE_SECONDS = 0.1
 _ROOT_CAUSE_SECONDS = 1.0
-_AFTER_SILENCE_SECONDS = 0.05  # all who have waited in vain know it at the same moment
+_AFTER_SILENCE_SECONDS = 0.05  # all ranks that waited for a silent one fail at the same moment
 _UNKILLABLE_SECONDS = 1.8  # a little more than the guard tries
 
 # A step of stopping: seconds to wait after the previous one, then the signal to send.
 _Step = tuple[float, int]
 _GIVE_UP = 0  # stands among the signals of the steps
 
-#: Makes what shows the output of one start of the ranks; given the job, and how often they have been started again.
+#: Makes the pump that shows the output of one start of the ranks. Arguments: the job, and the number of restarts.
 MakeOutput = Callable[[Job, int], "OutputPump"]
 
 
@@ -65,13 +66,13 @@ def supervise(
 ) -> Outcome:
     """Runs a job to the end of all its ranks.
 
-    Hosts the rendezvous server of the run, unless the job has a meeting point elsewhere. SIGINT, SIGTERM and SIGHUP to
-    this process are forwarded to the ranks and end the job; the outcome tells which it was.
+    Hosts the rendezvous server of the run, unless the job names an endpoint elsewhere. SIGINT, SIGTERM and SIGHUP to
+    this process are forwarded to the ranks and end the job; the outcome has the number of the signal.
 
     Args:
         job: what to run.
-        make_output: makes what shows the ranks' output; without it they write to this process's own streams.
-        notices: where a Ctrl-C is answered with a line.
+        make_output: makes the pump that shows the ranks' output; without it they write to this process's own streams.
+        notices: where a line answers a Ctrl-C.
         on_restart: called before all ranks are started again, with the outcome and how many restarts there were.
 
     Returns:
@@ -87,18 +88,18 @@ def supervise(
 
 
 class Supervisor:
-    """A job in two steps, for callers who have something else to do: `start`, then `finish`.
+    """A job in two steps, for callers with other work in between: `start`, then `finish`.
 
     No process is left when the context ends.
 
     Args:
         job, make_output, notices: see `supervise`.
-        signals: an entered inbox; what is put there ends the job.
-        server: who is told of the starts and ends of the ranks, where the launchers of several machines share a server;
-            else it is the server of each start, which this process hosts.
-        on_news: called, by whoever calls `finish`, with a rank that has begun, reported or ended.
-        on_stopping: likewise, when the ranks are first told to stop, or the last one has failed, with whether all that
-            is known is that they suffer from a rank which is not among them.
+        signals: an entered inbox; a number that is put there ends the job.
+        server: receives the starts and ends of the ranks, where the launchers of several machines share a server. By
+            default that of each start, which this process hosts, does.
+        on_news: called, in the thread that calls `finish`, with a rank that has begun, reported or ended.
+        on_stopping: likewise, when the launcher first asks the ranks to stop, or the last one has failed. Its argument
+            says whether all known failures follow from a rank of another launcher.
 
     Attributes:
         ranks: the rank processes of the last start.
@@ -130,10 +131,10 @@ class Supervisor:
         """Forgets the ranks of an earlier start."""
         self.ranks: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
-        self._named_to_server: set[int] = set()  # ranks whose processes it knows
+        self._named_to_server: set[int] = set()  # ranks whose start the server knows
         # rank -> (position among the failures, whether the ranks had been told to stop)
         self._failures: dict[int, tuple[int, bool]] = {}
-        self._found_stopped: set[int] = set()  # by a signal such as SIGSTOP, when a rank failed
+        self._found_stopped: set[int] = set()  # ranks that SIGSTOP or its like held when another rank failed
         self._signal_number: int | None = None  # of the signal that ends the job, once one has come
         self._has_failed_elsewhere = False
         self._steps: list[_Step] = []
@@ -150,7 +151,7 @@ class Supervisor:
             self._output.close(_LAST_OUTPUT_SECONDS)
 
     def start(self, restart: int = 0) -> None:
-        """Starts all rank processes; returns while they come to life.
+        """Starts all rank processes; returns while they boot.
 
         Args:
             restart: how often they have been started before.
@@ -192,7 +193,7 @@ class Supervisor:
                 except OSError as error:
                     raise BackendUnavailable(_refusal(rank.rank, error)) from error
                 self._watch(rank)
-                # The first ranks boot meanwhile; who connects early waits in the listener's backlog, but not for ever.
+                # The first ranks boot meanwhile; an early connection waits in the listener's backlog, but not for ever.
                 if len(self.ranks) == ranks_before_server and listener is not None:
                     self._stack.enter_context(self._serving(endpoint, listener))
                 if self._is_told_to_end():
@@ -213,9 +214,9 @@ class Supervisor:
             self.start(restarts)
 
     def finish_start(self) -> Outcome:
-        """Watches the ranks of this start to their end; for a caller who starts them again by itself."""
+        """Watches the ranks of this start to their end; for a caller that restarts them by itself."""
         self._wait_for_ends()
-        if self._failures and not self._told_to_stop and self._on_stopping is not None:  # there was none left to stop
+        if self._failures and not self._told_to_stop and self._on_stopping is not None:  # no rank was left to stop
             self._on_stopping(self._only_suffers())
         outcome = self._with_last_output(Outcome(tuple(map(self._outcome_of, self.ranks)), self._signal_number))
         self._stack.close()
@@ -232,7 +233,7 @@ class Supervisor:
                 theirs.callback(os.close, streams[1])
                 error_reader, streams[2] = os.pipe()
                 theirs.callback(os.close, streams[2])
-                self._output.add(rank.rank, output_reader, error_reader)  # which closes them, whatever happens here
+                self._output.add(rank.rank, output_reader, error_reader)  # the pump closes them, in any case
             rank.start(self._job.start_method, self._job.target, record, environ, tuple(streams))
 
     @contextlib.contextmanager
@@ -255,7 +256,7 @@ class Supervisor:
     # -- Watching ------------------------------------------------------------------------------------------------
 
     def _watch(self, rank: RankProcess) -> None:
-        """Takes a started rank under watch."""
+        """Registers a started rank with the loop."""
         self.ranks.append(rank)
         self._running[rank.rank] = rank
         for descriptor in (rank.status, rank.report, rank.sentinel):
@@ -272,7 +273,7 @@ class Supervisor:
         self._selector.close()
 
     def _is_told_to_end(self) -> bool:
-        """Takes the signals that have come, and tells whether one ends the job; for while nobody waits for ends."""
+        """Handles the signals that have arrived; returns whether one ends the job. For phases outside the loop."""
         for number in self._signals.read():
             self._take_signal(number)
         return self._signal_number is not None or self._has_failed_elsewhere
@@ -302,11 +303,11 @@ class Supervisor:
             return
         if not rank.read_report():
             self._selector.unregister(descriptor)
-        if rank.error is not None:  # at once: its threads may keep the process alive
+        if rank.error is not None:  # at once: threads of the rank may keep its process alive
             self._note_failure(rank)
 
     def _take_end(self, rank: RankProcess) -> None:
-        """Takes how a rank ended; its guard may still be busy with what it has left behind."""
+        """Handles the end of a rank; its guard may still be ending the processes that the rank started."""
         rank.read_report(None)
         if rank.exit_code == -signal.SIGKILL and not rank.sent_kill and rank.memory_kill is None:
             rank.memory_kill = self._memory.describe() if self._memory.kills() else None
@@ -325,7 +326,7 @@ class Supervisor:
             self._stop_after(0.0)
 
     def _pass_news_on(self, rank: RankProcess) -> None:
-        """Says what becomes of a rank's process: to the server too, for the ranks that wait for it to join."""
+        """Reports the start or end of a rank's process, to the server too: other ranks wait for it to join."""
         if self._server is not None:
             if rank.pid and rank.rank not in self._named_to_server:
                 self._named_to_server.add(rank.rank)
@@ -337,14 +338,14 @@ class Supervisor:
             self._on_news(rank)
 
     def _note_failure(self, rank: RankProcess) -> None:
-        """Remembers a failure, and has the other ranks stopped soon."""
+        """Records a failure, and plans to stop the other ranks."""
         if rank.rank in self._failures:
             return
         self._failures[rank.rank] = (len(self._failures), self._told_to_stop)
         if not self._told_to_stop:
             self._found_stopped.update(other.rank for other in self._running.values() if other.is_stopped())
         if rank.error is not None and rank.error.is_unsendable:
-            return  # the others may end their work
+            return  # the other ranks may finish their work
         self._stop_after(self._settle_seconds(rank))
 
     def _outcome_of(self, rank: RankProcess) -> RankOutcome:
@@ -352,7 +353,7 @@ class Supervisor:
         return RankOutcome(
             rank=rank.rank,
             pid=rank.pid,
-            # A rank that reported an error has failed with 1, whatever stopped the rest of it.
+            # A rank that reported an error has failed with 1, however its process ended after that.
             exit_code=rank.exit_code if rank.error is None else 1,
             result=rank.result,
             error=rank.error,
@@ -364,11 +365,11 @@ class Supervisor:
         )
 
     def _with_last_output(self, outcome: Outcome) -> Outcome:
-        """Shows what is left of the ranks' output, and adds its last lines to the outcome."""
+        """Shows the rest of the ranks' output, and adds its last lines to the outcome."""
         output, self._output = self._output, None
         if output is None:
             return outcome
-        # Whoever reads it may be slow, as long as nobody wants to go.
+        # The reader of the output may be slow, until a signal comes.
         while outcome.signal_number is None and not output.drain(_LOOK_FOR_SIGNALS_SECONDS):
             if self._is_told_to_end():
                 outcome = replace(outcome, signal_number=self._signal_number)
@@ -380,7 +381,7 @@ class Supervisor:
     # -- Stopping ------------------------------------------------------------------------------------------------
 
     def _settle_seconds(self, rank: RankProcess) -> float:
-        """Gives how long the other ranks may end by themselves, or tell what this failure is only a consequence of."""
+        """Returns how long the other ranks may take to end by themselves, or to report the cause of this failure."""
         error = rank.error
         if error is None or not error.is_consequence:
             return _SETTLE_SECONDS
@@ -391,17 +392,17 @@ class Supervisor:
         return _SETTLE_SECONDS if has_nothing_to_tell else _ROOT_CAUSE_SECONDS
 
     def _silent_ranks(self) -> set[int | None]:
-        """Gives the ranks that others have waited for in vain: they have nothing to tell."""
+        """Returns the silent ranks, for which others have waited in vain: they will report nothing."""
         errors = [rank.error for rank in self.ranks if rank.error is not None]
         return {error.missed_rank for error in errors if error.is_of_silence}
 
     def _only_suffers(self) -> bool:
-        """Whether no failure is known here but such as only tell of a rank elsewhere."""
+        """Whether all known failures here follow from a rank of another launcher."""
         failed = [rank for rank in self.ranks if rank.rank in self._failures]
         return self._signal_number is None and all(r.error is not None and r.error.is_consequence for r in failed)
 
     def _take_signal(self, number: int) -> None:
-        """Forwards the first signal; a Ctrl-C after it kills at once, and anything else is old news."""
+        """Forwards the first signal; a Ctrl-C after it kills at once, and other signals after it change nothing."""
         grace_seconds = self._job.grace_seconds
         if number == NEWS_ELSEWHERE:
             return
@@ -415,7 +416,7 @@ class Supervisor:
             if self._told_to_stop:  # the ranks are on their way out already
                 self._plan_kill()
             elif number == signal.SIGINT:
-                half = grace_seconds / 2  # a script that takes no notice of Ctrl-C may take one of SIGTERM
+                half = grace_seconds / 2  # a script that ignores Ctrl-C may end at SIGTERM
                 self._plan((0.0, number), (half, signal.SIGTERM), (half, signal.SIGKILL))
                 if self._running:
                     them = "it" if len(self._running) == 1 else "them"
@@ -427,16 +428,16 @@ class Supervisor:
         self._take_due_step()
 
     def _suspend(self) -> None:
-        """Stops the ranks and this process, as Ctrl-Z asks; goes on with them when the shell says so.
+        """Suspends the ranks and this process at Ctrl-Z, and continues the ranks when the shell continues this process.
 
-        The ranks first: a rank that runs while its launcher stands still takes it for dead.
+        The ranks first: a rank that runs while its launcher is stopped would take the launcher for dead.
         """
         self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
 
     def _stop_after(self, settle_seconds: float) -> None:
-        """Has the ranks told to stop after so long, unless that happens sooner anyway."""
+        """Plans to ask the ranks to stop after this time, unless an earlier time is planned."""
         if not self._steps:
             self._plan((settle_seconds, signal.SIGTERM), (self._job.grace_seconds, signal.SIGKILL))
         elif not self._told_to_stop:
@@ -446,12 +447,12 @@ class Supervisor:
         self._plan((0.0, signal.SIGKILL))
 
     def _plan(self, *steps: _Step) -> None:
-        """Plans the steps of stopping, the last of which kills; what that does not end is given up."""
+        """Plans the steps of stopping. The last one kills; a rank that survives it is abandoned."""
         self._steps = [*steps, (_UNKILLABLE_SECONDS, _GIVE_UP)]
         self._step_time = time.monotonic() + steps[0][0]
 
     def _take_due_step(self) -> None:
-        """Sends the next signal of stopping when its time has come."""
+        """Sends the next signal of stopping, once it is due."""
         if not self._steps or not self._running or time.monotonic() < self._step_time:
             return
         number = self._steps.pop(0)[1]
@@ -477,7 +478,7 @@ def _count(ranks: int) -> str:
 
 
 def _refusal(rank: int, error: OSError) -> str:
-    """Returns what to do where the system starts no process any more."""
+    """Returns the error for a rank that the system refuses to start, with advice."""
     text = f"rank {rank} cannot be started: {error.strerror}"
     if error.errno == errno.EMFILE:
         return f"{text}; each rank takes the launcher {_FILES_OF_A_RANK}: raise the limit (ulimit -n), or start fewer"
@@ -496,7 +497,7 @@ def _start_record(job: Job, endpoint: Endpoint, *, shows_lines: bool) -> Iterato
 
 
 def _standard_input(is_chosen: bool, theirs: contextlib.ExitStack) -> int:
-    """Gives a rank's standard input: this process's own for the chosen one, nothing to read for the others."""
+    """Returns a rank's standard input: this process's own for the chosen rank, /dev/null for the others."""
     if is_chosen:
         return 0
     null = os.open(os.devnull, os.O_RDONLY)

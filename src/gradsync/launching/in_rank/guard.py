@@ -18,23 +18,23 @@ import struct
 import time
 from typing import NamedTuple, NoReturn
 
-#: What the guard writes on the status pipe: the rank's process id; how it ended and its peak memory in bytes.
+#: The guard's messages on the status pipe: the rank's process id; its exit code and its peak memory in bytes.
 STARTED = struct.Struct("<cq")
 ENDED = struct.Struct("<ciq")
 STARTED_KIND, ENDED_KIND = b"S", b"E"
-#: Exit code of a guard that could not end all that it guards.
+#: Exit code of a guard that could not end all its processes.
 GAVE_UP = 71
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # when they come to the guard itself
-_SWEEP_SECONDS = 1.5  # then what is left hangs in the kernel
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # if the guard itself receives them
+_SWEEP_SECONDS = 1.5  # a process that is left then hangs in the kernel
 _SWEEP_WAIT_SECONDS = 0.02
 
 
 class GuardDescriptors(NamedTuple):
-    """What a rank process gets from its launcher.
+    """The descriptors that a rank process gets from its launcher.
 
     Attributes:
         status: write end of the pipe on which the guard tells the rank's start and end.
@@ -64,8 +64,8 @@ def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
     status, command, report, result_file = descriptors
     libc = ctypes.CDLL(None)
     guard_pid = os.getpid()
-    # What the program does with signals is for the rank only: a handler that reaps children, or SIGCHLD ignored, would
-    # take the end of a short-lived rank away from the guard before `run` has set handlers of its own.
+    # The program's signal handlers are for the rank only: a handler that waits for children, or SIGCHLD ignored, would
+    # hide the end of a short-lived rank from the guard before `run` has set handlers of its own.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     of_program = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # before the rank can leave a child behind
@@ -78,14 +78,14 @@ def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
         os.close(command)
         os.setsid()  # a process group of its own, which is signalled as a whole
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != guard_pid:  # it died before the call
+        if os.getppid() != guard_pid:  # the guard died before the call
             os.kill(os.getpid(), signal.SIGKILL)
         return
     try:
         for descriptor in (report, result_file, *others):
             os.close(descriptor)
         _Guard(pid, launcher_pid, status, command).run(f"gradsync: guard of rank {rank} (pid {pid})")
-    finally:  # whatever happens here, this process must not go on as a second rank
+    finally:  # in any case, this process must not continue as a second rank
         os._exit(70)
 
 
@@ -106,10 +106,10 @@ class _Guard:
         self._rank_is_reaped = False
 
     def run(self, title: str) -> NoReturn:
-        """Watches until the rank has ended or the launcher is gone, ends the rest, and exits."""
+        """Waits until the rank has ended or the launcher is gone, ends all processes of the rank, and exits."""
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *_FORWARDED):
-            signal.signal(number, lambda *_: None)  # noticed through the wake-up pipe
+            signal.signal(number, lambda *_: None)  # the wake-up pipe reports them
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._tell(STARTED.pack(STARTED_KIND, self._rank_pid))
         _let_go_of_standard_input()
@@ -133,7 +133,7 @@ class _Guard:
                 self._signal_rank(number)
 
     def _take_commands(self) -> bool:
-        """Does what the launcher says; returns whether it is still there."""
+        """Carries out the launcher's commands; returns whether the launcher still runs."""
         numbers = os.read(self._command, 64)
         for number in numbers:
             self._signal_rank(number)
@@ -144,14 +144,14 @@ class _Guard:
         try:
             os.killpg(self._rank_pid, number)
         except ProcessLookupError:
-            os.kill(self._rank_pid, number)  # it is not reaped: the number is still its own
+            os.kill(self._rank_pid, number)  # not reaped: no other process has the number
         except PermissionError:
-            return  # it has become another user
+            return  # it runs as another user now
         if number == signal.SIGTERM:
             self._signal_rank(signal.SIGCONT)  # a stopped rank could not answer
 
     def _rank_has_ended(self) -> bool:
-        """Reaps what the rank left behind, and tells whether the rank itself is a zombie, which it stays."""
+        """Reaps orphans of the rank; returns whether the rank itself is a zombie, and leaves it so."""
         while True:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
@@ -161,18 +161,18 @@ class _Guard:
             os.waitpid(ended.si_pid, 0)
 
     def _end(self) -> NoReturn:
-        """Ends the rank's process group and all orphans, tells how the rank ended, and exits."""
+        """Ends the rank's process group and all orphans, reports how the rank ended, and exits."""
         self._signal_rank(signal.SIGKILL)  # the rank is not reaped yet, so that no other group has its number
         deadline = time.monotonic() + _SWEEP_SECONDS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         while self._reap_all() and time.monotonic() < deadline:
             for child in _children_of(os.getpid()):
-                os.kill(child, signal.SIGKILL)  # our own child: its number cannot be another's
+                os.kill(child, signal.SIGKILL)  # our own child: no other process has its number
             signal.sigtimedwait({signal.SIGCHLD}, _SWEEP_WAIT_SECONDS)
         os._exit(0 if self._rank_is_reaped else GAVE_UP)
 
     def _reap_all(self) -> bool:
-        """Reaps all that has ended; returns whether children are left."""
+        """Reaps all children that have ended; returns whether any are left."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -191,15 +191,15 @@ class _Guard:
 
 
 def _open_process(pid: int) -> int | None:
-    """Opens a descriptor that becomes readable when a process has ended; None before Linux 5.3, or when it is gone."""
+    """Opens a descriptor that is readable once a process has ended; None before Linux 5.3, or if there is none."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
-        return None  # the end of the command pipe tells
+        return None  # the end of the command pipe reports it
 
 
 def _children_of(parent: int) -> list[int]:
-    """Gives the children of a process that have not ended."""
+    """Returns the children of a process that have not ended."""
     children = []  # machine.read_stat reads the same, but this file imports nothing of ours
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -215,14 +215,14 @@ def _children_of(parent: int) -> list[int]:
 
 
 def _let_go_of_standard_input() -> None:
-    """Leaves it to the rank alone; the number stays taken."""
+    """Replaces the guard's standard input by /dev/null, so that only the rank reads it."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
 
 
 def _set_title(title: str) -> None:
-    """Shows in `ps` what this process is, over the command line that it shares with the rank."""
+    """Replaces the command line of this process, which `ps` shows, by a title."""
     import ctypes
 
     with open("/proc/self/stat", "rb") as file:

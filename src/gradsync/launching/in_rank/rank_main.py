@@ -61,7 +61,7 @@ def main() -> NoReturn:
 
 
 def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: int, call: Call | None) -> NoReturn:
-    """Runs this rank to its end, in a process forked from one that has done other things before.
+    """Runs this rank to its end, in a process forked from the launcher or a fork server.
 
     Args:
         rank, launcher_pid, descriptors: see `stand_guard`.
@@ -81,7 +81,7 @@ def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: i
 
 
 def _finish_forked(code: int) -> NoReturn:
-    """Ends as the interpreter would: threads, exit handlers, streams; but not what the parent is to do at its end."""
+    """Ends as the interpreter would: threads, exit handlers, streams; without the exit handlers of the parent."""
     import atexit
     import threading
 
@@ -107,7 +107,7 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
     try:
         _accept_interrupts()
         if start["shows_lines"] and hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(line_buffering=True)  # a pipe: else the launcher would see it at the end
+            sys.stdout.reconfigure(line_buffering=True)  # a pipe: else the launcher would get the lines at the end
         from gradsync.environment import hold_secret
 
         hold_secret(start["secret"])
@@ -128,8 +128,8 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
         sys.exit(EXIT_CODE_INTERRUPTED)
     except BaseException as error:
         if os.getpid() != process_id:
-            raise  # a process that the user's code forked: not this rank
-        if isinstance(error, UnsendableResult):  # no failure of the run: the other ranks need not know
+            raise  # in a process that the user's code has forked, not this rank
+        if isinstance(error, UnsendableResult):  # no failure of the run: the other ranks go on
             report_error(report, error.refusal, is_unsendable=True)
         else:
             _remember(error)
@@ -139,17 +139,17 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
 
 
 def is_importing_main() -> bool:
-    """Tells whether this rank is importing the launching script again, to find a function in it."""
+    """Returns whether this rank is importing the launching script again, to find a function in it."""
     return _importing_main
 
 
 def runs_function() -> bool:
-    """Tells whether this rank runs a function that `launch`, `spawn` or `launcher` was given, and no script."""
+    """Returns whether this rank runs a function of `launch`, `spawn` or `launcher`, and no script."""
     return _runs_function
 
 
 def _read_start(descriptor: int) -> dict[str, Any]:
-    """Reads the start record; all ranks share the file, so the position in it is left alone."""
+    """Reads the start record; all ranks share the file, so its position must not change."""
     size = os.fstat(descriptor).st_size
     content = b""
     while len(content) < size:  # one call reads at most 2 GiB
@@ -160,7 +160,7 @@ def _read_start(descriptor: int) -> dict[str, Any]:
 
 
 def _accept_interrupts() -> None:
-    """Lets SIGINT through, which the launcher blocked so that none arrives outside of `main`'s try."""
+    """Unblocks SIGINT, which the launcher blocked so that none arrives outside of the try in `main`."""
     import signal
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -193,7 +193,7 @@ def _run_module(start: dict[str, Any]) -> None:
 def _run_as_main(name: str, *, is_module: bool) -> None:
     import runpy
 
-    # What the interpreter itself calls: run_module() would not leave the module in place as __main__.
+    # As the interpreter does: run_module() would not leave the module in place as __main__.
     runpy._run_module_as_main(name, alter_argv=is_module)  # type: ignore[attr-defined]
 
 
@@ -219,10 +219,10 @@ def _run_function(start: dict[str, Any]) -> Returned:
 
 
 def _run_forked(call: Call) -> Returned:
-    """Calls a function that came along with the fork."""
+    """Calls a function that the fork has inherited."""
     import atexit
 
-    atexit._clear()  # what is there is the parent's; the rank's own exit handlers run
+    atexit._clear()  # these are the parent's; the rank's own exit handlers run
     group = sys.modules.get("gradsync.process_group")
     if group is not None:
         atexit.register(group._leave_at_exit)
@@ -232,15 +232,15 @@ def _run_forked(call: Call) -> Returned:
 
 
 def _begin_as_multiprocessing_does() -> None:
-    """Makes the queues and processes of multiprocessing in a forked rank its own: they begin and end with it."""
+    """Gives a forked rank queues and processes of multiprocessing of its own, which end with it."""
     util: Any = sys.modules.get("multiprocessing.util")
     if util is not None:
         import atexit
 
-        sys.modules["multiprocessing.process"].__dict__["_children"] = set()  # else it would end its siblings
+        sys.modules["multiprocessing.process"].__dict__["_children"] = set()  # else the rank would end its siblings
         util._finalizer_registry.clear()
         util._run_after_forkers()
-        atexit.register(util._exit_function)  # which waits until what was put into a queue has left
+        atexit.register(util._exit_function)  # waits until the contents of queues are sent
 
 
 def _load_call(start: dict[str, Any]) -> Any:
@@ -280,14 +280,14 @@ _RUNNERS: dict[str, Callable[[dict[str, Any]], Returned | None]] = {
 
 
 def _remember(error: BaseException) -> None:
-    """Leaves an error where the interpreter would: the exit hook of the process group tells it to the others."""
+    """Stores an error where the interpreter would: the exit hook of the process group reports it to the others."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
 
 
 def report_error(descriptor: int, error: BaseException, *, is_unsendable: bool = False) -> None:
-    """Sends an error as text: an exception that does not unpickle must not hide itself.
+    """Sends an error as text: it arrives even if the exception does not unpickle.
 
     Args:
         descriptor: the report pipe.
@@ -320,7 +320,7 @@ def report_error(descriptor: int, error: BaseException, *, is_unsendable: bool =
     try:
         write_frame(descriptor, ERROR, json.dumps(body).encode())
     except OSError:
-        sys.stderr.write(text)  # nobody is left to show it
+        sys.stderr.write(text)  # the launcher is gone and cannot show it
 
 
 def _is_told_by_gradsync(error: BaseException) -> bool:
@@ -329,7 +329,7 @@ def _is_told_by_gradsync(error: BaseException) -> bool:
 
 
 def _outer_frames(stack: StackSummary) -> int:
-    """Counts the frames to the last one of the user's: where gradsync raises on purpose, its own say nothing."""
+    """Counts the frames up to the user's last one: frames inside gradsync do not help where it raises on purpose."""
     ours = (_PACKAGE, contextlib.__file__)
     count = len(stack)
     while count and stack[count - 1].filename.startswith(ours):
@@ -338,7 +338,7 @@ def _outer_frames(stack: StackSummary) -> int:
 
 
 def _consequence_in(error: BaseException | None) -> BaseException | None:
-    """Gives the error, or the one among those that led to it, that says that another rank is gone."""
+    """Returns the error, or the cause of it, that reports another rank as gone; None if there is none."""
     errors = sys.modules.get("gradsync.errors")
     kinds: tuple[type[BaseException], ...] = tuple(getattr(errors, name) for name in _CONSEQUENCES) if errors else ()
     seen: set[int] = set()
@@ -351,7 +351,7 @@ def _consequence_in(error: BaseException | None) -> BaseException | None:
 
 
 def _missed_rank(consequence: BaseException | None) -> int | None:
-    """Gives the rank that a RankFailed names, or the first that a timeout does."""
+    """Returns the rank that a RankFailed names, or the first one that a timeout names."""
     missing = getattr(consequence, "missing_ranks", ())
     rank: int | None = missing[0] if missing else getattr(consequence, "rank", None)
     return rank

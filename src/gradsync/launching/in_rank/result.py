@@ -1,4 +1,4 @@
-"""Inside a rank process: what the user's function returned, or why the rank failed, as bytes for the launcher.
+"""Inside a rank process: the return value of the user's function, or its error, as bytes for the launcher.
 
 One frame on the report pipe ends a rank: one kind byte, eight bytes of length (little endian) and the body. `RESULT`
 says where the return value lies in a file in memory that the launcher has given the rank; `ERROR` holds an exception
@@ -14,15 +14,15 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-#: The body says where in the rank's result file the return value lies: see `Returned`.
+#: The body has the positions of the return value in the rank's result file: see `Returned`.
 RESULT = b"R"
 #: The body is a JSON object with the attributes of `rank_report.ErrorReport`.
 ERROR = b"E"
 
-#: Where in the result file something begins and ends.
+#: Begin and end of a part of the result file.
 BOUNDS = struct.Struct("<QQ")
 
-_ARRAY_FROM_BYTES = 256 * 1024  # what is smaller is pickled with the rest
+_ARRAY_FROM_BYTES = 256 * 1024  # smaller arrays are pickled with the rest
 _ALIGNMENT_BYTES = 4096
 
 
@@ -41,7 +41,7 @@ def write_frame(descriptor: int, kind: bytes, body: bytes | bytearray) -> None:
 
 
 def write_all(descriptor: int, parts: Iterable[bytes | bytearray | memoryview]) -> None:
-    """Writes bytes, one part after the other, however often that takes."""
+    """Writes all parts, one after the other."""
     for part in parts:
         rest = memoryview(part)
         while rest:
@@ -49,7 +49,7 @@ def write_all(descriptor: int, parts: Iterable[bytes | bytearray | memoryview]) 
 
 
 class UnsendableResult(Exception):
-    """The function did its work, and only its result cannot reach the launcher."""
+    """The function has ended well, but its result cannot be sent to the launcher."""
 
     def __init__(self, refusal: Exception) -> None:
         super().__init__(refusal)
@@ -57,11 +57,11 @@ class UnsendableResult(Exception):
 
 
 class _FileRefused(BaseException):
-    """The result file cannot take so much. No Exception: what pickles itself may catch those."""
+    """The result file cannot grow. Not an Exception: `__reduce__` of an object may catch those."""
 
 
 class Returned:
-    """What the function returned.
+    """The return value of the function.
 
     Args:
         value: what it returned.
@@ -71,7 +71,7 @@ class Returned:
         self._value = value
 
     def send(self, report: int, file: int) -> None:
-        """Pickles it into the result file, and says so.
+        """Pickles the value into the result file, and reports that.
 
         Args:
             report: the report pipe.
@@ -93,16 +93,16 @@ class Returned:
 
 
 class _Stream:
-    """The result file, as what pickle writes to."""
+    """The result file, as a file object for pickle."""
 
     def __init__(self, file: int) -> None:
         self._file = file
 
     def write(self, data: Any) -> int:
-        """Takes bytes, or whatever has some; returns how many."""
+        """Writes bytes, or an object with a buffer; returns how many bytes."""
         import pickle
 
-        content = pickle.PickleBuffer(data).raw()  # in one dimension, whatever it has
+        content = pickle.PickleBuffer(data).raw()  # in one dimension
         try:
             write_all(self._file, (content,))
         except OSError as error:
@@ -111,7 +111,7 @@ class _Stream:
 
 
 def _write(value: Any, file: int) -> bytes:
-    """Pickles a value into the file, and its large arrays behind that; returns the bounds of each."""
+    """Pickles a value into the file, and appends its large arrays; returns the bounds of each."""
     _empty(file)
     stream = _Stream(file)
     large: list[memoryview] = []
