@@ -43,7 +43,7 @@ from gradsync.launching.hosting import own_listener
 from gradsync.launching.job import Job, Network, NodePlace
 from gradsync.launching.outcome import Outcome, distance_from_cause, failure_text, lines_on_others, signal_name
 from gradsync.launching.output import Notices
-from gradsync.launching.rank_report import from_told
+from gradsync.launching.rank_report import from_json
 from gradsync.launching.signals import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
 from gradsync.launching.supervisor import MakeOutput, Supervisor
 from gradsync.machine import count_gpus, interface_of
@@ -203,7 +203,7 @@ def _resolve(host: str, port: int, notices: Notices) -> str:
             f"--rendezvous: {host!r} stands for {found}, which other machines cannot use; name another"
         )
     if address.is_loopback and host != "localhost" and host != found:
-        notices.tell(
+        notices.print(
             f"gradsync: warning: {host!r} stands for {found} on this machine, where no other machine can reach it; "
             "name an address in figures, or this machine's by --node-address"
         )
@@ -271,7 +271,7 @@ def decode(kind: type[_Told], data: bytes, what: str) -> _Told:
         RendezvousError: the bytes are something else.
     """
     try:
-        return from_told(kind, data)
+        return from_json(kind, data)
     except ValueError as error:
         raise _unreadable(what, str(error)) from None
 
@@ -393,14 +393,14 @@ class _NodeRun:
                 self._leave(verdict)
                 return 0
             if not verdict.may_retry or self._restart >= self._job.max_restarts:
-                self._notices.insist(report)
+                self._notices.print_all(report)
                 self._leave(verdict)
                 return verdict.cause.exit_code
-            self._notices.tell(report, wait_seconds=_TERMINAL_SECONDS)
+            self._notices.print(report, wait_seconds=_TERMINAL_SECONDS)
             self._restart += 1
             how_often = f"restart {self._restart} of at most {self._job.max_restarts}"
             when = f", once node {verdict.cause.node} is back" if verdict.is_lost else ""
-            self._notices.tell(f"gradsync: starting all ranks again{when} ({how_often})")
+            self._notices.print(f"gradsync: starting all ranks again{when} ({how_often})")
 
     def _leave(self, verdict: Verdict) -> None:
         """Lets the others leave before node 0 does; a launcher that is cut off never leaves."""
@@ -465,7 +465,7 @@ class _NodeRun:
                     client.abandon()
                     raise
             except RankFailed as error:  # a launcher had joined, and died before it sent its record
-                self._notices.tell(f"gradsync: {self._options.name} waits for others anew: {error}")
+                self._notices.print(f"gradsync: {self._options.name} waits for others anew: {error}")
 
     def _own_record(self, address: str, master_port: int) -> NodeRecord:
         return NodeRecord(
@@ -516,7 +516,7 @@ class _NodeRun:
                     f"{options.name}: not all nodes met at {options.rendezvous} within "
                     f"{options.join_timeout_seconds:g} s (--join-timeout): {reason}"
                 )
-            self._notices.tell(f"gradsync: {options.name} waits for others at {options.rendezvous}: {reason}")
+            self._notices.print(f"gradsync: {options.name} waits for others at {options.rendezvous}: {reason}")
 
     def _job_of(self, meeting: Meeting) -> Job:
         """Returns the job of this machine's ranks in this start, and prints which ranks these are."""
@@ -525,13 +525,13 @@ class _NodeRun:
             raise InvalidArgument(f"--stdin needs a rank from 0 to {meeting.world_size - 1}, or none, got {stdin_rank}")
         own, job = meeting.own, meeting.job(self._job, self._options.secret)
         ranks = f"rank {job.rank_start}" if job.n_ranks == 1 else f"ranks {job.rank_start} to {job.ranks[-1]}"
-        self._notices.tell(
+        self._notices.print(
             f"gradsync: node {own.node} of {len(meeting.nodes)} ({own.host}): {ranks} of {job.world_size}, at "
             f"{own.address} ({own.interface or 'no interface known'}); rendezvous at {self._options.rendezvous}"
         )
         without_gpu = [node.name for node in meeting.nodes if node.n_gpus == 0]
         if job.backend == "auto" and without_gpu and own.node == 0:
-            self._notices.tell(
+            self._notices.print(
                 f"gradsync: no GPU on {without_gpu[0]}: gs.init_process_group() will fail, because ranks of several "
                 f"machines need a GPU each, or MPI; for MPI type once: {meeting.mpi_command(job)}"
             )
@@ -678,7 +678,7 @@ class NodeLink:
     def _interrupt(self, number: int) -> NodeReport:
         """Ends the ranks of the other machines, after those of this machine have ended."""
         report = signal_report(self._node, number)
-        self._notices.tell("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
+        self._notices.print("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
         self._run(lambda: self._say_first(report))
         return report
 
@@ -744,7 +744,7 @@ class NodeLink:
     def _stop_waiting(self, missing: tuple[int, ...]) -> None:
         """Goes on without the missing reports: a launcher may be stopped, or its terminal blocked."""
         silent = self._nodes[missing[0] if missing else 0]
-        self._notices.tell(
+        self._notices.print(
             f"gradsync: {silent.name} has not reported how its ranks ended within {_REPORTS_SECONDS:g} s of a failure; "
             "not waiting for it any more"
         )

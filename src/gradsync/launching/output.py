@@ -51,7 +51,7 @@ _LONE_RETURNS = re.compile(rb"\r+(?!\n)")
 
 
 class Notices:
-    """Prints what the launcher does; `tell` never waits for a blocked terminal, and neither method fails without one.
+    """Prints what the launcher does; `print` never waits for a blocked terminal, and neither method fails without one.
 
     Args:
         stream: where to print; None prints nothing.
@@ -60,13 +60,13 @@ class Notices:
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
-    def tell(self, text: str, *, wait_seconds: float = 0.0) -> None:
+    def print(self, text: str, *, wait_seconds: float = 0.0) -> None:
         """Writes lines, if the stream takes them in time."""
         with contextlib.suppress(OSError, ValueError):  # nobody reads it
             if self._stream is not None and _takes_text(self._stream, wait_seconds):
-                self.insist(text)
+                self.print_all(text)
 
-    def insist(self, text: str) -> None:
+    def print_all(self, text: str) -> None:
         """Writes lines that must not be lost, however long that takes."""
         with contextlib.suppress(OSError, ValueError):  # nobody reads it
             if self._stream is not None:
@@ -115,9 +115,9 @@ class OutputPump:
 
             self._logs = prepare_log_directory(log_dir, attempt, ranks_elsewhere)
         first, last = _screens_for(stdout, stderr)
-        tell_once = _tell_once_on(last)
-        self._writers = [_Writer(screen, prefix, tell_once) for screen in dict.fromkeys((first, last))]
-        self._writers[0].tells_loss = True  # of stdout: the ranks only see that nobody reads their pipe
+        print_once = _print_once_on(last)
+        self._writers = [_Writer(screen, prefix, print_once) for screen in dict.fromkeys((first, last))]
+        self._writers[0].prints_loss = True  # of stdout: the ranks only see that nobody reads their pipe
         self._tails: dict[int, Tail] = {}
 
     def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
@@ -205,15 +205,15 @@ class _Writer(threading.Thread):
     """The thread of one screen: reads its ranks' pipes, and blocks in its writes.
 
     Attributes:
-        tells_loss: whether to print why nothing can be written to the screen any more.
+        prints_loss: whether to print why nothing can be written to the screen any more.
     """
 
-    def __init__(self, screen: Screen, prefix: bool, tell_once: Callable[[str, str], None]) -> None:
+    def __init__(self, screen: Screen, prefix: bool, print_once: Callable[[str, str], None]) -> None:
         super().__init__(name="gradsync output", daemon=True)
         self._screen = screen
         self._has_prefix = prefix
-        self._tell_once = tell_once
-        self.tells_loss = False
+        self._print_once = print_once
+        self.prints_loss = False
         self._streams: list[_RankStream] = []  # those that have not ended
         self._label_width = 0
         # poll() takes any descriptor; epoll refuses files, and /dev/null.
@@ -288,15 +288,15 @@ class _Writer(threading.Thread):
         self._log(stream, data)
         self._screen.write(self._owner(stream), self._prefix(stream.rank), data)
         if self._screen.loss is not None:
-            if self.tells_loss:
-                self._tell_once("loss", _describe_loss(self._screen.loss))
+            if self.prints_loss:
+                self._print_once("loss", _describe_loss(self._screen.loss))
             for lost in list(self._streams):
                 self._forget(lost)
 
     def _log(self, stream: _RankStream, data: bytes) -> None:
         problem = None if stream.log is None else stream.log.write(data)
         if problem is not None:  # only the first problem with a log is printed
-            self._tell_once("log", f"warning: {problem}")
+            self._print_once("log", f"warning: {problem}")
 
     def _end(self, stream: _RankStream) -> None:
         """Closes a stream at its end."""
@@ -332,19 +332,19 @@ def _label(rank: int) -> bytes:
     return b"[rank %d]" % rank
 
 
-def _tell_once_on(screen: Screen) -> Callable[[str, str], None]:
+def _print_once_on(screen: Screen) -> Callable[[str, str], None]:
     """Returns a function that prints each kind of trouble on a screen once."""
     told: set[str] = set()
     lock = threading.Lock()
 
-    def tell_once(kind: str, text: str) -> None:
+    def print_once(kind: str, text: str) -> None:
         with lock:
             is_new = kind not in told
             told.add(kind)
         if is_new:
             screen.write(told, b"", f"gradsync: {text}\n".encode("utf-8", "replace"))
 
-    return tell_once
+    return print_once
 
 
 class Screen:

@@ -117,7 +117,7 @@ def read_error(kind: bytes, body: bytearray) -> ErrorReport:
     if kind != ERROR:
         return unreadable(f"{kind!r} is no kind of report")
     try:
-        return from_told(ErrorReport, body)
+        return from_json(ErrorReport, body)
     except ValueError as error:
         return unreadable(str(error))
 
@@ -192,7 +192,7 @@ def map_privately(file: int, size_bytes: int) -> mmap.mmap:
     return place
 
 
-def from_told(kind: type[T], data: bytes | bytearray) -> T:
+def from_json(kind: type[T], data: bytes | bytearray) -> T:
     """Returns a dataclass from a JSON object with its attributes.
 
     Raises:

@@ -69,10 +69,10 @@ def run_command(
     devices = None if gpus is None else parse_gpus(gpus)
     n_ranks = nprocs or (default_process_count() if devices is None else len(devices))
     if nprocs is None and devices is None and n_ranks > _MANY_RANKS:
-        notices.tell(f"gradsync: starting {n_ranks} ranks, one for each GPU or usable core; -n takes another number")
+        notices.print(f"gradsync: starting {n_ranks} ranks, one for each GPU or usable core; -n takes another number")
     if devices is not None:
         if count_gpus() == 0:
-            notices.tell(f"gradsync: warning: no NVIDIA GPU is found here; --gpus {gpus} has no effect")
+            notices.print(f"gradsync: warning: no NVIDIA GPU is found here; --gpus {gpus} has no effect")
         devices = tuple(choose_gpus(devices, n_ranks, os.environ, allow_shared=environment.ALLOW_SHARED_GPU.read()))
     shows_prefix = n_ranks > 1 or nodes is not None if prefix is None else prefix
     reading_rank = _stdin_rank(stdin_rank, n_ranks if nodes is None else None)
@@ -88,10 +88,10 @@ def run_command(
             sys.stdout, sys.stderr, prefix=shows_prefix, log_dir=log_dir, attempt=attempt, ranks_elsewhere=elsewhere
         )
 
-    def tell_restart(outcome: Outcome, restarts: int) -> None:
-        notices.tell(failure_text(outcome).rstrip("\n"), wait_seconds=_REPORT_SECONDS)
+    def print_restart(outcome: Outcome, restarts: int) -> None:
+        notices.print(failure_text(outcome).rstrip("\n"), wait_seconds=_REPORT_SECONDS)
         how_often = f"restart {restarts} of at most {max_restarts}"
-        notices.tell(f"gradsync: starting all ranks again ({how_often})")
+        notices.print(f"gradsync: starting all ranks again ({how_often})")
 
     with _state_dir(state_dir, max_restarts) as folder:
         job = Job(
@@ -109,26 +109,26 @@ def run_command(
             from gradsync.launching.nodes import run_on_nodes
 
             return run_on_nodes(nodes, job, make_output, notices)
-        outcome = supervise(job, make_output=make_output, notices=notices, on_restart=tell_restart)
+        outcome = supervise(job, make_output=make_output, notices=notices, on_restart=print_restart)
     if outcome.exit_code and dump_dir is not None:
         import shlex  # here, as below: start-up counts
 
-        notices.tell(f"gradsync: `gradsync trace {shlex.quote(dump_dir)}` shows what the ranks were doing")
-    _tell_failure(outcome, notices)
+        notices.print(f"gradsync: `gradsync trace {shlex.quote(dump_dir)}` shows what the ranks were doing")
+    _print_failure(outcome, notices)
     return outcome.exit_code
 
 
-def _tell_failure(outcome: Outcome, notices: Notices) -> None:
+def _print_failure(outcome: Outcome, notices: Notices) -> None:
     """Prints why the job failed, after all other output."""
     text = failure_text(outcome)
     if not text:
         return
     if outcome.signal_number is not None:  # the user wants to stop: a blocked terminal must not delay that
-        notices.tell(text.rstrip("\n"), wait_seconds=_REPORT_SECONDS)
+        notices.print(text.rstrip("\n"), wait_seconds=_REPORT_SECONDS)
         return
     with contextlib.suppress(OSError):  # the pipe has no reader
         sys.stdout.flush()
-    notices.insist(text.rstrip("\n"))
+    notices.print_all(text.rstrip("\n"))
 
 
 def _node_options(

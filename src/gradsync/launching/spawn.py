@@ -285,7 +285,7 @@ class MultiprocessContext:
         except KeyboardInterrupt:
             self._interrupt()
             raise
-        atexit.unregister(self._tell_failure)
+        atexit.unregister(self._print_failure)
         self._raise_failure()
         return True
 
@@ -297,7 +297,7 @@ class MultiprocessContext:
             SystemExit: SIGTERM or SIGHUP came.
         """
         self._watch()
-        atexit.unregister(self._tell_failure)
+        atexit.unregister(self._print_failure)
         if self._outcome is not None:
             raise_for_signal(self._outcome)
         self._raise_failure()
@@ -307,7 +307,7 @@ class MultiprocessContext:
             with self._resources:
                 self._outcome = self._supervisor.finish()
             if self._outcome.signal_number is None and self._outcome.root_cause is not None:
-                atexit.register(self._tell_failure)
+                atexit.register(self._print_failure)
         except BaseException as error:
             self._error = error
         finally:
@@ -347,7 +347,7 @@ class MultiprocessContext:
         if root is not None:
             raise failure(outcome, root, _headline(root))
 
-    def _tell_failure(self) -> None:
+    def _print_failure(self) -> None:
         """Prints a failure at the end of the program, if the program has not asked for it."""
         if self._outcome is not None:
             sys.stderr.write(failure_text(self._outcome))

@@ -139,7 +139,7 @@ class Supervisor:
         self._has_failed_elsewhere = False
         self._steps: list[_Step] = []
         self._step_time = 0.0
-        self._told_to_stop = False
+        self._asked_to_stop = False
         self._gave_up = False
 
     def __enter__(self) -> Supervisor:
@@ -196,7 +196,7 @@ class Supervisor:
                 # The first ranks boot meanwhile; an early connection waits in the listener's backlog, but not for ever.
                 if len(self.ranks) == ranks_before_server and listener is not None:
                     self._stack.enter_context(self._serving(endpoint, listener))
-                if self._is_told_to_end():
+                if self._is_asked_to_end():
                     break
         if self._output is not None:
             self._output.start()
@@ -216,7 +216,7 @@ class Supervisor:
     def finish_start(self) -> Outcome:
         """Watches the ranks of this start to their end; for a caller that restarts them by itself."""
         self._wait_for_ends()
-        if self._failures and not self._told_to_stop and self._on_stopping is not None:  # no rank was left to stop
+        if self._failures and not self._asked_to_stop and self._on_stopping is not None:  # no rank was left to stop
             self._on_stopping(self._only_suffers())
         outcome = self._with_last_output(Outcome(tuple(map(self._outcome_of, self.ranks)), self._signal_number))
         self._stack.close()
@@ -272,10 +272,10 @@ class Supervisor:
             rank.abandon()
         self._selector.close()
 
-    def _is_told_to_end(self) -> bool:
+    def _is_asked_to_end(self) -> bool:
         """Handles the signals that have arrived; returns whether one ends the job. For phases outside the loop."""
         for number in self._signals.read():
-            self._take_signal(number)
+            self._handle_signal(number)
         return self._signal_number is not None or self._has_failed_elsewhere
 
     def _wait_for_ends(self) -> None:
@@ -285,34 +285,34 @@ class Supervisor:
             for key, _ in self._selector.select(timeout):
                 if key.data is None:
                     for number in self._signals.read():
-                        self._take_signal(number)
+                        self._handle_signal(number)
                 elif key.data.rank in self._running:
-                    self._take_event(key.data, key.fd)
-                    self._pass_news_on(key.data)
-            self._take_due_step()
+                    self._handle_event(key.data, key.fd)
+                    self._report_news(key.data)
+            self._send_due_signal()
         for rank in self._running.values():
-            self._note_failure(rank)
+            self._record_failure(rank)
 
-    def _take_event(self, rank: RankProcess, descriptor: int) -> None:
+    def _handle_event(self, rank: RankProcess, descriptor: int) -> None:
         if descriptor in (rank.status, rank.sentinel):
             is_there = rank.read_status() and descriptor == rank.status
             if rank.exit_code is not None or not is_there:
-                self._take_end(rank)
+                self._handle_end(rank)
             if not is_there:
                 self._reap(rank)
             return
         if not rank.read_report():
             self._selector.unregister(descriptor)
         if rank.error is not None:  # at once: threads of the rank may keep its process alive
-            self._note_failure(rank)
+            self._record_failure(rank)
 
-    def _take_end(self, rank: RankProcess) -> None:
+    def _handle_end(self, rank: RankProcess) -> None:
         """Handles the end of a rank; its guard may still be ending the processes that the rank started."""
         rank.read_report(None)
         if rank.exit_code == -signal.SIGKILL and not rank.sent_kill and rank.memory_kill is None:
             rank.memory_kill = self._memory.describe() if self._memory.kills() else None
         if rank.exit_code != 0 or rank.error is not None:
-            self._note_failure(rank)
+            self._record_failure(rank)
 
     def _reap(self, rank: RankProcess) -> None:
         for descriptor in (rank.status, rank.report, rank.sentinel):
@@ -321,11 +321,11 @@ class Supervisor:
         del self._running[rank.rank]
         rank.reap()
         if rank.exit_code != 0 or rank.error is not None:
-            self._note_failure(rank)
+            self._record_failure(rank)
         if self._running and self._running.keys() <= self._silent_ranks():
             self._stop_after(0.0)
 
-    def _pass_news_on(self, rank: RankProcess) -> None:
+    def _report_news(self, rank: RankProcess) -> None:
         """Reports the start or end of a rank's process, to the server too: other ranks wait for it to join."""
         if self._server is not None:
             if rank.pid and rank.rank not in self._named_to_server:
@@ -337,12 +337,12 @@ class Supervisor:
         if self._on_news is not None:
             self._on_news(rank)
 
-    def _note_failure(self, rank: RankProcess) -> None:
+    def _record_failure(self, rank: RankProcess) -> None:
         """Records a failure, and plans to stop the other ranks."""
         if rank.rank in self._failures:
             return
-        self._failures[rank.rank] = (len(self._failures), self._told_to_stop)
-        if not self._told_to_stop:
+        self._failures[rank.rank] = (len(self._failures), self._asked_to_stop)
+        if not self._asked_to_stop:
             self._found_stopped.update(other.rank for other in self._running.values() if other.is_stopped())
         if rank.error is not None and rank.error.is_unsendable:
             return  # the other ranks may finish their work
@@ -371,7 +371,7 @@ class Supervisor:
             return outcome
         # The reader of the output may be slow, until a signal comes.
         while outcome.signal_number is None and not output.drain(_LOOK_FOR_SIGNALS_SECONDS):
-            if self._is_told_to_end():
+            if self._is_asked_to_end():
                 outcome = replace(outcome, signal_number=self._signal_number)
         output.close(_LAST_OUTPUT_SECONDS)
         return replace(
@@ -388,8 +388,8 @@ class Supervisor:
         if error.is_of_silence:
             return _AFTER_SILENCE_SECONDS
         culprits = [other for other in self.ranks if other.rank == error.missed_rank]
-        has_nothing_to_tell = any(other.rank not in self._running or other.is_stopped() for other in culprits)
-        return _SETTLE_SECONDS if has_nothing_to_tell else _ROOT_CAUSE_SECONDS
+        has_nothing_to_report = any(other.rank not in self._running or other.is_stopped() for other in culprits)
+        return _SETTLE_SECONDS if has_nothing_to_report else _ROOT_CAUSE_SECONDS
 
     def _silent_ranks(self) -> set[int | None]:
         """Returns the silent ranks, for which others have waited in vain: they will report nothing."""
@@ -401,7 +401,7 @@ class Supervisor:
         failed = [rank for rank in self.ranks if rank.rank in self._failures]
         return self._signal_number is None and all(r.error is not None and r.error.is_consequence for r in failed)
 
-    def _take_signal(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         """Forwards the first signal; a Ctrl-C after it kills at once, and other signals after it change nothing."""
         grace_seconds = self._job.grace_seconds
         if number == NEWS_ELSEWHERE:
@@ -413,19 +413,19 @@ class Supervisor:
             self._suspend()
         elif self._signal_number is None:
             self._signal_number = number
-            if self._told_to_stop:  # the ranks are on their way out already
+            if self._asked_to_stop:  # the ranks are on their way out already
                 self._plan_kill()
             elif number == signal.SIGINT:
                 half = grace_seconds / 2  # a script that ignores Ctrl-C may end at SIGTERM
                 self._plan((0.0, number), (half, signal.SIGTERM), (half, signal.SIGKILL))
                 if self._running:
                     them = "it" if len(self._running) == 1 else "them"
-                    self._notices.tell(f"gradsync: stopping {_count(len(self._running))} (Ctrl-C again kills {them})")
+                    self._notices.print(f"gradsync: stopping {_count(len(self._running))} (Ctrl-C again kills {them})")
             else:
                 self._plan((0.0, number), (grace_seconds, signal.SIGKILL))
         elif number == signal.SIGINT:
             self._plan_kill()
-        self._take_due_step()
+        self._send_due_signal()
 
     def _suspend(self) -> None:
         """Suspends the ranks and this process at Ctrl-Z, and continues the ranks when the shell continues this process.
@@ -440,7 +440,7 @@ class Supervisor:
         """Plans to ask the ranks to stop after this time, unless an earlier time is planned."""
         if not self._steps:
             self._plan((settle_seconds, signal.SIGTERM), (self._job.grace_seconds, signal.SIGKILL))
-        elif not self._told_to_stop:
+        elif not self._asked_to_stop:
             self._step_time = min(self._step_time, time.monotonic() + settle_seconds)
 
     def _plan_kill(self) -> None:
@@ -451,7 +451,7 @@ class Supervisor:
         self._steps = [*steps, (_UNKILLABLE_SECONDS, _GIVE_UP)]
         self._step_time = time.monotonic() + steps[0][0]
 
-    def _take_due_step(self) -> None:
+    def _send_due_signal(self) -> None:
         """Sends the next signal of stopping, once it is due."""
         if not self._steps or not self._running or time.monotonic() < self._step_time:
             return
@@ -459,12 +459,12 @@ class Supervisor:
         if number == _GIVE_UP:
             self._gave_up = True
             return
-        if not self._told_to_stop and self._on_stopping is not None:
+        if not self._asked_to_stop and self._on_stopping is not None:
             self._on_stopping(self._only_suffers())
-        were_asked, self._told_to_stop = self._told_to_stop, True
+        were_asked, self._asked_to_stop = self._asked_to_stop, True
         if number == signal.SIGKILL:
             why = ", not ended when asked to" if were_asked else ""
-            self._notices.tell(f"gradsync: killing {_count(len(self._running))}{why}")
+            self._notices.print(f"gradsync: killing {_count(len(self._running))}{why}")
         self._send(number)
         self._step_time = time.monotonic() + self._steps[0][0]
 
