@@ -13,6 +13,7 @@ import pickle
 import secrets
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -155,9 +156,10 @@ def run_ranks_for_outcomes(
             pipes.append(ours)
             processes.append(process)
         try:
-            outcomes = [_receive(pipe, timeout) for pipe in pipes]
+            deadline = time.monotonic() + timeout  # of all ranks together
+            outcomes = [_receive(pipe, timeout, deadline) for pipe in pipes]
             for process, outcome in zip(processes, outcomes, strict=True):
-                process.join(timeout)
+                process.join(max(1.0, deadline - time.monotonic()))
                 outcome.exit_code = process.exitcode
         finally:
             for process, pipe in zip(processes, pipes, strict=True):
@@ -179,8 +181,8 @@ def _patient_inquiries() -> Iterator[None]:
         stuck.ANSWER_SECONDS = kept
 
 
-def _receive(pipe: Connection, timeout: float) -> Outcome:
-    if not wait([pipe], timeout):
+def _receive(pipe: Connection, timeout: float, deadline: float) -> Outcome:
+    if not wait([pipe], max(0.0, deadline - time.monotonic())):
         return Outcome(error=TimeoutError(), traceback_text=f"no result within {timeout} s")
     try:
         data, text = pipe.recv()

@@ -196,7 +196,7 @@ def test_a_forgotten_communicator_ends(place: Place, world_size: int) -> None:
     place.run(world_size, check, "forget_without_closing")
 
 
-@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2), *on(GPU, 2)])
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2)])
 def test_the_garbage_collector_may_strike_anywhere(place: Place, world_size: int) -> None:
     found = place.run(world_size, check, "collect_at_calls", 1 if IS_EVERYWHERE else 7)  # make test: at every seventh
     assert min(found) > 50
