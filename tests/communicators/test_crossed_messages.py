@@ -17,7 +17,7 @@ from gradsync.communicators.backend import Message
 from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.shared_memory import barrier as shared_barrier
 from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
-from gradsync.communicators.shared_memory.point_to_point import SharedChannels
+from gradsync.communicators.shared_memory.point_to_point import PointToPoint
 from gradsync.diagnostics.recorder import FlightRecorder
 
 BARRIER = agreement_on("barrier", (), None, "")
@@ -54,7 +54,7 @@ class Rank:
         told = FailureMonitor(self.client, recorder)  # type: ignore[arg-type]
         header = header_bytes(world_size)
         self.barrier = SharedBarrier(memory[:header], rank, world_size, timeout_seconds, told, ranks=ranks)
-        self.channels = SharedChannels(memory[header:], rank, world_size, self.barrier)
+        self.channels = PointToPoint(memory[header:], rank, world_size, self.barrier)
 
     def send(self, data: Any, peer: int) -> None:
         self.channels.move(message(data, peer), None)
@@ -76,7 +76,7 @@ def message(data: Any, peer: int) -> Message:
 
 
 def ranks_of(world_size: int, timeout_seconds: float = 30.0, ranks: tuple[int, ...] | None = None) -> list[Rank]:
-    memory = memoryview(mmap.mmap(-1, header_bytes(world_size) + SharedChannels.bytes_for(world_size)))
+    memory = memoryview(mmap.mmap(-1, header_bytes(world_size) + PointToPoint.bytes_for(world_size)))
     return [Rank(memory, rank, world_size, timeout_seconds, ranks) for rank in range(world_size)]
 
 

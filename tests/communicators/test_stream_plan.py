@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gradsync.communicators.shared_memory.pipelined import (
     CHUNKS_IN_FLIGHT,
     Lengths,
-    Stretch,
+    Section,
     Wait,
     plan_steps,
     plan_stream,
@@ -36,7 +36,7 @@ def test_each_rank_sees_all_elements_and_owns_its_share(sizes, lengths, itemsize
     assert sorted(owned) == elements
 
 
-def covered_by(stretches: list[Stretch] | tuple[Stretch, ...]) -> list[tuple[int, int]]:
+def covered_by(stretches: list[Section] | tuple[Section, ...]) -> list[tuple[int, int]]:
     covered = []
     for begin, end, pieces in sorted(stretches):
         assert sum(high - low for _, low, high in pieces) == end - begin > 0

@@ -1,6 +1,6 @@
-"""The backend of CPU clusters: NumPy arrays over MPI.
+"""The MPI backend, for CPU clusters: NumPy arrays over MPI.
 
-MPI moves the bytes. The rendezvous server knows who has died, or will not come, which MPI does not.
+MPI moves the bytes. The rendezvous server detects ranks that have died or do not arrive, which MPI does not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gradsync.machine import run_with_timeout
 from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
 
-# Up to here arrays of a list are packed together; larger ones travel by themselves: packing would cost more.
+# Up to this size the arrays of a list are packed together; larger arrays are sent one by one, without a copy.
 _SMALL_BYTES = 256 * 1024
 _BROADCAST_BYTES = 4 * 1024 * 1024  # how much of a packed list is broadcast at a time
 _COUNT_LIMIT = 2**31  # of MPI 3, in a collective with a part for each rank
@@ -56,18 +56,18 @@ def connect_mpi(
 ) -> MpiBackend:
     """Builds the backend of all ranks of a rendezvous. Every rank must call it with the same group.
 
-    A caller that gets an error reports it to the other ranks, which would wait for this one otherwise.
+    The caller must report a failure to the other ranks, which would otherwise wait for this one.
 
     Args:
-        client: this rank's connection, joined.
+        client: this rank's client.
         group: a name not used before in this generation.
-        timeout_seconds: for meeting the others.
+        timeout_seconds: the deadline for connecting.
         collective_timeout_seconds: how long a collective waits for a rank.
 
     Raises:
         BackendUnavailable: no mpi4py, or these are not the ranks that mpiexec or srun has started.
         MpiError: MPI failed.
-        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not come, or died.
+        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not call it, or died.
     """
     mpi = load_mpi()
     check_place(mpi, client.rank, client.world_size)
@@ -76,27 +76,27 @@ def connect_mpi(
 
 
 def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds: float) -> Any:
-    """Returns a communicator of MPI of the client's ranks, in their order. Every one of them must call it.
+    """Returns an MPI communicator of the client's ranks, in their order. All of them must call it.
 
-    MPI's call waits for all of them and cannot be interrupted: they enter it when all have come to it.
+    MPI's call waits for all ranks and cannot be interrupted, so a barrier at the server comes first.
 
     Args:
         mpi: the module mpi4py.MPI.
-        client: these ranks' connection to the rendezvous server; its world is MPI's.
-        name: not used before in this generation.
-        timeout_seconds: for all of it.
+        client: the ranks' client; its world has the ranks of MPI_COMM_WORLD.
+        name: a name not used before in this generation.
+        timeout_seconds: the deadline for all of it.
 
     Raises:
         MpiError: MPI failed.
-        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not come, or died.
+        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not call it, or died.
     """
     deadline = time.monotonic() + timeout_seconds
     client.barrier(f"mpi/{name}/ready", timeout_seconds=timeout_seconds)
     world = mpi.COMM_WORLD
     members = world.Get_group().Incl(list(client.world_ranks))
-    tag = zlib.crc32(name.encode()) % 32768  # every MPI has tags up to there
+    tag = zlib.crc32(name.encode()) % 32768  # every MPI supports tags up to 32767
 
-    inside = [members]  # as long as MPI is at work, which neither a deadline nor Ctrl-C ends
+    inside = [members]  # while MPI's call runs, which neither a deadline nor Ctrl-C ends
 
     def create() -> Any:
         try:
@@ -113,7 +113,7 @@ def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds:
     except TimeoutError as error:
         raise CollectiveTimeout(
             f"{client.label}: MPI_Comm_create_group did not return within {timeout_seconds:.3g} s, although all ranks "
-            "had come to it"
+            "have called it"
         ) from error
     finally:
         if inside:

@@ -1,11 +1,9 @@
-"""This process in its MPI job: how MPI is loaded, who we are there, where the ranks meet, and how a failed job ends.
+"""This process in its MPI job: loads MPI, finds the rank, shares the rendezvous' address, and ends a failed job.
 
-Importing mpi4py.MPI initialises MPI, which only a program that uses it should pay for: this file imports it in
-`load_mpi` alone.
+Importing mpi4py.MPI initialises MPI, which takes time, so only `load_mpi` imports it.
 
-The ranks of a job need no address to meet: they share short texts over MPI before they have met. What MPI carries is
-not encrypted, and neither is the run's secret on this way: whoever can read the network of an MPI job can read its
-gradients too.
+The ranks of a job need no address for the rendezvous: rank 0 sends it to the others over MPI, with the run's secret.
+MPI's messages are not encrypted; but if an attacker can read them, the gradients can be read too.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ if TYPE_CHECKING:
     from gradsync.rendezvous.hosting import Share
 
 _INSTALL = "run `pip install mpi4py` where your cluster's MPI is loaded; for one machine `pip install mpi4py mpich`"
-_TEXT_BYTES = 512  # room for an address and a secret made for the meeting, or for some addresses
+_TEXT_BYTES = 512  # enough for an address and a new secret, or for some addresses
 _LOOK_EVERY_SECONDS = 1e-3
 _EXIT_CODE_INTERRUPTED = 130
 
-_is_parents = False  # MPI was initialised by the process that this one was forked from
-_share_comm: Any = None  # apart from what the program does on MPI_COMM_WORLD; lasts as long as MPI
+_is_parents = False  # whether the parent of this forked process has initialised MPI
+_share_comm: Any = None  # separate from the program's own use of MPI_COMM_WORLD; lasts as long as MPI
 _unfinished: list[object] = []
 _log = logging.getLogger("gradsync")
 
@@ -44,11 +42,11 @@ def load_mpi() -> Any:
     """Returns the module mpi4py.MPI, initialised.
 
     Raises:
-        BackendUnavailable: mpi4py or MPI's library is missing, MPI was initialised so that threads may not use it, or
-            it is that of the process from which this one was forked.
+        BackendUnavailable: mpi4py or MPI's library is missing, MPI was initialised without thread support, or the
+            parent of this forked process has initialised it.
     """
     if _is_parents:
-        raise BackendUnavailable("this process was forked from a rank of MPI, to which alone MPI belongs")
+        raise BackendUnavailable("this process was forked from an MPI rank, and only the parent can use MPI")
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -59,8 +57,8 @@ def load_mpi() -> Any:
         raise BackendUnavailable("MPI has been finalised in this process; it cannot be used again")
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise BackendUnavailable(
-            "MPI was initialised without MPI_THREAD_MULTIPLE, which collectives on several threads need: leave "
-            "mpi4py.rc.thread_level as it is, and let mpi4py initialise MPI"
+            "backend 'mpi' needs MPI_THREAD_MULTIPLE, and MPI was initialised without: do not change "
+            "mpi4py.rc.thread_level, and let mpi4py initialise MPI"
         )
     return MPI
 
@@ -82,10 +80,10 @@ def to_mpi_error(error: Any, label: str) -> MpiError:
 
 
 def check_place(mpi: Any, rank: int, world_size: int) -> None:
-    """Makes sure that the ranks of the run are those of MPI_COMM_WORLD, by number.
+    """Checks that this process has the same rank and world size in MPI_COMM_WORLD.
 
     Raises:
-        BackendUnavailable: they are not; the text says why, as far as that can be known.
+        BackendUnavailable: it has not; the text has the likely reason.
     """
     found = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
     if found == (rank, world_size):
@@ -93,17 +91,17 @@ def check_place(mpi: Any, rank: int, world_size: int) -> None:
     vendor = mpi.Get_library_version().partition("\n")[0].strip(" \0")
     if found == (0, 1):
         raise BackendUnavailable(
-            f"rank {rank}/{world_size}: MPI knows of this process only: start the ranks with mpiexec or srun, and with "
-            f"the one that belongs to the MPI that mpi4py has loaded ({vendor})"
+            f"rank {rank}/{world_size} is alone in MPI_COMM_WORLD: start the ranks with mpiexec or srun, from the MPI "
+            f"that mpi4py has loaded ({vendor})"
         )
     raise BackendUnavailable(
-        f"rank {rank}/{world_size} is rank {found[0]} of {found[1]} in MPI_COMM_WORLD: backend 'mpi' joins exactly the "
-        "ranks that mpiexec or srun has started, with their numbers"
+        f"rank {rank}/{world_size} is rank {found[0]} of {found[1]} in MPI_COMM_WORLD: backend 'mpi' needs exactly the "
+        "ranks that mpiexec or srun has started, with the same numbers"
     )
 
 
 def mpi_place() -> RankEnvironment | None:
-    """Returns this process's place as MPI has it, where no launcher has left it in the environment.
+    """Returns this process's rank environment from MPI itself; None if mpiexec has not started it.
 
     Raises:
         BackendUnavailable: there is no mpi4py.
@@ -124,10 +122,10 @@ def mpi_place() -> RankEnvironment | None:
 
 
 def share_over_mpi(place: RankEnvironment) -> Share | None:
-    """Returns a function that gives every rank a short text of each; None where MPI has other ranks than the run.
+    """Returns an all-gather of short texts over MPI; None if MPI's ranks are not those of the run.
 
-    Initialises MPI. Every rank must call that function, in the same order; it raises RendezvousTimeout where a rank
-    does not come.
+    Initialises MPI. Every rank must call the returned function, in the same order; it raises RendezvousTimeout if a
+    rank does not.
     """
     try:
         check_place(load_mpi(), place.rank, place.world_size)
@@ -154,7 +152,7 @@ def _finish(request: Any, place: RankEnvironment, deadline: float, *memory: obje
         while not request.Test():
             if time.monotonic() > deadline:
                 raise RendezvousTimeout(
-                    f"rank {place.rank}/{place.world_size}: not all ranks of the MPI job came to init_process_group "
+                    f"rank {place.rank}/{place.world_size}: not all ranks of the MPI job called init_process_group "
                     "before the deadline"
                 )
             time.sleep(_LOOK_EVERY_SECONDS)
@@ -166,9 +164,8 @@ def _finish(request: Any, place: RankEnvironment, deadline: float, *memory: obje
 
 
 # -- Ending --------------------------------------------------------------------------------------------------------
-# A collective of MPI cannot be taken back: its memory must stay until the process ends. And MPI_Finalize, which mpi4py
-# calls at the very end, waits for all ranks: a process that has failed must end the job instead, or it would hang
-# there.
+# A collective of MPI cannot be cancelled, so its memory must stay until the process ends. MPI_Finalize, which mpi4py
+# calls at exit, waits for all ranks, so a failed process must end the job instead.
 
 
 def keep_for_ever(*kept: object) -> None:
@@ -177,17 +174,15 @@ def keep_for_ever(*kept: object) -> None:
 
 
 def has_job_failed() -> bool:
-    """Whether this process, about to exit, has to end a job of MPI: it exits because of an exception, or has abandoned
-    collectives on which MPI still works.
-    """
+    """Whether this process, about to exit, must end its MPI job: after an exception, or an unfinished collective."""
     mpi = loaded_mpi()
     return mpi is not None and mpi.COMM_WORLD.Get_size() > 1 and (uncaught_error() is not None or bool(_unfinished))
 
 
 def end_job() -> None:
-    """Ends the whole job, which has failed, by MPI_Abort. For the very end: the traceback has been printed."""
+    """Ends the whole failed job by MPI_Abort. Called last, after the traceback was printed."""
     if uncaught_error() is None:  # the exception that ended the wait was caught
-        _log.error("this MPI job ends with an error: a collective was given up, which MPI cannot take back")
+        _log.error("this MPI job ends with an error: a wait for a collective failed, and MPI cannot cancel it")
     _flush()
     loaded_mpi().COMM_WORLD.Abort(_exit_code())
 
@@ -205,12 +200,12 @@ def _exit_code() -> int:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # None, closed, or a pipe that nobody reads: the end must not fail
+        with suppress(Exception):  # the stream may be None, closed or a broken pipe
             stream.flush()
 
 
 def _forget_after_fork() -> None:
-    """The child of a fork is no rank; what it did over MPI would be done in its parent's name, up to ending the job."""
+    """Marks MPI as the parent's in the child of a fork, which is not a rank and could end the parent's job."""
     global _is_parents
     _is_parents = _is_parents or loaded_mpi() is not None
 

@@ -1,7 +1,7 @@
-"""Requests of MPI on one communicator: how a rank begins messages, and how it waits for requests to end.
+"""MPI requests of one communicator: begins messages, and waits for requests with checks for failures.
 
-A blocking call of MPI never returns where a rank has died, or does not come. So a rank looks at its requests again and
-again, and between looks at the clock and at what the rendezvous server knows of the other ranks.
+A blocking call of MPI never returns if a rank has died or does not arrive. So a rank tests its requests again and
+again, and in between checks the deadline, and the rendezvous server for failures of other ranks.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from gradsync.communicators.mpi.mpi_job import keep_for_ever
 from gradsync.errors import GradsyncError
 from gradsync.reduction import Array
 
-# Up to here every rank sends to every other one, which costs no more bytes than MPI's algorithms and fewer copies.
-# Among more, MPI's own collectives need fewer messages.
+# Up to this number every rank sends to every other rank, which moves as many bytes as MPI's algorithms with fewer
+# copies. With more ranks, MPI's own collectives need fewer messages.
 DIRECT_RANKS = 16
-_PIECE_BYTES = 2**30  # of one message: MPI 3 counts in 32 bits
+_PIECE_BYTES = 2**30  # the largest message: MPI 3 counts in 32 bits
 
-# Looking makes MPI progress, so a rank looks often before it sleeps. Where others want the core they get it.
+# Tests make MPI progress, so a rank tests often before it sleeps. It yields the core to other processes.
 _SPINS = 60
 _YIELD_FOR_SECONDS = 2e-3
 _SLEEP_SECONDS = 50e-6
 _LOOK_FOR_FAILURES_EVERY_SECONDS = 5e-3
-# Which ranks have closed the communicator has to be asked of the server: seldom.
+# The server is rarely asked which ranks have closed the communicator.
 _FIRST_QUESTION_AFTER_SECONDS = 0.02
 _LAST_PAUSE_SECONDS = 1.0
 
-TAG_COLLECTIVE = 1  # of the messages in collectives; mpi_backend.py has those of send and recv
+TAG_COLLECTIVE = 1  # for messages of collectives; mpi_backend.py has the tags of send and recv
 
 Parts = Iterable[tuple[int, Array]]
 Ranks = Callable[[], Sequence[int]]
@@ -43,18 +43,18 @@ class MpiRequests:
 
     Args:
         mpi: the module mpi4py.MPI.
-        comm: gradsync's own communicator of MPI, on which nobody else communicates.
-        ranks: the numbers of all ranks in the world, by which errors and the server name them.
+        comm: an MPI communicator that only gradsync uses.
+        ranks: the world ranks of all members, used in errors and at the server.
         timeout_seconds: how long to wait before CollectiveTimeout.
-        failures: the server's.
+        failures: checked for the server's failures.
         raise_if_left: raises if a rank has closed the communicator before a collective's number; see failures.py.
 
     Attributes:
         mpi, comm: as given.
-        rank, world_size: of `comm`.
-        is_direct: whether the ranks are few.
-        peers: the other ranks, in the order in which this one sends to them.
-        begun: how many collectives this rank has begun.
+        rank, world_size: this rank and the number of ranks in `comm`.
+        is_direct: whether there are at most DIRECT_RANKS ranks.
+        peers: the other ranks, in the order of sending.
+        begun: the number of collectives that this rank has begun.
         has_abandoned: whether a wait has failed, so that MPI still works on its requests.
     """
 
@@ -72,7 +72,7 @@ class MpiRequests:
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.is_direct = self.world_size <= DIRECT_RANKS
-        # The next one first: not all ranks send to the same one at once.
+        # The next rank first, so that not all ranks send to the same rank at once.
         self.peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self.begun = 0
         self.has_abandoned = False
@@ -86,10 +86,10 @@ class MpiRequests:
     # -- Messages ----------------------------------------------------------------------------------------------
 
     def post(self, sends: Parts, receives: Parts, tag: int = TAG_COLLECTIVE) -> list[Any]:
-        """Begins messages; each is (peer, bytes). Empty ones do not travel: both ends know their sizes.
+        """Begins messages; each is (peer, bytes). Empty messages are not sent: both ends know the sizes.
 
         Returns:
-            Requests, which keep the arrays.
+            The requests, which keep the arrays alive.
         """
         comm, byte = self.comm, self._byte
         requests = [comm.Irecv([piece, byte], peer, tag) for peer, array in receives for piece in pieces(array)]
@@ -97,13 +97,13 @@ class MpiRequests:
         return requests
 
     def post_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> list[Any]:
-        """Begins messages to and from each other rank, whose bytes stand at its number; those at the own one stay."""
+        """Begins messages to and from every other rank; both lists are by rank, and this rank's entries are ignored."""
         return self.post(
             [(peer, outgoing[peer]) for peer in self.peers], [(peer, incoming[peer]) for peer in self.peers]
         )
 
     def move(self, sends: Parts, receives: Parts) -> None:
-        """Sends and receives messages of a collective; returns when all have ended."""
+        """Sends and receives messages of a collective, and waits for all of them."""
         self.finish(self.post(sends, receives))
 
     # -- Waiting -----------------------------------------------------------------------------------------------
@@ -112,15 +112,15 @@ class MpiRequests:
         """Waits for requests of a collective.
 
         Args:
-            requests: of MPI, by this communicator's ranks.
-            memory: what they read and write, where the requests do not keep it: those of `post` do, those of MPI's
-                collectives do not all.
+            requests: MPI requests of this communicator.
+            memory: the arrays of the requests, if the requests do not keep them alive: those of `post` do, but not all
+                of MPI's collectives.
             look: called every few milliseconds of a longer wait.
 
         Raises:
-            RankFailed: a rank died, or closed the communicator before it came to this collective.
-            CollectiveTimeout: the deadline.
-            MpiError: from MPI.
+            RankFailed: a rank died, or closed the communicator before this collective.
+            CollectiveTimeout: the wait reached its deadline.
+            MpiError: MPI failed.
         """
         self.wait(partial(self._test_all, requests), (requests, memory), look=look)
 
@@ -133,14 +133,14 @@ class MpiRequests:
         absent: Ranks | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """Waits until `is_done`, which makes progress, says so. Raises as `finish` does.
+        """Waits until `is_done` returns True. Raises as `finish`.
 
         Args:
-            is_done: whether the wait is over.
-            kept: requests, and the memory on which they work; kept for ever if the wait fails.
-            missing: of messages: returns the ranks that have not done their part, by their numbers in this
-                communicator. None is a collective, in which MPI does not say who is missing.
-            absent: of messages: returns those of them that have not come yet.
+            is_done: returns whether the wait is over; each call makes MPI progress.
+            kept: the requests and their memory; kept for ever if the wait fails.
+            missing: for messages: returns the ranks that have not done their part, as numbered in this communicator.
+                None for collectives, in which MPI does not show the missing ranks.
+            absent: for messages: returns the missing ranks that have not begun theirs.
             look: called every few milliseconds of a longer wait.
         """
         try:
@@ -153,7 +153,7 @@ class MpiRequests:
             raise
 
     def abandon(self, kept: object) -> None:
-        """Keeps for ever what MPI may still work on, as this rank does not wait for it any more."""
+        """Keeps requests and memory for ever, because MPI may still use them after a failed wait."""
         self.has_abandoned = True
         keep_for_ever(kept)
 
@@ -192,7 +192,7 @@ class MpiRequests:
             self._failures.warn(waited_seconds, missing_ranks)
 
     def _raise_if_closed(self, is_done: Callable[[], bool], absent: Ranks | None) -> None:
-        """Raises RankFailed where a rank that is waited for has closed the communicator."""
+        """Raises RankFailed if an awaited rank has closed the communicator."""
         try:
             if absent is None:
                 self._raise_if_left(self.begun - 1)
@@ -201,7 +201,7 @@ class MpiRequests:
             return
         except GradsyncError as error:
             reason = error
-        # What a rank did before it closed may have arrived meanwhile; and a verdict is the better reason.
+        # Messages that the rank sent before it closed may have arrived meanwhile. A failure at the server is the cause.
         if not is_done():
             self._failures.check()
             raise reason
@@ -210,12 +210,12 @@ class MpiRequests:
         return [self._ranks[rank] for rank in ranks]
 
     def await_cause(self) -> None:
-        """Raises, should the server say so within a moment, why MPI has failed: often a rank that died."""
+        """Raises the cause of an MPI failure if the server reports it within 2 s: often a rank that died."""
         self._failures.await_cause(CAUSE_SECONDS)
 
 
 def pieces(array: Array) -> list[Array]:
-    """Cuts bytes into what one message of MPI carries; both ends cut alike."""
+    """Cuts bytes into messages of at most 1 GiB; both ends cut in the same way."""
     if array.nbytes <= _PIECE_BYTES:
         return [array] if array.size else []
     return [array[begin : begin + _PIECE_BYTES] for begin in range(0, array.nbytes, _PIECE_BYTES)]

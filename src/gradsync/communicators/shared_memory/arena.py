@@ -176,7 +176,7 @@ class Scratch:
         return self._accumulator[:length]
 
 
-class Workplace(NamedTuple):
+class ShmContext(NamedTuple):
     """The objects and sizes that every collective of a shared-memory communicator uses.
 
     Attributes:

@@ -1,16 +1,16 @@
-"""The collectives over shared memory, each once, as plans; pipelined.py has the all-reduce of large lists.
+"""The collectives over shared memory as plans; pipelined.py has the all-reduce of large lists.
 
-A plan says what a collective of given sizes does: what goes to which place in this rank's region, and what comes from
-which place in the others'. It is worked out once and holds no array of a caller's, so that every call of these sizes
-runs it. A rank that has just made its plan meets others that have had theirs for long: all take the same rounds.
+A plan is a collective for given sizes: the copies into this rank's region, and the reads from the regions of the other
+ranks. It is made once and holds no array of a caller, so every call with these sizes uses it. Ranks with a new plan and
+ranks with an old one can meet: all take the same rounds.
 
-Ranks write into their own rings and, once all have met, read from the others'. A large array goes in rounds; while some
-ranks still read one, others already write the next. What fits into one round has been published whole before any target
-is written, so such sources and targets may overlap.
+Ranks write into their own rings and, after a barrier, read from the others'. A large array is moved in rounds; while
+some ranks still read one round, others already write the next. An array that fits one round is published as a whole
+before any target is written, so its source and target may overlap.
 
-Reductions take the operands in rank order, so all ranks get the same bits, and the same inputs give the same bits from
-run to run. The size does not matter either, but for complex products, which NumPy rounds differently in vector and
-scalar code.
+Reductions use the operands in rank order, so all ranks get the same bits, and the same inputs give the same bits from
+run to run. The bits do not depend on the size either, but for complex products, which NumPy rounds differently in
+vector and scalar code.
 """
 
 from __future__ import annotations
@@ -28,8 +28,15 @@ from gradsync.communicators.backend import Bounds, largest_part
 from gradsync.communicators.host_copy import copy_words, pack_words, publish_words, split_words, word_dtype
 from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.pieces import Piece, cuts, pieces_between
-from gradsync.communicators.shared_memory.arena import HOT_BYTES, Scratch, Slots, Workplace, share_begin, shares_bytes
-from gradsync.communicators.shared_memory.pipelined import Call, Delivery, Stretch, WriteBack, run_calls, worth_a_call
+from gradsync.communicators.shared_memory.arena import HOT_BYTES, Scratch, ShmContext, Slots, share_begin, shares_bytes
+from gradsync.communicators.shared_memory.pipelined import (
+    Call,
+    CopyOut,
+    PipelinedAllReduce,
+    Section,
+    run_calls,
+    worth_a_call,
+)
 from gradsync.diagnostics import tracing
 from gradsync.errors import CommunicatorClosed
 from gradsync.reduction import UFUNCS_INTO, Array, ReduceOp, accumulation_dtype, divide_into, reduce_into
@@ -37,26 +44,25 @@ from gradsync.reduction import UFUNCS_INTO, Array, ReduceOp, accumulation_dtype,
 _BYTE = np.dtype(np.uint8)
 _NUMBER = np.dtype(np.int64)
 
-# Of each kind. Plans of up to so many rounds hold them; with more, working them out is lost in copying.
-_MAX_PLANS = 256
-_MAX_ROUNDS_HELD = 8
-# What a plan keeps takes about 0.2 % of an array's memory; it keeps that for a few arrays of up to 1 GiB.
+_MAX_PLANS = 256  # of each kind
+_MAX_ROUNDS_HELD = 8  # plans with more rounds make them in each run, which takes little time beside the copies
+# The kept chunks of an array take about 0.2 % of its memory; a plan keeps them for a few arrays of up to 1 GiB.
 MAX_CHUNKS_KEPT = 1024
 _MAX_ARRAYS_KEPT = 4
-# Above, NumPy's assignment may meet the slow case of memcpy that host_copy.py tells of.
+# Above this size NumPy's assignment may have memcpy's slow case, see host_copy.py.
 _ASSIGN_UP_TO_BYTES = 4096
 
 
 class Plans:
-    """The plans of one communicator, made when first needed; those not used for the longest time go first.
+    """The plans of one communicator, made when first needed; the least recently used are dropped.
 
     Args:
-        workplace: this rank's.
+        context: this rank's context.
         scratch: private memory.
         slots: memory for large lists.
     """
 
-    def __init__(self, workplace: Workplace, scratch: Scratch, slots: Slots) -> None:
+    def __init__(self, context: ShmContext, scratch: Scratch, slots: Slots) -> None:
         def kept(make: Callable[..., _Plan], *arguments: Any) -> Any:
             @lru_cache(maxsize=_MAX_PLANS)
             def made(*key: Any) -> _Plan:
@@ -68,68 +74,68 @@ class Plans:
 
         self._made = made_plans = WeakSet[_Plan]()
         quietly = quiet_caller()
-        self._workplace = workplace
+        self._context = context
         self._scratch = scratch
         self._slots = slots
-        self.one_shot: Callable[[np.dtype[Any], int, ReduceOp], OneShot] = kept(OneShot, workplace, scratch, quietly)
+        self.one_shot: Callable[[np.dtype[Any], int, ReduceOp], OneShot] = kept(OneShot, context, scratch, quietly)
         self.large: Callable[[np.dtype[Any], int, ReduceOp], LargeReduction] = kept(
-            LargeReduction, workplace, scratch, slots
+            LargeReduction, context, scratch, slots
         )
         self.reduce_scatter: Callable[[np.dtype[Any], Bounds, ReduceOp], PartialReduction] = kept(
-            _reduce_scatter, workplace, scratch, quietly
+            _reduce_scatter, context, scratch, quietly
         )
         self.reduce: Callable[[np.dtype[Any], int, ReduceOp, int], PartialReduction] = kept(
-            _reduce, workplace, scratch, quietly
+            _reduce, context, scratch, quietly
         )
-        self.broadcast: Callable[[int, int], Movement] = kept(_broadcast, workplace)
-        self.broadcast_list: Callable[[tuple[int, ...], int], ListBroadcast] = kept(ListBroadcast, workplace)
-        self.gather: Callable[[Bounds, int | None], Movement] = kept(_gather, workplace)
-        self.scatter: Callable[[Bounds, int], Movement] = kept(_scatter, workplace)
-        self.all_to_all: Callable[[Bounds, Bounds, int], Movement] = kept(_all_to_all, workplace)
+        self.broadcast: Callable[[int, int], Movement] = kept(_broadcast, context)
+        self.broadcast_list: Callable[[tuple[int, ...], int], ListBroadcast] = kept(ListBroadcast, context)
+        self.gather: Callable[[Bounds, int | None], Movement] = kept(_gather, context)
+        self.scatter: Callable[[Bounds, int], Movement] = kept(_scatter, context)
+        self.all_to_all: Callable[[Bounds, Bounds, int], Movement] = kept(_all_to_all, context)
 
     def list_reduction(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
-    ) -> OneShotList | WriteBack:
-        """Plans the all-reduce of these very arrays, several or large; see Backend.all_reduce and Backend.prepare."""
+    ) -> OneShotList | PipelinedAllReduce:
+        """Plans the all-reduce of these very arrays; see Backend.all_reduce and Backend.prepare."""
         dtype = sources[0].dtype
-        if sum([source.nbytes for source in sources]) <= self._workplace.small_bytes:
+        if sum([source.nbytes for source in sources]) <= self._context.small_bytes:
             one_shot = self.one_shot(dtype, sum([source.size for source in sources]), op)
-            return OneShotList(one_shot, sources, targets, self._workplace, self._scratch, looks=looks)
+            return OneShotList(one_shot, sources, targets, self._context, self._scratch, looks=looks)
         flags = self._slots.flags if looks else None
-        return WriteBack(sources, targets, op, self._workplace, self._scratch, self._slots.of(dtype), flags)
+        return PipelinedAllReduce(sources, targets, op, self._context, self._scratch, self._slots.of(dtype), flags)
 
     def prepare(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
     ) -> PreparedReduction:
-        """Plans it for many runs; see Backend.prepare."""
+        """Plans the all-reduce of these very arrays for many runs; see Backend.prepare."""
         plan = self.list_reduction(sources, targets, op, looks=looks)
-        if isinstance(plan, WriteBack):
+        if isinstance(plan, PipelinedAllReduce):
             plan.keep()
         prepared = PreparedReduction(plan)
         self._made.add(prepared)
         return prepared
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Returns the numbers of every rank, as many on each as fit into a round."""
+        """Returns the numbers of every rank, by rank; as many on each, and no more than fit one round."""
         count, itemsize = len(numbers), _NUMBER.itemsize
-        rings = self._workplace.rings.of(_NUMBER)
-        begin = self._workplace.rings.next_place(count * itemsize) // itemsize
-        rings[self._workplace.rank][begin : begin + count] = numbers
-        self._workplace.barrier.meet(agreement)
+        rings = self._context.rings.of(_NUMBER)
+        begin = self._context.rings.next_place(count * itemsize) // itemsize
+        rings[self._context.rank][begin : begin + count] = numbers
+        self._context.barrier.meet(agreement)
         return [[int(number) for number in ring[begin : begin + count]] for ring in rings]
 
     def release(self) -> None:
-        """Lets go of the shared memory, also where a caller still holds what was prepared."""
+        """Releases the shared memory, even if a caller still holds a prepared reduction."""
         for plan in list(self._made):
             plan.release()
         self.__dict__.clear()
 
 
 class _Plan:
-    """What a collective does."""
+    """A plan: a collective for given sizes."""
 
     def release(self) -> None:
-        """Lets go of the shared memory, whoever still holds the plan; it cannot run any more."""
+        """Releases the shared memory; the plan cannot run any more."""
         self.__dict__.clear()
 
 
@@ -137,14 +143,14 @@ class _Plan:
 
 
 class Round(NamedTuple):
-    """What goes at a time. Parts are bytes of the source or the target; places are within a region.
+    """One round of a movement. Parts are slices of the source or the target in bytes; offsets are within a region.
 
     Attributes:
-        region_bytes: what all regions have of it; the same on all ranks.
-        published: (part of the source, where it begins in this rank's region, where it ends).
-        kept: the part of the source that stays on this rank, and of the target where it goes; the very same bytes in an
-            in-place call.
-        fetched: (rank, where it begins in that rank's region, where it ends, part of the target).
+        region_bytes: the used size of the regions; the same on all ranks.
+        published: (part of the source, begin in this rank's region, end there).
+        kept: the part of the source for this rank itself, and its part of the target; the same bytes in an in-place
+            call.
+        fetched: (rank, begin in that rank's region, end there, part of the target).
     """
 
     region_bytes: int
@@ -157,21 +163,21 @@ class Movement(_Plan):
     """A collective that moves parts of a source to a target.
 
     Args:
-        workplace: this rank's.
-        size: bytes of the largest part.
-        step: how much of each part goes at a time.
-        make: make(begin, end) returns the round in which bytes [begin, end) of each part go.
+        context: this rank's context.
+        size: size of the largest part in bytes.
+        step: the number of bytes of each part in one round.
+        make: make(begin, end) returns the round for the bytes [begin, end) of each part.
     """
 
-    def __init__(self, workplace: Workplace, size: int, step: int, make: Callable[[int, int], Round]) -> None:
-        self._rings = workplace.rings
-        self._regions = workplace.rings.of(_BYTE)
-        self._own = self._regions[workplace.rank]
-        self._barrier = workplace.barrier
+    def __init__(self, context: ShmContext, size: int, step: int, make: Callable[[int, int], Round]) -> None:
+        self._rings = context.rings
+        self._regions = context.rings.of(_BYTE)
+        self._own = self._regions[context.rank]
+        self._barrier = context.barrier
         self._rounds = _Rounds(size, step, make)
 
     def run(self, source: Array | None, target: Array | None, agreement: Agreement) -> None:
-        """Moves the parts; without a source, or a target, where this rank gives or gets nothing."""
+        """Moves the parts; the source or target is None if this rank sends or receives nothing."""
         regions, own = self._regions, self._own
         is_in_place = source is target
         source = None if source is None else _as_bytes(source)
@@ -197,21 +203,21 @@ class Movement(_Plan):
 
 
 def _as_bytes(array: Array) -> Array:
-    """Returns a contiguous array as flat bytes, by the cheapest way."""
+    """Returns a contiguous array as flat bytes, in the fastest way."""
     flat = array if array.ndim == 1 else array.ravel()
     return flat if flat.dtype is _BYTE else flat.view(_BYTE)
 
 
 class _Rounds:
-    """The rounds of a collective, at least one, in which the ranks meet.
+    """The rounds of a collective, at least one, each with a barrier.
 
     Args:
-        size: of what goes.
-        step: how much goes at a time.
-        make: make(begin, end) returns the round in which [begin, end) goes.
+        size: the size to move.
+        step: the size of one round.
+        make: make(begin, end) returns the round for [begin, end).
 
     Attributes:
-        held: all of them, where they are few; else empty, and they are made anew in every run.
+        held: all rounds, if they are few; otherwise empty, and each run makes them.
     """
 
     def __init__(self, size: int, step: int, make: Callable[[int, int], Any]) -> None:
@@ -223,21 +229,21 @@ class _Rounds:
         return (self._make(begin, end) for begin, end in self._cuts)
 
 
-def _broadcast(workplace: Workplace, size: int, root: int) -> Movement:
+def _broadcast(context: ShmContext, size: int, root: int) -> Movement:
     """Plans a broadcast of one array."""
 
     def make(begin: int, end: int) -> Round:
         part, length = slice(begin, end), end - begin
-        if workplace.rank == root:
+        if context.rank == root:
             return Round(length, [(part, 0, length)])
         return Round(length, fetched=[(root, 0, length, part)])
 
-    return Movement(workplace, size, workplace.round_bytes, make)
+    return Movement(context, size, context.round_bytes, make)
 
 
-def _gather(workplace: Workplace, bounds: Bounds, root: int | None) -> Movement:
+def _gather(context: ShmContext, bounds: Bounds, root: int | None) -> Movement:
     """Plans a gather; without a root all ranks receive."""
-    rank = workplace.rank
+    rank = context.rank
 
     def make(begin: int, end: int) -> Round:
         part = _within(bounds, rank, begin, end)
@@ -245,45 +251,45 @@ def _gather(workplace: Workplace, bounds: Bounds, root: int | None) -> Movement:
         published = [] if root == rank else [(own, 0, own.stop - own.start)]
         if root not in (None, rank):
             return Round(end - begin, published)
-        parts = [(peer, _within(bounds, peer, begin, end)) for peer in workplace.peers()]
+        parts = [(peer, _within(bounds, peer, begin, end)) for peer in context.peers()]
         fetched = [(peer, 0, each.stop - each.start, each) for peer, each in parts]
         return Round(end - begin, published, (own, part), fetched)
 
-    return Movement(workplace, largest_part(bounds), workplace.round_bytes, make)
+    return Movement(context, largest_part(bounds), context.round_bytes, make)
 
 
-def _scatter(workplace: Workplace, bounds: Bounds, root: int) -> Movement:
+def _scatter(context: ShmContext, bounds: Bounds, root: int) -> Movement:
     """Plans a scatter; in the root's region there is a share for each of the others."""
-    rank = workplace.rank
+    rank = context.rank
 
     def make(begin: int, end: int) -> Round:
-        region_bytes = shares_bytes(workplace.world_size, end - begin)
+        region_bytes = shares_bytes(context.world_size, end - begin)
         part = _within(bounds, rank, begin, end)
         own = slice(part.start - bounds[rank], part.stop - bounds[rank])
         if root != rank:
             at = share_begin(root, rank, end - begin)
             return Round(region_bytes, fetched=[(root, at, at + own.stop - own.start, own)])
-        published = _shares(workplace, bounds, begin, end)
+        published = _shares(context, bounds, begin, end)
         return Round(region_bytes, published, (part, own))
 
-    return Movement(workplace, largest_part(bounds), workplace.share_bytes, make)
+    return Movement(context, largest_part(bounds), context.share_bytes, make)
 
 
-def _all_to_all(workplace: Workplace, send_bounds: Bounds, receive_bounds: Bounds, largest: int) -> Movement:
+def _all_to_all(context: ShmContext, send_bounds: Bounds, receive_bounds: Bounds, largest: int) -> Movement:
     """Plans an all-to-all; in each rank's region there is a share for each of the others."""
-    rank = workplace.rank
+    rank = context.rank
 
     def make(begin: int, end: int) -> Round:
         fetched = []
-        for peer in workplace.peers():
+        for peer in context.peers():
             part = _within(receive_bounds, peer, begin, end)
             at = share_begin(peer, rank, end - begin)
             fetched.append((peer, at, at + part.stop - part.start, part))
         kept = _within(send_bounds, rank, begin, end), _within(receive_bounds, rank, begin, end)
-        published = _shares(workplace, send_bounds, begin, end)
-        return Round(shares_bytes(workplace.world_size, end - begin), published, kept, fetched)
+        published = _shares(context, send_bounds, begin, end)
+        return Round(shares_bytes(context.world_size, end - begin), published, kept, fetched)
 
-    return Movement(workplace, largest, workplace.share_bytes, make)
+    return Movement(context, largest, context.share_bytes, make)
 
 
 def _within(bounds: Bounds, rank: int, begin: int, end: int) -> slice:
@@ -293,37 +299,37 @@ def _within(bounds: Bounds, rank: int, begin: int, end: int) -> slice:
 
 
 def _shares(
-    workplace: Workplace, bounds: Bounds, begin: int, end: int, itemsize: int = 1
+    context: ShmContext, bounds: Bounds, begin: int, end: int, itemsize: int = 1
 ) -> list[tuple[slice, int, int]]:
     """Returns what this rank publishes of [begin, end) of the others' parts, each in its share; all in elements."""
     published = []
-    for peer in workplace.peers():
+    for peer in context.peers():
         part = _within(bounds, peer, begin, end)
-        at = share_begin(workplace.rank, peer, (end - begin) * itemsize) // itemsize
+        at = share_begin(context.rank, peer, (end - begin) * itemsize) // itemsize
         published.append((part, at, at + part.stop - part.start))
     return published
 
 
 class ListBroadcast(_Plan):
-    """Copies the root's arrays of bytes into the others', straight out of and into the arrays.
+    """Copies the root's arrays of bytes into those of the other ranks.
 
     Args:
-        workplace: this rank's.
-        sizes: of the arrays.
-        root: the rank whose arrays these are.
+        context: this rank's context.
+        sizes: the arrays' sizes in bytes.
+        root: the rank whose values all ranks get.
     """
 
-    def __init__(self, workplace: Workplace, sizes: tuple[int, ...], root: int) -> None:
-        self._rings = workplace.rings
-        self._region = workplace.rings.of(_BYTE)[root]
-        self._barrier = workplace.barrier
-        self._is_root = workplace.rank == root
+    def __init__(self, context: ShmContext, sizes: tuple[int, ...], root: int) -> None:
+        self._rings = context.rings
+        self._region = context.rings.of(_BYTE)[root]
+        self._barrier = context.barrier
+        self._is_root = context.rank == root
         self._rounds = _Rounds(
-            sum(sizes), workplace.round_bytes, lambda begin, end: (end - begin, pieces_between(sizes, begin, end))
+            sum(sizes), context.round_bytes, lambda begin, end: (end - begin, pieces_between(sizes, begin, end))
         )
 
     def run(self, flats: Sequence[Array], agreement: Agreement) -> None:
-        """Copies what the arrays hold now."""
+        """Copies the arrays' current values."""
         for size, pieces in self._rounds.held or self._rounds:
             at = self._rings.next_place(size)
             place = self._region[at : at + size]
@@ -339,40 +345,40 @@ class ListBroadcast(_Plan):
 
 
 class _Reduction(_Plan):
-    """The arithmetic of a plan: the operands in rank order.
+    """The arithmetic of a reduction, with the operands in rank order.
 
     Args:
-        workplace: this rank's.
+        context: this rank's context.
         scratch: private memory.
-        quietly: calls a function so that overflow and NaN raise nothing.
-        dtype: of the arrays.
-        op: an operator that the dtype table allows.
+        quietly: calls a function without floating-point errors, see quiet_caller.
+        dtype: the arrays' dtype.
+        op: an operator that the dtype supports.
     """
 
     def __init__(
         self,
-        workplace: Workplace,
+        context: ShmContext,
         scratch: Scratch,
         quietly: Callable[..., Any],
         dtype: np.dtype[Any],
         op: ReduceOp,
     ) -> None:
-        self._rings = workplace.rings
-        self.barrier = workplace.barrier
-        self._rank = workplace.rank
+        self._rings = context.rings
+        self.barrier = context.barrier
+        self._rank = context.rank
         self._scratch = scratch
         self._quietly = quietly
         self._op = op
         self._ufunc = UFUNCS_INTO[op]
         self._dtype = dtype
         self._word = word_dtype(dtype)
-        self._values = workplace.rings.of(dtype)
-        self._own_words = workplace.rings.of(self._word)[workplace.rank]
-        self._divisor = workplace.world_size if op is ReduceOp.MEAN else 1
-        self._by_ufunc = workplace.world_size > 1 and accumulation_dtype(dtype) == dtype
+        self._values = context.rings.of(dtype)
+        self._own_words = context.rings.of(self._word)[context.rank]
+        self._divisor = context.world_size if op is ReduceOp.MEAN else 1
+        self._by_ufunc = context.world_size > 1 and accumulation_dtype(dtype) == dtype
 
     def reduce(self, contributions: Sequence[Array], result: Array) -> None:
-        """Does what reduce_into of reduction.py does, by fewer calls where the dtype adds up in itself."""
+        """Reduces as reduce_into of reduction.py, with fewer calls for dtypes other than half precision."""
         quietly = self._quietly
         if not self._by_ufunc:
             accumulator = self._scratch.accumulator(self._dtype, result.size)
@@ -387,33 +393,33 @@ class _Reduction(_Plan):
 
 
 class OneShot(_Reduction):
-    """The all-reduce of what fits into a round: every rank publishes all, meets the others, reduces everything.
+    """The all-reduce in one round: every rank publishes its array, and after a barrier reduces all of them.
 
     Args:
-        workplace, scratch, quietly, dtype, op: see _Reduction.
-        size: elements, all together.
+        context, scratch, quietly, dtype, op: see _Reduction.
+        size: number of elements.
     """
 
     def __init__(
         self,
-        workplace: Workplace,
+        context: ShmContext,
         scratch: Scratch,
         quietly: Callable[..., Any],
         dtype: np.dtype[Any],
         size: int,
         op: ReduceOp,
     ) -> None:
-        super().__init__(workplace, scratch, quietly, dtype, op)
+        super().__init__(context, scratch, quietly, dtype, op)
         self.size = size
         self._size_bytes = size * dtype.itemsize
         self._assigns = self._size_bytes <= _ASSIGN_UP_TO_BYTES or self._word == dtype
-        self._hot: list[tuple[list[Array], Array]] | None = None  # [parity of the round] -> what `places` returns
+        self._hot: list[tuple[list[Array], Array]] | None = None  # [parity of the round] -> the result of `places`
         if self._size_bytes <= HOT_BYTES:
             regions = self._rings.hot(dtype, size)
             self._hot = [(of_ranks, of_ranks[self._rank].view(self._word)) for of_ranks in regions]
 
     def places(self) -> tuple[list[Array], Array]:
-        """Returns the ranks' regions in the next round, and this rank's as words."""
+        """Returns the ranks' regions of the next round, and this rank's region as words."""
         if self._hot is not None:
             return self._hot[self.barrier.round + 1 & 1]
         begin = self._rings.next_place(self._size_bytes) // self._dtype.itemsize
@@ -437,35 +443,35 @@ class OneShot(_Reduction):
 
 
 class LargeReduction(_Plan):
-    """The all-reduce of one array that does not fit into one shot; what is to be done is kept for arrays that recur.
+    """The all-reduce of one array that is too large for one shot; keeps the calls for repeated arrays.
 
     Args:
-        workplace: this rank's.
+        context: this rank's context.
         scratch: private memory.
         slots: memory for large lists.
-        dtype, size, op: of the array.
+        dtype, size, op: the array's dtype and number of elements, and the operator.
     """
 
     def __init__(
-        self, workplace: Workplace, scratch: Scratch, slots: Slots, dtype: np.dtype[Any], size: int, op: ReduceOp
+        self, context: ShmContext, scratch: Scratch, slots: Slots, dtype: np.dtype[Any], size: int, op: ReduceOp
     ) -> None:
-        self._settings = op, workplace, scratch, slots.of(dtype), None
+        self._settings = op, context, scratch, slots.of(dtype), None
         self._dtype = dtype
         self._size = size
-        self._kept: dict[tuple[int, int], WriteBack] = {}  # by the addresses of source and target
+        self._kept: dict[tuple[int, int], PipelinedAllReduce] = {}  # by the addresses of source and target
 
     def run(self, source: Array, target: Array, agreement: Agreement) -> None:
         """Reduces an array into another one, or itself."""
         addresses = _address(source), _address(target)
         if addresses[0] != addresses[1] and np.may_share_memory(source, target):
-            source = source.copy()  # else results would be written over what is still to be read
+            source = source.copy()  # otherwise results would overwrite elements that are still to be read
             addresses = _address(source), addresses[1]
         kept = self._kept.get(addresses)
         if kept is None:
             if len(self._kept) >= _MAX_ARRAYS_KEPT:
                 del self._kept[next(iter(self._kept))]  # the oldest
             at_source, at_target = [_Unowned(address, self._size, self._dtype).array() for address in addresses]
-            kept = self._kept[addresses] = WriteBack([at_source], [at_target], *self._settings)
+            kept = self._kept[addresses] = PipelinedAllReduce([at_source], [at_target], *self._settings)
             kept.keep()
         kept.run(agreement)
 
@@ -476,7 +482,7 @@ def _address(array: Array) -> int:
 
 
 class _Unowned:
-    """Memory of an array that this one does not keep alive: to be read and written only while its owner does."""
+    """The memory of an array without a reference to it: use it only while the array is alive."""
 
     def __init__(self, address: int, size: int, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
@@ -493,14 +499,14 @@ class _Unowned:
 
 
 class OneShotList:
-    """The same for a list of arrays, which go straight into shared memory, and whose results come straight out of it.
+    """The one-shot all-reduce of a list of arrays, copied directly between the arrays and shared memory.
 
     Args:
-        one_shot: for their elements all together.
+        one_shot: the plan for their total number of elements.
         sources, targets: see Backend.all_reduce.
-        workplace: this rank's.
+        context: this rank's context.
         scratch: private memory.
-        looks: whether to look for what is not finite.
+        looks: whether to collect non-finite values.
     """
 
     def __init__(
@@ -508,23 +514,23 @@ class OneShotList:
         one_shot: OneShot,
         sources: Sequence[Array],
         targets: Sequence[Array],
-        workplace: Workplace,
+        context: ShmContext,
         scratch: Scratch,
         *,
         looks: bool,
     ) -> None:
         self._one_shot = one_shot
-        self._rank = workplace.rank
-        self._recorder = workplace.recorder
-        self._finder = workplace.finder
+        self._rank = context.rank
+        self._recorder = context.recorder
+        self._finder = context.finder
         dtype, size = sources[0].dtype, one_shot.size
         self._is_finite = finite_test(dtype) if looks else None
         pieces = tuple([Piece(number, 0, source.size) for number, source in enumerate(sources) if source.size])
         self._published: list[tuple[int, int, list[Array]]] = []
         self._delivered: list[Call] = []
         self._result = targets[0] if len(targets) == 1 else scratch.result(dtype, size)
-        delivery = Delivery(targets, 1, scratch)
-        for begin, end, together in worth_a_call(Stretch(0, size, pieces), dtype.itemsize, size, size):
+        delivery = CopyOut(targets, 1, scratch)
+        for begin, end, together in worth_a_call(Section(0, size, pieces), dtype.itemsize, size, size):
             given = [sources[piece.array] for piece in together]
             self._published.append((begin, end, given if len(given) > 1 else [given[0].view(word_dtype(dtype))]))
             if len(targets) > 1:
@@ -557,33 +563,33 @@ class OneShotList:
 
 
 class PreparedReduction(_Plan):
-    """The all-reduce of a list of arrays that come again: see PreparedList of backend.py.
+    """The prepared all-reduce of a list of arrays, see PreparedList of backend.py.
 
     Args:
-        plan: of it.
+        plan: the plan for these arrays.
     """
 
-    def __init__(self, plan: OneShotList | WriteBack) -> None:
-        self._plan: OneShotList | WriteBack | None = plan
+    def __init__(self, plan: OneShotList | PipelinedAllReduce) -> None:
+        self._plan: OneShotList | PipelinedAllReduce | None = plan
 
     def run(self, agreement: Agreement) -> None:
-        """Reduces what the arrays hold now."""
+        """Reduces the arrays' current values."""
         if self._plan is None:
-            raise CommunicatorClosed("a prepared list belongs to a communicator that has ended")
+            raise CommunicatorClosed("this prepared list cannot run: its communicator has ended")
         self._plan.run(agreement)
 
     def release(self) -> None:
-        """Lets go of the caller's arrays and of the shared memory."""
+        """Drops the references to the caller's arrays and to the shared memory."""
         self._plan = None
 
 
 class _PartOf(NamedTuple):
-    """What is reduced at a time; parts are elements of the source or the target, places are within a region.
+    """One round of a reduction. Parts are slices of the source or the target in elements.
 
     Attributes:
-        region_bytes, published: as for Round, but for places in elements.
-        contributions: [rank] -> its place, with what this rank gets; empty on a rank that gets nothing.
-        own: the part of the source that this rank contributes itself.
+        region_bytes, published: as for Round, but with offsets in elements.
+        contributions: [rank] -> (begin, end) in its region of this rank's part; empty on a rank without a part.
+        own: the part of the source that this rank contributes to its own result.
         result: the part of the target.
     """
 
@@ -595,18 +601,18 @@ class _PartOf(NamedTuple):
 
 
 class PartialReduction(_Reduction):
-    """A reduction of which each rank, or only one, gets its part: of reduce_scatter and reduce.
+    """A reduction that gives each rank, or only the root, its part: reduce_scatter and reduce.
 
     Args:
-        workplace, scratch, quietly, dtype, op: see _Reduction.
-        size: elements of the largest part.
-        step: how many of each part go at a time.
-        make: make(begin, end) returns what is done for elements [begin, end) of each part.
+        context, scratch, quietly, dtype, op: see _Reduction.
+        size: number of elements of the largest part.
+        step: the number of elements of each part in one round.
+        make: make(begin, end) returns the round for the elements [begin, end) of each part.
     """
 
     def __init__(
         self,
-        workplace: Workplace,
+        context: ShmContext,
         scratch: Scratch,
         quietly: Callable[..., Any],
         dtype: np.dtype[Any],
@@ -615,11 +621,11 @@ class PartialReduction(_Reduction):
         step: int,
         make: Callable[[int, int], _PartOf],
     ) -> None:
-        super().__init__(workplace, scratch, quietly, dtype, op)
+        super().__init__(context, scratch, quietly, dtype, op)
         self._rounds = _Rounds(size, step, make)
 
     def run(self, source: Array, target: Array | None, agreement: Agreement) -> None:
-        """Reduces arrays; without a target where this rank gets nothing."""
+        """Reduces the source; the target is None if this rank gets no part."""
         own_words, rank = self._own_words, self._rank
         if source.ndim != 1:
             source = source.ravel()
@@ -637,7 +643,7 @@ class PartialReduction(_Reduction):
             if not result.size:
                 continue
             own = source[own_part]
-            if rank > 1 and np.may_share_memory(own, result):  # in place: it would be overwritten before its turn
+            if rank > 1 and np.may_share_memory(own, result):  # in place: it would be overwritten before it is read
                 own = own.copy()
             contributions = [
                 ring[at + begin : at + end] for ring, (begin, end) in zip(self._values, contributed, strict=True)
@@ -647,37 +653,37 @@ class PartialReduction(_Reduction):
 
 
 def _reduce_scatter(
-    workplace: Workplace,
+    context: ShmContext,
     scratch: Scratch,
     quietly: Callable[..., Any],
     dtype: np.dtype[Any],
     bounds: Bounds,
     op: ReduceOp,
 ) -> PartialReduction:
-    """Plans a reduce_scatter: every rank publishes what others own, and reduces what it owns."""
-    rank, itemsize = workplace.rank, dtype.itemsize
+    """Plans a reduce_scatter: every rank publishes the other ranks' parts, and reduces its own part."""
+    rank, itemsize = context.rank, dtype.itemsize
 
     def make(begin: int, end: int) -> _PartOf:
         share_size_bytes = (end - begin) * itemsize
         own = _within(bounds, rank, begin, end)
         begins = [
             0 if owner == rank else share_begin(owner, rank, share_size_bytes) // itemsize
-            for owner in range(workplace.world_size)
+            for owner in range(context.world_size)
         ]
         return _PartOf(
-            shares_bytes(workplace.world_size, share_size_bytes),
-            _shares(workplace, bounds, begin, end, itemsize),
+            shares_bytes(context.world_size, share_size_bytes),
+            _shares(context, bounds, begin, end, itemsize),
             [(at, at + own.stop - own.start) for at in begins],
             own,
             slice(own.start - bounds[rank], own.stop - bounds[rank]),
         )
 
-    step = workplace.share_bytes // itemsize
-    return PartialReduction(workplace, scratch, quietly, dtype, op, largest_part(bounds), step, make)
+    step = context.share_bytes // itemsize
+    return PartialReduction(context, scratch, quietly, dtype, op, largest_part(bounds), step, make)
 
 
 def _reduce(
-    workplace: Workplace,
+    context: ShmContext,
     scratch: Scratch,
     quietly: Callable[..., Any],
     dtype: np.dtype[Any],
@@ -689,18 +695,18 @@ def _reduce(
 
     def make(begin: int, end: int) -> _PartOf:
         part, length = slice(begin, end), end - begin
-        published = [] if workplace.rank == root else [(part, 0, length)]
-        return _PartOf(length * dtype.itemsize, published, [(0, length)] * workplace.world_size, part, part)
+        published = [] if context.rank == root else [(part, 0, length)]
+        return _PartOf(length * dtype.itemsize, published, [(0, length)] * context.world_size, part, part)
 
-    step = workplace.round_bytes // dtype.itemsize
-    return PartialReduction(workplace, scratch, quietly, dtype, op, size, step, make)
+    step = context.round_bytes // dtype.itemsize
+    return PartialReduction(context, scratch, quietly, dtype, op, size, step, make)
 
 
 def quiet_caller() -> Callable[..., Any]:
-    """Returns call(function, *arguments), within which floating-point errors are ignored.
+    """Returns call(function, *arguments), which ignores floating-point errors.
 
-    They are the caller's business, and as exceptions they would hit some ranks and not others.
+    As exceptions they would be raised on some ranks and not on others; overflow and NaN show in the results.
     """
     context = Context()
-    context.run(np.seterr, all="ignore")  # NumPy keeps the setting in the context; entering one costs next to nothing
+    context.run(np.seterr, all="ignore")  # NumPy stores the setting in the context, and entering a context is fast
     return context.run

@@ -1,14 +1,14 @@
-"""The all-reduce of a large list over shared memory: chunk by chunk, reduced by its owners and written back.
+"""The pipelined all-reduce of a large list over shared memory: chunk by chunk.
 
-Every rank publishes what others own, reduces the slice that it owns, and writes the result back into the others'
-memory, from where they fetch it. Each rank reads and reduces 1/n of everything, whatever n. (Results in memory of the
-reducer's own, which others would fetch from there, took a quarter longer.)
+Each chunk is divided into one slice for each rank, its owner. Every rank publishes the slices of the other owners,
+reduces its own slice, and writes the result back into the others' slots, from which they copy it. So each rank reads
+and reduces 1/n of the list. (With results in the owner's memory, from which others would copy, it took a quarter
+longer.)
 
-First comes how a list is cut into chunks and slices, and when what is done to them: pure arithmetic, for which the list
-is one flat sequence of elements. A chunk is what is published at a time; within a chunk each rank owns one slice. Then
-NumPy calls that are made once and run many times: to cut a view costs as much as copying kilobytes, so what an
-all-reduce of the same arrays repeats keeps its views. Pieces below some kilobytes go together: a call for each would
-cost more than their bytes. Then the look at what is not finite, and the all-reduce itself.
+The file has three parts. First the plan: the list is cut, as one flat sequence of elements, into chunks, slices and
+steps, by pure arithmetic. Then NumPy calls that are made once and run many times, because making a view takes as long
+as copying some kilobytes. Pieces below some kilobytes are copied together, because a call for each would take longer
+than the copy. Then the check for non-finite values, and the all-reduce itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradsync.communicators.host_copy import copy_words, memcpy_is_slow, word_dt
 from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.pieces import Piece, cuts, line_bounds, pieces_between
-from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT, Scratch, SlotArrays, Workplace
+from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT, Scratch, ShmContext, SlotArrays
 from gradsync.diagnostics import tracing
 from gradsync.reduction import (
     UFUNCS_INTO,
@@ -41,20 +41,20 @@ from gradsync.reduction import (
     reduce_into,
 )
 
-# Below, pieces are gathered: a NumPy call costs as much as copying some kilobytes.
+# Smaller pieces are gathered: a NumPy call takes as long as copying some kilobytes.
 _WORTH_A_CALL_BYTES = 4096
-# What is reduced, and then divided, at a time: from one pass to the next it stays in the cache.
+# The size that is reduced, and then divided, while it stays in the cache.
 _REDUCED_BYTES = 256 * 1024
-# What is copied into shared memory by one call where memcpy is slow, as on Zen 3. Measured there: while rewriting what
-# others have read is slow (see arena.py), calls of twice that size take twice as long for the same bytes, and of four
-# times that size four times as long. Elsewhere (a Xeon) a whole chunk by one call is the fastest.
+# The size of one copy into shared memory on processors with a slow memcpy, such as Zen 3. Measured there: while it is
+# slow to overwrite memory that others have read (see arena.py), calls of twice the size take twice as long for the same
+# bytes, and calls of four times the size four times as long. On a Xeon one call for a whole chunk is the fastest.
 _PUBLISHED_BYTES = 128 * 1024
-# How much of small pieces is gathered, and then reduced, divided and scattered.
+# The size of small pieces that are gathered, and then reduced, divided and scattered together.
 _GATHERED_BYTES = 128 * 1024
 
 
-class Stretch(NamedTuple):
-    """Elements [begin, end) of a chunk, and the pieces of arrays that lie there, in order."""
+class Section(NamedTuple):
+    """Elements [begin, end) of a chunk, and the pieces of arrays that they consist of, in order."""
 
     begin: int
     end: int
@@ -62,25 +62,25 @@ class Stretch(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What is published at a time, as one rank sees it, in stretches that are worth a NumPy call each.
+    """One chunk for one rank, cut into sections that are each worth a NumPy call.
 
     Attributes:
         own: the slice that this rank reduces.
-        published, delivered: all other slices, cut in two ways.
+        published, delivered: all other slices, cut for the two copies.
     """
 
-    own: tuple[Stretch, ...]
-    published: tuple[Stretch, ...]
-    delivered: tuple[Stretch, ...]
+    own: tuple[Section, ...]
+    published: tuple[Section, ...]
+    delivered: tuple[Section, ...]
 
 
 class Lengths(NamedTuple):
-    """The most elements of what is taken at a time.
+    """The largest sizes, in elements.
 
     Attributes:
-        chunk: see above.
-        reduced, published: of a stretch of one piece.
-        gathered: of a stretch of several small pieces.
+        chunk: of a chunk.
+        reduced, published: of a section of one piece.
+        gathered: of a section of several small pieces.
     """
 
     chunk: int
@@ -90,20 +90,20 @@ class Lengths(NamedTuple):
 
 
 class Wait(enum.Enum):
-    """What a rank waits for after a step."""
+    """The wait of a rank after a step."""
 
-    AGREEMENT = "all ranks, in agreement"
+    AGREEMENT = "all ranks, with a comparison of digests"
     ALL = "all ranks"
-    ALL_BEFORE = "all ranks to have come as far as the step before"
-    NOBODY = "nobody"
+    ALL_BEFORE = "all ranks to have ended the step before"
+    NOBODY = "no wait"
 
 
 class Step(NamedTuple):
-    """What a rank does before it arrives at a round of the barrier: numbers of chunks.
+    """The chunks that a rank handles before it arrives at a round of the barrier.
 
     Attributes:
-        delivered, published, reduced: the chunks, in this order.
-        wait: what it waits for then.
+        delivered, published, reduced: numbers of chunks, handled in this order.
+        wait: the wait at the end of the step.
     """
 
     delivered: range
@@ -120,13 +120,13 @@ def plan_stream(
 
     Args:
         sizes: elements of each array, in order.
-        lengths: of chunks and stretches.
-        itemsize: bytes of an element; slices begin on cache lines, so that no two ranks write into one.
-        rank: whose view of the chunks is wanted.
+        lengths: the sizes of chunks and sections.
+        itemsize: bytes of an element; slices begin on cache lines, so that no two ranks write into one line.
+        rank: the rank whose chunks are returned.
         world_size: number of slices in a chunk.
     """
 
-    def cut(whole: list[Stretch], of_one: int) -> tuple[Stretch, ...]:
+    def cut(whole: list[Section], of_one: int) -> tuple[Section, ...]:
         return tuple(part for one in whole for part in worth_a_call(one, itemsize, of_one, lengths.gathered))
 
     chunks = []
@@ -134,7 +134,7 @@ def plan_stream(
         length = end - begin
         low, high = line_bounds(length, itemsize, world_size)[rank : rank + 2]
         before, own, after = (
-            Stretch(a, b, pieces_between(sizes, begin + a, begin + b))
+            Section(a, b, pieces_between(sizes, begin + a, begin + b))
             for a, b in ((0, low), (low, high), (high, length))
         )
         others = [before, after]
@@ -142,13 +142,13 @@ def plan_stream(
     return tuple(chunks)
 
 
-def worth_a_call(whole: Stretch, itemsize: int, of_one: int, of_several: int) -> Iterator[Stretch]:
-    """Cuts a stretch into those that are worth a NumPy call.
+def worth_a_call(whole: Section, itemsize: int, of_one: int, of_several: int) -> Iterator[Section]:
+    """Cuts a section into sections that are each worth a NumPy call.
 
     Args:
-        whole: what is cut.
+        whole: the section.
         itemsize: bytes of an element.
-        of_one, of_several: the most elements of a stretch of one piece, and of several.
+        of_one, of_several: the largest number of elements of a section of one piece, and of several.
     """
     begin = end = whole.begin
     together: list[Piece] = []
@@ -156,25 +156,25 @@ def worth_a_call(whole: Stretch, itemsize: int, of_one: int, of_several: int) ->
         size = piece.end - piece.begin
         is_small = size * itemsize < _WORTH_A_CALL_BYTES
         if together and not (is_small and end - begin + size <= of_several):
-            yield Stretch(begin, end, tuple(together))
+            yield Section(begin, end, tuple(together))
             begin, together = end, []
         end += size
         if is_small:
             together.append(piece)
             continue
         for low, high in cuts(size, of_one):
-            yield Stretch(begin + low, begin + high, (Piece(piece.array, piece.begin + low, piece.begin + high),))
+            yield Section(begin + low, begin + high, (Piece(piece.array, piece.begin + low, piece.begin + high),))
         begin = end
     if together:
-        yield Stretch(begin, end, tuple(together))
+        yield Section(begin, end, tuple(together))
 
 
 def plan_steps(count: int) -> Iterator[Step]:
-    """Yields the steps in which so many chunks, one at least, go through the stream.
+    """Yields the steps for `count` chunks, at least one.
 
-    A chunk is reduced when all have published it, and delivered when all have reduced it. Nearly always a rank goes on
-    while another is still in the step before: ranks are delayed now here, now there, and would otherwise wait for
-    every delay of any. So two steps lie between those actions, until nothing is left to publish.
+    A chunk is reduced when all ranks have published it, and delivered when all have reduced it. Two steps are between
+    these actions, so that a rank can go on while another is still in the step before: otherwise every short delay of
+    any rank would delay all. After the last chunk is published, the remaining steps wait for all ranks.
     """
     behind = CHUNKS_IN_FLIGHT // 2
     for number in range(count):
@@ -192,8 +192,8 @@ def _one(number: int) -> range:
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 _EVERYTHING = slice(None)
-# Dtypes whose memoryviews can be assigned to each other as they are. Others go as bytes: integers of one size have
-# several format letters, and complex numbers and bfloat16 have none that a memoryview understands.
+# Dtypes whose memoryviews can be assigned directly. Others are assigned as bytes: integers of one size have several
+# format letters, and memoryviews do not support complex numbers and bfloat16.
 _FORMATS = frozenset("efd")
 _assign: Callable[..., None] = setitem
 _exhaust = deque[Any](maxlen=0).extend
@@ -206,20 +206,20 @@ def run_calls(calls: Iterable[Call]) -> None:
 
 
 def copying(source: Array, target: Array) -> Call:
-    """Copies one 1-D array into another of its size and dtype, bit for bit."""
+    """Returns the call that copies a 1-D array into another of its size and dtype, bit for bit."""
     word = word_dtype(source.dtype)
     return copy_words, (source.view(word), target.view(word))
 
 
 def gathering(sources: Sequence[Array], packed: Array) -> Call:
-    """Copies 1-D arrays, each small, one after the other into an array of their total size."""
+    """Returns the call that copies small 1-D arrays one after the other into an array of their total size."""
     return np.concatenate, (sources, 0, packed)
 
 
 def scattering(packed: Array, targets: Sequence[Array]) -> Call:
-    """Copies a packed array into 1-D arrays, each small, that together have its size.
+    """Returns the call that copies a packed array into small 1-D arrays of the same total size.
 
-    By memoryviews, which copy in half the time that NumPy takes to assign a small array.
+    It uses memoryviews, which take half the time of NumPy for small arrays.
     """
     whole, *memories = _memories([packed, *targets])
     places, begin = [], 0
@@ -231,7 +231,7 @@ def scattering(packed: Array, targets: Sequence[Array]) -> Call:
 
 
 def reducing(op: ReduceOp, contributions: Sequence[Array], out: Array, accumulator: Array | None) -> list[Call]:
-    """Reduces as reduce_into of reduction.py does; `accumulator` is None where the dtype adds up in itself."""
+    """Returns the calls of reduce_into of reduction.py; `accumulator` is for half precision, otherwise None."""
     if accumulator is not None:
         return [(reduce_into, (op, contributions, out, accumulator))]
     ufunc = UFUNCS_INTO[op]
@@ -242,12 +242,12 @@ def reducing(op: ReduceOp, contributions: Sequence[Array], out: Array, accumulat
     return calls
 
 
-class Delivery:
-    """Brings results to where they belong.
+class CopyOut:
+    """Copies results from shared memory to the targets.
 
     Args:
         targets: 1-D arrays.
-        divisor: what to divide by on the way; 1 copies bit for bit.
+        divisor: the results are divided by it; 1 copies bit for bit.
         scratch: private memory.
     """
 
@@ -263,7 +263,7 @@ class Delivery:
             self._divide, self._divisor = division(part, divisor)
 
     def calls(self, place: Array, pieces: Sequence[Piece]) -> list[Call]:
-        """Returns what brings the results at a place to pieces of the targets: to one, or to several small ones."""
+        """Returns the calls that copy the results in `place` to one piece of the targets, or several small pieces."""
         if len(pieces) == 1:
             target = piece_of(self._targets, pieces[0])
             return [self._dividing(place, target) if self._divides else copying(place, target)]
@@ -274,14 +274,14 @@ class Delivery:
         return [self._dividing(place, divided), scattering(divided, targets)]
 
     def _dividing(self, values: Array, out: Array) -> Call:
-        """Divides as divide_into of reduction.py does."""
+        """Returns the call that divides as divide_into of reduction.py."""
         if self._part is not None:
             values, out = values.view(self._part), out.view(self._part)
         return self._divide, (values, self._divisor, out)
 
 
 def piece_of(arrays: Sequence[Array], piece: Piece) -> Array:
-    """Returns a piece of one of the arrays: the array itself, where that is all of it."""
+    """Returns a piece of one of the arrays; the array itself if the piece is all of it."""
     array = arrays[piece.array]
     return array if piece.end - piece.begin == array.size else array[piece.begin : piece.end]
 
@@ -290,7 +290,7 @@ def _memories(arrays: Sequence[Array]) -> list[memoryview]:
     """Returns the memory of arrays of one dtype, all as elements or all as bytes."""
     if arrays[0].dtype.char in _FORMATS:
         memories = [array.data for array in arrays]
-        # NumPy's arrays over those of ctypes say "<f", and those that are not aligned "=f".
+        # NumPy arrays over ctypes arrays have the format "<f", and unaligned arrays "=f".
         if all(memory.format in _FORMATS for memory in memories):
             return memories
     return [array.view(np.uint8).data for array in arrays]
@@ -300,21 +300,21 @@ def _scatter(memories: Sequence[memoryview], places: Sequence[memoryview]) -> No
     _exhaust(map(_assign, memories, repeat(_EVERYTHING), places))  # a loop in C
 
 
-#: [number of a slot][rank] -> whether what the rank has reduced of the chunk there is not finite. It writes that again
-#: when all have published the next chunk in that slot, and so have delivered this one.
+#: [number of a slot][rank] -> whether the rank's results for the chunk in this slot are not all finite. The rank resets
+#: its flag when all have published the next chunk in this slot, and so have delivered this one.
 Flags = Sequence[memoryview]
 
 
-class ChunkLook:
-    """Looks at the chunks of one list of arrays.
+class ChunkCheck:
+    """Checks the chunks of one list of arrays for non-finite values.
 
     Args:
-        sources: what this rank gives.
+        sources: this rank's arrays.
         chunk_elements: size of a chunk; the last one may be shorter.
         rank: this rank.
-        is_finite: tells of an array whether all of it is.
-        flags: in shared memory.
-        finder: takes note of what is not finite.
+        is_finite: returns whether all elements of an array are finite.
+        flags: flags in shared memory.
+        finder: collects the non-finite values.
     """
 
     def __init__(
@@ -334,50 +334,50 @@ class ChunkLook:
         self._finder = finder
 
     def begin(self, chunk: int) -> None:
-        """Begins with the results of a chunk: what was said of the one before in its slot is over."""
+        """Resets this rank's flag for a chunk."""
         self._flags_of(chunk)[self._rank] = False
 
-    def look(self, chunk: int, stretch: Stretch, results: Array) -> None:
-        """Looks at results of this rank, before they are delivered to it, and, where it must, at what it gave."""
+    def look(self, chunk: int, section: Section, results: Array) -> None:
+        """Checks this rank's results before their delivery; if they are not finite, checks its own values too."""
         if not self._is_finite(results):
             self._flags_of(chunk)[self._rank] = True
             self._finder.note_results()
-            self._look_at_own(chunk, [stretch])
+            self._look_at_own(chunk, [section])
 
-    def look_before_delivery(self, chunk: int, stretches: Sequence[Stretch]) -> None:
-        """Looks at what this rank gave, where somebody has told that the results are not finite."""
+    def look_before_delivery(self, chunk: int, sections: Sequence[Section]) -> None:
+        """Checks this rank's own values if any rank's flag for the chunk is set."""
         if any(self._flags_of(chunk)):
-            self._look_at_own(chunk, stretches)
+            self._look_at_own(chunk, sections)
 
     def _flags_of(self, chunk: int) -> memoryview:
         return self._flags[chunk % len(self._flags)]
 
-    def _look_at_own(self, chunk: int, stretches: Sequence[Stretch]) -> None:
-        for begin, _, pieces in stretches:
+    def _look_at_own(self, chunk: int, sections: Sequence[Section]) -> None:
+        for begin, _, pieces in sections:
             at = chunk * self._chunk_elements + begin
             for number, low, high in pieces:
                 self._finder.look_at(self._rank, self._sources[number][low:high], at)
                 at += high - low
 
 
-# What a step does, where in that its parts end, and for whom it waits then.
+# The calls of a step, the ends of its first two parts, and its wait.
 _StepCalls = tuple[list[Call], tuple[int, int], Wait]
 
 
-class WriteBack:
-    """The all-reduce of one list of arrays.
+class PipelinedAllReduce:
+    """The pipelined all-reduce of one list of arrays.
 
-    Several chunks are in flight, each in the slot of its turn; see plan_steps. A rank publishes into its own slot only
-    after fetching the chunk that was there before, and others touch that slot only between the rounds of the barrier
-    after its publication and after their reduction.
+    Several chunks are in flight, each in one slot; see plan_steps. A rank publishes into a slot of its own only after
+    it has copied the results of the chunk before out of it. Other ranks use that slot only between the barrier after
+    its publication and the barrier after their reduction.
 
     Args:
         sources, targets: see Backend.all_reduce.
-        op: an operator that the dtype table allows.
-        workplace: this rank's.
+        op: an operator that the dtype supports.
+        context: this rank's context.
         scratch: private memory.
-        slots: of the sources' dtype; a chunk fits into a slot.
-        flags: where ranks tell of results that are not finite; None where nobody looks for such.
+        slots: the slots as arrays of the sources' dtype; a chunk fits one slot.
+        flags: the ranks' flags for non-finite results; None without the check.
     """
 
     def __init__(
@@ -385,45 +385,45 @@ class WriteBack:
         sources: Sequence[Array],
         targets: Sequence[Array],
         op: ReduceOp,
-        workplace: Workplace,
+        context: ShmContext,
         scratch: Scratch,
         slots: SlotArrays,
         flags: Flags | None,
     ) -> None:
         self._sources = sources
-        self._barrier = workplace.barrier
-        self._recorder = workplace.recorder
-        self._rank = rank = workplace.rank
-        world_size = workplace.world_size
+        self._barrier = context.barrier
+        self._recorder = context.recorder
+        self._rank = rank = context.rank
+        world_size = context.world_size
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._scratch = scratch
         self._slots = slots
         self._dtype = dtype = sources[0].dtype
         itemsize = dtype.itemsize
         sizes = tuple([source.size for source in sources])
-        published_bytes = _PUBLISHED_BYTES if memcpy_is_slow() else workplace.chunk_bytes
-        bytes_at_a_time = workplace.chunk_bytes, _REDUCED_BYTES, published_bytes, _GATHERED_BYTES
+        published_bytes = _PUBLISHED_BYTES if memcpy_is_slow() else context.chunk_bytes
+        bytes_at_a_time = context.chunk_bytes, _REDUCED_BYTES, published_bytes, _GATHERED_BYTES
         lengths = Lengths(*[size_bytes // itemsize for size_bytes in bytes_at_a_time])
         self._chunks = plan_stream(sizes, lengths, itemsize, rank, world_size)
         self._accumulator = scratch.accumulator(dtype, max(lengths.reduced, lengths.gathered))
-        # The mean is a sum that is divided on its way into the targets: that spares a pass over the data. Half
-        # precision is divided with the sum, in float32.
+        # A mean is a sum that is divided while it is copied to the targets, which saves a pass over the data. Half
+        # precision is divided together with the sum, in float32.
         divides_late = op is ReduceOp.MEAN and accumulation_dtype(dtype) == dtype
         self._op = ReduceOp.SUM if divides_late else op
-        self._delivery = Delivery(targets, world_size if divides_late else 1, scratch)
+        self._delivery = CopyOut(targets, world_size if divides_late else 1, scratch)
         is_finite = None if flags is None else finite_test(dtype)
-        self._look: ChunkLook | None = None
+        self._look: ChunkCheck | None = None
         if flags is not None and is_finite is not None:
-            self._look = ChunkLook(sources, lengths.chunk, rank, is_finite, flags, workplace.finder)
+            self._look = ChunkCheck(sources, lengths.chunk, rank, is_finite, flags, context.finder)
         self._kept: list[_StepCalls] | None = None
 
     def keep(self) -> None:
-        """Works out what every step does, once for all runs."""
+        """Makes the calls of all steps, for all runs."""
         self._kept = list(self._work_out())
 
     def run(self, agreement: Agreement) -> None:
         """Reduces each source into its target."""
-        with np.errstate(all="ignore"):  # overflow and NaN are the caller's business; errors would hit some ranks only
+        with np.errstate(all="ignore"):  # errors would be raised on some ranks only; overflow and NaN show in results
             self._run(agreement)
 
     def _run(self, agreement: Agreement) -> None:
@@ -477,8 +477,8 @@ class WriteBack:
             slots = self._slots[number % CHUNKS_IN_FLIGHT]
             if self._look is not None:
                 made.append((self._look.begin, (number,)))
-            for stretch in self._chunks[number].own:
-                made += self._reducing(number, stretch, slots)
+            for section in self._chunks[number].own:
+                made += self._reducing(number, section, slots)
         return made, (delivered, published)
 
     def _collecting(self, pieces: Sequence[Piece], place: Array) -> Call:
@@ -486,9 +486,9 @@ class WriteBack:
             return copying(piece_of(self._sources, pieces[0]), place)
         return gathering([piece_of(self._sources, piece) for piece in pieces], place)
 
-    def _reducing(self, number: int, stretch: Stretch, slots: Sequence[Array]) -> list[Call]:
+    def _reducing(self, number: int, section: Section, slots: Sequence[Array]) -> list[Call]:
         """Reduces what this rank owns into the slot of every peer, and delivers it here."""
-        begin, end, pieces = stretch
+        begin, end, pieces = section
         made: list[Call] = []
         contributions = [slot[begin:end] for slot in slots]
         # Rank 0 or rank 1: in rank order, its contribution is read before the first result is written.
@@ -502,7 +502,7 @@ class WriteBack:
         accumulator = None if self._accumulator is None else self._accumulator[: end - begin]
         made += reducing(self._op, contributions, result, accumulator)
         if self._look is not None:
-            made.append((self._look.look, (number, stretch, result)))
+            made.append((self._look.look, (number, section, result)))
         made += [copying(result, place) for place in others]
         made += self._delivery.calls(result, pieces)
         return made

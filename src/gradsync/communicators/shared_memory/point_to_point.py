@@ -1,16 +1,17 @@
-"""Messages between the ranks of a shared-memory communicator, each between two of them.
+"""Messages between two ranks of a shared-memory communicator.
 
-Each ordered pair of ranks has two cache lines, one that the sender writes and one that the receiver writes; both read
-both. Either posts what it is about to do (a digest, a size, then the number of the message) and compares it with what
-the other has posted, so that both come to the same conclusion. The bytes go through the sender's slots, in turn: it
-counts what it has written, the receiver what it has taken, and each goes on as far as the other's count lets it.
+Each ordered pair of ranks has two cache lines, one written by the sender and one by the receiver; both read both. Each
+side posts its message (a digest, a size, then the number of the message) and compares it with the other's post, so that
+both get the same result. The bytes go through the sender's slots, in turn: the sender counts the pieces it has written,
+the receiver the pieces it has read, and each continues as far as the other's count allows.
 
-Neither can be more than one message ahead of the other, because a message ends for the sender when all of it is taken.
-That one is enough to overwrite what the slower one still has to compare, so digests and sizes lie in two words each.
+Neither side can be more than one message ahead, because a message ends for the sender when all of it was read. One
+message ahead is enough to overwrite a post that the slower side still has to compare, so digests and sizes have two
+words each.
 
-A transfer never waits: `advance` does what can be done now. So one thread drives both directions of a rank at once, and
-ranks that exchange in pairs or rings of any size never wait for each other. What a rank waits for is watched: for
-failures as at the barrier, and for what cannot come because the other rank is in a collective.
+A transfer never waits: `advance` does what is possible now. So one thread drives both directions of a rank at once, and
+ranks that exchange in pairs or rings of any size cannot deadlock. While a rank waits, it checks for failures as at the
+barrier, and for messages that cannot arrive because the other rank is in a collective.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.reduction import Array
 
 # Words of a line, of which there are eight.
-_NUMBER = 0  # of the last message that this side has posted
+_NUMBER = 0  # the number of the last message that this side has posted
 _DIGESTS = 1  # two words, for messages of even and odd number
 _SIZES = 3  # likewise
-_PROGRESS = 5  # pieces of the message that were written, or taken
-_TOLD = 6  # number of the last message on which this side has written its description for the other
-_HEARD = 7  # number of the last one on which it has read the other's
+_PROGRESS = 5  # the number of pieces of the message that were written, or read
+_DESCRIBED = 6  # the number of the last message whose description this side has written
+_READ = 7  # the number of the last message whose description this side has read
 
-# What is in flight. Measured: smaller pieces cost more calls, larger ones let the receiver begin later.
+# Measured: smaller pieces need more calls, and larger pieces let the receiver begin later.
 PIECE_BYTES = 128 * 1024
 SLOTS = 4
 
@@ -50,11 +51,11 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class Side:
-    """Where one side of a channel writes.
+    """The memory that one side of a channel writes.
 
     Args:
-        line: index of its line's first word.
-        place: of its text on the board.
+        line: index of the first word of its line.
+        place: number of its text on the board.
     """
 
     __slots__ = ("line", "place")
@@ -69,16 +70,16 @@ class Transfer:
 
     Args:
         words: the lines of all channels.
-        board: the descriptions of the ranks that disagree.
+        board: the descriptions of messages that ranks disagree on.
         own: this rank's side.
-        other: the peer's.
-        slots: the sender's.
-        peer: the other rank, as it is numbered in the communicator.
+        other: the peer's side.
+        slots: the sender's slots.
+        peer: the other rank, as numbered in the communicator.
 
     Attributes:
         peer: see above.
-        is_over: whether the last message was moved, or both sides know that it cannot be.
-        descriptions: what this rank and the peer were about to do, where that did not fit.
+        is_over: whether the last message was moved, or both sides know that they disagree.
+        descriptions: this rank's and the peer's message in words, if they disagree.
     """
 
     verb: str
@@ -97,7 +98,7 @@ class Transfer:
         self._other_line = other.line
         self._slots = slots
         self._number = 0
-        self._dispute: str | None = None  # what this rank was about to do, as long as the message does not fit
+        self._dispute: str | None = None  # this rank's message in words, while both sides disagree
 
     def begin(self, message: Message) -> None:
         """Posts the next message."""
@@ -112,14 +113,14 @@ class Transfer:
         words[line + _DIGESTS + (number & 1)] = message.agreement.digest
         words[line + _SIZES + (number & 1)] = data.size
         words[line + _PROGRESS] = self._prepare()
-        words[line + _NUMBER] = number  # publishes all that was written before
+        words[line + _NUMBER] = number  # publishes all words written before
 
     def advance(self) -> bool:
-        """Does what can be done now; returns whether anything was, or there is nothing left to do."""
+        """Does what is possible now; returns whether it did anything, or the message is over."""
         if self.is_over:
             return True
         if self._dispute is not None:
-            return self._settle(self._dispute)
+            return self._exchange_descriptions(self._dispute)
         if self._has_met:
             return self._move()
         if not self._meet():
@@ -128,11 +129,11 @@ class Transfer:
         return True
 
     def _prepare(self) -> int:
-        """Does what can be done before the message is posted; returns the progress."""
+        """Does what is possible before the message is posted; returns the number of written pieces."""
         return 0
 
     def _move_ahead(self) -> bool:
-        """Does what can be done before the other side has posted the message."""
+        """Does what is possible before the other side has posted the message."""
         return False
 
     def _move(self) -> bool:
@@ -140,7 +141,7 @@ class Transfer:
         raise NotImplementedError
 
     def _meet(self) -> bool:
-        """Compares what both sides have posted, once they have."""
+        """Compares the posts of both sides, if the other side has posted; returns whether it has."""
         words, other = self._words, self._other_line
         if words[other + _NUMBER] < self._number:
             return False
@@ -162,18 +163,18 @@ class Transfer:
 
     def _end(self) -> None:
         self.is_over = True
-        self._data = _NOTHING  # the caller's array is not kept alive
+        self._data = _NOTHING  # drops the reference to the caller's array
 
-    # -- When it does not fit ----------------------------------------------------------------------------------
+    # -- Disagreement ------------------------------------------------------------------------------------------
 
     def is_awaiting_peer(self) -> bool:
-        """Whether the peer has yet to post this message."""
+        """Whether the peer has not posted this message yet."""
         if self.is_over or self._has_met or self._dispute is not None:
             return False
         return self._words[self._other_line + _NUMBER] < self._number
 
     def withdraw(self) -> None:
-        """Takes back a message that the peer has not posted, and will not before this rank does something else."""
+        """Withdraws a message that the peer has not posted, and will not post while this rank waits."""
         self._number -= 1
         self._words[self._line + _NUMBER] = self._number
         self._end()
@@ -181,18 +182,18 @@ class Transfer:
     def _disagree(self) -> None:
         text = f"{place_of_caller()}\n{self.verb} {self.agreement.describe()}"
         self._board.write(self._own.place, text.encode(errors="backslashreplace"))
-        self._words[self._line + _TOLD] = self._number
-        self._dispute = self._text_of(self._own)  # read back: as short as the peer reads it
+        self._words[self._line + _DESCRIBED] = self._number
+        self._dispute = self._text_of(self._own)  # read back, so that both ranks have the same shortened text
 
-    def _settle(self, dispute: str) -> bool:
-        """Reads the other's description; it may write the next one once this rank tells that it has."""
+    def _exchange_descriptions(self, dispute: str) -> bool:
+        """Reads the other side's description, and waits until that side has read this one's."""
         words, other = self._words, self._other_line
         if self.descriptions is None:
-            if words[other + _TOLD] < self._number:
+            if words[other + _DESCRIBED] < self._number:
                 return False
             self.descriptions = (dispute, self._text_of(self._other))
-            words[self._line + _HEARD] = self._number
-        elif words[other + _HEARD] < self._number:
+            words[self._line + _READ] = self._number
+        elif words[other + _READ] < self._number:
             return False
         else:
             self._end()
@@ -203,13 +204,13 @@ class Transfer:
 
 
 class Outgoing(Transfer):
-    """What this rank sends to a peer."""
+    """The messages that this rank sends to a peer."""
 
     verb = "sends"
 
     def _prepare(self) -> int:
         self._taken = 0
-        # The slots are free: nothing of this rank is on its way, and where ranks disagreed, nothing is taken.
+        # The slots are free: no message of this rank is in flight, and after a disagreement no piece is read.
         if self._pieces:
             self._write()
         return self._done
@@ -217,23 +218,23 @@ class Outgoing(Transfer):
     def _move_ahead(self) -> bool:
         if self._done == min(self._pieces, SLOTS):
             return False
-        self._write_and_tell()
+        self._write_and_publish()
         return True
 
     def _move(self) -> bool:
         words, other = self._words, self._other_line
         taken = words[other + _PROGRESS]
-        # A receiver that has gone on to the next message has taken all of this one.
+        # A receiver that has posted the next message has read all of this one.
         if taken == self._pieces or words[other + _NUMBER] > self._number:
             self._end()
         elif self._done < self._pieces and self._done - taken < SLOTS:
-            self._write_and_tell()
+            self._write_and_publish()
         elif taken == self._taken:
             return False
         self._taken = taken
         return True
 
-    def _write_and_tell(self) -> None:
+    def _write_and_publish(self) -> None:
         self._write()
         self._words[self._line + _PROGRESS] = self._done
 
@@ -243,7 +244,7 @@ class Outgoing(Transfer):
 
 
 class Incoming(Transfer):
-    """What this rank receives from a peer."""
+    """The messages that this rank receives from a peer."""
 
     verb = "receives"
 
@@ -259,14 +260,14 @@ class Incoming(Transfer):
         return True
 
 
-class SharedChannels:
-    """The way from every rank to every other.
+class PointToPoint:
+    """The channels from every rank to every other.
 
     Args:
-        memory: bytes_for(world_size) bytes of shared memory, zero at the start, on a page of its own.
-        rank: this rank, as it is numbered in the communicator.
+        memory: bytes_for(world_size) bytes of shared memory, zero at the start, beginning at a page.
+        rank: this rank, as numbered in the communicator.
         world_size: number of ranks.
-        barrier: where the same ranks meet for collectives.
+        barrier: the communicator's barrier.
     """
 
     def __init__(self, memory: memoryview, rank: int, world_size: int, barrier: SharedBarrier) -> None:
@@ -283,27 +284,28 @@ class SharedChannels:
 
     @staticmethod
     def bytes_for(world_size: int) -> int:
-        """Returns how much memory the channels of that many ranks share, in whole pages."""
+        """Returns the size of the channels' shared memory, in whole pages."""
         return whole_pages(sum(_areas(world_size)))
 
     def move(self, send: Message | None, receive: Message | None) -> None:
-        """Sends a message, receives one, or both at once; returns when the receivers have all.
+        """Sends a message, receives one, or both at once; returns when the receivers have read everything.
 
         Args:
-            send: goes to the rank `send.peer`. To this rank itself: `receive` comes from here too, of the same size.
-            receive: comes from the rank `receive.peer`; its array can be written to.
+            send: the message to the rank `send.peer`. For a message to this rank itself, `receive` is from this rank
+                too, with the same size.
+            receive: the message from the rank `receive.peer`; its array is writable.
 
         Raises:
-            PlanMismatch: on both ranks of a message, when they disagree on it; on all ranks, when the other one waits
-                for this one in a collective.
-            RankFailed, CollectiveTimeout: as for SharedBarrier.meet; who is missing is the peer. So end two ranks that
-                wait for each other, as both send first.
+            PlanMismatch: raised on both ranks of a message, if they disagree on it; raised on all ranks, if the other
+                rank waits for this one in a collective.
+            RankFailed, CollectiveTimeout: as for SharedBarrier.meet; the missing rank is the peer. Two ranks that wait
+                for each other, because both send first, get CollectiveTimeout.
         """
         if send is not None and receive is not None and send.peer == self._rank:
             copy_words(send.flat, receive.flat)
             return
         moves: list[tuple[Transfer, Message]] = []
-        if receive is not None:  # first: a peer may begin while this rank copies what it sends
+        if receive is not None:  # first, so that a peer can begin while this rank copies its own message
             moves.append((self._incoming.get(receive.peer) or self._open_incoming(receive.peer), receive))
         if send is not None:
             moves.append((self._outgoing.get(send.peer) or self._open_outgoing(send.peer), send))
@@ -311,7 +313,7 @@ class SharedChannels:
         for transfer, message in moves:
             transfer.begin(message)
         self._drive(transfers)
-        if self._waiting.words[self._waiting.aborted]:  # what a rank left that has given up is no success
+        if self._waiting.words[self._waiting.aborted]:  # a rank may have sent a message and then aborted
             self._waiting.look_for_aborts(ANY_ROUND)
         for transfer in transfers:
             if transfer.descriptions is not None:
@@ -325,7 +327,7 @@ class SharedChannels:
 
     def _wait(self, progress: _Progress) -> None:
         look_for_failures = partial(self._waiting.look_for_failures, progress.missing)
-        if self._waiting.has_failed():  # heard of by another thread; where nobody waits for long, nobody looks
+        if self._waiting.has_failed():  # checked here because short waits never check while sleeping
             look_for_failures(0.0, ANY_ROUND)
         for _ in range(SPINS):
             if progress.is_made():
@@ -336,12 +338,12 @@ class SharedChannels:
                 look_for_failures(rests.waited_seconds, ANY_ROUND)
                 self._look_for_deadlocks(progress.pending)
 
-    # -- What cannot come --------------------------------------------------------------------------------------
+    # -- Messages that cannot arrive ---------------------------------------------------------------------------
 
     def _look_for_deadlocks(self, pending: Sequence[Transfer]) -> None:
-        """Gives up where all the peers wait for this rank in a collective; one that may only be late is waited for."""
-        # In this order: what the peer did before it came to where it waits is seen then. And of all, or of none: others
-        # may still end. Who was left alone in the middle of one would not know how far it came.
+        """Raises PlanMismatch if all peers wait for this rank in a collective."""
+        # The barrier is checked first, so that posts which the peer made before it are seen. All peers must wait there:
+        # a transfer with another peer may still end, and must not be left half done.
         if all(self._barrier.is_ahead(transfer.peer) and transfer.is_awaiting_peer() for transfer in pending):
             self._join_collective(pending)
 
@@ -378,29 +380,29 @@ class SharedChannels:
         )
 
     def release(self) -> None:
-        """Lets go of the shared memory; the channels cannot be used afterwards."""
+        """Releases the shared memory; the channels cannot be used afterwards."""
         self._outgoing.clear()
         self._incoming.clear()
         del self._slots
-        with contextlib.suppress(BufferError):  # where a traceback still holds a view, it goes with the last one
+        with contextlib.suppress(BufferError):  # if a traceback holds a view, the memory is freed with that view
             self._words.release()
             self._board.release()
 
 
 def _areas(world_size: int) -> tuple[int, int, int]:
-    """Returns the bytes of the lines of all channels, of the texts, and of the slots."""
+    """Returns the sizes in bytes of the lines of all channels, of the texts, and of the slots."""
     lines = 2 * world_size * world_size * _LINE_WORDS * 8
     return lines, 2 * world_size * _TEXT_BYTES, world_size * SLOTS * PIECE_BYTES
 
 
 class _Progress:
-    """Whether any of some transfers gets on, whoever looks.
+    """The progress of some transfers.
 
     Args:
-        transfers: these.
+        transfers: the transfers.
 
     Attributes:
-        pending: those that were not over when it was last begun to wait for one.
+        pending: the transfers that were not over at the last call of `is_needed`.
     """
 
     __slots__ = ("_is_made", "pending")
@@ -410,13 +412,13 @@ class _Progress:
         self._is_made = False
 
     def is_needed(self) -> bool:
-        """Whether any is not over; from here on, what was done before no longer counts."""
+        """Whether a transfer is not over; resets the progress."""
         self.pending = [transfer for transfer in self.pending if not transfer.is_over]
         self._is_made = False
         return bool(self.pending)
 
     def is_made(self) -> bool:
-        """Does what can be done now; returns whether anything was."""
+        """Advances the transfers; returns whether there was any progress since `is_needed`."""
         for transfer in self.pending:
             if transfer.advance():
                 self._is_made = True

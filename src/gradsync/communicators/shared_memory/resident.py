@@ -1,9 +1,8 @@
-"""Memory in which gradients live, shared by the ranks: each reduces a slice of a range, over the parts of all.
+"""Resident memory in shared memory: gradients live there, and are reduced without a copy.
 
-No rank copies anything into a slot or out of it: when all have met, a rank reduces the slice that it owns, where the
-contributions lie, and writes the result into every rank's part; then all meet again. Measured, that beats the one
-meeting of small lists from the smallest ranges on. At the end: how the ranks get such memory, which one of them makes
-and hands to the others.
+After a barrier each rank reduces the slice that it owns, directly from the parts of all ranks, and writes the result
+into every rank's part; then follows a second barrier. Measured, this is faster than the one-shot reduction even for the
+smallest ranges. The end of the file makes such memory: one rank creates it and passes it to the others.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import ResidentMemory
 from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.pieces import cuts, line_bounds
-from gradsync.communicators.shared_memory.arena import Workplace
+from gradsync.communicators.shared_memory.arena import ShmContext
 from gradsync.communicators.shared_memory.pipelined import Call, run_calls
 from gradsync.communicators.shared_memory.segment import (
     HUGE_PAGE_BYTES,
@@ -36,19 +35,19 @@ from gradsync.diagnostics import tracing
 from gradsync.errors import BackendUnavailable
 from gradsync.reduction import UFUNCS_INTO, Array, ReduceOp, accumulation_dtype, divide_into
 
-# What is reduced before it is written to the others: it is still in the cache then.
+# The size that is reduced, and then written to the other ranks while it is in the cache.
 _CHUNK_BYTES = 384 * 1024
-_HALF_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # of half precision, in two arrays of float32
+_HALF_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # for half precision, which needs two arrays of float32
 _MAX_PREPARED = 1024
 
-# From here on memory lies on huge pages, as far as they can be had within a time.
+# From this size on the memory uses huge pages, if the kernel provides them in time.
 _HUGE_FROM_BYTES = 4 * HUGE_PAGE_BYTES
 _SECONDS_PER_HUGE_PAGE = 10e-3  # on average; on an idle machine it is one or two
 _TICKET_WORDS = 12
 
 
 class Range(NamedTuple):
-    """What is reduced, and how: under this, what has been prepared is found again."""
+    """A range and its reduction: the key of the prepared calls."""
 
     begin_bytes: int
     end_bytes: int
@@ -59,12 +58,12 @@ class Range(NamedTuple):
 
 
 class SharedResidentMemory(ResidentMemory):
-    """The parts of all ranks, as one of them has them mapped.
+    """Resident memory with the parts of all ranks, mapped in this process.
 
-    The mapping, and with it the kernel's memory, goes with the last view of it, in whatever hands that is.
+    The mapping is freed with the last view of it, even if user code holds that view.
 
     Args:
-        parts: [rank] -> its bytes.
+        parts: [rank] -> the rank's bytes.
         rank: this rank.
 
     Attributes:
@@ -77,7 +76,7 @@ class SharedResidentMemory(ResidentMemory):
         self._prepared: dict[Range, list[Call]] = {}
 
     def prepared(self, key: Range, prepare: Callable[[SharedResidentMemory, Range], list[Call]]) -> list[Call]:
-        """Returns what `prepare` makes for a range; a training loop has the same ranges in every step."""
+        """Returns the prepared calls for a range; cached, because a training loop repeats its ranges in every step."""
         steps = self._prepared.get(key)
         if steps is None:
             if len(self._prepared) >= _MAX_PREPARED:
@@ -90,17 +89,17 @@ class ResidentReduction:
     """All-reduces ranges of resident memory.
 
     Args:
-        workplace: this rank's.
+        context: this rank's.
     """
 
-    def __init__(self, workplace: Workplace) -> None:
-        self._rank = workplace.rank
-        self._world_size = workplace.world_size
-        self._barrier = workplace.barrier
-        self._recorder = workplace.recorder
-        self._finder = workplace.finder
-        self._sums = np.empty(_CHUNK_BYTES, np.uint8)  # room for what is looked at before any rank gets it
-        self._widened: list[Array] = []  # room for half precision: a sum, and what is added to it
+    def __init__(self, context: ShmContext) -> None:
+        self._rank = context.rank
+        self._world_size = context.world_size
+        self._barrier = context.barrier
+        self._recorder = context.recorder
+        self._finder = context.finder
+        self._sums = np.empty(_CHUNK_BYTES, np.uint8)  # buffer for results that are checked before they are written
+        self._widened: list[Array] = []  # buffers for half precision: a sum and an addend
 
     def all_reduce(self, memory: SharedResidentMemory, key: Range, agreement: Agreement) -> None:
         """Reduces a range in place; see Communicator.all_reduce_resident."""
@@ -117,7 +116,7 @@ class ResidentReduction:
             laps.end("waiting")
 
     def _prepare(self, memory: SharedResidentMemory, key: Range) -> list[Call]:
-        """Lists the calls that reduce this rank's slice: for each chunk the arithmetic of reduce_into."""
+        """Returns the calls that reduce this rank's slice, with the arithmetic of reduce_into for each chunk."""
         itemsize, size_bytes = key.dtype.itemsize, key.end_bytes - key.begin_bytes
         low, high = line_bounds(size_bytes, 1, self._world_size)[self._rank : self._rank + 2]
         steps: list[Call] = []
@@ -128,30 +127,30 @@ class ResidentReduction:
         return steps
 
     def _chunk(self, parts: Sequence[Array], key: Range, at: int) -> list[Call]:
-        """Returns the calls for one chunk, given its elements in the parts of all ranks, and its place in the range."""
+        """Returns the calls for one chunk: `parts` has its elements of all ranks, `at` is its place in the range."""
         is_finite = finite_test(key.dtype) if key.looks else None
         if is_finite is None:
-            # Rank 0's or rank 1's: in rank order, it has been read when the first sum is written. The own one where
-            # that can be.
+            # The result goes to rank 0's or rank 1's part, because these are read before the first sum is written;
+            # this rank's own part if possible.
             result = parts[min(self._rank, 1)]
         else:
-            result = self._sums.view(key.dtype)[: parts[0].size]  # what it came from must stay as it is
+            result = self._sums.view(key.dtype)[: parts[0].size]  # the contributions must stay unchanged for the check
         steps = self._sum(parts, result, key.op)
         if is_finite is not None:
             steps.append((self._finder.look, (is_finite, result, parts, at)))
         if key.mean_over is not None:
             steps.append((divide_into, (result, key.mean_over, result)))
-        # Between places that lie alike within their pages, NumPy's own way of copying is the fastest (host_copy.py).
+        # Source and target have the same offset in their pages, so NumPy's own copy is the fastest (see host_copy.py).
         return [*steps, *((np.copyto, (part, result)) for part in parts if part is not result)]
 
     def _sum(self, parts: Sequence[Array], result: Array, op: ReduceOp) -> list[Call]:
-        """Returns the calls that reduce_into would make."""
+        """Returns the calls of reduce_into."""
         ufunc, is_half = UFUNCS_INTO[op], accumulation_dtype(result.dtype) != result.dtype
         total, addend = self._room(result.size) if is_half else (result, result)
         steps: list[Call] = [(np.copyto, (total, parts[0]))] if is_half else []
         for number, part in enumerate(parts[1:]):
             if is_half:
-                # By itself: a ufunc that is given another dtype casts piece by piece, in memory that it allocates.
+                # Converted in a separate call: a ufunc with mixed dtypes converts piece by piece, in allocated memory.
                 steps += [(np.copyto, (addend, part)), (ufunc, (total, addend, total))]
             else:
                 steps.append((ufunc, (parts[0] if number == 0 else total, part, total)))
@@ -171,16 +170,16 @@ def _chunk_elements(dtype: np.dtype[Any]) -> int:
 
 
 class Handover(NamedTuple):
-    """How the ranks of a communicator come to the memory that one of them makes.
+    """Makes shared memory on rank 0, and passes it to the other ranks of a communicator.
 
     Attributes:
-        workplace: this rank's.
+        context: this rank's context.
         share: share(numbers) returns the numbers of all ranks, by rank.
-        look_for_failures: look_for_failures(ranks) raises why it would be in vain to wait for them.
-        timeout_seconds: how long to wait for them.
+        look_for_failures: look_for_failures(ranks) raises if these ranks cannot arrive any more.
+        timeout_seconds: how long to wait for the ranks.
     """
 
-    workplace: Workplace
+    context: ShmContext
     share: Callable[[Sequence[int]], list[list[int]]]
     look_for_failures: Callable[[list[int]], None]
     timeout_seconds: float
@@ -191,14 +190,14 @@ class Handover(NamedTuple):
         Raises:
             BackendUnavailable: this rank cannot have it, or no rank can.
         """
-        rank, world_size = self.workplace.rank, self.workplace.world_size
+        rank, world_size = self.context.rank, self.context.world_size
         is_large = size_bytes >= _HUGE_FROM_BYTES
         page_bytes = HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE
         part_bytes = max(-(-size_bytes // page_bytes), 1) * page_bytes
         begin, end = rank * part_bytes, (rank + 1) * part_bytes
         descriptor = self._offer(part_bytes * world_size) if rank == 0 else self._take()
         try:
-            # Each rank its own, at once, and where the memory is near its processor.
+            # Each rank allocates its own part: in parallel, and near its processor.
             reserve(descriptor, begin, end)
         except BaseException:
             os.close(descriptor)
@@ -211,10 +210,10 @@ class Handover(NamedTuple):
         return SharedResidentMemory([part[:size_bytes] for part in whole], rank)
 
     def _offer(self, size_bytes: int) -> int:
-        """Returns the descriptor of new memory that all the others have taken.
+        """Returns the descriptor of new memory, after all other ranks have got it.
 
         Raises:
-            BackendUnavailable: there is no such memory, or another rank could not take it.
+            BackendUnavailable: there is not enough memory, or another rank could not map it.
         """
         try:
             descriptor, offer = _open_offer(size_bytes)
@@ -232,15 +231,15 @@ class Handover(NamedTuple):
         return descriptor
 
     def _serve(self, offer: SegmentOffer, descriptor: int) -> None:
-        barrier, peers = self.workplace.barrier, self.workplace.peers()
+        barrier, peers = self.context.barrier, self.context.peers()
         deadline = time.monotonic() + self.timeout_seconds
         served = 0
 
         def look_around() -> None:
-            # Who has gone on to the next meeting has taken the memory, or will not come for it.
+            # A rank that has arrived at the next barrier has fetched the memory, or has failed to.
             behind = [peer for peer in peers if not barrier.is_ahead(peer)]
             if len(peers) - len(behind) > served:
-                raise BackendUnavailable("another rank could not take the shared memory")
+                raise BackendUnavailable("another rank could not map the shared memory")
             self.look_for_failures(behind)
 
         while served < len(peers):
@@ -251,7 +250,7 @@ class Handover(NamedTuple):
         """Returns the descriptor that rank 0 offers.
 
         Raises:
-            BackendUnavailable: it has none to offer, or this rank cannot take it.
+            BackendUnavailable: rank 0 could not make the memory, or this rank cannot get it.
         """
         ticket = _as_bytes(self.share(_as_words(b""))[0])
         if not ticket:
@@ -259,7 +258,7 @@ class Handover(NamedTuple):
         try:
             return take_segment(ticket, self.timeout_seconds)
         except OSError as error:
-            raise BackendUnavailable(f"cannot take the shared memory: {error}") from error
+            raise BackendUnavailable(f"cannot get the shared memory from the first rank: {error}") from error
 
 
 def _open_offer(size_bytes: int) -> tuple[int, SegmentOffer]:
@@ -272,7 +271,7 @@ def _open_offer(size_bytes: int) -> tuple[int, SegmentOffer]:
 
 
 def _as_words(ticket: bytes) -> list[int]:
-    """Returns a ticket as numbers, as many for every ticket: its length first."""
+    """Returns a ticket as a fixed count of numbers; the first is its length."""
     padded = ticket.ljust(8 * _TICKET_WORDS, b"\0")
     return [len(ticket), *np.frombuffer(padded, np.int64).tolist()]
 

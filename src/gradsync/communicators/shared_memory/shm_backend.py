@@ -20,10 +20,10 @@ from gradsync.communicators.backend import Backend, Bounds, Message, ResidentMem
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.host_copy import memcpy_is_slow
 from gradsync.communicators.nonfinite import NonFiniteFinder
-from gradsync.communicators.shared_memory.arena import Scratch, SharedRings, Slots, Workplace
+from gradsync.communicators.shared_memory.arena import Scratch, SharedRings, ShmContext, Slots
 from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SharedBarrier, header_bytes
 from gradsync.communicators.shared_memory.collectives import MAX_CHUNKS_KEPT, Plans, PreparedReduction
-from gradsync.communicators.shared_memory.point_to_point import SharedChannels
+from gradsync.communicators.shared_memory.point_to_point import PointToPoint
 from gradsync.communicators.shared_memory.resident import Handover, Range, ResidentReduction, SharedResidentMemory
 from gradsync.communicators.shared_memory.segment import (
     SegmentOffer,
@@ -86,17 +86,17 @@ class ShmBackend(Backend):
         self._rings = SharedRings(self._memory[header:], world_size, ROUND_BYTES, self._barrier)
         self._slots = Slots(self._memory[header + self._rings.bytes :], world_size, CHUNK_BYTES)
         channels = header + self._rings.bytes + self._slots.bytes
-        self._channels = SharedChannels(self._memory[channels:], rank, world_size, self._barrier)
+        self._channels = PointToPoint(self._memory[channels:], rank, world_size, self._barrier)
         populate(self._mapping, 0, segment_bytes(world_size))
         scratch = Scratch(CHUNK_BYTES)
         share_bytes = ROUND_BYTES // max(world_size - 1, 1) // 64 * 64
         sizes = SMALL_BYTES, chunk_bytes, ROUND_BYTES, share_bytes
         finder = NonFiniteFinder(world_size)
-        self._workplace = workplace = Workplace(
+        self._context = context = ShmContext(
             rank, world_size, self._barrier, self._rings, *sizes, self.recorder, finder
         )
-        self._plans = Plans(workplace, scratch, self._slots)
-        self._resident_reduction = ResidentReduction(workplace)
+        self._plans = Plans(context, scratch, self._slots)
+        self._resident_reduction = ResidentReduction(context)
         self.finder = finder if world_size > 1 else None
         # If the garbage collector deletes a group that the program has dropped, other ranks may still wait there.
         self._when_dropped = weakref.finalize(self, _announce_dropped, self._barrier, os.getpid())
@@ -126,7 +126,7 @@ class ShmBackend(Backend):
         if self.world_size == 1:
             return super().make_resident(size_bytes, agreement)
         share = partial(self.share_numbers, agreement=agreement)
-        handover = Handover(self._workplace, share, self.look_for_ended, self.timeout_seconds)
+        handover = Handover(self._context, share, self.look_for_ended, self.timeout_seconds)
         return handover.make_memory(size_bytes)
 
     def all_reduce_resident(
@@ -191,14 +191,14 @@ class ShmBackend(Backend):
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
         size_bytes = size * dtype.itemsize
-        if not 0 < size_bytes <= MAX_CHUNKS_KEPT * self._workplace.chunk_bytes or self.world_size == 1:
+        if not 0 < size_bytes <= MAX_CHUNKS_KEPT * self._context.chunk_bytes or self.world_size == 1:
             return None
         plans = self._plans
         return (plans.one_shot if size_bytes <= SMALL_BYTES else plans.large)(dtype, size, op).run
 
     def plan_reduce_scatter(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
         part = size // self.world_size
-        if not 0 < part * dtype.itemsize <= self._workplace.share_bytes:
+        if not 0 < part * dtype.itemsize <= self._context.share_bytes:
             return None
         return self._plans.reduce_scatter(dtype, bounds_of([part] * self.world_size, 1), op).run
 
@@ -212,7 +212,7 @@ class ShmBackend(Backend):
 
     def plan_all_to_all(self, size_bytes: int) -> Run | None:
         part = size_bytes // self.world_size
-        if not 0 < part <= self._workplace.share_bytes:
+        if not 0 < part <= self._context.share_bytes:
             return None
         bounds = bounds_of([part] * self.world_size, 1)
         return self._plans.all_to_all(bounds, bounds, part).run
@@ -238,7 +238,7 @@ class ShmBackend(Backend):
         self._when_dropped.detach()
         # These objects form reference cycles: deleted here, so that the memory is freed now, not by garbage collection.
         self._plans.release()
-        del self._plans, self._resident_reduction, self._workplace
+        del self._plans, self._resident_reduction, self._context
         self._rings.release()
         self._slots.release()
         self._channels.release()
@@ -258,7 +258,7 @@ def _announce_dropped(barrier: SharedBarrier, pid: int) -> None:
 def segment_bytes(world_size: int) -> int:
     """Returns the size of the ranks' shared memory."""
     own_bytes = SharedRings.bytes_for(world_size, ROUND_BYTES) + Slots.bytes_for(world_size, CHUNK_BYTES)
-    return header_bytes(world_size) + own_bytes + SharedChannels.bytes_for(world_size)
+    return header_bytes(world_size) + own_bytes + PointToPoint.bytes_for(world_size)
 
 
 def create_shared_memory(world_size: int) -> int:
