@@ -188,12 +188,12 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
             common type; raised on every rank.
         RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
     """
-    told = _tell(input_dict)
+    mine = _contribution(input_dict)
     world = _ranks_of(None, "reduce_dict")
     what = f"reduce_dict({'mean' if average else 'sum'})"
-    everything = [told] if world is None else world.objects.all_gather_for(what, told)
+    everything = [mine] if world is None else world.objects.all_gather_for(what, mine)
     label, ranks = ("rank 0/1", (0,)) if world is None else (world.label, world.ranks)
-    return _reduce_told(told, dict(zip(ranks, everything, strict=True)), average=bool(average), label=label)
+    return _reduce_contributions(mine, dict(zip(ranks, everything, strict=True)), average=bool(average), label=label)
 
 
 def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
@@ -210,26 +210,28 @@ def _local_group() -> Communicator | None:
     return _alone if world is None else world.family.local_group
 
 
-class _Told(NamedTuple):
+class _Contribution(NamedTuple):
     """One rank's contribution to reduce_dict: its scalars, or the reason why it has none."""
 
     scalars: dict[Any, np.generic]
     refusal: str = ""
 
 
-def _tell(input_dict: Mapping[Any, Any]) -> _Told:
+def _contribution(input_dict: Mapping[Any, Any]) -> _Contribution:
     """Returns a rank's contribution to reduce_dict; never raises."""
     if not isinstance(input_dict, Mapping):
-        return _Told({}, f"got a {type(input_dict).__name__}")
+        return _Contribution({}, f"got a {type(input_dict).__name__}")
     try:
-        return _Told({name: _scalar(name, value) for name, value in input_dict.items()})
+        return _Contribution({name: _scalar(name, value) for name, value in input_dict.items()})
     except InvalidArgument as error:
-        return _Told({}, str(error))
+        return _Contribution({}, str(error))
     except Exception as error:  # the others wait for this rank's contribution
-        return _Told({}, describe(error))
+        return _Contribution({}, describe(error))
 
 
-def _reduce_told(mine: _Told, by_rank: Mapping[int, _Told], *, average: bool, label: str) -> dict[Any, np.generic]:
+def _reduce_contributions(
+    mine: _Contribution, by_rank: Mapping[int, _Contribution], *, average: bool, label: str
+) -> dict[Any, np.generic]:
     """Reduces the contributions of all ranks; gives the same results on each, in the order of `mine`.
 
     Raises:
@@ -300,9 +302,9 @@ def _reduce(name: Any, by_rank: Mapping[int, np.generic], *, average: bool) -> n
     try:
         dtype = np.result_type(*[scalar.dtype for scalar in scalars])
     except TypeError as error:
-        told = ", ".join(f"{scalar.dtype} on rank {rank}" for rank, scalar in by_rank.items())
+        types = ", ".join(f"{scalar.dtype} on rank {rank}" for rank, scalar in by_rank.items())
         raise InvalidArgument(
-            f"reduce_dict: {name!r} is {told}: these types have no common type; use the same type on all ranks"
+            f"reduce_dict: {name!r} is {types}: these types have no common type; use the same type on all ranks"
         ) from error
     values = np.array(scalars, dtype)
     with np.errstate(all="ignore"):  # overflow and NaN show in the result

@@ -381,7 +381,7 @@ class Backend(ABC):
     def announce_abort(self, reason: str, culprit: int | None) -> None:
         """Announces to the other ranks that they must stop. Must not block nor raise."""
 
-    def await_told(self) -> None:
+    def await_announced(self) -> None:
         """Waits, for a bounded time, until the other ranks have received the end; the last step of close()."""
 
     def release(self) -> None:

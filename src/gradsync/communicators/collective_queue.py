@@ -193,7 +193,7 @@ class LostFailure:
         """Drops the log entry: some code has got the failure."""
         self._text = ""
 
-    def tell(self) -> None:
+    def log(self) -> None:
         """Logs the failure, once; not if the program ends with an exception, which is more important."""
         text, self._text = self._text, ""
         if text and uncaught_error() is None:
@@ -204,7 +204,7 @@ class LostFailure:
         return self._lifetime() is lifetime
 
     def __del__(self) -> None:
-        self.tell()
+        self.log()
 
 
 _all: weakref.WeakSet[LostFailure] = weakref.WeakSet()
@@ -212,14 +212,14 @@ _registering = threading.Lock()  # a set must not change while another thread it
 _is_ending = False  # whether the program is ending
 
 
-def tell_lost(lifetime: Submitter | None = None) -> None:
+def log_lost(lifetime: Submitter | None = None) -> None:
     """Logs the failures that no code has asked for, of one communicator or of all."""
     if _all:
         with _registering:
             lost = list(_all)
         for failure in lost:
             if lifetime is None or failure.is_of(lifetime):
-                failure.tell()
+                failure.log()
 
 
 # -- Queues ----------------------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def _register_exit() -> None:
 
 def _end_at_exit() -> None:
     global _is_ending
-    tell_lost()
+    log_lost()
     _is_ending = True  # failures caused by the program's end are not logged
     failure = uncaught_error()
     deadline = time.monotonic() + (_LEAVING_SECONDS if failure is None else 0.0)

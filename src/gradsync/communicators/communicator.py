@@ -1029,7 +1029,7 @@ class Communicator:
         try:
             self.lifetime.close()
         finally:
-            self._backend.await_told()
+            self._backend.await_announced()
         if failure is not None and not was_told and not raised.has(failure):
             raise failure
 

@@ -177,9 +177,9 @@ class Objects:
         return _Parcel(pickles)
 
     def _refused(self, refusals: dict[int, str], agreement: Agreement) -> InvalidArgument:
-        told = [f"rank {self._backend.ranks[rank]}: {text}" for rank, text in refusals.items()]
-        more = [f"and {len(told) - _SHOWN_REFUSALS} more ranks"] if len(told) > _SHOWN_REFUSALS else []
-        shown = "; ".join(told[:_SHOWN_REFUSALS] + more)
+        texts = [f"rank {self._backend.ranks[rank]}: {text}" for rank, text in refusals.items()]
+        more = [f"and {len(texts) - _SHOWN_REFUSALS} more ranks"] if len(texts) > _SHOWN_REFUSALS else []
+        shown = "; ".join(texts[:_SHOWN_REFUSALS] + more)
         return InvalidArgument(f"{self._backend.label}: {_name_of(agreement)} moved nothing: {shown}")
 
     def _unpack(self, data: Array, bounds: Bounds, agreement: Agreement) -> list[Any]:

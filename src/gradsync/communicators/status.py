@@ -13,18 +13,18 @@ _LAST_COLLECTIVES = 8
 
 def positions() -> dict[str, int]:
     """Returns the number of collectives that this rank has begun, by group; safe in any thread."""
-    return {recorder.group: recorder.begun for recorder in _told_recorders()}
+    return {recorder.group: recorder.begun for recorder in _reported_recorders()}
 
 
 def report() -> str:
     """Returns the last collectives of each group, and the Python stacks of this process; safe in any thread."""
-    return "\n".join([*map(_collectives, _told_recorders()), stack_report()])
+    return "\n".join([*map(_collectives, _reported_recorders()), stack_report()])
 
 
 def history() -> dict[str, list[tuple[int, int, str, bool]]]:
     """Returns the last collectives of each group, to compare ranks: number, digest, title, and whether it runs."""
-    told = _told_recorders()
-    return {recorder.group: _calls(recorder, MAX_STATUS_CALLS // len(told)) for recorder in told}
+    recorders = _reported_recorders()
+    return {recorder.group: _calls(recorder, MAX_STATUS_CALLS // len(recorders)) for recorder in recorders}
 
 
 def _calls(recorder: FlightRecorder, last: int) -> list[tuple[int, int, str, bool]]:
@@ -35,7 +35,7 @@ def _calls(recorder: FlightRecorder, last: int) -> list[tuple[int, int, str, boo
     ]
 
 
-def _told_recorders() -> list[FlightRecorder]:
+def _reported_recorders() -> list[FlightRecorder]:
     """Returns the recorders of groups with several ranks; the last used ones, if a message has no room for all."""
     recorders = [r for r in usable_recorders() if r.place is not None and len(r.place.ranks) > 1]
     if len(recorders) <= MAX_STATUS_GROUPS:

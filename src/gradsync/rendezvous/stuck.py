@@ -208,8 +208,8 @@ class StuckCollectives:
         culprit = min(missing, key=self._by_blame, default=inquiry.wait.rank)
         members = {name: warning.first.members for (name, _), warning in self._warnings.items()}
         members[inquiry.wait.group] = inquiry.wait.members
-        told = _disagreements(inquiry.histories, members)
-        text = _report_text(self._roster, all_stuck, inquiry.reports, inquiry.states, told)
+        lines = _disagreements(inquiry.histories, members)
+        text = _report_text(self._roster, all_stuck, inquiry.reports, inquiry.states, lines)
         return Failure(culprit, self._roster.phase, text, missing)
 
     def _all_stuck(self, first: WaitReport, by_rank: dict[int, WaitReport]) -> list[StuckCollective]:
@@ -367,23 +367,23 @@ def _indent(text: str) -> str:
     return "\n".join(f"  {line}".rstrip() for line in text.strip("\n").splitlines())
 
 
-def _disagreements(told: Mapping[int, Calls], members: Mapping[str, Members]) -> list[str]:
+def _disagreements(by_rank: Mapping[int, Calls], members: Mapping[str, Members]) -> list[str]:
     """Returns a line for each group whose ranks differ, and one for ranks that wait for each other in a circle.
 
     Args:
-        told: the last collectives of each rank.
+        by_rank: the last collectives of each rank.
         members: the members of the known groups, by group.
     """
-    groups = sorted({group for of_rank in told.values() for group in of_rank})
+    groups = sorted({group for of_rank in by_rank.values() for group in of_rank})
     by_group = {
-        group: [_history(rank, of_rank[group]) for rank, of_rank in sorted(told.items()) if group in of_rank]
+        group: [_history(rank, of_rank[group]) for rank, of_rank in sorted(by_rank.items()) if group in of_rank]
         for group in groups
     }
     found = [first_divergence(group, histories) for group, histories in by_group.items()]
     lines = [divergence.text() for divergence in found if divergence is not None]
     waits = [
         Wait(rank, group, number, what, _behind(rank, number, by_group[group], members.get(group, ())))
-        for rank, of_rank in sorted(told.items())
+        for rank, of_rank in sorted(by_rank.items())
         for group, calls in of_rank.items()
         for number, _, what, is_inside in calls
         if is_inside

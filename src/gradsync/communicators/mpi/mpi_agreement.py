@@ -1,8 +1,8 @@
-"""The agreement of the ranks before a collective over MPI, and small arrays that travel with it.
+"""The agreement of the ranks before a collective over MPI; small arrays are sent with it.
 
-Among few ranks, each sends every other one the digest of its call. A small array goes in the same message, so that its
-all-reduce costs one exchange of messages and not two: the receiver reads it only where all digests are equal. Among
-many ranks MPI reduces the digest to its smallest and its largest value, which must be equal.
+With up to 16 ranks, each sends its digest to every other rank. A small array is sent in the same message, so
+that its all-reduce needs one exchange of messages instead of two; the receiver reads it only if all digests are equal.
+With more ranks, MPI reduces the digests to the smallest and the largest, which must be equal.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 from gradsync.communicators.mpi.waiting import MpiRequests
 from gradsync.reduction import Array
 
-# The largest array that travels with a digest. Between two ranks that costs no more bytes than any other way.
+# The largest array that is sent with a digest. Between two ranks this moves no more bytes than any other way.
 _PAYLOAD_BYTES = 32 * 1024
 _PAYLOAD_BYTES_OF_TWO = 256 * 1024
 
-_HEADER_BYTES = 64  # the digest, and the distance to the next cache line
+_HEADER_BYTES = 64  # the digest, padded to a cache line
 _ALL_BITS = 2**64 - 1
 
 
@@ -26,10 +26,10 @@ class MpiAgreement:
     """The exchange of digests on one communicator.
 
     Args:
-        requests: of the communicator.
+        requests: the communicator's requests.
 
     Attributes:
-        payload_bytes: the largest array that can travel with a digest; less than 0 where none can.
+        payload_bytes: the size of the largest array that can be sent with a digest; -1 if none can.
     """
 
     def __init__(self, requests: MpiRequests) -> None:
@@ -38,14 +38,14 @@ class MpiAgreement:
         self.payload_bytes = -1
         if requests.is_direct and n > 1:
             self.payload_bytes = _PAYLOAD_BYTES_OF_TWO if n == 2 else _PAYLOAD_BYTES
-            # A message for each rank: this rank sends its own, and receives the others.
+            # One message for each rank: this rank sends its own and receives the others.
             self._messages = np.zeros((n, _HEADER_BYTES + self.payload_bytes), np.uint8)
             self._digests = self._messages[:, :8].view(np.uint64)[:, 0]
             self._received = [(peer, self._messages[peer]) for peer in requests.peers]
         self._mine, self._smallest = np.zeros(2, np.uint64), np.zeros(2, np.uint64)
 
     def payload(self, size_bytes: int) -> Array:
-        """Returns the memory of the array that travels with this rank's next digest."""
+        """Returns the memory for the array that is sent with this rank's next digest; uint8."""
         return self._messages[self._requests.rank, _HEADER_BYTES : _HEADER_BYTES + size_bytes]
 
     def payloads(self, size_bytes: int) -> Array:
@@ -56,8 +56,8 @@ class MpiAgreement:
         """Exchanges the digests; returns whether all are equal, the same on every rank.
 
         Args:
-            digest: 64 bits, of this rank's call.
-            payload_bytes: how many bytes of `payload` travel with it.
+            digest: the 64-bit digest of this rank's call.
+            payload_bytes: the number of bytes of `payload` to send with it.
             look: called every few milliseconds of a longer wait.
 
         Raises:
@@ -76,7 +76,7 @@ class MpiAgreement:
     def _is_smallest_the_largest(self, digest: int, look: Callable[[], None]) -> bool:
         mine, smallest = self._mine, self._smallest
         mine[0] = digest
-        mine[1] = _ALL_BITS - digest  # the smallest of these is of the largest digest
+        mine[1] = _ALL_BITS - digest  # the smallest of these belongs to the largest digest
         requests = self._requests
         requests.finish([requests.comm.Iallreduce(mine, smallest, requests.mpi.MIN)], (mine, smallest), look)
         return int(smallest[0]) == _ALL_BITS - int(smallest[1])

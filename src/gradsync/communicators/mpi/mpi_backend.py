@@ -35,10 +35,10 @@ from gradsync.rendezvous.client import RendezvousClient
 
 # Up to this size the arrays of a list are packed together; larger arrays are sent one by one, without a copy.
 _SMALL_BYTES = 256 * 1024
-_BROADCAST_BYTES = 4 * 1024 * 1024  # how much of a packed list is broadcast at a time
+_BROADCAST_BYTES = 4 * 1024 * 1024  # the part of a packed list in one broadcast
 _COUNT_LIMIT = 2**31  # of MPI 3, in a collective with a part for each rank
 
-# What the ranks tell each other where they disagree: of a collective, all together; of a message, each of the two.
+# The sizes of descriptions after a disagreement: of a collective, for all ranks together; of a message, for each rank.
 _TEXTS_BYTES = 64 * 1024 * 1024
 _TEXT_BYTES = 4096
 _SHOWN_LINES = 20
@@ -180,7 +180,7 @@ class MpiBackend(Backend):
         agreement: Agreement,
         laps: tracing.Laps | None,
     ) -> None:
-        """All-reduces arrays that are together so small that they travel with the digest of the call."""
+        """All-reduces arrays that are small enough to be sent with the digest of the call."""
         dtype = pairs[0][0].dtype
         words = word_dtype(dtype)
         packed = self._agreement.payload(size_bytes).view(words)
@@ -328,16 +328,16 @@ class MpiBackend(Backend):
         return rows
 
     def _goes_directly(self, bounds: Bounds) -> bool:
-        """Whether parts go from rank to rank: the ranks are few, or the bytes more than MPI's collectives count."""
+        """Whether parts are sent from rank to rank: with few ranks, or too many bytes for MPI's collectives."""
         return self._requests.is_direct or bounds[-1] >= _COUNT_LIMIT
 
     def _layout(self, array: Array, bounds: Bounds) -> list[Any]:
-        """Returns an array with a part for each rank, as MPI takes it."""
+        """Returns an array with a part for each rank, in the form for MPI."""
         counts = [end - begin for begin, end in pairwise(bounds)]
         return [array, counts, list(bounds[:-1]), self._mpi.BYTE]
 
     def _room(self, size: int) -> Array:
-        """Returns memory of so many bytes, which stays from call to call."""
+        """Returns a buffer with `size` bytes, which is reused by later calls."""
         if self._flat.size < size:
             self._flat = np.empty(size, np.uint8)
         return self._flat[:size]
@@ -350,11 +350,11 @@ class MpiBackend(Backend):
     # -- Agreement ---------------------------------------------------------------------------------------------
 
     def agree(self, agreement: Agreement) -> None:
-        with self._errors:  # bucketing agrees outside of a launch
+        with self._errors:  # bucketing calls this outside of a launch
             self._agree(agreement)
 
     def _agree(self, agreement: Agreement, payload_bytes: int = 0) -> None:
-        """Makes sure that all ranks are in the same call; see MpiAgreement."""
+        """Checks that all ranks are in the same call; see MpiAgreement."""
         self._requests.begun += 1
         if self.world_size == 1:
             return
@@ -362,7 +362,7 @@ class MpiBackend(Backend):
             self._raise_mismatch(agreement)
 
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
-        """Exchanges descriptions; every rank makes the same error of them."""
+        """Exchanges descriptions, and raises the same error on every rank."""
         text = agreement.text_for_others().encode(errors="replace")[: _TEXTS_BYTES // self.world_size]
         sizes = [size for (size,) in self._share_numbers([len(text)])]
         bounds = [0, *accumulate(sizes)]
@@ -385,7 +385,7 @@ class MpiBackend(Backend):
         if send is not None:
             transfers.append(_Transfer(self._requests, send, is_sending=True))
 
-        def is_done() -> bool:  # either gets on by itself: the peer may do one after the other
+        def is_done() -> bool:  # both advance separately, because the peer may do one after the other
             return not [transfer for transfer in transfers if not transfer.advance()]
 
         self._requests.wait(
@@ -396,7 +396,7 @@ class MpiBackend(Backend):
         )
         for transfer in transfers:
             if transfer.is_refused:
-                self._agree(transfer.agreement)  # which ends the peer's collective by PlanMismatch on all ranks
+                self._agree(transfer.agreement)  # ends the peer's collective, with PlanMismatch on all ranks
         for transfer in transfers:
             if transfer.texts is not None:
                 both = zip((self.rank, transfer.peer), map(Description.parse, transfer.texts), strict=True)
@@ -436,21 +436,21 @@ class MpiBackend(Backend):
         self.client.announce_left(self._departures, self._requests.begun)
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Reports to the server, which reports to all ranks: nothing else ends their waits for MPI."""
+        """Reports the abort to the server, which reports it to all ranks: only this ends their waits for MPI."""
         if self.world_size == 1 or self._failures.was_raised or self._failures.failure() is not None:
             return
 
         def report() -> None:
-            with suppress(GradsyncError):  # the others find out by themselves that this rank is gone
+            with suppress(GradsyncError):  # the other ranks notice by themselves that this rank is gone
                 self.client.report_failure(reason, culprit=culprit)
 
-        threading.Thread(target=report, name="gradsync-mpi-abort").start()  # the process waits for it at its end
+        threading.Thread(target=report, name="gradsync-mpi-abort").start()  # the process's exit waits for this thread
 
     def release(self) -> None:
         if not self._requests.has_abandoned and not self._mpi.Is_finalized():
             self._comm.Free()
         self._flat = np.empty(0, np.uint8)
-        del self._agreement, self._reduction  # and the memory that they keep
+        del self._agreement, self._reduction  # frees their memory
 
 
 class _Transfer:
@@ -485,13 +485,13 @@ class _Transfer:
         self.pending = next(self._steps)
 
     def advance(self) -> bool:
-        """Goes on as far as MPI has come; returns whether the message has ended."""
+        """Continues as far as MPI allows; returns whether the message has ended."""
         while self.pending and self._test_all(self.pending):
             self.pending = next(self._steps, [])
         return not self.pending
 
     def _run(self, requests: MpiRequests, flat: Array, is_sending: bool) -> Iterator[list[Any]]:
-        """Begins one step after the other, and yields the requests of each."""
+        """Begins each step in turn, and yields its requests."""
         comm, peer, digest = requests.comm, self.peer, self.agreement.digest
         tags = _tags_after(requests.begun)
         tag, peer_tag = tags if is_sending else tags[::-1]
@@ -504,7 +504,7 @@ class _Transfer:
             text = self.agreement.text_for_others().encode(errors="replace")[:_TEXT_BYTES]
             room = np.zeros(_TEXT_BYTES, np.uint8)
             yield [comm.Irecv(room, peer, peer_tag), comm.Isend(np.frombuffer(text, np.uint8), peer, tag)]
-            both = text, room.tobytes().rstrip(b"\0")  # the own one as short as the peer reads it
+            both = text, room.tobytes().rstrip(b"\0")  # the own text is shortened as the peer reads it
             self.texts = both[0].decode(errors="replace"), both[1].decode(errors="replace")
         elif flat.size:
             part = [(peer, flat)]
@@ -512,7 +512,7 @@ class _Transfer:
 
 
 class _MpiErrors(AbstractContextManager[None]):
-    """Raises what MPI reports as MpiError, or as what the server knows to be its cause: a rank that has died."""
+    """Converts MPI's exceptions to MpiError, or to the server's failure that caused them, e.g. a rank's death."""
 
     def __init__(self, mpi: Any, label: str, requests: MpiRequests) -> None:
         self._exception = mpi.Exception
@@ -520,22 +520,22 @@ class _MpiErrors(AbstractContextManager[None]):
         self._requests = requests
 
     def __enter__(self) -> None:
-        pass  # a launch of which there is nothing to wait for
+        pass  # on the CPU there is no launch to begin
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
             return
-        if not issubclass(kind, GradsyncError):  # Ctrl-C, or no memory: it may have come beside a wait
-            self._requests.abandon(trace)  # whose frames have what MPI still reads and writes
+        if not issubclass(kind, GradsyncError):  # e.g. Ctrl-C or MemoryError outside of a wait
+            self._requests.abandon(trace)  # its frames hold the memory that MPI still reads and writes
         if issubclass(kind, self._exception):
             self._requests.await_cause()
             raise to_mpi_error(error, self._label) from error
 
 
 def _tags_after(collectives: int) -> tuple[int, int]:
-    """Returns the tags of the sender and of the receiver of a message, after so many collectives."""
+    """Returns the tags of the sender and the receiver of a message, by the number of collectives so far."""
     odd = collectives % 2
     return _TAG_OF_SENDER + odd, _TAG_OF_RECEIVER + odd
 
@@ -546,6 +546,6 @@ def _parts(array: Array, bounds: Bounds, ranks: Sequence[int]) -> list[tuple[int
 
 
 def _copy(source: Array, target: Array) -> None:
-    """Copies what stays on this rank; the very same memory in an in-place call."""
+    """Copies this rank's own part, unless source and target are the same memory (an in-place call)."""
     if source.size and source.__array_interface__["data"][0] != target.__array_interface__["data"][0]:
         copy_words(source, target)

@@ -25,9 +25,9 @@ from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into,
 
 _BYTE = np.dtype(np.uint8)
 
-# Up to here all contributions travel whole, in one step instead of two.
+# Up to this size ranks send their whole arrays, in one step instead of two.
 _SMALL_BYTES = 32 * 1024
-# What of a large array is in flight at a time, for each rank: the next chunk travels while this one is being reduced.
+# The size of a rank's share of a chunk of a large array; the next chunk is sent while this one is reduced.
 _CHUNK_BYTES = 2 * 1024 * 1024
 _NATIVE_ELEMENTS = 2**28  # of one call of MPI
 
@@ -37,7 +37,7 @@ _ARRIVING, _ARRIVING_NEXT, _RESULT, _WIDENED = range(4)
 
 
 class _Chunk(NamedTuple):
-    """Some elements of an array, of which each rank reduces a share.
+    """A chunk: some elements of an array, of which each rank reduces a share.
 
     Attributes:
         source: this rank's array.
@@ -51,7 +51,7 @@ class _Chunk(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """Contributions of other ranks to this rank's share of a chunk, on their way.
+    """The contributions of other ranks to this rank's share of a chunk, being received.
 
     Attributes:
         requests: of MPI.
@@ -95,7 +95,7 @@ class MpiReduction:
             self._reduce_in_chunks(chunks, op, root)
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp) -> None:
-        """Reduces; this rank gets its part, which may be the target."""
+        """Reduces, and writes this rank's part into the target."""
         if bounds[-1] < _NATIVE_ELEMENTS and (native := self._native(op, source.dtype)):
             wide = source.astype(native.dtype, copy=False)
             result = np.empty(target.size, native.dtype)
@@ -120,7 +120,7 @@ class MpiReduction:
     # -- In rank order -----------------------------------------------------------------------------------------
 
     def _reduce_whole(self, source: Array, target: Array | None, op: ReduceOp, root: int | None) -> None:
-        """Sends all of a small array to each rank that gets the result; these reduce all of it."""
+        """Sends a whole small array to each rank that gets the result; these ranks reduce all of it."""
         requests = self._requests
         flat = source.view(_BYTE)
         sends = [(peer, flat) for peer in self._receivers(root)]
@@ -159,7 +159,7 @@ class MpiReduction:
         return [] if root == self._rank else [root]
 
     def _cut(self, source: Array, target: Array | None) -> list[_Chunk]:
-        """Cuts elements into chunks, and each of them into a share for every rank."""
+        """Cuts elements into chunks, and each chunk into a share for every rank."""
         n = self._world_size
         return [
             _Chunk(source, target, list(pairwise([begin + (end - begin) * rank // n for rank in range(n + 1)])))
@@ -200,12 +200,12 @@ class MpiReduction:
         return _InFlight(requests, contributions)
 
     def reduce_in_order(self, op: ReduceOp, contributions: Sequence[Array], target: Array) -> None:
-        """Reduces in rank order, the same on all ranks; a contribution may lie in the target's very memory."""
+        """Reduces in rank order, the same on all ranks; a contribution may be in the target's memory."""
         if not target.size:
             return
         own_at = target.__array_interface__["data"][0]
         is_late = self._rank >= 2 and contributions[self._rank].__array_interface__["data"][0] == own_at
-        # Half precision has room of its own anyway, and the first two are read before the target is written.
+        # Half precision uses a separate buffer, and the first two contributions are read before the target is written.
         into = self._buffers(_RESULT, target.dtype, target.size)[0] if is_late else target
         wide = accumulation_dtype(target.dtype)
         accumulator = None if wide == target.dtype else self._buffers(_WIDENED, wide, target.size)[0]
@@ -214,7 +214,7 @@ class MpiReduction:
             np.copyto(target, into)
 
     def _buffers(self, purpose: int, dtype: np.dtype[Any], elements: int, count: int = 1) -> list[Array]:
-        """Returns so many arrays of so many elements each, in memory that stays from call to call."""
+        """Returns `count` arrays of equal size, in a buffer that is reused by later calls."""
         memory = self._scratch.get((purpose, dtype))
         if memory is None or memory.size < count * elements:
             memory = self._scratch[purpose, dtype] = np.empty(count * elements, dtype)
@@ -223,13 +223,13 @@ class MpiReduction:
     # -- By MPI ------------------------------------------------------------------------------------------------
 
     def _native(self, op: ReduceOp, dtype: np.dtype[Any]) -> _Native | None:
-        """Returns how MPI does it; None where the ranks are few, and where it cannot, or would lose NaN."""
+        """Returns MPI's own reduction; None with few ranks, and if MPI has none, or would lose NaN."""
         if self._requests.is_direct:
             return None
         return _native_reduction(self._requests.mpi, op, dtype, self._world_size)
 
     def _reduce_natively(self, native: _Native, source: Array, target: Array | None, root: int | None) -> None:
-        """Reduces by MPI, as much as one call of MPI takes at a time."""
+        """Reduces by MPI, in parts of at most the size of one MPI call."""
         comm = self._requests.comm
         for low, high in cuts(source.size, _NATIVE_ELEMENTS):
             wide = source[low:high].astype(native.dtype, copy=False)
@@ -261,7 +261,7 @@ class _Native(NamedTuple):
     divisor: int
 
     def shown(self, array: Array) -> list[Any]:
-        """Returns an array as MPI takes it."""
+        """Returns an array in the form for MPI."""
         return [array.view(self.wire), self.datatype]
 
     def deliver(self, result: Array, target: Array) -> None:
@@ -273,10 +273,10 @@ class _Native(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _native_reduction(mpi: Any, op: ReduceOp, dtype: np.dtype[Any], world_size: int) -> _Native | None:
-    """Returns how MPI reduces elements of a dtype of the dtype table; None where it does not as NumPy would."""
+    """Returns MPI's reduction for a dtype and operator; None if its results could differ from NumPy's."""
     wide = accumulation_dtype(dtype)
     if op in (ReduceOp.MIN, ReduceOp.MAX) and wide.kind == "f":
-        return None  # MPI does not say what becomes of NaN
+        return None  # MPI does not define the result for NaN
     datatypes = {
         "float32": mpi.FLOAT,
         "float64": mpi.DOUBLE,

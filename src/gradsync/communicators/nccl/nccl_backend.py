@@ -354,7 +354,7 @@ class NcclBackend(Backend):
         with self._device:
             _follow(cupy.cuda.get_current_stream(), marks)
 
-    def await_told(self) -> None:
+    def await_announced(self) -> None:
         if self._telling is not None:
             self._telling.wait(_TELL_SECONDS)
 
