@@ -112,7 +112,7 @@ class Wait(NamedTuple):
 
     Attributes:
         rank: in the world.
-        group, number: of the collective.
+        group, number: of the collective; the number is 0 in a send or receive.
         what: the collective in words.
         for_ranks: the members that have not begun it; empty if all have, or if nothing is known of them.
     """
@@ -149,10 +149,14 @@ def circle(waits: Iterable[Wait]) -> list[Wait] | None:
     return None
 
 
+def _place(wait: Wait) -> str:
+    return f" (#{wait.number} of group {wait.group!r})" if wait.number else ""
+
+
 def circle_text(waits: Sequence[Wait]) -> str:
     """Returns a circle in a sentence."""
     steps = [
-        f"rank {wait.rank} waits in {wait.what} (#{wait.number} of group {wait.group!r}) for rank {after.rank}"
+        f"rank {wait.rank} waits in {wait.what}{_place(wait)} for rank {after.rank}"
         for wait, after in zip(waits, [*waits[1:], waits[0]], strict=True)
     ]
     return "ranks wait for each other in a circle: " + ", ".join(steps)

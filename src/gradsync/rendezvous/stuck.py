@@ -209,6 +209,11 @@ class StuckCollectives:
         members = {name: warning.first.members for (name, _), warning in self._warnings.items()}
         members[inquiry.wait.group] = inquiry.wait.members
         lines = _disagreements(inquiry.histories, members)
+        if inquiry.wait.position == OF_MESSAGES:
+            warning = self._warnings.get((inquiry.wait.group, OF_MESSAGES))
+            waits = {**(warning.by_rank if warning is not None else {}), **inquiry.by_rank}
+            if (round_about := circle(_waits_in_messages(waits))) is not None:
+                lines.append(circle_text(round_about))
         text = _report_text(self._roster, all_stuck, inquiry.reports, inquiry.states, lines)
         return Failure(culprit, self._roster.phase, text, missing)
 
@@ -285,7 +290,7 @@ def _report_text(
     states: dict[int, ProcessState],
     disagreements: Sequence[str] = (),
 ) -> str:
-    """Returns the text of the failure: a summary, then each rank's own report, the missing ranks first.
+    """Returns the text of the failure: a summary, each rank's own report, the missing ranks last, and what to do.
 
     Args:
         roster: the members.
@@ -295,13 +300,20 @@ def _report_text(
         disagreements: lines about ranks whose histories differ, and about ranks that wait for each other in a circle.
     """
     stuck = all_stuck[0]
-    sections = [
-        (_heading(roster, ranks, stuck), text)
-        for ranks, text in _grouped(roster, stuck.missing, reports, states)
-        + _grouped(roster, _others(roster, stuck), reports, states)
-    ]
+    of_missing = _grouped(roster, stuck.missing, reports, states)
+    of_others = _grouped(roster, _others(roster, stuck), reports, states)
+    shown_missing = of_missing[:_MAX_REPORTS]
+    shown = [*of_others[: _MAX_REPORTS - len(shown_missing)], *shown_missing]
+    left_out = len(of_missing) + len(of_others) - len(shown)
     summary = clip_text("\n".join([*map(_summary, all_stuck), *disagreements]), _MAX_SUMMARY_BYTES)
-    return _fit(summary, sections, failure_room_bytes(len(stuck.missing)))
+    tail = f"\n\nand {left_out} more reports, left out here" if left_out else ""
+    if stuck.missing and not disagreements:
+        tail += (
+            f"\n\n{name_ranks(stuck.missing)} did not come to {stuck.what}: the report above says where. For ranks "
+            "that need longer, pass a longer collective_timeout_seconds to init_process_group()"
+        )
+    sections = [(_heading(roster, ranks, stuck), text) for ranks, text in shown]
+    return _fit(summary, sections, tail, failure_room_bytes(len(stuck.missing)))
 
 
 def _summary(stuck: StuckCollective) -> str:
@@ -348,11 +360,8 @@ def _heading(roster: Roster, ranks: list[int], stuck: StuckCollective) -> str:
     return f"rank {ranks[0]} ({process})" if process else f"rank {ranks[0]}"
 
 
-def _fit(summary: str, sections: list[tuple[str, str]], max_bytes: int) -> str:
-    """Returns summary and sections in at most `max_bytes`; a short section leaves its share to later ones."""
-    left_out = len(sections) - _MAX_REPORTS
-    sections = sections[:_MAX_REPORTS]
-    tail = f"\n\nand {left_out} more reports, left out here" if left_out > 0 else ""
+def _fit(summary: str, sections: list[tuple[str, str]], tail: str, max_bytes: int) -> str:
+    """Returns summary, sections and tail in at most `max_bytes`; a short section leaves its share to later ones."""
     room = max_bytes - len((summary + tail).encode())
     parts = [summary]
     for index, (heading, text) in enumerate(sections):
@@ -360,7 +369,7 @@ def _fit(summary: str, sections: list[tuple[str, str]], max_bytes: int) -> str:
         part = clip_text(f"\n\n{heading}:\n{_indent(text)}", share)
         room -= len(part.encode())
         parts.append(part)
-    return "".join(parts) + tail
+    return "".join([*parts, tail])
 
 
 def _indent(text: str) -> str:
@@ -390,6 +399,10 @@ def _disagreements(by_rank: Mapping[int, Calls], members: Mapping[str, Members])
     ]
     round_about = circle(waits)
     return lines if round_about is None else [*lines, circle_text(round_about)]
+
+
+def _waits_in_messages(by_rank: Mapping[int, WaitReport]) -> list[Wait]:
+    return [Wait(rank, wait.group, 0, wait.what, tuple(wait.missing or ())) for rank, wait in sorted(by_rank.items())]
 
 
 def _history(rank: int, calls: Sequence[tuple[int, int, str, bool]]) -> History:
