@@ -150,22 +150,22 @@ class Variable(str, Generic[T]):
 
 
 RANK = Variable(
-    "GRADSYNC_RANK", _integer(0), None, "This process's rank, 0 .. world size - 1; set by our launcher, beside RANK."
+    "GRADSYNC_RANK", _integer(0), None, "This process's rank, 0 .. world size - 1; set by our launcher, like RANK."
 )
 WORLD_SIZE = Variable(
-    "GRADSYNC_WORLD_SIZE", _integer(1), None, "Number of ranks of the run; set by our launcher, beside WORLD_SIZE."
+    "GRADSYNC_WORLD_SIZE", _integer(1), None, "Number of ranks of the run; set by our launcher, like WORLD_SIZE."
 )
 LOCAL_RANK = Variable(
     "GRADSYNC_LOCAL_RANK",
     _integer(0),
     None,
-    "This process's number among the ranks of its machine; set by our launcher, beside LOCAL_RANK.",
+    "This process's number among the ranks of its machine; set by our launcher, like LOCAL_RANK.",
 )
 LOCAL_WORLD_SIZE = Variable(
     "GRADSYNC_LOCAL_WORLD_SIZE",
     _integer(1),
     None,
-    "Number of ranks on this machine; set by our launcher, beside LOCAL_WORLD_SIZE.",
+    "Number of ranks on this machine; set by our launcher, like LOCAL_WORLD_SIZE.",
 )
 ADDRESS = Variable("GRADSYNC_ADDRESS", _address, None, "host:port of the rendezvous server.")
 HOSTED = Variable(
