@@ -74,14 +74,14 @@ def test_signals_that_come_while_a_dump_is_made_make_no_other_within_it(
 ) -> None:
     made: list[str] = []
 
-    def make(folder: Path, reason: str, **_: bool) -> None:
+    def make(folder: Path, reason: str, *_: object) -> None:
         made.append(reason)
         if len(made) < 5:
             signal.raise_signal(signal.SIGUSR2)
 
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
-    monkeypatch.setattr(dumps, "_write", make)
+    monkeypatch.setattr(dumps, "write_dump", make)
     dumps.arm()
     for _ in range(2):
         signal.raise_signal(signal.SIGUSR2)
@@ -113,13 +113,13 @@ def test_ctrl_c_makes_a_dump_that_what_fails_because_of_it_does_not_replace(
 def test_a_second_ctrl_c_does_not_wait_for_the_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
-    def interrupted(folder: Path, reason: str, **_: bool) -> None:
+    def interrupted(folder: Path, reason: str, *_: object) -> None:
         made.append(reason)
         signal.raise_signal(signal.SIGINT)
         made.append("waited")
 
     monkeypatch.setenv(environment.DUMP_DIR, str(tmp_path))
-    monkeypatch.setattr(dumps, "_write", interrupted)
+    monkeypatch.setattr(dumps, "write_dump", interrupted)
     dumps.arm()
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -132,7 +132,7 @@ def test_ctrl_c_interrupts_though_not_even_a_warning_can_be_written(monkeypatch:
         raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
 
     monkeypatch.setenv(environment.DUMP_DIR, "/")
-    monkeypatch.setattr(dumps, "_write", fail)
+    monkeypatch.setattr(dumps, "write_dump", fail)
     monkeypatch.setattr(dumps._log, "warning", fail)
     dumps.arm()
     with pytest.raises(KeyboardInterrupt):

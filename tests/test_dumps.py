@@ -111,6 +111,32 @@ def test_a_rank_that_raises_leaves_a_dump_too(tmp_path: Path) -> None:
     assert [dump.rank for dump in found] == [0, 1]
     assert re.search(r"rank 1(/2| aborted)", found[0].reason)  # the server's words, or those of rank 1 in the segment
     assert found[1].reason == "KeyError: 'train-0003'"
+    told = gradsync("trace", str(folder))
+    lines = told.stdout.splitlines()
+    assert lines[0] == f"rank 1 failed: KeyError: 'train-0003', at {script}:9 in <module>"
+    assert lines[1] == "rank 1 has not begun #6 of group 'world', barrier, which rank 0 has"
+    assert told.returncode == 1
+    assert "no rank differs" not in told.stdout
+    assert lines.count(f"  at {script}:9 in <module>") == 1
+
+
+def test_the_place_of_a_raise_is_the_programs_own_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    text = SCRIPT.replace("time.sleep(60)", "load()").replace("with gs", "def load():\n    json.loads('{')\nwith gs")
+    script.write_text(text.replace("import sys", "import json, sys"))
+    gradsync("run", "-n", "2", "--dump-dir", str(tmp_path / "dumps"), str(script))
+    first = gradsync("trace", str(tmp_path / "dumps")).stdout.splitlines()[0]
+    assert first.startswith("rank 1 failed: JSONDecodeError: ")
+    assert first.endswith(f", at {script}:6 in load")
+
+
+def test_an_error_that_follows_the_failure_of_another_rank_is_no_cause(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    caught = "    try:\n        comm.barrier()\n    except gs.RankFailed:\n        raise SystemError('lost')\n"
+    script.write_text(SCRIPT.replace("time.sleep(60)", "raise KeyError(3)").replace("    comm.barrier()\n", caught))
+    gradsync("run", "-n", "2", "--dump-dir", str(tmp_path / "dumps"), str(script))
+    told = gradsync("trace", str(tmp_path / "dumps")).stdout
+    assert re.findall(r"(?m)^ranks? \d+ failed: .*", told) == [f"rank 1 failed: KeyError: 3, at {script}:9 in <module>"]
 
 
 def test_the_trace_of_a_run_has_each_rank(tmp_path: Path) -> None:

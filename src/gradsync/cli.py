@@ -201,8 +201,8 @@ Examples:
 
 \b
 Exit codes:
-  0      no rank differs from another
-  1      some rank differs, or ranks wait for each other in a circle
+  0      no rank raised an exception or differs from another
+  1      a rank raised or differs, or ranks wait for each other in a circle
   2      there are no dumps, or a dump cannot be read
 """,
 )
@@ -211,7 +211,8 @@ Exit codes:
 def trace(dumps: tuple[str, ...], out: str | None) -> None:
     """Compares DUMPS of the flight recorder: files, or folders of them, one file a rank.
 
-    Says first where ranks differ or wait for each other, then how far each has come and where it is.
+    Says first which rank raised an exception, and where ranks differ or wait for each other. Then it says how far
+    each rank has come and where it is.
     """
     from gradsync.diagnostics.report import report_dumps
 

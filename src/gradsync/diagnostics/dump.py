@@ -128,6 +128,7 @@ SCHEMA: dict[str, Any] = {
     ],
     "calls": ByName(_DIGEST, ByName(_ANY_NAME, _PLAIN)),
     "stacks": _TEXT,
+    "raised_at": OptionalField(_TEXT),  # where the exception was raised that ended this rank
     "package": _TEXT,  # the folder of gradsync: tells its lines of the stacks from the program's
     "trace": OptionalField(
         {
@@ -191,12 +192,13 @@ def _refused(place: str, needed: str, value: Any) -> DamagedError:
 # Writing.
 
 
-def snapshot(reason: str, tracer: tracing.Tracer | None = None) -> dict[str, Any]:
+def snapshot(reason: str, tracer: tracing.Tracer | None = None, raised_at: str = "") -> dict[str, Any]:
     """Returns the content of a dump, by SCHEMA.
 
     Args:
         reason: why the dump is made.
         tracer: holds the events of a trace; None takes the tracer that is active, if there is one.
+        raised_at: the place where the exception was raised that ends this rank, if one does.
     """
     import socket
 
@@ -217,6 +219,8 @@ def snapshot(reason: str, tracer: tracing.Tracer | None = None) -> dict[str, Any
         "stacks": stack_report(),
         "package": os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
     }
+    if raised_at:
+        content["raised_at"] = raised_at
     return content if tracer is None else content | {"trace": tracer.content()}
 
 
@@ -261,12 +265,12 @@ def _rank() -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
-def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: float) -> Path:
+def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: float, raised_at: str = "") -> Path:
     """Writes a dump, and returns its file.
 
     Args:
         path: a file that ends in .json, or a folder, in which the file is named after rank and pid.
-        reason, tracer: as for `snapshot`.
+        reason, tracer, raised_at: as for `snapshot`.
         seconds: that the file system may take, and more for a large dump.
 
     Raises:
@@ -274,7 +278,7 @@ def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: 
     """
     import json  # here: few processes write a dump, and start-up counts
 
-    content = snapshot(reason, tracer)
+    content = snapshot(reason, tracer, raised_at)
     if path.suffix != ".json":
         rank = "unknown" if content["rank"] is None else content["rank"]
         path = path / f"gradsync-rank{rank}-pid{content['pid']}.json"
@@ -388,7 +392,7 @@ class Dump(NamedTuple):
 
     Attributes:
         path: of the file.
-        rank, pid, host, machine, reason, stacks, package: see SCHEMA.
+        rank, pid, host, machine, reason, stacks, package, raised_at: see SCHEMA.
         at: when it was written, in monotonic seconds of its machine.
         wall_at: the same moment by the wall clock.
         groups: by name.
@@ -411,6 +415,7 @@ class Dump(NamedTuple):
     arrivals: tuple[Arrival, ...]
     steps: tuple[Step, ...]
     left_out: int
+    raised_at: str = ""
 
 
 def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
@@ -490,6 +495,7 @@ def _dump(path: Path, content: Any) -> Dump:
         tuple([Arrival(*row) for row in trace["arrivals"]]),
         tuple([Step(*row) for row in trace["steps"]]),
         trace["left_out"],
+        content.get("raised_at", ""),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, takewhile, zip_longest
 from pathlib import Path
@@ -42,25 +43,26 @@ def report_dumps(paths: Sequence[str], out: str | None) -> int:
         except OSError as error:
             raise InvalidArgument(f"--out {out!r} cannot be written: {error.strerror}") from None
         print(f"{out}: open it in https://ui.perfetto.dev or chrome://tracing")
-    return int(bool(divergences(latest)) or circle(waits(latest)) is not None)
+    return int(bool(divergences(latest)) or circle(waits(latest)) is not None or any(d.raised_at for d in latest))
 
 
 def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
-    """Returns the lines: first where ranks differ, wait in a circle or are behind, then each group, then each rank.
+    """Returns the lines: exceptions, where ranks differ, wait in a circle or are behind, each group, each rank.
 
     Args:
         dumps: one for each rank.
         earlier: others that were found and left out.
     """
     groups = _groups(dumps)
-    lines = [line for name, of_ranks in groups.items() for line in _differences(name, of_ranks)]
+    lines = _raised(dumps)
+    lines += [line for name, of_ranks in groups.items() for line in _differences(name, of_ranks)]
     waiting = circle(waits(dumps))
     if waiting is not None:
         lines.append(circle_text(waiting))
-    differ = bool(lines)
+    is_explained = bool(lines)
     lines += [line for name, of_ranks in groups.items() for line in _behind(name, of_ranks, dumps)]
     lines += [line for name, of_ranks in groups.items() for line in _missing(name, of_ranks)]
-    if not differ:
+    if not is_explained:
         lines += time_spent(dumps)
         lines.append("no rank differs from another in what can be compared" + _reservations(groups))
     for name, of_ranks in groups.items():
@@ -68,6 +70,16 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
     lines += [line for dump in dumps for line in _whereabouts(dump)]
     lines += _left_out(dumps, earlier)
     return [_printable(line) for line in lines]
+
+
+def _raised(dumps: Sequence[Dump]) -> list[str]:
+    """Returns a line for each different exception that ended ranks, the earliest first, with the place of its raise."""
+    by_error: dict[str, list[int]] = {}
+    for dump in sorted(dumps, key=lambda dump: dump.wall_at):
+        if dump.raised_at:
+            what = re.sub(rf"\brank {dump.rank}/\d+: ", "", dump.reason, count=1)
+            by_error.setdefault(f"failed: {what}, at {dump.raised_at}", []).append(_rank(dump))
+    return [f"{name_ranks(sorted(ranks))} {text}" for text, ranks in by_error.items()]
 
 
 def time_spent(dumps: Sequence[Dump]) -> list[str]:
@@ -319,7 +331,9 @@ def _whereabouts(dump: Dump) -> list[str]:
 
 
 def _place(dump: Dump) -> list[str]:
-    """Returns the innermost line of the main thread's stack that is the program's, not gradsync's."""
+    """Returns where the rank's exception was raised, or else its innermost line that is the program's."""
+    if dump.raised_at:
+        return [f"  at {dump.raised_at}"]
     _, *lines = dump.stacks.splitlines() or [""]  # the main thread comes first
     calls = [line.strip() for line in takewhile(lambda line: line.startswith("  "), lines) if line[2:3].strip()]
     return [f"  at {call}" for call in calls if not call.startswith(dump.package)][:1]

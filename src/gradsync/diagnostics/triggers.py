@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from gradsync.diagnostics import tracing
 from gradsync.diagnostics.dump import write_dump
 from gradsync.diagnostics.recorder import recorders
+from gradsync.diagnostics.stacks import place_of_error
 from gradsync.environment import DUMP_DIR, TRACE
 from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, describe, headline
 
@@ -48,7 +49,7 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
     from pathlib import Path
 
     folder = Path(DUMP_DIR.read() or ".") if path is None else Path(path)
-    return _write(folder, "dump_flight_recorder() was called")
+    return write_dump(folder, "dump_flight_recorder() was called", None, _PATIENT_SECONDS)
 
 
 @contextlib.contextmanager
@@ -77,7 +78,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         tracing.stop()
         try:
-            _write(Path(path), "the traced block has ended", tracer)
+            write_dump(Path(path), "the traced block has ended", tracer, _PATIENT_SECONDS)
         except InvalidArgument as error:
             if succeeded:
                 raise
@@ -112,50 +113,58 @@ def arm() -> None:
         atexit.register(write_trace)
 
 
-def dump_because(failure: str) -> None:
+def dump_because(failure: str, raised_at: str = "") -> None:
     """Writes a dump where GRADSYNC_DUMP_DIR asks for it; never raises.
 
     A dump that Ctrl-C has made stays until another collective begins: it shows where the rank was.
     """
     with _in_turn():
         if _interrupted_at is None or _has_begun_since(_interrupted_at):
-            _dump_now(failure)
+            _dump_now(failure, raised_at)
 
 
 def dump_at_failure(error: BaseException) -> None:
     """Writes a dump for an error of a collective, which other ranks report too."""
     if isinstance(error, _OF_A_COLLECTIVE):
-        _dump_because_of(error)
+        _dump_because_of(error, raised_at="")
 
 
 def dump_at_exception(error: BaseException) -> None:
     """Writes a dump for any other error that ends this rank; a collective's has its dump already."""
     if not isinstance(error, _OF_A_COLLECTIVE):
-        _dump_because_of(error)
+        _dump_because_of(error, raised_at="" if _follows_a_failure(error) else place_of_error(error))
+
+
+def _follows_a_failure(error: BaseException) -> bool:
+    """Whether an error was raised because of an error of a collective, or while that was handled."""
+    seen: set[int] = set()
+    earlier = error.__cause__ or error.__context__
+    while earlier is not None and id(earlier) not in seen:
+        if isinstance(earlier, _OF_A_COLLECTIVE):
+            return True
+        seen.add(id(earlier))
+        earlier = earlier.__cause__ or earlier.__context__
+    return False
 
 
 def write_trace() -> None:
     """Writes the trace that GRADSYNC_TRACE asks for; a later call replaces the file."""
     if _traced_folder is not None and recorders():
         try:
-            _write(_traced_folder, f"{TRACE} is set")
+            write_dump(_traced_folder, f"{TRACE} is set", None, _PATIENT_SECONDS)
         except Exception as error:
             _log.warning("no trace: %s", describe(error))
 
 
-def _write(path: Path, reason: str, tracer: tracing.Tracer | None = None, *, is_urgent: bool = False) -> Path:
-    return write_dump(path, reason, tracer, _URGENT_SECONDS if is_urgent else _PATIENT_SECONDS)
-
-
-def _dump_because_of(error: BaseException) -> None:
+def _dump_because_of(error: BaseException, raised_at: str) -> None:
     if _folder is not None:  # else the text is not needed
-        dump_because(headline(error).rstrip(":"))
+        dump_because(headline(error).rstrip(":"), raised_at)
 
 
-def _dump_now(reason: str) -> None:
+def _dump_now(reason: str, raised_at: str = "") -> None:
     if _folder is not None:
         try:
-            _write(_folder, reason, is_urgent=True)
+            write_dump(_folder, reason, None, _URGENT_SECONDS, raised_at)
         except Exception as error:
             _log.warning("no dump of the flight recorder: %s", describe(error))
 
