@@ -200,20 +200,29 @@ class Compressed:
 class Scaled:
     """Scales gradients where they lie, before their reduction and after it; see Stage of communicator.py.
 
-    This takes half the memory traffic of a scaled copy, and the reduction then finds the gradients in the cache.
+    This takes half the memory traffic of a scaled copy, and the reduction then finds the gradients in the cache. A
+    read-only gradient is scaled into its target, so that all ranks reduce lists of equal sizes: the messages over MPI
+    depend on them.
 
     Args:
         wire: the scales.
+        targets: where the gradients' results go; None if all go into the gradients.
         arrays: how the communicator handles arrays.
     """
 
-    def __init__(self, wire: WireFormat, arrays: ArrayKind) -> None:
+    def __init__(self, wire: WireFormat, targets: Sequence[Array] | None, arrays: ArrayKind) -> None:
         self._wire = wire
+        self._targets = targets
         self._arrays = arrays
 
     def before(self, given: Sequence[Array]) -> Sequence[Array]:
         """Multiplies the gradients by prescale."""
-        return self._multiplied(given, self._wire.prescale)
+        targets = self._targets
+        if targets is None:
+            return self._multiplied(given, self._wire.prescale)
+        for source, target in zip(given, targets, strict=True):
+            self._arrays.multiply(source, self._wire.prescale, target)
+        return targets
 
     def after(self, results: Sequence[Array]) -> Sequence[Array]:
         """Multiplies the results by postscale."""

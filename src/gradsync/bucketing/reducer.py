@@ -297,16 +297,16 @@ class Reducer:
     def _stage_of(self, reduction: Reduction, communicator: Communicator) -> Scaled | Compressed | None:
         """Returns the stage that scales a bucket's values, or converts them; None if they are only reduced.
 
-        Values are scaled where they lie, unless some gradient is read-only, or the gradients are so small that packing
-        them first costs less. On a GPU packing scales them.
+        Values are scaled where they lie, unless the gradients are so small that packing them first costs less. On a GPU
+        packing scales them. All ranks have the same stage, so that their lists have equal sizes.
         """
         wire, arrays, dtype = self._wire, communicator.arrays, reduction.sources[0].dtype
         if not wire.changes(dtype):
             return None
-        is_written = wire.only_scales(dtype) and all(map(is_, reduction.sources, reduction.targets))
-        if communicator.runs_beside_host or not is_written or worth_packing(reduction.sources):
+        if communicator.runs_beside_host or not wire.only_scales(dtype) or worth_packing(reduction.sources):
             return Compressed(wire, reduction.targets, arrays)
-        return Scaled(wire, arrays)
+        is_written = all(map(is_, reduction.sources, reduction.targets))
+        return Scaled(wire, None if is_written else reduction.targets, arrays)
 
     def shadow_step(
         self,
