@@ -119,6 +119,25 @@ def test_only_launchers_of_a_running_generation_begin_a_start(bench: StartsBench
     assert (FrameType.REFUSED, sequence) in [message[:2] for message in bench.take(RANKS[0])]
 
 
+def test_a_launcher_joins_no_start_itself(bench: StartsBench) -> None:
+    bench.begin()
+    sequence = bench.send(LAUNCHERS[0], FrameType.JOIN_START, "a", PROTOCOL_VERSION, 0, 2, NEXT_GENERATION)
+    [(kind, answered, *_)] = bench.take(LAUNCHERS[0])
+    assert (kind, answered) == (FrameType.REFUSED, sequence)
+    bench.lose(LAUNCHERS[0])  # it still counts as a launcher
+    assert FrameType.FAILED in [message[0] for message in bench.take(LAUNCHERS[1])]
+
+
+def test_the_empty_name_is_a_start_like_others(bench: StartsBench) -> None:
+    sequence = bench.join_rank(0, "")
+    assert [message[:2] for message in bench.take(RANKS[0])] == [(FrameType.REFUSED, sequence)]
+    bench.closed.clear()
+    bench.begin("")
+    for rank in range(2):
+        bench.join_rank(rank, "")
+    assert joined(bench, 0)
+
+
 def test_a_rank_that_ends_before_it_joins_fails_those_that_wait(bench: StartsBench) -> None:
     bench.begin()
     bench.join_rank(0)

@@ -149,6 +149,10 @@ class RendezvousCore:
             actions = [*self._look_at_silent(now), *self._advance_stuck(now), *self._name_missing(now)]
         return actions + self._advance_generations(now)
 
+    def has_member(self, connection: int) -> bool:
+        """Whether a connection is a member's, of whatever generation, or waits to become one."""
+        return connection in self._seats
+
     def has_running_member(self, connection: int) -> bool:
         """Whether a connection is a member's, of a generation that has formed and not failed."""
         return connection in self._seats and self._seats[connection][0].is_running

@@ -56,7 +56,7 @@ class LaunchersCore:
             connection, message = event.connection, event.message
             if connection in self._rank_connections:
                 return self._pass_to_ranks(now, event)
-            if message.type is FrameType.JOIN_START:
+            if message.type is FrameType.JOIN_START and not self._launchers.has_member(connection):
                 return self._join(now, connection, message)
             if message.type in _OF_LAUNCHERS and self._launchers.has_running_member(connection):
                 return self._handle_launcher(now, connection, message)
@@ -89,7 +89,7 @@ class LaunchersCore:
     def _join(self, now: float, connection: int, message: Message) -> list[Action]:
         """Handles the join of a rank, which needs to belong to the current start."""
         start, *fields = message.fields
-        if start != self._start:
+        if self._ranks is None or start != self._start:
             text = f"rank {fields[1]} belongs to another start of the ranks, not to the current one"
             return [Send(connection, FrameType.REFUSED, (message.sequence, REFUSED, text)), Close(connection)]
         self._rank_connections.add(connection)
@@ -109,7 +109,7 @@ class LaunchersCore:
     def _begin(self, connection: int, sequence: int, start: str, world_size: int) -> list[Action]:
         """Begins a start when the first launcher asks for it; closes the connections of the start before."""
         actions: list[Action] = []
-        if start != self._start:
+        if self._ranks is None or start != self._start:
             actions += [Close(rank_connection) for rank_connection in sorted(self._rank_connections)]
             self._start, self._ranks = start, RendezvousCore(world_size, machine=self._machine)
             self._rank_connections.clear()
