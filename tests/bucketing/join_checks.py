@@ -277,7 +277,7 @@ def join_in_a_group(comm: Any, kit_name: str) -> list[float] | None:
     error = expect(gs.PlanMismatch, lambda: gs.check_consistency(changed, group), "\n  rank 2: float64[1]")
     assert sorted(error.descriptions) == [0, 2]
     shorter = kit.put(np.zeros(2 - group.rank))
-    error = expect(gs.PlanMismatch, lambda: gs.broadcast_tree(shorter, 1, group), "rank 2, the root")
+    error = expect(gs.PlanMismatch, lambda: gs.broadcast_tree(shorter, 1, group), "rank 2 (the root)")
     assert list(error.descriptions) == [0]
     total: list[float] = kit.get(weights).tolist()
     return total
