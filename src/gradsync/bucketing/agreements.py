@@ -12,19 +12,24 @@ the first use, the numbers are equal.
 from __future__ import annotations
 
 import gc
+import re
 import threading
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakValueDictionary, ref
 
-from gradsync.bucketing.plan import Bucket, list_of_names
-from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.bucketing.plan import Bucket, GradientSpec, list_of_names
+from gradsync.communicators.agreement import Agreement, StepSoFar, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world
 from gradsync.diagnostics import names_text, size_text
 from gradsync.errors import InvalidArgument, callers, shown
 from gradsync.reduction import ReduceOp
+
+#: Returns gradients, whether no more will follow, and the sizes of buckets; see StepEvents.arrived.
+Arrived = Callable[[], tuple[list[GradientSpec], bool, tuple[str, ...]]]
 
 
 class StepEvents:
@@ -36,7 +41,11 @@ class StepEvents:
 
     Attributes:
         local_passes: the number of local passes before this step.
+        arrived: returns the gradients that this rank has handed over and that are not reduced yet, whether no more
+            will follow, and the sizes of its buckets: a method of Step, which is not kept alive. None if not known.
     """
+
+    arrived: WeakMethod[Arrived] | None = None
 
     def __init__(self, op: ReduceOp, settings: str = "") -> None:
         self._reduce_op = op
@@ -50,6 +59,8 @@ class StepEvents:
         """Changes the settings in later events; call it between steps."""
         op = self._reduce_op.value
         self._op = f"{op}, {settings}" if settings else op
+        words = re.split(r", (?![^(]*\))", settings) if settings else []  # not the commas within a hook's settings
+        self._settings = (f"reduce_method {op}", *[re.sub(r"^in ", "compression ", word) for word in words])
         self._known: list[tuple[Bucket | _Flush, int, Agreement]] = []  # of the last step: with its local passes
 
     def change_callback(self, callback: KnownCallback | None) -> None:
@@ -105,6 +116,7 @@ class StepEvents:
         content = event.specs if isinstance(event, Bucket) else tuple(event)
         digest = digest_of("gradients", index, self._op, content, self.local_passes)
         kind, describe, summarise, tell = _TEXTS[type(event)]
+        passes = (f"local_passes {self.local_passes}",) if self.local_passes else ()
         agreement = Agreement(
             digest,
             partial(describe, *of_it),
@@ -112,6 +124,8 @@ class StepEvents:
             partial(summarise, *of_it),
             tell=partial(tell, *of_it),
             kind=kind,
+            settings=self._settings + passes,
+            so_far=None if self.arrived is None else partial(_so_far, self.arrived, event),
         )
         return agreement if self._callback is None else self._callback.mark(agreement)
 
@@ -123,8 +137,22 @@ class _Flush(NamedTuple):
     missing: tuple[str, ...]
 
 
+def _so_far(arrived: WeakMethod[Arrived], event: Bucket | _Flush) -> StepSoFar:
+    """Returns the gradients beside those of the event."""
+    method = arrived()
+    if method is None:
+        return StepSoFar()
+    specs, has_ended, sizes = method()
+    own = {spec.name for spec in event.specs} if isinstance(event, Bucket) else set()
+    return StepSoFar(tuple([_line(spec) for spec in specs if spec.name not in own]), has_ended, sizes)
+
+
+def _line(spec: GradientSpec) -> str:
+    return f"{spec.name}: {spec.dtype}{list(spec.shape)}"
+
+
 def _describe_bucket(bucket: Bucket, op: str, passes: int) -> str:
-    lines = [f"{spec.name}: {spec.dtype}{list(spec.shape)}" for spec in bucket.specs]
+    lines = [_line(spec) for spec in bucket.specs]
     of_what = f"{_count(len(lines), 'gradient')}, {bucket.size_bytes} bytes"
     return "\n".join([f"all_reduce ({op}) of a bucket of {of_what}{_after(passes)}", *lines])
 

@@ -81,6 +81,7 @@ class Step:
     def __init__(self, options: Options, identity: CallbackIdentity) -> None:
         self.planner = Planner(options.threshold_or(DEFAULT_THRESHOLD_BYTES), options.first_bucket_bytes)
         self.reducer = Reducer(options)
+        self.reducer.events.arrived = weakref.WeakMethod(self._arrived)
         self.memory: BucketMemory | None = None
         self.count = 0
         self.ended = 0
@@ -114,6 +115,7 @@ class Step:
         self._unlocked: set[int] = set()  # places of gradients that were unlocked without a reduction
         self._accepted_dtypes: set[Any] = set()
         self._guard: GradientGuard | None = None  # in debug mode
+        self._has_ended = False  # whether the flush has begun, so that no gradient will follow
         self._is_watched = False  # whether _note has work for each gradient
         self._state_of: Callable[[Any], Any] = id  # the communicator's ArrayKind.state
         register(self)
@@ -478,6 +480,7 @@ class Step:
                 position = self.count if self._places is None else self._places[key_of(param)]
                 name = display_name(param, position) if hasattr(param, "dtype") else param
                 rest[name] = self.take(param, total, communicator)
+            self._has_ended = True
             if self._places is not None and self._is_incomplete():
                 self._complete(communicator)
             self._is_busy = True
@@ -636,8 +639,22 @@ class Step:
         self._entries, self._seen = [None] * size, [None] * size
         self._begin_step()
 
+    def _arrived(self) -> tuple[list[GradientSpec], bool, tuple[str, ...]]:
+        """Returns this step's gradients that are not reduced yet, whether no more will follow, and the buckets' sizes.
+
+        For the error of ranks that disagree.
+        """
+        reduced = {slot.position for bucket in self._reduced for slot in bucket.slots}
+        came = range(self.count) if self._places is None else [p for p, come in enumerate(self._has_come) if come]
+        planner = self.planner
+        sizes = [f"threshold_bytes {planner.threshold_bytes}"]
+        if planner.first_bucket_bytes is not None:
+            sizes.append(f"first_bucket_bytes {planner.first_bucket_bytes}")
+        return [self._specs[place] for place in came if place not in reduced], self._has_ended, tuple(sizes)
+
     def _begin_step(self) -> None:
         self.count = 0
+        self._has_ended = False
         if self._places is not None:
             self._has_come = bytearray(len(self._specs))
         if self._has_new:

@@ -12,19 +12,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradsync.diagnostics import size_text
-from gradsync.errors import Caller, PlanMismatch, caller
+from gradsync.errors import Caller, PlanMismatch, caller, name_ranks
 
 try:
     from _blake2 import blake2b  # hashlib's implementation, without OpenSSL, which takes 4 ms to load
 except ImportError:
     from hashlib import blake2b
 
-# Separates a description's place, kind and callback when it is sent.
+# Separates the fields before a description when it is sent, and the items of a field.
 _SEPARATOR = "\x1f"
+_ITEM_SEPARATOR = "\x1e"
+_MOST_BYTES_OF_OTHERS = 2048  # because the texts of the ranks have little room in shared memory
 _ONE_ORDER = (
     "\n  the ranks use different callbacks here: use them in the same order on all ranks. If the order is the same and "
     'the ranks make them at different lines or in threads, name them: gs.AllreduceCallback(..., name="generator")'
 )
+_TOO_MANY = "999999999"  # lines: more than any description has
+_SIZES = ("threshold_bytes", "first_bucket_bytes")  # ranks may differ in these, as long as their buckets are equal
 _UNHARMED = "no data was moved"
 _BROKEN = (
     "some had launched theirs already, as in the steps before: the communicator is broken, and the gradients of this "
@@ -64,6 +68,20 @@ def place_of_caller() -> str:
     return "" if found is None else f"at {found}"
 
 
+class StepSoFar(NamedTuple):
+    """The step of one rank, up to an event.
+
+    Attributes:
+        others: the gradients that it has handed over for later events, each as a line of a description.
+        has_ended: whether the rank has handed over all of its gradients.
+        sizes: the limits of its buckets' sizes, each as "name value".
+    """
+
+    others: tuple[str, ...] = ()
+    has_ended: bool = False
+    sizes: tuple[str, ...] = ()
+
+
 class Agreement(NamedTuple):
     """One event on which all ranks must agree.
 
@@ -79,6 +97,8 @@ class Agreement(NamedTuple):
         kind: "bucket" or "flush" of a step of gradients, or a callback's "first use"; "" otherwise. For the advice
             after a mismatch, like `callback`.
         callback: returns the callback's name in errors; None or "" if there is only one callback.
+        settings: the options of the callback, each as "name value". For the advice.
+        so_far: returns the step of this rank up to this event. For the advice; not asked once the event has passed.
     """
 
     digest: int
@@ -90,20 +110,34 @@ class Agreement(NamedTuple):
     tell: Callable[[], dict[str, Any]] | None = None
     kind: str = ""
     callback: Callable[[], str] | None = None
+    settings: tuple[str, ...] = ()
+    so_far: Callable[[], StepSoFar] | None = None
 
     def facts(self) -> dict[str, Any]:
         """Returns the fields of the event, for the flight recorder's dumps."""
         return {} if self.tell is None else self.tell()
 
     def text_for_others(self, place: str | None = None) -> str:
-        """Returns the text that `Description.parse` reads on other ranks; place and kind are first, never cut off.
+        """Returns the text that `Description.parse` reads on other ranks; only the lines at its end may be cut off.
 
         Args:
-            place: the line in the program; None is the current one.
+            place: the line in the program that has passed the event; None is the current one.
         """
         callback = "" if self.callback is None else self.callback()
-        about = [place_of_caller() if place is None else place, self.kind, callback]
-        return f"{_SEPARATOR.join(about)}\n{self.describe()}"
+        described = self.describe()
+        so_far = StepSoFar() if place is not None or self.so_far is None else self.so_far()
+        others = _ITEM_SEPARATOR.join(so_far.others)
+        have_room = len(others) <= _MOST_BYTES_OF_OTHERS
+        about = [
+            place_of_caller() if place is None else place,
+            self.kind,
+            callback,
+            _ITEM_SEPARATOR.join(self.settings + so_far.sizes),
+            others if have_room else "",
+            "ended" if so_far.has_ended else "",
+            str(described.count("\n")) if have_room else _TOO_MANY,
+        ]
+        return f"{_SEPARATOR.join(about)}\n{described}"
 
     def headline(self) -> str:
         """Returns the event in one line, for the flight recorder."""
@@ -196,7 +230,9 @@ class Description(NamedTuple):
         first: number of the first gradient in `lines`.
         lines: one line for each gradient from there on, as many as fit.
         place: the line in its program, as from place_of_caller.
-        kind, callback: see Agreement.
+        kind, callback, settings: see Agreement.
+        others, has_ended: see StepSoFar.
+        all_lines: the number of lines, with those before `first` and those that did not fit.
     """
 
     headline: str
@@ -205,6 +241,15 @@ class Description(NamedTuple):
     place: str = ""
     kind: str = ""
     callback: str = ""
+    settings: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    has_ended: bool = False
+    all_lines: int = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether gradients did not fit into the text."""
+        return self.first + len(self.lines) < self.all_lines or not all(_is_spec(line) for line in self.lines[-1:])
 
     @property
     def is_of_step(self) -> bool:
@@ -215,9 +260,20 @@ class Description(NamedTuple):
     def parse(cls, text: str, first: int = 0) -> Description:
         """Returns the description in a text of place, headline and lines; the lines begin with number `first`."""
         about, _, described = text.partition("\n")
-        place, kind, callback = [*about.split(_SEPARATOR), "", ""][:3]
+        place, kind, callback, settings, others, ended, count = [*about.split(_SEPARATOR), *[""] * 6][:7]
         headline, *lines = described.splitlines() or [""]
-        return cls(headline, first, tuple(lines), place, kind, callback)
+        return cls(
+            headline,
+            first,
+            tuple(lines),
+            place,
+            kind,
+            callback,
+            tuple(filter(None, settings.split(_ITEM_SEPARATOR))),
+            tuple(filter(None, others.split(_ITEM_SEPARATOR))),
+            ended == "ended",
+            int(count) if count.isdecimal() and len(count) < 10 else 0,
+        )
 
     @classmethod
     def parse_whole(cls, texts: Mapping[int, str]) -> dict[int, Description]:
@@ -259,7 +315,7 @@ def mismatch(
         shown += f"\n  first difference, {item.format(first)}:"
         for rank, d in sorted(descriptions.items()):
             shown += f"\n    rank {rank}: {d.lines[0] if d.lines else '(nothing)'}"
-    shown += _advice(list(descriptions.values()))
+    shown += _advice(descriptions)
     return PlanMismatch(
         f"{label}: the ranks disagree on the next collective{where}; {_BROKEN if broken else _UNHARMED}:{shown}",
         index=index,
@@ -294,30 +350,160 @@ def _each(descriptions: Mapping[int, Description]) -> str:
     return "".join(f"\n  rank {rank}: {description}" for rank, description in sorted(descriptions.items()))
 
 
-def _advice(descriptions: Sequence[Description]) -> str:
-    """Returns advice, if only the rows of a gather differ, or the callbacks or gradients of a step.
+def _advice(descriptions: Mapping[int, Description]) -> str:
+    """Returns the last line of the error: in what the ranks differ, and what to do; "" if nothing more is known.
 
     It depends only on the descriptions, so that all ranks give the same advice.
     """
-    headlines = [description.headline for description in descriptions]
-    but_for_rows = {re.sub(r"\[\d+", "[", headline, count=1) for headline in headlines}
+    each = list(descriptions.values())
+    headlines = {rank: description.headline for rank, description in descriptions.items()}
+    but_for_rows = {re.sub(r"\[\d+", "[", headline, count=1) for headline in headlines.values()}
     if len(but_for_rows) == 1 and but_for_rows.pop().startswith(("all_gather of", "gather of")):
         return '\n  if the numbers of rows may differ, pass sizes="ask" or a list of them'
-    are_of_callbacks = all(d.kind or d.callback for d in descriptions)
-    are_first_uses = all(d.kind == "first use" for d in descriptions)
-    if are_of_callbacks and (are_first_uses or len({d.callback for d in descriptions}) > 1):
+    are_of_callbacks = all(d.kind or d.callback for d in each)
+    are_first_uses = all(d.kind == "first use" for d in each)
+    if are_of_callbacks and (are_first_uses or len({d.callback for d in each}) > 1):
         return _ONE_ORDER
-    if not all(d.is_of_step for d in descriptions):  # a rank runs another part of its program
-        return ""
-    lines = [description.lines for description in descriptions]
-    if all(lines) and len(set(map(frozenset, lines))) == 1:
+    advice = ""
+    if all(d.is_of_step for d in each):  # else a rank runs another part of its program
+        advice = _advice_on_settings(descriptions) or _advice_on_gradients(descriptions)
+    if not advice and len(descriptions) > 2:
+        odd, others = _split(headlines)
+        advice = f"{name_ranks(odd)} {_verb(odd, 'differs', 'differ')} from {name_ranks(others)}" if others else ""
+    return f"\n  {advice}" if advice else ""
+
+
+def _advice_on_settings(descriptions: Mapping[int, Description], *, are_sizes: bool = False) -> str:
+    """Returns the options of the callback that differ between ranks, and the local passes; "" if none does.
+
+    Args:
+        descriptions: of all ranks.
+        are_sizes: returns the sizes of buckets that differ; else all other options.
+    """
+    by_rank = {rank: dict(map(_named, d.settings)) for rank, d in descriptions.items()}
+    found, passes = [], ""
+    for name in dict.fromkeys(name for settings in by_rank.values() for name in settings):
+        values = {rank: settings.get(name) for rank, settings in by_rank.items()}
+        if len(set(values.values())) == 1 or (name in _SIZES) != are_sizes:
+            continue
+        if name == "local_passes":
+            numbers = _by_value({rank: value or "none" for rank, value in values.items()})
+            passes = f"the ranks had different numbers of local passes before this step, but need the same: {numbers}"
+        elif None in values.values() and len(set(values.values())) == 2:
+            found.append(f"{name} is set on {name_ranks([rank for rank in values if values[rank] is not None])} only")
+        else:
+            found.append(f"{name} differs: {_by_value({rank: value or 'unset' for rank, value in values.items()})}")
+    options = f"{'; '.join(found)}: make the callback with the same options on all ranks" if found else ""
+    return "; ".join(filter(None, [options, passes]))
+
+
+def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
+    """Returns the first gradient that differs between ranks, or that a rank has not handed over."""
+    here = {rank: dict(map(_parsed, filter(_is_spec, d.lines))) for rank, d in descriptions.items()}
+    known = {rank: dict(map(_parsed, filter(_is_spec, d.others))) | here[rank] for rank, d in descriptions.items()}
+    if not any(here.values()):  # all are at their flush
+        here = known
+    for name in dict.fromkeys(name for specs in here.values() for name in specs):
+        specs = {rank: specs[name] for rank, specs in known.items() if name in specs}
+        if len(set(specs.values())) > 1:
+            return _difference(name, specs)
+    if _may_be_prefixes(descriptions) and (advice := _advice_on_settings(descriptions, are_sizes=True)):
+        return advice
+    firsts = {rank: next(iter(specs), None) for rank, specs in here.items()}
+    absent = {}
+    for name in dict.fromkeys(filter(None, firsts.values())):
+        absent[name] = [rank for rank, specs in known.items() if name not in specs]
+    missing = {name: ranks for name, ranks in absent.items() if ranks}
+    if not missing:  # with parameters= the first gradient of a bucket may be there, and a later one missing
+        for name in dict.fromkeys(name for specs in here.values() for name in specs):
+            ranks = [rank for rank, specs in known.items() if name not in specs]
+            if ranks:
+                missing[name] = ranks
+                break
+    if not missing:
+        if len({tuple(specs) for specs in here.values()}) == 1:
+            return ""
         return (
-            "\n  the gradients are the same, their order differs: hand them over in the same order on all ranks, or "
-            "pass `parameters` to the callback, so that any order works"
+            "the gradients are the same, their order differs: hand them over in the same order on all ranks, or pass "
+            "parameters=..., then any order is allowed"
         )
-    if any(lines) and not all(lines):  # a rank is at its flush, or its bucket ends here
+    is_certain = not any(descriptions[rank].is_cut for ranks in missing.values() for rank in ranks)
+    if len(missing) > 1 or not is_certain:
+        at_once = _by_value({rank: name or "no gradient" for rank, name in firsts.items()})
         return (
-            "\n  some ranks have handed over fewer gradients than others: pass `parameters`, so that the error names "
-            'the missing gradients, or also missing="zero" to fill them with zeros'
+            f"the ranks hand over different gradients here: {at_once}: use the same names in the same order, or pass "
+            "parameters=..., then any order is allowed"
         )
-    return ""
+    [(name, ranks)] = missing.items()
+    have_ended = all(descriptions[rank].has_ended for rank in ranks)
+    what = f"did not hand over {name}" if have_ended else f"{_verb(ranks, 'has', 'have')} not handed over {name} yet"
+    others = [rank for rank in descriptions if rank not in ranks]
+    beside = f", {name_ranks(others)} did" if len(descriptions) > 2 else ""
+    return (
+        f"{name_ranks(ranks)} {what}{beside}: hand over the same gradients on all ranks, or pass parameters=... and "
+        'missing="zero", to fill missing ones with zeros'
+    )
+
+
+def _difference(name: str, specs: Mapping[int, tuple[str, str]]) -> str:
+    """Returns e.g. "'b2' has another shape on rank 1 than on ranks 0 and 2"."""
+    dtypes = {rank: dtype for rank, (dtype, _) in specs.items()}
+    is_dtype = len(set(dtypes.values())) > 1
+    values = dtypes if is_dtype else {rank: shape for rank, (_, shape) in specs.items()}
+    what = "dtype" if is_dtype else "shape"
+    odd, others = _split(values)
+    where = f"another {what} on {name_ranks(odd)} than on {name_ranks(others)}" if others else f"different {what}s"
+    return f"{name} has {where}: {_by_value(values)}"
+
+
+def _may_be_prefixes(descriptions: Mapping[int, Description]) -> bool:
+    """Whether every bucket begins as the longest one does."""
+    lines = [d.lines for d in descriptions.values()]
+    longest = max(lines, key=len)
+    return all(each == longest[: len(each)] for each in lines)
+
+
+def _is_spec(line: str) -> bool:
+    """Whether a line of a bucket is whole; the last one may be cut off."""
+    return line.endswith("]")
+
+
+def _parsed(line: str) -> tuple[str, tuple[str, str]]:
+    """Returns the name, dtype and shape in a line such as "'w': float32[3, 4]"."""
+    name, _, spec = line.rpartition(": ")
+    dtype, bracket, shape = spec.partition("[")
+    return name, (dtype, bracket + shape)
+
+
+def _named(setting: str) -> tuple[str, str]:
+    name, _, value = setting.partition(" ")
+    return name, value
+
+
+def _split(values: Mapping[int, object]) -> tuple[list[int], list[int]]:
+    """Returns the ranks that differ, and the ranks that have one value; the latter are empty if there are more values.
+
+    Of two equal halves that of rank 0 is the second.
+    """
+    groups = _groups(values)
+    if len(groups) != 2:
+        return sorted(values), []
+    first, second = groups.values()  # the first is that of the lowest rank
+    return (first, second) if len(first) < len(second) else (second, first)
+
+
+def _groups(values: Mapping[int, object]) -> dict[object, list[int]]:
+    """Returns the ranks by value, in ascending order."""
+    groups: dict[object, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def _by_value(values: Mapping[int, object]) -> str:
+    """Returns e.g. "1.0 on ranks 0 and 2, 2.0 on rank 1"."""
+    return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in _groups(values).items())
+
+
+def _verb(ranks: Sequence[int], one: str, many: str) -> str:
+    return one if len(ranks) == 1 else many
