@@ -194,6 +194,27 @@ def test_error_of_user_code_outside_with_reaches_the_other_ranks(tmp_path):
         assert line.endswith(told), err
 
 
+def test_an_error_that_all_ranks_raised_is_told_once_and_of_all_ranks(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import signal
+        import numpy as np
+        import gradsync as gs
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # however late it is on a busy machine
+        with gs.init_process_group() as comm:
+            comm.all_reduce(np.ones(3 + comm.rank))
+        """,
+    )
+    _, _, err = command.run(*RUN, script)
+    assert "also failed" not in err
+    first, second, *_ = err.splitlines()
+    told = r"gradsync: all 2 ranks failed with the same error; this is the one of rank [01] \(pid \d+ on .*\):"
+    assert re.fullmatch(told, first)
+    assert second == "Traceback (most recent call last):"
+    assert err.count("the ranks disagree on the next collective") == 1
+
+
 def test_rank_that_ended_normally_while_it_was_needed_is_named(tmp_path):
     script = command.write_script(
         tmp_path,

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gradsync.errors import name_ranks
 from gradsync.launching.out_of_memory import kind_of_memory
 from gradsync.launching.rank_report import ErrorReport, ReturnValue
 
@@ -51,9 +52,14 @@ class RankOutcome:
         """Whether its function ended well, but the return value could not be sent."""
         return self.error is not None and self.error.is_unsendable
 
+    @property
+    def name(self) -> str:
+        """The rank and its process, in words."""
+        return f"rank {self.rank} (pid {self.pid} on {os.uname().nodename})"
+
     def describe(self) -> str:
         """Returns the rank, its process and how it ended, in words."""
-        name = f"rank {self.rank} (pid {self.pid} on {os.uname().nodename})"
+        name = self.name
         if self.exit_code is None:
             return f"{name} could not be killed; it may hang in the kernel"
         if self.memory_kill is not None:
@@ -134,7 +140,8 @@ def failure_text(outcome: Outcome) -> str:
     root = outcome.root_cause
     if root is None:
         return ""
-    others = [rank for rank in outcome.ranks if rank is not root]
+    alike = [rank for rank in outcome.ranks if rank is root or _raised_the_same(rank, root)]
+    others = [rank for rank in outcome.ranks if rank not in alike]
     hanging = [f"gradsync: {rank.describe()}\n" for rank in others if rank.exit_code is None]
     if outcome.signal_number is not None and root.was_stopped and root.exit_code is not None:
         return "".join(hanging)  # the other ranks ended because they were asked to
@@ -150,11 +157,27 @@ def failure_text(outcome: Outcome) -> str:
         if rank.was_found_stopped
     ]
     text = root.error.text if root.error else ""
-    if others:  # the output of a single rank is right above
+    if len(outcome.ranks) > 1:  # the output of a single rank is right above
         lines += _last_output(root)
-    how = _how_to_see_where(root) + _on_whose_account(root)
-    lines.append(f"gradsync: {root.describe()}{how}{':' if text else ''}\n{text}")
+    if len(alike) > 1:
+        who = f"all {len(alike)} ranks" if not others else name_ranks([rank.rank for rank in alike])
+        how = f"{who} failed with the same error; this is the one of {root.name}"
+    else:
+        how = root.describe() + _how_to_see_where(root) + _on_whose_account(root)
+    lines.append(f"gradsync: {how}{':' if text else ''}\n{text}")
     return "".join(lines)
+
+
+def _raised_the_same(rank: RankOutcome, root: RankOutcome) -> bool:
+    """Whether a rank raised the root cause's error too, and not in consequence of it: a PlanMismatch, for example."""
+    if rank.error is None or root.error is None or rank.error.is_consequence or root.error.is_consequence:
+        return False
+    return rank.exit_code is not None and _error_text(rank, rank.error) == _error_text(root, root.error)
+
+
+def _error_text(rank: RankOutcome, error: ErrorReport) -> str:
+    """Returns an error's first line without the rank that raised it."""
+    return re.sub(rf"\brank {rank.rank}/\d+: ", "", error.summary, count=1).rstrip(": ")
 
 
 def lines_on_others(outcome: Outcome) -> str:
@@ -190,8 +213,7 @@ def _also_failed(ranks: Iterable[RankOutcome]) -> list[str]:
     by_text: dict[str, list[RankOutcome]] = {}
     for rank in ranks:
         if rank.error is not None:
-            text = re.sub(rf"\brank {rank.rank}/\d+: ", "", rank.error.summary, count=1).rstrip(": ")
-            by_text.setdefault(text, []).append(rank)
+            by_text.setdefault(_error_text(rank, rank.error), []).append(rank)
     return [
         f"rank{'s' * several} {_ranges(rank.rank for rank in group)} "
         f"(pid{'s' * several} {_ranges(rank.pid for rank in group)}) also failed: {text}"
