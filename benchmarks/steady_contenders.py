@@ -70,11 +70,11 @@ class _NoRecorder:
 @contextlib.contextmanager
 def without_recorder(comm: gs.Communicator, _model: Model) -> Iterator[None]:
     """Switches the flight recorder off."""
-    recorder, comm.lifetime._recorder = comm.lifetime._recorder, _NoRecorder()
+    recorder, comm._lifetime._recorder = comm._lifetime._recorder, _NoRecorder()
     try:
         yield
     finally:
-        comm.lifetime._recorder = recorder
+        comm._lifetime._recorder = recorder
 
 
 @contextlib.contextmanager
@@ -88,13 +88,13 @@ def without_agreement(comm: gs.Communicator, model: Model) -> Iterator[None]:
         barrier.await_round(barrier.round)
 
     agreements.bucket = agreements.flush = lambda *_: nothing
-    comm.agree = lambda _agreement: None
+    comm._agree = lambda _agreement: None
     SharedBarrier.meet = only_meet
     try:
         yield
     finally:
         SharedBarrier.meet = meet
-        del agreements.bucket, agreements.flush, comm.agree
+        del agreements.bucket, agreements.flush, comm._agree
 
 
 @contextlib.contextmanager

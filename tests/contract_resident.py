@@ -30,7 +30,7 @@ def agreed(size: int, what: str = "resident") -> Agreement:
 
 
 def make(comm: Any, size_bytes: int) -> Any:
-    return comm.make_resident_memory(size_bytes, agreed(size_bytes, "make_resident_memory"))
+    return comm._make_resident_memory(size_bytes, agreed(size_bytes, "make_resident_memory"))
 
 
 def kit_of(comm: Any) -> Any:
@@ -44,8 +44,8 @@ def reduce_values(comm: Any, memory: Any, values: Host, op: str, begin: int = 0,
     end = begin + values.nbytes
     view = memory.bytes[begin:end].view(values.dtype)
     view[...] = kit.put(values)
-    producers = [comm.mark_work()]
-    end_of_work = comm.all_reduce_resident(
+    producers = [comm._mark_work()]
+    end_of_work = comm._all_reduce_resident(
         memory, begin, end, values.dtype, ReduceOp(op), agreed(values.size), producers=producers, **options
     )
     if end_of_work is not None:
@@ -97,7 +97,7 @@ def check_resident_memory_is_aligned_and_zero(comm: Any, _kit: Any) -> None:
         assert (memory.bytes.shape, memory.bytes.dtype) == ((size_bytes,), np.uint8)
         assert not memory.bytes.any()
         if size_bytes:
-            assert comm.arrays.byte_bounds(memory.bytes)[0] % 64 == 0
+            assert comm._arrays.byte_bounds(memory.bytes)[0] % 64 == 0
         comm.barrier()
         memory.bytes[...] = comm.rank + 1
         comm.barrier()
@@ -113,14 +113,14 @@ def check_many_resident_reductions_in_a_row(comm: Any, _kit: Any) -> None:
     for step in range(200 if IS_EVERYWHERE or comm.backend != "nccl" else 40):  # to save time, on the stand-in
         for (begin, size), view in zip(ranges, views, strict=True):
             view[...] = comm.rank + step
-            end = comm.all_reduce_resident(
+            end = comm._all_reduce_resident(
                 memory,
                 begin,
                 begin + 4 * size,
                 np.dtype(np.int32),
                 ReduceOp.SUM,
                 agreed(size),
-                producers=[comm.mark_work()],
+                producers=[comm._mark_work()],
             )
             if end is not None:
                 end.wait()
@@ -136,7 +136,7 @@ def check_resident_memory_of_different_sizes_is_refused(comm: Any, _kit: Any) ->
     assert not error.broken
     # Sizes that differ are found out where the ranks agree on the rest, too.
     alike = agreed(0, "make_resident_memory")
-    expect(gs.PlanMismatch, lambda: comm.make_resident_memory(size_bytes, alike), "resident memory of 65 bytes")
+    expect(gs.PlanMismatch, lambda: comm._make_resident_memory(size_bytes, alike), "resident memory of 65 bytes")
     memory = make(comm, 64)
     got = reduce_values(comm, memory, contribution(comm.rank, (3,), "float64"), "sum")
     assert_equal_to_reference(got, "sum", "float64", (3,), comm.world_size)

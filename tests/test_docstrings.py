@@ -19,9 +19,6 @@ from gradsync.communicators.objects import Objects
 GIVEN = {"Communicator", "MultiprocessContext", "NonMember", "GradientFuture", "CollectiveFuture", "GradientBucket"}
 # For use inside the library; the reference leaves them out.
 INNER = {"all_gather_for", "broadcast_for"}
-# Of a communicator: what bucketing uses.
-INNER |= {"native_array", "use_debug_mode", "agree", "share_numbers", "broadcast_list"}
-INNER |= {"make_resident_memory", "all_reduce_resident", "family"}
 CLASSES = {name: getattr(gs, name) for name in gs.__all__ if inspect.isclass(getattr(gs, name))}
 ERRORS = {name for name, found in CLASSES.items() if issubclass(found, Exception)}
 ENTRY = re.compile(r"^    \*{0,2}([a-z_]\w*): ", flags=re.MULTILINE)

@@ -330,7 +330,7 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
         )
         communicator = Communicator(nccl)
     if settings.debug:
-        communicator.use_debug_mode()
+        communicator._use_debug_mode()
     return communicator
 
 

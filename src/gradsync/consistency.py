@@ -66,7 +66,7 @@ def _named(named_arrays: Any, communicator: Communicator) -> dict[str, Array]:
         name, array = entry if isinstance(entry, tuple) and len(entry) == 2 else (f"#{position}", entry)
         if str(name) in natives:
             raise InvalidArgument(f"{who} got two arrays of the name {str(name)!r}")
-        natives[str(name)] = communicator.native_array(array, f"check_consistency, array {str(name)!r}")
+        natives[str(name)] = communicator._native_array(array, f"check_consistency, array {str(name)!r}")
     return natives
 
 

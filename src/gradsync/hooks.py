@@ -235,8 +235,8 @@ def _deliver(reduced: Array, target: Array, bucket: GradientBucket, *, is_mean: 
     if is_mean and bucket.op is ReduceOp.SUM:
         reduced *= world_size
     elif not is_mean and bucket.op is ReduceOp.MEAN:
-        bucket.communicator.arrays.divide(reduced, world_size)
-    bucket.communicator.arrays.multiply(reduced, 1.0, target)
+        bucket.communicator._arrays.divide(reduced, world_size)
+    bucket.communicator._arrays.multiply(reduced, 1.0, target)
 
 
 def _seeded(shape: tuple[int, int], seed: int) -> Array:

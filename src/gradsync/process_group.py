@@ -149,7 +149,7 @@ def init_process_group(
         except BaseException:
             _leave()
             raise
-    communicator.on_exit = _destroy_because_of
+    communicator._on_exit = _destroy_because_of
     _settings = settings
     set_world(communicator)
     return communicator
@@ -174,9 +174,9 @@ def destroy_process_group() -> None:
     _siblings.clear()
     try:
         if communicator is not None:
-            communicator.on_exit = None
+            communicator._on_exit = None
             try:
-                communicator.family.close()
+                communicator._family.close()
             finally:
                 communicator.close()
     finally:
@@ -408,13 +408,13 @@ def _world_over(backend: str) -> Communicator | None:
     sibling = _siblings.get(backend)
     if sibling is None:
         sibling = _siblings[backend] = _connect_sibling(backend, world, settings)
-        sibling.family = world.family
-        world.family.add(sibling)
+        sibling._family = world._family
+        world._family.add(sibling)
     # It is not made again: another rank may not know yet that it has ended, and would not join.
     if sibling.closed:
         raise CommunicatorClosed(
             f"{world.label}: override_backend({backend!r}): its communicator cannot be used any more: "
-            f"{sibling.lifetime.ended_because}; for a new one call gs.destroy_process_group() and "
+            f"{sibling._lifetime.ended_because}; for a new one call gs.destroy_process_group() and "
             "gs.init_process_group() on all ranks"
         )
     return sibling
@@ -428,11 +428,11 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
             )
         return connect(backend, None, settings, backend)
     if _client is None and world.closed:  # e.g. in the child of a fork, which must not join as this rank
-        raise CommunicatorClosed(f"{world.label}: override_backend({backend!r}): {world.lifetime.ended_because}")
+        raise CommunicatorClosed(f"{world.label}: override_backend({backend!r}): {world._lifetime.ended_because}")
     from gradsync.communicators.groups import whom
 
     client = _client or _join(settings, backend)  # a world of one rank has no client yet
-    name = world.family.new_name(backend)
+    name = world._family.new_name(backend)
 
     def agree() -> str:
         asking = client.group(world.ranks, f"{name}/offers")

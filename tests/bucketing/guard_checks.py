@@ -108,4 +108,4 @@ def train_well(comm: gs.Communicator, kit_name: str, **options: Any) -> None:
     assert comm.objects.all_gather(comm.rank) == list(range(comm.world_size))
     half = comm.split(color=comm.rank % 2)
     assert half
-    assert half.debug
+    assert half._debug

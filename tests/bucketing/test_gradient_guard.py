@@ -32,7 +32,7 @@ def test_a_write_before_the_reduction_is_told_with_its_place(place: Place, world
 
 
 def in_debug_mode(comm: gs.Communicator, check: str, kit: str, options: dict[str, object]) -> object:
-    comm.use_debug_mode()
+    comm._use_debug_mode()
     return getattr(checks, check)(comm, kit, **options)
 
 
@@ -60,7 +60,7 @@ def test_what_is_allowed_passes(place: Place, world_size: int) -> None:
 @pytest.mark.parametrize("array", [np.zeros((4, 6))[:, ::2], np.zeros((3, 4), order="F"), np.zeros(5, np.complex64)])
 def test_layouts_and_dtypes(array: np.ndarray) -> None:
     with local_communicator() as comm:
-        comm.use_debug_mode()
+        comm._use_debug_mode()
         sync = gs.AllreduceCallback("sum", comm)
         older_view = array[...]  # the array itself is read-only meanwhile
         with pytest.raises(gs.GradientChanged), sync.backward():
@@ -75,7 +75,7 @@ def test_layouts_and_dtypes(array: np.ndarray) -> None:
 
 
 def is_in_debug_mode(comm: gs.Communicator) -> bool:
-    return comm.debug
+    return comm._debug
 
 
 def test_it_is_asked_for_by_argument_or_variable() -> None:

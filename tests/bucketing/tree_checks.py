@@ -197,7 +197,7 @@ def send_what_cannot_be_read(comm: Any) -> str:
     error_of_object = (
         gs.InvalidArgument,
         lambda: comm.objects.broadcast(Unreadable()),
-        "object of rank 0 that does not",
+        "an object from rank 0 that does not",
     )
     if comm.rank:
         expect(*error_of_object)

@@ -179,7 +179,7 @@ def take_memory_that_another_thread_has_just_freed(comm: Any) -> None:
     """On the caller's stream, in the middle of an asynchronous call: its result lies where late work still writes."""
     size = comm.world_size * SIZE
     for collective in (comm.asynchronous.all_gather, comm.asynchronous.all_to_all):
-        source, obstacle, empty = full(comm.rank, size), Obstacle(), comm.arrays.empty
+        source, obstacle, empty = full(comm.rank, size), Obstacle(), comm._arrays.empty
 
         def free_what_is_in_use(o: Obstacle = obstacle) -> None:
             late = full(0, size)
@@ -192,10 +192,10 @@ def take_memory_that_another_thread_has_just_freed(comm: Any) -> None:
             thread.join()
             return empty(*args)
 
-        comm.arrays.empty = empty_late
+        comm._arrays.empty = empty_late
         part = source[:SIZE] if collective == comm.asynchronous.all_gather else source
         future = collective(part)
-        comm.arrays.empty = empty
+        comm._arrays.empty = empty
         if IS_STAND_IN:  # where the obstacle stays
             began = time.monotonic()
             while not future.done() and time.monotonic() - began < 0.3:

@@ -99,7 +99,7 @@ def reach_foreign_arrays(comm: Any) -> None:
     for kind in (WithInterface, WithDLPack):
         for shape in ((5,), (4, 3)):
             foreign = kind(cupy.full(shape, comm.rank + 1.0))
-            assert comm.native_array(foreign, "a test").data.ptr == foreign.memory.data.ptr
+            assert comm._native_array(foreign, "a test").data.ptr == foreign.memory.data.ptr
             assert comm.all_reduce(foreign) is foreign
             n = comm.world_size
             assert (foreign.memory.get() == n * (n + 1) / 2).all()
@@ -172,7 +172,7 @@ def divide_half_precision_by_many_ranks(comm: Any) -> None:
         values = np.arange(1, 200).astype(dtype_of(name))
         for count in counts:
             flat = cupy.asarray(values)
-            comm.arrays.divide(flat, count)
+            comm._arrays.divide(flat, count)
             assert (flat.get() == (values.astype(np.float32) / np.float32(count)).astype(values.dtype)).all(), (
                 name,
                 count,

@@ -27,7 +27,7 @@ def comm() -> Iterator[gs.Communicator]:
 
 
 def submit(comm: Any, run: Callable[[], Any]) -> gs.CollectiveFuture:
-    return collective_queue.submit(comm.lifetime, "a test", run)
+    return collective_queue.submit(comm._lifetime, "a test", run)
 
 
 LOST = "a test failed, and its future was never asked: RankFailed: rank 1 died"
@@ -39,7 +39,7 @@ def test_a_failure_that_nobody_asks_for_is_logged_at_the_end_of_the_program() ->
         + """
     def fail():
         raise gs.RankFailed("rank 1 died")
-    future = submit(comm.lifetime, "a test", fail)
+    future = submit(comm._lifetime, "a test", fail)
     limit = time.monotonic() + 20
     while not future.done() and time.monotonic() < limit:  # to look is not to ask why it failed
         time.sleep(0.01)
@@ -71,7 +71,7 @@ def test_the_end_of_the_program_waits_a_moment_for_what_is_under_way() -> None:
     from gradsync.communicators import collective_queue
     collective_queue._LEAVING_SECONDS = 20.0
     stop = threading.Event()
-    future = submit(comm.lifetime, "a test", lambda: stop.wait(20))
+    future = submit(comm._lifetime, "a test", lambda: stop.wait(20))
     threading.Timer(0.2, stop.set).start()
     future.add_done_callback(lambda future: print("done", future.result(), file=sys.stderr))
     """
@@ -83,7 +83,7 @@ def test_the_end_of_the_program_does_not_wait_for_what_never_ends() -> None:
     done, seconds = run_to_the_end(
         IMPORTS
         + """
-    futures = [submit(comm.lifetime, "a test", threading.Event().wait) for _ in range(3)]
+    futures = [submit(comm._lifetime, "a test", threading.Event().wait) for _ in range(3)]
     """
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -92,7 +92,7 @@ def test_the_end_of_the_program_does_not_wait_for_what_never_ends() -> None:
 
 def test_after_an_exception_the_program_does_not_wait_at_all() -> None:
     script = textwrap.dedent(IMPORTS) + textwrap.dedent("""
-        future = submit(comm.lifetime, "a test", threading.Event().wait)
+        future = submit(comm._lifetime, "a test", threading.Event().wait)
         print(time.time(), flush=True)
         raise ValueError("the news")
     """)

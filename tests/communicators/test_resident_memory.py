@@ -25,7 +25,7 @@ SIZE = 300_000
 
 
 def reduce(comm: Any, memory: Any, size: int = SIZE, op: str = "sum", dtype: Any = FLOAT32) -> None:
-    comm.all_reduce_resident(memory, 0, size * dtype.itemsize, dtype, ReduceOp(op), agreed(size))
+    comm._all_reduce_resident(memory, 0, size * dtype.itemsize, dtype, ReduceOp(op), agreed(size))
 
 
 def fail_to_allocate(comm: Any, where: str) -> str:

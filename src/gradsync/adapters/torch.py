@@ -639,7 +639,7 @@ def _broadcast_tensors(
     """
     tensors = dict(named)
     with _on_stream_of_torch(communicator):
-        natives = [(name, communicator.native_array(_array_of(each), name)) for name, each in tensors.items()]
+        natives = [(name, communicator._native_array(_array_of(each), name)) for name, each in tensors.items()]
         broadcast_named(what, natives, root, communicator)
     if communicator.rank != root:
         for tensor in tensors.values():

@@ -78,7 +78,7 @@ class Accumulation:
         known, owners = self._sums.get(key), _owners(grad, native, communicator)
         if known is None:
             # Not in the bucket: the caller may write to it, and it holds the last step's results.
-            known = _Sum(param, name, communicator.arrays.empty_like(native))
+            known = _Sum(param, name, communicator._arrays.empty_like(native))
             known.total[...] = _beside(native, known.total)
             self._sums[key] = known
         else:
@@ -88,7 +88,7 @@ class Accumulation:
                     "first, or end each pass with flush(), or give each its own `with callback.accumulate()`"
                 )
             self._add_to(known, native, () if is_reused else owners, communicator)
-        known.mark = communicator.mark_work()
+        known.mark = communicator._mark_work()
         known.given = [each for each in known.given if each[0]() is not None]
         there = {(id(owner()), bounds) for owner, bounds in known.given}
         known.given += [(owner, bounds) for owner, bounds in owners if (id(owner()), bounds) not in there]
@@ -107,8 +107,8 @@ class Accumulation:
     def take_rest(self, communicator: Communicator) -> list[tuple[Any, Array]]:
         """Returns the parameters with gradients in local passes only, and their sums, in order of arrival."""
         rest, self._sums = self._sums, {}
-        if communicator.runs_beside_host:
-            communicator.follow_work([known.mark for known in rest.values()])
+        if communicator._runs_beside_host:
+            communicator._follow_work([known.mark for known in rest.values()])
         return [(known.parameter, known.total) for known in rest.values()]
 
     def names(self) -> list[str]:
@@ -145,8 +145,8 @@ class Accumulation:
                 "handed over. Is it a running total, which would be added twice? Then add it up without accumulate(). "
                 "Is it scratch memory, written anew in each pass? Then say accumulate(reused=True)"
             )
-        if communicator.runs_beside_host:
-            communicator.follow_work([known.mark])  # the pass before may have run on another stream
+        if communicator._runs_beside_host:
+            communicator._follow_work([known.mark])  # the pass before may have run on another stream
         with np.errstate(all="ignore"):  # NaN and infinity show in the result
             total += _beside(native, total)
 
@@ -161,7 +161,7 @@ def _beside(native: Array, total: Array) -> Any:
 
 def _owners(grad: Any, native: Array, communicator: Communicator) -> list[_Owner]:
     """Returns references to an array and to its memory's owner: while one lives, no other array gets the memory."""
-    bounds = communicator.arrays.byte_bounds(native) if native.size else (0, 0)
+    bounds = communicator._arrays.byte_bounds(native) if native.size else (0, 0)
     owner: Any = native
     while (base := _base(owner)) is not None:
         owner = base
@@ -206,5 +206,5 @@ def _were_given(known: _Sum, owners: Iterable[_Owner]) -> bool:
 def _overlap(first: Array, second: Array, communicator: Communicator) -> bool:
     if not (first.size and second.size):
         return False
-    (begin, end), (other, last) = map(communicator.arrays.byte_bounds, (first, second))
+    (begin, end), (other, last) = map(communicator._arrays.byte_bounds, (first, second))
     return begin < last and other < end

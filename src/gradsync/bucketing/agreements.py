@@ -309,12 +309,12 @@ class CallbackIdentity:
             RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
         agreement = self._agreement(_FIRST_USE, self._name)
-        digests = {digest for [digest] in communicator.share_numbers(_FIRST_USE, [self._digest], agreement)}
+        digests = {digest for [digest] in communicator._share_numbers(_FIRST_USE, [self._digest], agreement)}
         if len(digests) > 1:  # made at different lines, which may be intended; or used crosswise
             holds = self._holds_other(digests - {self._digest}, communicator)
             agreement = self._agreement(_FIRST_USE, "made in different places")
-            if any(held for [held] in communicator.share_numbers(_FIRST_USE, [int(holds)], agreement)):
-                communicator.agree(self._agreement(_FIRST_USE, self._digest, shows_stack=True))  # raises: they differ
+            if any(held for [held] in communicator._share_numbers(_FIRST_USE, [int(holds)], agreement)):
+                communicator._agree(self._agreement(_FIRST_USE, self._digest, shows_stack=True))  # raises: they differ
         used = _used.setdefault(communicator, [0])
         used[0] += 1
         name = KnownCallback(used[0], self._name, _line_of(self._stack[0]), used, ref(communicator))

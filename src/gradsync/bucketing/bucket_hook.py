@@ -99,13 +99,13 @@ def result_of(value: Any, bucket: GradientBucket) -> Array:
         raise InvalidArgument(
             f"{communicator.label}: {what} must return the reduced array, such as bucket.flat, or its future, got None"
         )
-    native = communicator.native_array(value, what)
+    native = communicator._native_array(value, what)
     if native.size != bucket.flat.size or native.dtype != bucket.flat.dtype:
         raise InvalidArgument(
             f"{communicator.label}: {what} must return {bucket.flat.size} elements of {bucket.flat.dtype}, or a future "
             f"of them, got {native.size} of {native.dtype}"
         )
-    arrays = communicator.arrays
+    arrays = communicator._arrays
     if native is bucket.flat or (native.size and arrays.byte_bounds(native) == arrays.byte_bounds(bucket.flat)):
         return bucket.flat
     flat: Array = arrays.flat(native)

@@ -55,9 +55,9 @@ class BucketMemory:
             begin = -(-end // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
             end = begin + bucket.size_bytes
             self._stretches[bucket.number] = Stretch(begin, end)
-        self._arrays = communicator.arrays
+        self._arrays = communicator._arrays
         self._label = communicator.label
-        self.memory: ResidentMemory = communicator.make_resident_memory(max(end, 1), agreed(_agreement(buckets)))
+        self.memory: ResidentMemory = communicator._make_resident_memory(max(end, 1), agreed(_agreement(buckets)))
         self.views: list[Array] = [self.memory.bytes] * sum(len(bucket.slots) for bucket in buckets)
         self._names: list[str] = [""] * len(self.views)
         for bucket in buckets:

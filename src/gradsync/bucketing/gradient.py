@@ -101,7 +101,7 @@ def accept(
         )
     native: Array | None = None
     try:
-        native = communicator.native_array(grad, "the gradient")
+        native = communicator._native_array(grad, "the gradient")
         if native.dtype not in accepted_dtypes:
             options.check_dtype(native.dtype)
             accepted_dtypes.add(native.dtype)
@@ -118,7 +118,7 @@ def accept(
 
 def destination(grad: Any, native: Array, communicator: Communicator) -> Destination:
     """Decides where the reduced values go: into the gradient, or into a new array if it is read-only."""
-    arrays = communicator.arrays
+    arrays = communicator._arrays
     source = arrays.flat(native)
     if arrays.writeable(native) and not overlaps_itself(native):
         return Destination(source, source, None if arrays.is_viewed_flat(native) else native, grad)
@@ -296,7 +296,7 @@ def _spec_of(param: Any, of: Any, position: int, what: str, op: ReduceOp, commun
             if len(of) != 2 or any(length < 0 for length in shape):
                 raise ValueError("a shape has integers >= 0")
         else:
-            native = communicator.native_array(of, f"{what}, parameter {name}")
+            native = communicator._native_array(of, f"{what}, parameter {name}")
             shape, dtype = native.shape, native.dtype
     except (AttributeError, ImportError, IndexError, TypeError, ValueError) as error:
         raise InvalidArgument(
@@ -334,13 +334,13 @@ def warn_of_unequal_values(
     arrays = {name: array for name, array in given.items() if hasattr(array, "dtype")}
     digests: dict[str, str] = {}
     if not any(_shares_memory(array, gradient) for array in arrays.values()):
-        natives = {name: communicator.native_array(array, f"parameter {name}") for name, array in arrays.items()}
-        if all(communicator.arrays.writeable(native) for native in natives.values()):
+        natives = {name: communicator._native_array(array, f"parameter {name}") for name, array in arrays.items()}
+        if all(communicator._arrays.writeable(native) for native in natives.values()):
             digests = {name: communicator._digest_of_values(native) for name, native in natives.items()}
     import hashlib  # here: start-up counts
 
     whole = int.from_bytes(hashlib.sha256(repr(digests).encode()).digest()[:8], "little", signed=True)
-    shared = communicator.share_numbers(_COMPARISON, [len(digests), whole], agreed(_AGREEMENT))
+    shared = communicator._share_numbers(_COMPARISON, [len(digests), whole], agreed(_AGREEMENT))
     if len({tuple(numbers) for numbers in shared}) == 1 or not all(count for count, _ in shared):
         return
     by_rank: list[dict[str, str]] = communicator.objects.all_gather_for(_COMPARISON, digests)

@@ -251,7 +251,7 @@ class GradientGuard:
     def _digest(self, array: Any) -> int:
         """Returns a digest of the elements; of a GPU's array after the work of the current stream."""
         if not isinstance(array, np.ndarray):
-            array = self._communicator.arrays.flat(array).get()
+            array = self._communicator._arrays.flat(array).get()
         return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def _changed(self, watched: _Watched, between: str) -> GradientChanged:

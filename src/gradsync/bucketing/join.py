@@ -79,7 +79,7 @@ class Join:
     def _exchange(self, answer: int, passes: int = 0) -> tuple[int, int]:
         """Returns the number of ranks with gradients, and the number of local passes of the first of them."""
         agreement = self._step.reducer.events.of_callback(_AGREEMENT)
-        answers = self._communicator.share_numbers("join", [answer, passes], agreement)
+        answers = self._communicator._share_numbers("join", [answer, passes], agreement)
         present = [rank for rank, (answer, _) in enumerate(answers) if answer == _PRESENT]
         unable = [rank for rank, (answer, _) in enumerate(answers) if answer == _UNABLE]
         if not present:
@@ -110,14 +110,14 @@ class Join:
         memory = self._step.memory
         if memory is not None:
             reduction = Reduction.resident(bucket, memory)
-            self._communicator.arrays.fill(reduction.sources[0], zero)
+            self._communicator._arrays.fill(reduction.sources[0], zero)
             return reduction
         flat = self._zeros.get(bucket.dtype)
         if flat is None or flat.size < bucket.size_elements:
-            flat = self._communicator.arrays.flat(np.full(bucket.size_elements, zero, dtype))
+            flat = self._communicator._arrays.flat(np.full(bucket.size_elements, zero, dtype))
             self._zeros[bucket.dtype] = flat
         else:
             flat = flat[: bucket.size_elements]
-            self._communicator.arrays.fill(flat, zero)
+            self._communicator._arrays.fill(flat, zero)
         parts = [flat[slot.begin : slot.end] for slot in bucket.slots]
         return Reduction(bucket, parts, parts, [], parts)

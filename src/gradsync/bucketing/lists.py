@@ -171,7 +171,7 @@ def bcast_list_(
         kind = "a mapping: pass list(parameters.values())" if isinstance(arrays, Mapping) else "one array: pass [array]"
         raise InvalidArgument(f"{communicator.label}: bcast_list_ needs a list of arrays, got {kind}")
     named = [
-        (f"array {i}", communicator.native_array(array, f"bcast_list_, array {i}")) for i, array in enumerate(arrays)
+        (f"array {i}", communicator._native_array(array, f"bcast_list_, array {i}")) for i, array in enumerate(arrays)
     ]
     if communicator.rank != root:
         check_writable("bcast_list_", named, communicator)
@@ -203,7 +203,7 @@ def pack_allreduce_split(
     """
     communicator = group_or_world(group, "pack_allreduce_split")
     op = parse_reduce_method(reduce_method)
-    natives = [communicator.native_array(array, "pack_allreduce_split") for array in pack_list]
+    natives = [communicator._native_array(array, "pack_allreduce_split") for array in pack_list]
     offsets = get_offsets(shapes)
     if offsets != get_offsets([native.shape for native in natives]):
         raise InvalidArgument(
@@ -234,7 +234,7 @@ def communicator_and_root(what: str, communicator: Communicator | None, root: in
 def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: Communicator) -> None:
     """Refuses arrays into which a broadcast cannot write; the error names the first."""
     for name, native in named:
-        writeable = communicator.arrays.writeable(native)
+        writeable = communicator._arrays.writeable(native)
         if not writeable or overlaps_itself(native):
             kind = "overlaps itself" if writeable else "is read-only"
             raise InvalidArgument(f"{communicator.label}: {what} writes in place; {name or 'the tree'} {kind}")
@@ -248,4 +248,4 @@ def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, co
         return "\n".join([f"{what} of {len(lines)} arrays from root {root}", *lines])
 
     agreement = Agreement(digest_of(what, root, lines), describe, item="array {} of the list")
-    communicator.broadcast_list([native for _, native in named], root, agreement)
+    communicator._broadcast_list([native for _, native in named], root, agreement)

@@ -196,7 +196,7 @@ class Reducer:
             return reduction
         stage = None if self._wire.is_plain else self._stage_of(reduction, communicator)
         if self._hooked is None and not isinstance(stage, Compressed):
-            looks = stage is None and communicator.finder is not None and self.values.looks_for_nonfinite
+            looks = stage is None and communicator._finder is not None and self.values.looks_for_nonfinite
             reduction.prepared = reduction.prepare(communicator, self.op, looks=looks, recurs=True)
         self._last[number] = reduction
         return reduction
@@ -237,7 +237,7 @@ class Reducer:
         if self._hooked is not None:
             watch = self._watch(reduction, communicator, None)
             try:
-                communicator.agree(agreement)
+                communicator._agree(agreement)
                 self._hooked.begin(reduction, communicator, op, mean_over, producers, end, watch)
             except CommunicatorClosed:
                 self._hooked.finish()  # raises the error of an earlier bucket's future, which has closed it
@@ -264,9 +264,9 @@ class Reducer:
         mean_over: int | None,
     ) -> Completion | None:
         """Reduces a bucket with its stages: the check of its values, a scale, another dtype."""
-        arrays, dtype = communicator.arrays, reduction.sources[0].dtype
+        arrays, dtype = communicator._arrays, reduction.sources[0].dtype
         scale = None if self._wire.is_plain else self._stage_of(reduction, communicator)
-        finder = communicator.finder if scale is None and self.values.looks_for_nonfinite else None
+        finder = communicator._finder if scale is None and self.values.looks_for_nonfinite else None
         watch = self._watch(reduction, communicator, finder)
         stages: list[Stage] = [] if watch is None else [watch]
         if mean_over is not None and (reduction.memory is None or scale is not None):
@@ -275,9 +275,9 @@ class Reducer:
         if scale is not None:
             stages.append(scale)
         # The same on all ranks, though the gradients of some may be read-only.
-        agrees_first = self._wire.only_scales(dtype) and not communicator.runs_beside_host
+        agrees_first = self._wire.only_scales(dtype) and not communicator._runs_beside_host
         if reduction.memory is not None and not isinstance(scale, Compressed):
-            return communicator.all_reduce_resident(
+            return communicator._all_reduce_resident(
                 reduction.memory.memory,
                 *reduction.memory.stretch(reduction.bucket),
                 dtype,
@@ -300,10 +300,10 @@ class Reducer:
         Values are scaled where they lie, unless the gradients are so small that packing them first costs less. On a GPU
         packing scales them. All ranks have the same stage, so that their lists have equal sizes.
         """
-        wire, arrays, dtype = self._wire, communicator.arrays, reduction.sources[0].dtype
+        wire, arrays, dtype = self._wire, communicator._arrays, reduction.sources[0].dtype
         if not wire.changes(dtype):
             return None
-        if communicator.runs_beside_host or not wire.only_scales(dtype) or worth_packing(reduction.sources):
+        if communicator._runs_beside_host or not wire.only_scales(dtype) or worth_packing(reduction.sources):
             return Compressed(wire, reduction.targets, arrays)
         is_written = all(map(is_, reduction.sources, reduction.targets))
         return Scaled(wire, None if is_written else reduction.targets, arrays)
@@ -341,7 +341,7 @@ class Reducer:
             self.begin_step(passes=own_passes)
 
     def _reduce_zeros(self, reduction: Reduction, communicator: Communicator) -> None:
-        completion = self.reduce(reduction, communicator, [communicator.mark_work()], CollectiveEnd())
+        completion = self.reduce(reduction, communicator, [communicator._mark_work()], CollectiveEnd())
         if self._hooked is not None:
             self._hooked.finish()
         if completion is not None:
@@ -363,7 +363,7 @@ class Reducer:
             self._hooked.finish()
         agreement, later = self.events.flush(gradients), None
         if not self.values.is_watching:
-            communicator.agree(agreement)
+            communicator._agree(agreement)
         for completion in self._launched:
             completion.order()
         if self.values.is_watching:
@@ -379,7 +379,7 @@ class Reducer:
             PlanMismatch: they are not missing on all ranks.
         """
         self._count_active()
-        communicator.agree(self.events.flush(gradients, missing))
+        communicator._agree(self.events.flush(gradients, missing))
 
     def begin_step(self, present: int | None = None, passes: int = 0) -> None:
         """Begins a step; keeps the plan of the last one, which this one may repeat.
@@ -481,7 +481,7 @@ class _HookedBuckets:
             end: of the bucket.
             watch: checks the values before and after.
         """
-        communicator.follow_work(producers)
+        communicator._follow_work(producers)
         if watch is not None:
             watch.before(reduction.sources)
         flat = self._packed(reduction, communicator)
@@ -489,7 +489,7 @@ class _HookedBuckets:
         names, shapes = tuple([spec.label for spec in specs]), tuple([spec.shape for spec in specs])
         bucket = GradientBucket(reduction.bucket.number, names, shapes, flat, communicator, op)
         value = self._hook(bucket)
-        self._under_way.append(_UnderWay(reduction, bucket, value, communicator.mark_work(), mean_over, end, watch))
+        self._under_way.append(_UnderWay(reduction, bucket, value, communicator._mark_work(), mean_over, end, watch))
 
     def finish(self) -> None:
         """Waits for the hook's results, in order, and copies them into the gradients."""
@@ -497,16 +497,16 @@ class _HookedBuckets:
         for reduction, bucket, value, mark, mean_over, end, watch in under_way:
             communicator = bucket.communicator
             if mark is not None:
-                communicator.follow_work([mark])  # the gradient may have been handed over on another stream
+                communicator._follow_work([mark])  # the gradient may have been handed over on another stream
             reduced = result_of(value, bucket)
             if mean_over is not None:
-                communicator.arrays.divide(reduced, mean_over)
+                communicator._arrays.divide(reduced, mean_over)
             self._deliver(reduced, reduction, communicator)
             if watch is not None:
                 watch.after(reduction.targets)
             if reduction.locked is not None:
                 reduction.locked.put_back()
-            end.finish(None, None, communicator.mark_end())
+            end.finish(None, None, communicator._mark_end())
 
     def reset(self) -> None:
         """Forgets the buckets under way after a failed step, with their memory, which hooks may still use."""
@@ -514,7 +514,7 @@ class _HookedBuckets:
         self._flats.clear()
 
     def _packed(self, reduction: Reduction, communicator: Communicator) -> Array:
-        arrays, sources = communicator.arrays, reduction.sources
+        arrays, sources = communicator._arrays, reduction.sources
         size = reduction.bucket.size_elements
         if reduction.memory is not None:
             flat = sources[0]
@@ -530,7 +530,7 @@ class _HookedBuckets:
         return flat
 
     def _deliver(self, reduced: Array, reduction: Reduction, communicator: Communicator) -> None:
-        arrays, postscale, begin = communicator.arrays, self._wire.postscale, 0
+        arrays, postscale, begin = communicator._arrays, self._wire.postscale, 0
         for target in reduction.targets:
             end = begin + target.size
             if target is not reduced or postscale != 1.0:

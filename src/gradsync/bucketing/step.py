@@ -141,11 +141,11 @@ class Step:
         known = self._identity.known_on(communicator)
         self.reducer.begin_with(known)
         self._is_known = known is not None or communicator.world_size == 1
-        communicator.lifetime.observe_end(self)
-        self._guard = GradientGuard(communicator) if communicator.debug else None
-        self._is_watched = self._guard is not None or communicator.runs_beside_host
-        self._state_of = communicator.arrays.state
-        self._ends.timeout_seconds = communicator.timeout_seconds
+        communicator._lifetime.observe_end(self)
+        self._guard = GradientGuard(communicator) if communicator._debug else None
+        self._is_watched = self._guard is not None or communicator._runs_beside_host
+        self._state_of = communicator._arrays.state
+        self._ends.timeout_seconds = communicator._timeout_seconds
         self._communicator = communicator
 
     def live_in_buckets(self, communicator: Communicator) -> Any:
@@ -218,7 +218,7 @@ class Step:
             raise InvalidArgument(
                 f"{communicator.label}: parameters= names no parameter: name at least one, or leave it out"
             )
-        in_views = options.gradient_as_bucket_view and not communicator.runs_beside_host
+        in_views = options.gradient_as_bucket_view and not communicator._runs_beside_host
         threshold = options.threshold_or(VIEWS_ON_CPU_THRESHOLD_BYTES if in_views else DEFAULT_THRESHOLD_BYTES)
         self._specs = [parameter.spec for parameter in self._parameters]
         self._places = {parameter.key: place for place, parameter in enumerate(self._parameters)}
@@ -237,8 +237,8 @@ class Step:
             raise _second_use("callback(param, grad)", communicator)
         try:
             self._is_busy = True
-            if self._is_watched and communicator.runs_beside_host:
-                communicator.checked_stream(None, "a gradient")  # first: an error must leave no trace
+            if self._is_watched and communicator._runs_beside_host:
+                communicator._checked_stream(None, "a gradient")  # first: an error must leave no trace
             if (places := self._places) is None:
                 position = self.count
             else:
@@ -283,8 +283,8 @@ class Step:
 
     def _note(self, entry: GradientEntry, end: CollectiveEnd, communicator: Communicator) -> None:
         """Notes for GPUs, traces and the debug mode: the work that makes a gradient, its arrival, its values."""
-        if communicator.runs_beside_host:
-            self._producers.setdefault(entry.number, []).append(communicator.mark_work())
+        if communicator._runs_beside_host:
+            self._producers.setdefault(entry.number, []).append(communicator._mark_work())
         if (tracer := tracing.active) is not None:  # read once: another thread may end the trace
             tracer.arrive(communicator.recorder.group, entry.spec.label, is_first=self.count == 1)
         if self._guard is not None:
@@ -296,7 +296,7 @@ class Step:
         Raises:
             InvalidArgument, UnsupportedDtype: see AllreduceCallback.
         """
-        arrays, position = communicator.arrays, self._place_of(param, communicator)
+        arrays, position = communicator._arrays, self._place_of(param, communicator)
         grad = as_array(grad)
         native = accept(param, grad, position, communicator, self._options, self._accepted_dtypes)
         key, name = key_of(param), display_name(param, position)
@@ -368,8 +368,8 @@ class Step:
         if isinstance(total, np.ndarray):
             total = total.view()
             total.setflags(write=False)
-        end = CollectiveEnd(communicator.timeout_seconds)
-        end.finish(None, None, communicator.mark_end())
+        end = CollectiveEnd(communicator._timeout_seconds)
+        end.finish(None, None, communicator._mark_end())
         return GradientFuture(name, end, total)
 
     def take_with_sum(
@@ -400,8 +400,8 @@ class Step:
             check_may_call(communicator.label, "callback(param, grad)")
         if self._is_busy:
             raise _second_use("callback(param, grad)", communicator)
-        if communicator.runs_beside_host:
-            communicator.checked_stream(None, "a gradient")
+        if communicator._runs_beside_host:
+            communicator._checked_stream(None, "a gradient")
 
     def _place_of(self, param: Any, communicator: Communicator) -> int:
         if self._places is None:
@@ -438,7 +438,7 @@ class Step:
         flat = view.reshape(-1)
         if self.memory.holds(position, native):
             return Destination(flat, flat, None, grad)
-        communicator.arrays.assign(native, view)
+        communicator._arrays.assign(native, view)
         return Destination(flat, flat, None, view)
 
     def _has_seen(self, position: int, gradient: Any) -> bool:
@@ -453,7 +453,7 @@ class Step:
         if key in self._keys:
             raise _twice(name, communicator)
         try:
-            self._overlaps.claim(native, name, communicator.arrays)
+            self._overlaps.claim(native, name, communicator._arrays)
         except InvalidArgument as error:
             raise InvalidArgument(f"{communicator.label}: {error}") from None
         self._keys.add(key)
@@ -466,7 +466,7 @@ class Step:
             check_may_call(communicator.label, "flush()")
         if communicator is not self._communicator:
             self.begin_with(communicator)
-        communicator.checked_stream(None, "flush()")  # before the ranks meet: this stream will wait for the results
+        communicator._checked_stream(None, "flush()")  # before the ranks meet: this stream will wait for the results
         if self._is_busy:
             raise _second_use("flush()", communicator)
         self.filled = {}
@@ -562,7 +562,7 @@ class Step:
 
     def _zeros_at(self, place: int, communicator: Communicator) -> Any:
         """Returns zeros for a missing gradient: its place in the bucket, or an array that is kept for later steps."""
-        arrays, spec = communicator.arrays, self._specs[place]
+        arrays, spec = communicator._arrays, self._specs[place]
         array: Any
         if self.memory is not None:
             array = self.memory.views[place]
@@ -696,7 +696,7 @@ class Step:
 
     def communicator_ended(self, lifetime: Lifetime) -> None:
         """See Observer of lifetime.py: the waiting gradients will not be reduced."""
-        if self._communicator is not None and lifetime is self._communicator.lifetime:
+        if self._communicator is not None and lifetime is self._communicator._lifetime:
             self.unlock_waiting()
             if lifetime.is_inherited:
                 self._ends.disown(lifetime.ended_error("the reduction of a gradient"))
@@ -707,7 +707,7 @@ class Step:
         None as well if a failure ended the communicator: that failure is why the gradients were not reduced.
         """
         communicator = self._communicator
-        if not self.count or communicator is None or communicator.lifetime.has_failed:
+        if not self.count or communicator is None or communicator._lifetime.has_failed:
             return None
         reduced = {slot.position for bucket in self._reduced for slot in bucket.slots}
         waiting = [entry for entry in self._of_step() if entry.position not in reduced]
@@ -732,7 +732,7 @@ class Step:
             return
         names = list_of_names(self.sums.names())
         self.discard()
-        if not communicator.lifetime.has_failed:
+        if not communicator._lifetime.has_failed:
             _log.warning(
                 "warning: %s: the gradients of %s were added up in accumulate() and never reduced over the ranks: hand "
                 "over the last pass of each step outside accumulate(), or drop the sums with discard()",

@@ -127,7 +127,7 @@ def average_leaves(leaves: Sequence[Leaf], op: ReduceOp, communicator: Communica
     goes = [destination(leaf.array, native, communicator) for leaf, native in zip(present, natives, strict=True)]
     plan = _plan(op, tuple(specs), tuple([leaf.path for leaf in ordered if leaf.array is None]))
     if not plan.buckets:
-        communicator.agree(plan.agreement)
+        communicator._agree(plan.agreement)
     for bucket in plan.buckets:
         _reduce(bucket, goes, op, plan.agreement, communicator)
     return {spec.name: each.result for spec, each in zip(specs, goes, strict=True)}
@@ -157,7 +157,7 @@ def _reduce(
     bucket: Bucket, goes: Sequence[Destination], op: ReduceOp, agreement: Agreement, communicator: Communicator
 ) -> None:
     """Reduces the arrays of one bucket. Work that the caller queues next on the current stream sees the results."""
-    communicator.checked_stream(None, _WHAT)
+    communicator._checked_stream(None, _WHAT)
     parts = [goes[slot.position] for slot in bucket.slots]
     reduction = ListReduction(
         communicator,
@@ -166,7 +166,7 @@ def _reduce(
         op,
         write_backs=[(part.target, part.write_back) for part in parts if part.write_back is not None],
     )
-    completion = reduction.run(agreement, producers=[communicator.mark_work()])
+    completion = reduction.run(agreement, producers=[communicator._mark_work()])
     if completion is not None:
         completion.order()
 
@@ -237,7 +237,7 @@ def _as_given(leaf: Leaf, result: Any) -> Any:
 
 
 def _native(leaf: Leaf, op: ReduceOp, communicator: Communicator) -> Array:
-    native: Array = communicator.native_array(leaf.array, f"{_WHAT}, {leaf.path}")
+    native: Array = communicator._native_array(leaf.array, f"{_WHAT}, {leaf.path}")
     if isinstance(native, np.ndarray) and not native.flags.writeable:
         refuse_in_flight(native, f"{communicator.label}: {_WHAT}, {leaf.path}")
     try:
@@ -252,7 +252,7 @@ def _check_memory(specs: Sequence[GradientSpec], natives: Sequence[Array], commu
     memory = OverlapCheck()
     for spec, native in zip(specs, natives, strict=True):
         try:
-            memory.claim(native, spec.name, communicator.arrays)
+            memory.claim(native, spec.name, communicator._arrays)
         except InvalidArgument as error:
             raise InvalidArgument(f"{communicator.label}: {_WHAT}: {error}") from None
 
@@ -287,7 +287,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     communicator, root = communicator_and_root("broadcast_tree", communicator, root)
 
     def native(array: Any, path: str) -> Array:
-        return communicator.native_array(array, f"broadcast_tree, {path or 'the tree'}")
+        return communicator._native_array(array, f"broadcast_tree, {path or 'the tree'}")
 
     named, plan = _taken_apart(tree, native, communicator)
     if communicator.rank != root:
@@ -298,7 +298,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
         if isinstance(theirs, str):
             raise Difference(theirs)
         named = list(arrays_along(theirs.layout, tree, native))
-        _check_shared_memory(named, theirs.shared, communicator.arrays)
+        _check_shared_memory(named, theirs.shared, communicator._arrays)
         whole = rebuilt(theirs.layout, tree)
     except Difference as found:
         difference = str(found)
@@ -337,7 +337,7 @@ def _taken_apart(tree: Any, native: ToNative, communicator: Communicator) -> tup
         raise InvalidArgument(f"{communicator.label}: broadcast_tree: {error}") from error
     except RecursionError as error:
         raise InvalidArgument(f"{communicator.label}: broadcast_tree: the tree is nested too deep") from error
-    return named, _RootPlan(layout, _shared_memory(named, communicator.arrays))
+    return named, _RootPlan(layout, _shared_memory(named, communicator._arrays))
 
 
 def _from_root(plan: _RootPlan, root: int, communicator: Communicator) -> _RootPlan | str:

@@ -103,10 +103,10 @@ class Values:
         """
         self.norm, self.skip_step = None, False
         if not self._buckets:
-            communicator.agree(agreement)
+            communicator._agree(agreement)
             return None
         results = self._results
-        told = communicator.share_numbers("flush", self._record(communicator), agreement)
+        told = communicator._share_numbers("flush", self._record(communicator), agreement)
         error = self._verdict(told, communicator)
         if self._max_norm is not None:
             # Added up in rank order, so that all ranks round the same way.
@@ -124,8 +124,8 @@ class Values:
         factor = clip_factor(self.norm, self._max_norm)
         if factor >= 1.0:
             return None
-        communicator.arrays.multiply_in_place(results, factor)
-        return communicator.mark_end()
+        communicator._arrays.multiply_in_place(results, factor)
+        return communicator._mark_end()
 
     def fail(self) -> None:
         """Forgets the findings of a step that has failed."""
@@ -149,7 +149,7 @@ class Values:
         for number, source in enumerate(sources):
             if self._knows_bad:
                 break  # the error names only the first one
-            self._own[first + number] = finite = communicator.arrays.all_finite(source)
+            self._own[first + number] = finite = communicator._arrays.all_finite(source)
             self._knows_bad = finite is False
 
     def _note_found(self, bucket: Bucket, finder: NonFiniteFinder) -> None:
@@ -166,9 +166,9 @@ class Values:
         """Checks this rank's share of the reduced values; the other ranks check the rest."""
         share = packed(own_share(results, communicator))
         if looks:
-            self._finite_results += [communicator.arrays.all_finite(part) for part in share]
+            self._finite_results += [communicator._arrays.all_finite(part) for part in share]
         if self._max_norm is not None:
-            self._squares += [communicator.arrays.sum_of_squares(part) for part in share]
+            self._squares += [communicator._arrays.sum_of_squares(part) for part in share]
 
     def _add_names(self, bucket: Bucket) -> int:
         """Notes a bucket's gradients by name; returns the number of its first one in the step."""
@@ -198,7 +198,7 @@ class Values:
             if bad:
                 rank = communicator.rank
                 self._found[rank] = min(bad[0], self._found.get(rank, bad[0]))
-            known_of = [communicator.rank] if communicator.finder is None else range(communicator.world_size)
+            known_of = [communicator.rank] if communicator._finder is None else range(communicator.world_size)
             firsts = [self._found.get(rank, NOWHERE) for rank in known_of]
             record = [int(not all(numbers[own:results])), *firsts]
         if self._max_norm is not None:
@@ -210,7 +210,7 @@ class Values:
         if not self.looks_for_nonfinite:
             return None
         ranks = range(communicator.world_size)
-        if communicator.finder is None:
+        if communicator._finder is None:
             firsts = [numbers[1] for numbers in told]
         else:
             of_rank = [[numbers[1 + rank] for numbers in told if numbers[1 + rank] != NOWHERE] for rank in ranks]

@@ -132,14 +132,10 @@ class Communicator:
         backend: "local", "shm", "nccl" or "mpi".
         device: the device of its arrays: "cpu", or a CUDA device such as "cuda:0".
         recorder: remembers the last collectives of this rank; `print(communicator.recorder.describe())`.
-        lifetime: for gradsync's own use: allows one collective at a time, and records the communicator's end.
-        arrays, runs_beside_host, finder, timeout_seconds: for gradsync's own use: the backend's attributes.
-        debug: whether the ranks agree on every collective before it, and gradients are watched: see use_debug_mode.
-        on_exit: for the process group: called instead of close() or abort() when a `with` block ends.
     """
 
     device: str = "cpu"
-    debug: bool = False
+    _debug: bool = False  # whether the ranks agree on every collective before it, and gradients are watched
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -149,19 +145,20 @@ class Communicator:
         self.label = backend.label
         self.backend = backend.name
         self.device = backend.device
-        self.arrays = backend.arrays
-        self.runs_beside_host = backend.runs_beside_host
+        self._arrays = backend.arrays
+        self._runs_beside_host = backend.runs_beside_host
         self._known: dict[Any, _Known] = {}
         self._plans_for = backend.plans_for
-        self.finder = backend.finder
-        self.timeout_seconds = backend.timeout_seconds
+        self._finder = backend.finder
+        self._timeout_seconds = backend.timeout_seconds
         self.recorder = backend.recorder
-        self.lifetime = backend.lifetime = Lifetime(backend, self)
-        self.checked_stream = backend.checked_stream
-        self.mark_work = backend.mark_work
-        self.mark_end = backend.mark_end
-        self.follow_work = backend.follow_work
-        self.on_exit: Callable[[BaseException | None], None] | None = None
+        self._lifetime = backend.lifetime = Lifetime(backend, self)
+        self._checked_stream = backend.checked_stream
+        self._mark_work = backend.mark_work
+        self._mark_end = backend.mark_end
+        self._follow_work = backend.follow_work
+        # Set by the process group: is called instead of close() or abort() when a `with` block ends.
+        self._on_exit: Callable[[BaseException | None], None] | None = None
         if backend.meets_at_once:
             self.barrier()
 
@@ -315,7 +312,7 @@ class Communicator:
         target = None if out is None else self._checked_out(what, out, parts.part_shape, source.dtype)
 
         def move(launch: Any) -> Any:
-            result = self.arrays.empty(parts.part_shape, source.dtype, source) if target is None else target
+            result = self._arrays.empty(parts.part_shape, source.dtype, source) if target is None else target
             flat_source = self._flat_source(source, target, source_part=parts.own_bytes)
             flat_target = self._flat_target(result)
             self._backend.reduce_scatter(flat_source, flat_target, parts.bounds, parsed, agreement)
@@ -330,7 +327,7 @@ class Communicator:
     def _checked_reduction(self, what: str, array: Any, op: str | ReduceOp) -> tuple[Array, ReduceOp, Agreement]:
         """Returns the native array, the operator, which its dtype supports, and the agreement."""
         is_native = type(array) is np.ndarray and not array.dtype.hasobject  # nearly always
-        source = array if is_native else self.native_array(array, what)
+        source = array if is_native else self._native_array(array, what)
         try:
             if not isinstance(op, str):
                 ReduceOp.parse(op)  # before the cache below, which needs a hashable operator
@@ -365,7 +362,7 @@ class Communicator:
         if known is not None:
             return known
         root = checked_rank(self._backend, "broadcast", "root", root)
-        native = self.native_array(array, "broadcast")
+        native = self._native_array(array, "broadcast")
         if self.rank != root:
             self._check_writable("broadcast", native, remedy="pass a copy")
         agreement = agreement_on("broadcast", native.shape, native.dtype, f"root {root}")
@@ -435,7 +432,7 @@ class Communicator:
 
     def _gathering(self, what: str, array: Any, root: int | None, sizes: Sizes, out: Any) -> CollectiveCall:
         """Makes the call of a gather, or without a root of an all_gather."""
-        source = self.native_array(array, what)
+        source = self._native_array(array, what)
         rows, *rest = source.shape or (1,)
         to_root = "" if root is None else f"root {root}"
         # NumPy limits the size of empty rows as if they had one element.
@@ -494,7 +491,7 @@ class Communicator:
             self._backend.gather(self._flat_source(source).view(BYTE), None, parts.byte_bounds, root, agreement)
             return None
         if target is None:
-            target = self.arrays.empty(parts.shape, source.dtype, source)
+            target = self._arrays.empty(parts.shape, source.dtype, source)
             flat = self._flat_source(source)
         else:
             flat = self._flat_source(source, target, target_part=parts.own_bytes)
@@ -553,8 +550,8 @@ class Communicator:
                 f"{self.label}: {what} needs out= on every rank but the root, got None; only the root, rank "
                 f"{self.ranks[root]}, knows the shape and dtype of the rows"
             )
-        source = self.native_array(array, what) if is_root else None
-        model = self.native_array(out, f"{what}: out") if source is None else source
+        source = self._native_array(array, what) if is_root else None
+        model = self._native_array(out, f"{what}: out") if source is None else source
         shape, dtype = row_shape(model.shape), model.dtype
         if sizes is not None:
             known = self._checked_sizes(what, "sizes", sizes, shape[0] if is_root else None)
@@ -569,7 +566,7 @@ class Communicator:
         bounds = bounds_of(known, row_elements(shape) * dtype.itemsize)
 
         def move(launch: Any) -> Any:
-            result = self.arrays.empty(part_shape, dtype, model) if target is None else target
+            result = self._arrays.empty(part_shape, dtype, model) if target is None else target
             flat_target = self._flat_target(result)
             if source is None:
                 self._backend.scatter(None, flat_target.view(BYTE), bounds, root, agreement)
@@ -625,7 +622,7 @@ class Communicator:
         call = self._find_known(what, None, array, out) if is_even else None
         if call is not None:
             return call
-        source = self.native_array(array, what)
+        source = self._native_array(array, what)
         rows, *rest = source.shape or (1,)
         if send_sizes is None and recv_sizes is not None:
             raise InvalidArgument(f"{self.label}: {what} with recv_sizes needs send_sizes, got None")
@@ -648,7 +645,7 @@ class Communicator:
                 coming, largest = self._share_sizes(sending, receiving, agreement)
             sent = _parts(source.shape, sending, source.dtype.itemsize, self.rank)
             received = _parts(source.shape, coming, source.dtype.itemsize, self.rank)
-            result = self.arrays.empty(received.shape, source.dtype, source) if target is None else target
+            result = self._arrays.empty(received.shape, source.dtype, source) if target is None else target
             flat = self._flat_source(source, target)
             flat_target = self._flat_target(result)
             self._backend.all_to_all(
@@ -713,7 +710,7 @@ class Communicator:
 
     def _send_call(self, array: Any, dest: int) -> CollectiveCall:
         dest = self._checked_peer("send", "dest", dest)
-        source = self.native_array(array, "send")
+        source = self._native_array(array, "send")
         agreement = self._message_agreement(source, self.rank, dest)
 
         def move(_launch: Any) -> None:
@@ -740,7 +737,7 @@ class Communicator:
 
     def _recv_call(self, array: Any, source: int) -> CollectiveCall:
         source = self._checked_peer("recv", "source", source)
-        target = self.native_array(array, "recv")
+        target = self._native_array(array, "recv")
         self._check_writable("recv", target, remedy="pass another array")
         agreement = self._message_agreement(target, source, self.rank)
 
@@ -782,8 +779,8 @@ class Communicator:
                 f"{self.label}: exchange with itself needs both dest and source {self.rank}, got dest {dest}, "
                 f"source {source}"
             )
-        outgoing = self.native_array(array, "exchange")
-        target = self.native_array(out, "exchange: out")
+        outgoing = self._native_array(array, "exchange")
+        target = self._native_array(out, "exchange: out")
         self._check_writable("exchange", target, "out", "pass another array")
         sending = self._message_agreement(outgoing, self.rank, dest)
         receiving = self._message_agreement(target, source, self.rank)
@@ -846,9 +843,9 @@ class Communicator:
     # -- Groups --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def family(self) -> Family:
+    def _family(self) -> Family:
         """The communicators made from the same world."""
-        return Family(self.recorder.group, self.lifetime.raised)
+        return Family(self.recorder.group, self._lifetime.raised)
 
     def new_group(self, ranks: Iterable[int]) -> Communicator | NonMember:
         """Makes a group of some of these ranks, numbered in ascending order.
@@ -878,7 +875,7 @@ class Communicator:
         members = self._checked_members(ranks)
         if pending:
             check_may_call(self.label, "new_group")
-        self.lifetime.check_usable("new_group")
+        self._lifetime.check_usable("new_group")
         if self.rank not in members:
             return NonMember(self.label, f"the group of ranks {self._listed(members)}")
         name = self._new_name(members)
@@ -946,7 +943,7 @@ class Communicator:
         try:
             yield
         except (RankFailed, CommunicatorClosed):
-            self.lifetime.check_usable(what)  # raises this rank's own failure instead of the server's copy of it
+            self._lifetime.check_usable(what)  # raises this rank's own failure instead of the server's copy of it
             raise  # no report: every member gets this error by itself
         except BaseException as error:
             if self._backend.client is not None:
@@ -957,16 +954,16 @@ class Communicator:
             raise
 
     def _new_name(self, members: Sequence[int]) -> str:
-        return self.family.new_name(self._listed(members))
+        return self._family.new_name(self._listed(members))
 
     def _listed(self, members: Sequence[int]) -> str:
         return listed([self.ranks[member] for member in members])
 
     def _add_to_family(self, group: Communicator) -> Communicator:
-        if self.debug:
-            group.use_debug_mode()
-        group.family = self.family
-        self.family.add(group)
+        if self._debug:
+            group._use_debug_mode()
+        group._family = self._family
+        self._family.add(group)
         return group
 
     def _meet_members(self, what: str, members: Sequence[int], name: str) -> None:
@@ -975,7 +972,7 @@ class Communicator:
             return
 
         def look_around(missing: tuple[int, ...]) -> None:
-            self.lifetime.check_usable(what)
+            self._lifetime.check_usable(what)
             self._backend.look_for_ended([self.ranks.index(rank) for rank in missing])
 
         def on_timeout(waited_seconds: float, missing: str) -> str:
@@ -1012,7 +1009,7 @@ class Communicator:
     @property
     def closed(self) -> bool:
         """Whether the communicator can no longer be used."""
-        return self.lifetime.ended_because is not None
+        return self._lifetime.ended_because is not None
 
     def close(self) -> None:
         """Closes the communicator and frees its resources. Not collective. Idempotent.
@@ -1024,10 +1021,10 @@ class Communicator:
         Raises:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
         """
-        was_told, raised = self.lifetime.was_told, self.lifetime.raised.copy()  # before draining, which adds failures
+        was_told, raised = self._lifetime.was_told, self._lifetime.raised.copy()  # before draining, which adds failures
         failure = None if self.closed else self._backend.drain()
         try:
-            self.lifetime.close()
+            self._lifetime.close()
         finally:
             self._backend.await_announced()
         if failure is not None and not was_told and not raised.has(failure):
@@ -1040,8 +1037,8 @@ class Communicator:
             reason: the text for every rank, e.g. "ValueError in the backward pass".
             culprit: the rank that the others' RankFailed names; None is this rank.
         """
-        self.lifetime.raised.was_aborted = True  # the caller knows: closing raises no further failure
-        self.lifetime.abort(reason, culprit)
+        self._lifetime.raised.was_aborted = True  # the caller knows: closing raises no further failure
+        self._lifetime.abort(reason, culprit)
 
     def __enter__(self) -> Self:
         return self
@@ -1049,29 +1046,29 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.on_exit is not None:
-            self.on_exit(error)
+        if self._on_exit is not None:
+            self._on_exit(error)
         elif error is None or isinstance(error, PlanMismatch) or self.world_size == 1:
             self.close()
         else:
             self.abort(describe(error), culprit=culprit_of(error))
 
     def __repr__(self) -> str:
-        ended = self.lifetime.ended_because
+        ended = self._lifetime.ended_because
         state = "" if ended is None else f", closed: {ended}"
         return f"<{type(self).__name__} {self.label} on {self.device} ({self.backend}){state}>"
 
     # -- For bucketing; arguments are not checked ----------------------------------------------------------------
 
-    def use_debug_mode(self) -> None:
+    def _use_debug_mode(self) -> None:
         """For gradsync's own use: from now on the ranks agree on every collective before data moves.
 
         Every rank must call it. It changes nothing if the backend's collectives carry a digest, or always agree first.
         """
-        self.debug = True
+        self._debug = True
         self._backend.agree_always()
 
-    def broadcast_list(self, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
+    def _broadcast_list(self, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
         """Copies the root's arrays into those of the other ranks, in place, as one collective.
 
         Every rank must call it with arrays of the same shapes and dtypes. The arguments are not checked.
@@ -1086,7 +1083,7 @@ class Communicator:
         """
 
         def move(launch: Any) -> None:
-            flats = [self.arrays.flat(native) for native in natives]
+            flats = [self._arrays.flat(native) for native in natives]
             self._backend.keep(*natives, *flats)
             self._backend.broadcast([flat.view(BYTE) for flat in flats], root, agreement)
             if self.rank != root:
@@ -1096,9 +1093,9 @@ class Communicator:
         if natives:
             self._run(("broadcast", agreement, move, None, None), None)
         else:
-            self.agree(agreement)
+            self._agree(agreement)
 
-    def share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+    def _share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         """Returns the numbers of every rank, by rank; for gradsync's own use.
 
         Every rank must call it, with an equal count of numbers.
@@ -1128,24 +1125,24 @@ class Communicator:
         if isinstance(native, np.ndarray):
             hasher.update(np.ascontiguousarray(native).reshape(-1).view(np.uint8).data)
             return hasher.hexdigest()
-        flat: Any = self.arrays.flat(native)
+        flat: Any = self._arrays.flat(native)
         step = max(1, _PIECE_BYTES // flat.dtype.itemsize)
         for begin in range(0, flat.size, step):
             hasher.update(flat[begin : begin + step].get().view(np.uint8).data)
         return hasher.hexdigest()
 
-    def agree(self, agreement: Agreement) -> None:
+    def _agree(self, agreement: Agreement) -> None:
         """Checks that all ranks have the same agreement; may wait for all ranks. For bucketing.
 
         Raises:
             PlanMismatch: the ranks' digests differ.
         """
-        with self.lifetime.turn("agree", agreement):
+        with self._lifetime.turn("agree", agreement):
             self._backend.agree(agreement)
 
     # -- Resident memory: gradients live there, and are reduced without a copy -----------------------------------
 
-    def make_resident_memory(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
+    def _make_resident_memory(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
         """Makes memory whose ranges can be reduced in place; every rank has a part.
 
         Every rank must call it, with the same size.
@@ -1187,7 +1184,7 @@ class Communicator:
             )
         return memory
 
-    def all_reduce_resident(
+    def _all_reduce_resident(
         self,
         memory: ResidentMemory,
         begin_bytes: int,
@@ -1223,7 +1220,7 @@ class Communicator:
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
-        with self.lifetime.turn("all_reduce", agreement), self._backend.launching(None, producers) as launch:
+        with self._lifetime.turn("all_reduce", agreement), self._backend.launching(None, producers) as launch:
             if agrees_first:
                 self._backend.agree(agreement)
             values = [memory.view(begin_bytes, end_bytes, dtype)] if stages else []
@@ -1238,7 +1235,7 @@ class Communicator:
 
     # -- Running -------------------------------------------------------------------------------------------------
 
-    def native_array(self, array: Any, what: str) -> Array:
+    def _native_array(self, array: Any, what: str) -> Array:
         """Returns `array` as this backend's own array type over the same memory; for bucketing too.
 
         Args:
@@ -1251,15 +1248,15 @@ class Communicator:
         """
         if type(array) is np.ndarray and not array.dtype.hasobject:  # nearly always; saves making the label
             return array
-        native: Array = self.arrays.native(array, f"{self.label}: {what}")
+        native: Array = self._arrays.native(array, f"{self.label}: {what}")
         return native
 
     def _run(self, call: CollectiveCall, stream: Any) -> Any:
         what, agreement, move, source, target = call
-        if target is None or stream is not None or self.runs_beside_host:  # a plan on the CPU needs no check
-            stream = self.checked_stream(stream, what)
-        with self.lifetime.turn(what, agreement):
-            if target is not None and not self.runs_beside_host:
+        if target is None or stream is not None or self._runs_beside_host:  # a plan on the CPU needs no check
+            stream = self._checked_stream(stream, what)
+        with self._lifetime.turn(what, agreement):
+            if target is not None and not self._runs_beside_host:
                 move(source, target, agreement)
                 return target
             with self._backend.launching(stream) as launch:
@@ -1290,7 +1287,7 @@ class Communicator:
         flags = array.flags
         if not flags.c_contiguous:
             return None
-        if self.runs_beside_host:
+        if self._runs_beside_host:
             is_known = in_place and out is None and self._backend.takes(array)
             return (what, agreement, run, array, array) if is_known else None
         if out is not None:
@@ -1333,7 +1330,7 @@ class Communicator:
             flags = target.flags
             if flags.c_contiguous and flags.writeable:
                 return
-        if not self.arrays.writeable(target):
+        if not self._arrays.writeable(target):
             flaw = "is read-only"
         elif overlaps_itself(target):
             flaw = f"has elements that share memory (strides {target.strides})"
@@ -1343,7 +1340,7 @@ class Communicator:
 
     def _checked_out(self, what: str, out: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
         """Returns a caller's `out` as a native array, if it has the result's shape and dtype."""
-        target = out if type(out) is np.ndarray and out.dtype == dtype else self.native_array(out, f"{what}: out")
+        target = out if type(out) is np.ndarray and out.dtype == dtype else self._native_array(out, f"{what}: out")
         if target.shape != shape or target.dtype != dtype:
             raise InvalidArgument(
                 f"{self.label}: {what} needs out of shape {shape} and dtype {dtype}, "
@@ -1399,9 +1396,9 @@ class Communicator:
             source_part: the bytes of the source that may be exactly the target: an in-place call.
             target_part: the bytes of the target that may be exactly the source, likewise.
         """
-        if target is None and not self.runs_beside_host and source.flags.c_contiguous:
+        if target is None and not self._runs_beside_host and source.flags.c_contiguous:
             return source.ravel()  # the fastest way to a flat view
-        arrays = self.arrays
+        arrays = self._arrays
         flat: Array = arrays.flat(source)
         if target is not None and arrays.is_viewed_flat(source) and arrays.share_memory(source, target):
             is_in_place = (source_part is not None and self._is_part(target, source, source_part)) or (
@@ -1413,7 +1410,7 @@ class Communicator:
 
     def _is_part(self, part: Array, whole: Array, where: slice) -> bool:
         """Whether `part`, not empty, is exactly the bytes `where` of `whole`, and both are contiguous."""
-        arrays = self.arrays
+        arrays = self._arrays
         if not arrays.is_viewed_flat(part) or not arrays.is_viewed_flat(whole):
             return False
         begin = arrays.byte_bounds(whole)[0]
@@ -1421,19 +1418,19 @@ class Communicator:
 
     def _flat_target(self, target: Array) -> Array:
         """Returns a flat array for the elements of a target; a view of it if it is contiguous on the device."""
-        if not self.runs_beside_host and target.flags.c_contiguous:
+        if not self._runs_beside_host and target.flags.c_contiguous:
             return target if target.ndim == 1 else target.ravel()
-        arrays = self.arrays
+        arrays = self._arrays
         flat: Array = arrays.flat(target) if arrays.is_viewed_flat(target) else arrays.empty_flat(target)
         return flat
 
     def _deliver(self, flat: Array, target: Array, launch: Any) -> None:
         """Copies the results to the target, if `flat` is not a view of it."""
-        if self.runs_beside_host:
+        if self._runs_beside_host:
             self._backend.keep(target, flat)
             self._backend.bring_back(flat, target, launch)
         elif not target.flags.c_contiguous:
-            self.arrays.write_back(flat, target)
+            self._arrays.write_back(flat, target)
 
 
 class ListReduction:
@@ -1464,7 +1461,7 @@ class ListReduction:
         looks: bool = False,
         recurs: bool = False,
     ) -> None:
-        self._lifetime = communicator.lifetime
+        self._lifetime = communicator._lifetime
         self._backend = backend = communicator._backend
         self._sources = sources
         self._targets = targets
@@ -1598,13 +1595,13 @@ class Asynchronous:
     def _submit(self, call: CollectiveCall, stream: Any) -> CollectiveFuture:
         communicator = self._communicator
         what, agreement, move, source, result = call
-        if not communicator.runs_beside_host:
-            return submit(communicator.lifetime, what, partial(communicator._run, call, stream))
+        if not communicator._runs_beside_host:
+            return submit(communicator._lifetime, what, partial(communicator._run, call, stream))
         name = f"{communicator.label}: {what}"
-        stream = communicator.checked_stream(stream, what)
+        stream = communicator._checked_stream(stream, what)
         end = CollectiveEnd()
-        producers = [communicator.mark_work()] if stream is None else None
-        turn = communicator.lifetime.turn(what, agreement)
+        producers = [communicator._mark_work()] if stream is None else None
+        turn = communicator._lifetime.turn(what, agreement)
         try:
             with turn, communicator._backend.launching(stream, producers) as launch:
                 if result is None:
@@ -1613,7 +1610,7 @@ class Asynchronous:
                     move(source, result, agreement)
         except Exception as error:
             closed = isinstance(error, CommunicatorClosed)  # whatever closed the communicator has been reported
-            end.finish(None, error, untold=None if closed else LostFailure(name, error, communicator.lifetime))
+            end.finish(None, error, untold=None if closed else LostFailure(name, error, communicator._lifetime))
         else:
             end.finish(result, None, launch)
         return CollectiveFuture(name, end)

@@ -25,7 +25,7 @@ _LOOK_AROUND_EVERY_SECONDS = 0.25
 class Member(Protocol):
     """The part of a Communicator that a Family uses."""
 
-    lifetime: Lifetime
+    _lifetime: Lifetime
 
     def close(self) -> None:
         """Closes the communicator."""
@@ -56,7 +56,7 @@ class Family:
 
     def add(self, communicator: Member) -> None:
         """Adds a communicator, by a weak reference."""
-        communicator.lifetime.raised = self._raised
+        communicator._lifetime.raised = self._raised
         self._communicators.add(communicator)
 
     def close(self) -> None:
