@@ -103,3 +103,23 @@ def test_backends_are_tried_at_the_same_time(monkeypatch, capsys):
     monkeypatch.setattr(doctor_command, "try_backend", wait_for_the_other)
     doctor_command.doctor(backend=None, as_json=True, deadline_seconds=1.0, tries=True, verbose=False)
     assert json.loads(capsys.readouterr().out)["working"] == ["shm", "mpi"]
+
+
+def test_ctrl_c_does_not_wait_for_a_trial_that_hangs(monkeypatch, tmp_path):
+    has_begun = tmp_path / "begun"
+    in_place_of_the_bench(monkeypatch, f"open({str(has_begun)!r}, 'w').close(); time.sleep(60)")
+
+    def interrupt_the_other(backend, *arguments):
+        if backend == "shm":
+            return try_backend(backend, *arguments)
+        while not has_begun.exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor_command, "BACKENDS", ("local", "shm"))
+    monkeypatch.setattr(doctor_command, "look_around", lambda _: Facts())
+    monkeypatch.setattr(doctor_command, "try_backend", interrupt_the_other)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        doctor_command.doctor(backend=None, as_json=True, deadline_seconds=50.0, tries=True, verbose=False)
+    assert time.monotonic() - began < 30

@@ -21,7 +21,7 @@ from rich.text import Text
 from gradsync.bench.report import print_table
 from gradsync.doctor.checks import CHECKS, Check, Finding, Status, warning
 from gradsync.doctor.facts import Facts, look_around
-from gradsync.doctor.probes import call
+from gradsync.doctor.probes import call, kill_called
 from gradsync.environment import BACKEND
 from gradsync.machine import count_gpus
 
@@ -248,7 +248,11 @@ def doctor(*, backend: str | None, as_json: bool, deadline_seconds: float, tries
     trials: list[Trial] = []
     if tries:
         with ThreadPoolExecutor(len(backends)) as pool:  # most of a trial is the start of its processes
-            trials += pool.map(lambda each: try_backend(each, here, findings, deadline_seconds), backends)
+            try:
+                trials += pool.map(lambda each: try_backend(each, here, findings, deadline_seconds), backends)
+            except BaseException:  # such as Ctrl-C: else the pool waits until the deadline
+                kill_called()
+                raise
     report = Report(findings, trials, asked_for, time.monotonic() - began)
     if as_json:
         print(json.dumps(as_dictionary(report), indent=2))

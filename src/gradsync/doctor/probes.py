@@ -54,12 +54,25 @@ def call(command: Sequence[str], deadline_seconds: float) -> subprocess.Complete
         subprocess.TimeoutExpired: the command did not end by the deadline; it was killed, with all that it had started.
     """
     with _start(command) as process:
+        _called.append(process)
         try:
             out, err = process.communicate(timeout=deadline_seconds)
         except subprocess.TimeoutExpired:
             _end(process)
             raise
+        finally:
+            _called.remove(process)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+_called: list[subprocess.Popen[str]] = []  # by threads that wait for them
+
+
+def kill_called() -> None:
+    """Kills the commands that other threads have called: Ctrl-C does not reach them in their sessions."""
+    for process in _called.copy():  # threads remove theirs meanwhile
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[str]:
