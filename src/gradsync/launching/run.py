@@ -110,11 +110,11 @@ def run_command(
 
             return run_on_nodes(nodes, job, make_output, notices)
         outcome = supervise(job, make_output=make_output, notices=notices, on_restart=print_restart)
+    _print_failure(outcome, notices)
     if outcome.exit_code and dump_dir is not None:
         import shlex  # here, as below: start-up counts
 
         notices.print(f"gradsync: `gradsync trace {shlex.quote(dump_dir)}` shows what the ranks were doing")
-    _print_failure(outcome, notices)
     return outcome.exit_code
 
 
