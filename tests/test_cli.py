@@ -71,7 +71,7 @@ def absolute_path_environment():
         (("run", "-n", "two", "x.py"), "'two' is not a valid integer"),
         (("run", "--backend", "gloo", "x.py"), "'gloo' is not one of"),
         (("run", "--bakend", "shm", "x.py"), "--bakend"),
-        (("run",), "Missing argument 'SCRIPT'"),
+        (("run",), "SCRIPT is missing; for example: gradsync run -n 2 train.py"),
         (("serve", "--world-size", "0"), "0 is not in the range"),
         (("jump",), "No such command 'jump'"),
     ],
@@ -81,6 +81,24 @@ def test_wrong_options(arguments, text):
     assert (code, out) == (2, "")
     assert text in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_told"),
+    [
+        (("train.py", "-n", "2"), True),
+        (("train.py", "--nprocs=2"), True),
+        (("-n", "1", "train.py", "-n", "2"), False),
+        (("train.py", "--lr", "-n"), False),
+        (("train.py", "--help"), False),
+        (("train.py",), False),
+    ],
+)
+def test_an_option_behind_the_script_is_noticed(monkeypatch, arguments, is_told):
+    monkeypatch.setattr("gradsync.launching.run.run_command", lambda **_: 0)
+    result = CliRunner().invoke(main, ["run", *arguments])
+    assert result.exit_code == 0
+    assert ("comes after train.py, so it goes to the script" in result.output) is is_told
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
