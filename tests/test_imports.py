@@ -232,6 +232,8 @@ def test_every_public_name_loads() -> None:
     assert set(gs.__all__) <= set(dir(gs))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = gs.nothing
+    with pytest.raises(AttributeError, match=r"no attribute 'AlreduceCallback': did you mean AllreduceCallback\?"):
+        _ = gs.AlreduceCallback
 
 
 def test_inspection_works_before_anything_is_initialised() -> None:

@@ -153,7 +153,10 @@ def _load(name: str) -> object:
         return importlib.import_module(f"gradsync.{name}")
     home = _HOME.get(name)
     if home is None:
-        raise AttributeError(f"module 'gradsync' has no attribute {name!r}")
+        from gradsync.arguments import did_you_mean
+
+        advice = "" if name.startswith("_") else did_you_mean(name, __all__)
+        raise AttributeError(f"module 'gradsync' has no attribute {name!r}{advice}")
     value: object = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

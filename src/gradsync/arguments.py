@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -58,13 +58,17 @@ def check_port(who: str, name: str, value: Any) -> int:
     return check_integer(who, name, value, 0, LARGEST_PORT)
 
 
-def refuse_words(who: str, given: Mapping[str, object], removed: Mapping[str, str]) -> None:
+def refuse_words(
+    who: str, given: Mapping[str, object], known: Iterable[str], removed: Mapping[str, str], foreign: Mapping[str, str]
+) -> None:
     """Refuses keyword arguments that a function does not have.
 
     Args:
         who: the function, for the error.
         given: the unknown arguments by name.
+        known: the names of the function's arguments.
         removed: advice for arguments of earlier versions, by name.
+        foreign: the arguments that do what those of other systems do, by the names there.
 
     Raises:
         InvalidArgument: an earlier version had the argument.
@@ -73,7 +77,16 @@ def refuse_words(who: str, given: Mapping[str, object], removed: Mapping[str, st
     for name in given:
         if name in removed:
             raise InvalidArgument(f"{who} has no {name}= any more: {removed[name]}")
-        raise TypeError(f"{who}() got an unexpected keyword argument {name!r}")
+        advice = f": use {foreign[name]}" if name in foreign else did_you_mean(name, known)
+        raise TypeError(f"{who}() got an unexpected keyword argument {name!r}{advice}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns ": did you mean clip_norm?" with the known name that is most similar; "" if none is."""
+    from difflib import get_close_matches  # imported here: only errors need it
+
+    close = get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f": did you mean {close[0]}?" if close else ""
 
 
 def is_number(value: object) -> bool:

@@ -89,6 +89,23 @@ def test_mistakes_are_told_at_once(options: dict[str, Any], text: str) -> None:
         gs.AllreduceCallback("mean", local_communicator(), **options)
 
 
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("clip_nrom", ": did you mean clip_norm?"),
+        ("treshold_bytes", ": did you mean threshold_bytes?"),
+        ("bucket_cap_mb", ': use threshold_bytes="25 MB"'),
+        ("threshold", ": use threshold_bytes"),
+        ("op", ": use reduce_method"),
+        ("colour", ""),
+    ],
+)
+def test_an_unknown_option_is_told_with_the_right_one(option: str, advice: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        gs.AllreduceCallback(**{option: 1})  # type: ignore[arg-type]
+    assert str(caught.value) == f"AllreduceCallback() got an unexpected keyword argument {option!r}{advice}"
+
+
 def test_integers_are_neither_scaled_nor_clipped() -> None:
     for options, text in (({"prescale": 0.5}, "prescale 0.5"), ({"clip_norm": 1.0}, "clip_norm 1.0 needs a floating")):
         callback = gs.AllreduceCallback("sum", local_communicator(), **options)

@@ -34,6 +34,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _REMOVED = {"strategy": "leave it out, a bucket is always packed"}
+_FOREIGN = {
+    "threshold": "threshold_bytes",
+    "bucket_cap_mb": 'threshold_bytes="25 MB"',
+    "op": "reduce_method",
+    "average": 'reduce_method="mean" or reduce_method="sum"',
+    "process_group": "group",
+    "find_unused_parameters": 'parameters=... and missing="zero"',
+}
 
 
 class AllreduceCallback:
@@ -115,9 +123,12 @@ class AllreduceCallback:
         nonfinite: Literal["off", "raise", "skip"] = "off",
         clip_norm: float | None = None,
         lock_gradients: bool = True,
-        **removed: Any,
+        **removed: NoReturn,  # so that type checkers refuse misspelt options
     ) -> None:
-        refuse_words("AllreduceCallback", removed, _REMOVED)
+        if removed:
+            from inspect import signature  # imported here: only errors need it
+
+            refuse_words("AllreduceCallback", removed, signature(AllreduceCallback).parameters, _REMOVED, _FOREIGN)
         self.op = parse_reduce_method(reduce_method)
         if backend is not None and backend not in BACKENDS:
             raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")

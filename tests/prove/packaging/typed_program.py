@@ -49,7 +49,7 @@ def main() -> None:
         print(rank)
 
     # Mistakes; mypy complains of a comment that nothing here needs.
-    gs.AllreduceCallback("mean", treshold_bytes=1)  # type: ignore[call-arg]
+    gs.AllreduceCallback("mean", treshold_bytes=1)  # type: ignore[arg-type]
     gs.init_process_group(rank="0")  # type: ignore[arg-type]
     train("3").append("x")  # type: ignore[arg-type]
     gs.no_such_name()  # type: ignore[attr-defined]
