@@ -62,12 +62,14 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
     is_explained = bool(lines)
     lines += [line for name, of_ranks in groups.items() for line in _behind(name, of_ranks, dumps)]
     lines += [line for name, of_ranks in groups.items() for line in _missing(name, of_ranks)]
+    is_good_trace = not lines and _is_good_trace(dumps)
     if not is_explained:
         lines += time_spent(dumps)
-        lines.append("no rank differs from another in what can be compared" + _reservations(groups))
+        if not is_good_trace:
+            lines.append("no rank differs from another in what can be compared" + _reservations(groups))
     for name, of_ranks in groups.items():
         lines += _progress(name, of_ranks)
-    lines += [line for dump in dumps for line in _whereabouts(dump)]
+    lines += [line for dump in dumps for line in _whereabouts(dump, says_why=not is_good_trace)]
     lines += _left_out(dumps, earlier)
     return [_printable(line) for line in lines]
 
@@ -135,6 +137,12 @@ def _shares(dump: Dump) -> dict[str, float]:
     return {"outside of gradsync": max(0.0, 1.0 - sum(shares.values())), **shares}
 
 
+def _is_good_trace(dumps: Sequence[Dump]) -> bool:
+    """Whether all ranks traced steps and ended all their collectives: then only the times are of interest."""
+    calls = [call for dump in dumps for group in dump.groups.values() for call in group.calls]
+    return all(len(dump.steps) > 1 for dump in dumps) and all(call.state == "ended" for call in calls)
+
+
 def _who_came_last(traced: Sequence[Dump]) -> list[str]:
     """Returns which rank the others waited for most, by when each began the same collective."""
     clock = Clock(traced)
@@ -155,7 +163,10 @@ def _who_came_last(traced: Sequence[Dump]) -> list[str]:
         return []
     rank, lateness = max(late.items(), key=lambda told: sum(told[1]))
     waited = seconds_text(sum(lateness))
-    return [f"  rank {rank} came last to {len(lateness)} of {len(met)} collectives: the others waited {waited} for it"]
+    steps = max(len(dump.steps) for dump in traced) - 1
+    during = f"in {steps} steps" if steps > 1 else "in 1 step"
+    came = f"rank {rank} came last to {len(lateness)} of {len(met)} collectives"
+    return [f"  {came}: the others waited {waited} for it {during}"]
 
 
 def _missing(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
@@ -315,8 +326,8 @@ def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
     return [line]
 
 
-def _whereabouts(dump: Dump) -> list[str]:
-    """Returns the collective that a rank is in, for how long, and the line of the program that called it."""
+def _whereabouts(dump: Dump, *, says_why: bool) -> list[str]:
+    """Returns the collective that a rank is in, for how long, the line that called it, and why the dump was written."""
     who = f"rank {dump.rank} (pid {dump.pid} on {dump.host})"
     running = [(group, call) for group in dump.groups.values() for call in group.calls if call.state == "runs"]
     last = max((call for group in dump.groups.values() for call in group.calls), key=_end, default=None)
@@ -327,7 +338,7 @@ def _whereabouts(dump: Dump) -> list[str]:
     else:
         verb = "failed in" if last.state == "failed" else "is not in a collective; its last one was"
         told = [f"{who} {verb} {last.what}, {seconds_text(max(dump.at - _end(last), 0.0))} before the dump"]
-    return [*told, *_place(dump), f"  dumped because: {dump.reason}"]
+    return [*told, *_place(dump), *([f"  dumped because: {dump.reason}"] if says_why else [])]
 
 
 def _place(dump: Dump) -> list[str]:
