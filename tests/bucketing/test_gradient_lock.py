@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import lock_checks as checks
@@ -104,6 +105,25 @@ def test_a_gradient_that_is_locked_is_not_taken_for_a_read_only_one() -> None:
         with pytest.raises(gs.InvalidArgument, match="in flight already"):
             second("w", gradient)
         first.flush()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes since Python 3.11")
+def test_the_error_of_a_write_names_the_gradients() -> None:
+    sync = gs.AllreduceCallback(group=local_communicator())
+    z, more = np.ones(3), np.ones(2)
+    with pytest.raises(ValueError, match="read-only") as caught, sync.backward():
+        sync("z", z)
+        z += 1
+    text = "gradsync: the gradient of 'z' is read-only until the block ends; see docs/own_loop.md"
+    assert caught.value.__notes__ == [text]
+    with pytest.raises(ValueError, match="read-only") as caught, sync.backward():
+        sync("z", z)
+        sync("more", more)
+        np.add(z, 1, out=z)
+    assert caught.value.__notes__[0].startswith("gradsync: the gradients of 'z', 'more' are read-only until")
+    with pytest.raises(ValueError, match="read-only") as caught, sync.backward():  # another array than ours
+        np.broadcast_to(1.0, 3)[0] = 2.0
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_lock_gradients_is_true_or_false() -> None:

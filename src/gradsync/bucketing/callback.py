@@ -20,6 +20,7 @@ from gradsync.bucketing.forgotten import watch
 from gradsync.bucketing.gradient import display_name
 from gradsync.bucketing.join import Join
 from gradsync.bucketing.options import Options
+from gradsync.bucketing.plan import list_of_names
 from gradsync.bucketing.step import Step
 from gradsync.communicators import world
 from gradsync.communicators.communicator import Communicator
@@ -323,6 +324,8 @@ class AllreduceCallback:
             if not is_flushed:
                 self.flush()
         except BaseException as error:
+            if isinstance(error, ValueError) and "read-only" in str(error):
+                self._note_locked(error)
             self._abandon("the backward pass", error)
             raise
 
@@ -468,6 +471,15 @@ class AllreduceCallback:
             reducer.active_ranks = None
             # The next step takes the sums that are left. Passes that only no_sync() has counted end with the block.
             reducer.begin_step(passes=reducer.events.local_passes if self._step.sums else 0)
+
+    def _note_locked(self, error: ValueError) -> None:
+        """Adds the names of read-only gradients to an error of NumPy, which names none. Not in Python 3.10."""
+        names = [entry.spec.name for entry in self._step.locked()]
+        if names and hasattr(error, "add_note"):
+            what = (
+                f"the gradient of {names[0]} is" if len(names) == 1 else f"the gradients of {list_of_names(names)} are"
+            )
+            error.add_note(f"gradsync: {what} read-only until the block ends; see docs/own_loop.md")
 
     def _check_between_steps(self, what: str) -> None:
         if self._step.count:
