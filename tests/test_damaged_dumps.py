@@ -118,3 +118,13 @@ def test_a_name_that_is_no_utf_8_can_be_told(real: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps(altered(real, ("stacks",), "MainThread:\n  train\udcff.py:1 in f")))
     done = CliRunner().invoke(main, ["trace", str(path)])
     assert (done.exit_code, r"train\udcff.py:1" in done.output) == (0, True)
+
+
+def test_what_would_act_on_a_terminal_is_shown_as_an_escape(real: Any, tmp_path: Path) -> None:
+    """In the report, and in the error about the place of a field."""
+    path = tmp_path / "dump.json"
+    digest = next(iter(real["calls"]))
+    for place, value, code in ((("reason",), "\x1b[2Jasked\r\n", 0), (("calls", digest, "\x1b[2Jasked\r\n"), {}, 2)):
+        path.write_text(json.dumps(altered(real, place, value)))
+        done = CliRunner().invoke(main, ["trace", str(path)])
+        assert (done.exit_code, r"\x1b[2Jasked\r\n" in done.output) == (code, True)

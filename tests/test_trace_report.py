@@ -66,6 +66,13 @@ def test_a_rank_that_is_behind_or_missing_is_no_difference() -> None:
     ]
 
 
+def test_a_rank_that_has_not_come_to_the_flush_is_named() -> None:
+    """A flush has the number of the gradients where a bucket has their names."""
+    ahead = call(3, "flush(mean) after 3 gradients", "failed", gradients=3)
+    lines = report([dump(0, group("world", *COMMON, ahead)), dump(1, group("world", *COMMON))])
+    assert lines[0] == "rank 1 has not begun #3 of group 'world', flush(mean) after 3 gradients, which rank 0 has"
+
+
 def test_what_is_forgotten_is_said() -> None:
     late = [call(number, "barrier") for number in range(70, 75)]
     lines = report([dump(0, group("world", *late)), dump(1, group("world", *COMMON, *late[:2]))])
@@ -106,7 +113,7 @@ def test_earlier_dumps_are_left_out_and_named() -> None:
 
 
 def test_a_rank_without_a_dump_is_named_with_the_collective_of_the_others() -> None:
-    bucket = call(3, "all_reduce(mean) of bucket 0 [a, 1 more]", "failed", gradients=["a", "b"])
+    bucket = call(3, "all_reduce(mean) of bucket 0 [a, 1 more]", "failed", bucket=0, gradients=["a", "b"])
     lines = report([dump(rank, group("world", *COMMON, bucket)) for rank in (0, 2)])
     assert lines[:3] == [
         "there is no dump of rank 1; ranks 0 and 2 did not end #3 of group 'world', "

@@ -477,7 +477,7 @@ def _dump(path: Path, content: Any) -> Dump:
             check(facts, _BUCKET if "bucket" in facts else _CALL, f"calls.{digest}")
         groups = [_dumped_group(group, f"groups[{n}]", content["calls"]) for n, group in enumerate(content["groups"])]
     except DamagedError as error:
-        raise InvalidArgument(f"{path} is damaged: {error}; leave it out") from None
+        raise InvalidArgument(f"{path} is damaged: {printable(str(error))}; leave it out") from None
     trace = content.get("trace") or tracing.Tracer().content()
     return Dump(
         path,
@@ -497,6 +497,11 @@ def _dump(path: Path, content: Any) -> Dump:
         trace["left_out"],
         content.get("raised_at", ""),
     )
+
+
+def printable(line: str) -> str:
+    """Returns a line with escapes for all that a terminal would act upon or cannot show: a dump may hold any text."""
+    return "".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in line])
 
 
 def _dumped_group(content: dict[str, Any], place: str, calls: dict[str, dict[str, Any]]) -> DumpedGroup:

@@ -20,7 +20,7 @@ from gradsync.diagnostics.compare import (
     compared,
     first_divergence,
 )
-from gradsync.diagnostics.dump import Dump, DumpedCall, DumpedGroup, read_dumps
+from gradsync.diagnostics.dump import Dump, DumpedCall, DumpedGroup, printable, read_dumps
 from gradsync.diagnostics.recorder import names_text, seconds_text
 from gradsync.errors import InvalidArgument, name_ranks
 
@@ -71,7 +71,7 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
         lines += _progress(name, of_ranks)
     lines += [line for dump in dumps for line in _whereabouts(dump, says_why=not is_good_trace)]
     lines += _left_out(dumps, earlier)
-    return [_printable(line) for line in lines]
+    return [printable(line) for line in lines]
 
 
 def _raised(dumps: Sequence[Dump]) -> list[str]:
@@ -185,7 +185,7 @@ def _missing(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
 
 
 def _gradients(call: DumpedCall) -> list[str]:
-    names = call.facts.get("gradients")
+    names = call.facts["gradients"] if "bucket" in call.facts else []  # a flush has their number there
     return [f"  gradients: {names_text(names, _MOST_GRADIENTS)[1:-1]}"] if names else []
 
 
@@ -357,11 +357,6 @@ def _running(group: DumpedGroup, call: DumpedCall, at: float) -> str:
 
 def _end(call: DumpedCall) -> float:
     return call.began if call.ended is None else call.ended
-
-
-def _printable(line: str) -> str:
-    """Returns a line that can be printed: a file's name may not be UTF-8."""
-    return line.encode(errors="backslashreplace").decode()
 
 
 def _left_out(dumps: Sequence[Dump], earlier: Sequence[Dump]) -> list[str]:
