@@ -140,7 +140,7 @@ def bench_thresholds() -> str:
         str(GOLDEN / "shapes.json"),
     )
     shown = "\n\n".join(text.split("\n\n")[:2])  # the rest depends on what was measured
-    return without_numbers(shown.replace("  <- recommended", ""))
+    return without_numbers(shown.replace("  <- fastest", ""))
 
 
 def bench_collectives() -> str:

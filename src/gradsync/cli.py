@@ -51,6 +51,7 @@ main.add_command(bench)
 
 
 @main.command(
+    short_help="Runs a script in several rank processes.",
     context_settings={"allow_interspersed_args": False},
     epilog="""\b
 Examples:

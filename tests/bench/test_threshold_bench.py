@@ -36,7 +36,7 @@ def test_a_sweep_over_two_ranks(shapes, tmp_path):
     assert (code, err) == (0, "")
     assert text.startswith("shapes.json: 4 gradients, 3.54 KB\n2 ranks over shm; medians of the slowest rank, 2 steps")
     assert "pack only" not in text
-    for part in ("Not measured: 1 MB", "<- recommended", " a step, noise "):
+    for part in ("Not measured: 1 MB", "<- fastest", " a step; too few steps to be sure, use --steps 20."):
         assert part in text
     result = json.loads(out.read_text())
     assert {"command", "date", "machine", "versions", "settings", "rows"} <= set(result)

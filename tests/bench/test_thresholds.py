@@ -36,9 +36,9 @@ def specs(*sizes):
     return [GradientSpec(f"#{i}", (size,), "float32", 4) for i, size in enumerate(sizes)]
 
 
-def row(threshold, milliseconds, all_reduces=1, noise=0.0):
+def row(threshold, milliseconds, all_reduces=1, noise=0.0, steps=9):
     low, high = 1e-3 * (milliseconds - noise / 2), 1e-3 * (milliseconds + noise / 2)
-    return Row(Contender(threshold, all_reduces), Seconds(1e-3 * milliseconds, low, high, 9), None, 0.0)
+    return Row(Contender(threshold, all_reduces), Seconds(1e-3 * milliseconds, low, high, steps), None, 0.0)
 
 
 def test_thresholds_are_read_in_megabytes_ascending_and_once():
@@ -112,27 +112,38 @@ DEFAULT = 10 * MEGABYTE
         # The figures of the complaint: 25, 50 and 100 MB do alike, and nobody needs to choose among them.
         (
             [row(MEGABYTE, 37.9), row(25 * MEGABYTE, 31.8), row(50 * MEGABYTE, 31.7), row(100 * MEGABYTE, 32.1)],
-            "Any threshold from 25 MB does: 31.7 ms to 32.1 ms a step, noise 0 ms. "
-            "gs.AllreduceCallback(threshold_bytes=25 * 1024**2)",
+            "Thresholds from 25 MB to 100 MB are equally fast, 31.7 ms to 32.1 ms a step. "
+            "Differences below 0.951 ms (3%) do not count.\nUse gs.AllreduceCallback(threshold_bytes=25 * 1024**2).",
         ),
         (
             [row(MEGABYTE, 20.0), row(DEFAULT, 10.0), row(25 * MEGABYTE, 10.1), row(100 * MEGABYTE, 12.0)],
-            "Any threshold from 10 MB to 25 MB does: 10 ms to 10.1 ms a step, noise 0 ms. "
-            "So the default (10 MB) is right.",
+            "Thresholds from 10 MB to 25 MB are equally fast, 10 ms to 10.1 ms a step. "
+            "Differences below 0.3 ms (3%) do not count.\nSo the default (10 MB) is right.",
         ),
         (
             [row(MEGABYTE // 4, 20.0), row(1234, 10.0), row(25 * MEGABYTE, 12.0)],
-            "Take 1.21 KB: 10 ms a step, noise 0 ms. gs.AllreduceCallback(threshold_bytes=1234)",
+            "1.21 KB is fastest, 10 ms a step. "
+            "Differences below 0.3 ms (3%) do not count.\nUse gs.AllreduceCallback(threshold_bytes=1234).",
         ),
         (
             [row(MEGABYTE // 4, 10.0, noise=5.0), row(MEGABYTE, 14.0), row(DEFAULT, 13.0)],
-            "Any of these thresholds does: 10 ms to 14 ms a step, noise 5 ms. So the default (10 MB) is right.",
+            "All these thresholds are equally fast, 10 ms to 14 ms a step. "
+            "Differences below 5 ms are noise: the middle half of the fastest threshold's steps vary by as much.\n"
+            "So the default (10 MB) is right.",
         ),
         ([row(MEGABYTE, 10.0, 54)], "Nothing to choose: all thresholds make the same 54 bucket(s). 10 ms a step"),
     ],
 )
 def test_one_sentence_says_which_thresholds_do_and_how_sure_that_is(rows, told):
-    assert recommendation(rows).startswith(told)
+    assert recommendation(rows, 9).startswith(told)
+
+
+def test_few_steps_are_not_sure():
+    rows = [row(MEGABYTE, 306, steps=3), row(DEFAULT, 341, steps=3), row(50 * MEGABYTE, 283, noise=36.7, steps=3)]
+    told = "50 MB was fastest, 283 ms a step; too few steps to be sure, use "
+    assert recommendation(rows, 3) == f"{told}--steps 20."
+    assert recommendation(rows, 20) == f"{told}a longer --time-limit."
+    assert recommended(rows) is rows[2]
 
 
 def test_the_default_is_recommended_where_it_does_else_the_smallest_that_does():

@@ -83,14 +83,16 @@ memory packs gradients while it moves them, so "pack only" may be longer than th
     help="How data moves; mpi is started by mpiexec.",
 )
 @click.option("--thresholds", metavar="MB,MB,...", help="What to measure.  [default: 0.25,0.5,1,2,5,10,25,50,100]")
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Timings of each threshold.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Timed steps of each threshold."
+)
 @click.option(
     "--time-limit",
     "limit_seconds",
     type=click.FloatRange(min=0),
     default=45.0,
     show_default=True,
-    help="Seconds after which to stop early, with at least 3 timings.",
+    help="After this many seconds it stops early, after at least 3 steps.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also measures packing alone, and shows quartiles and bandwidth.")
 @click.option("--json", "json_path", metavar="FILE", help="Also writes the results, machine and versions to FILE.")
@@ -98,8 +100,8 @@ memory packs gradients while it moves them, so "pack only" may be longer than th
 def thresholds(**options: Any) -> None:
     """Measures which threshold_bytes synchronises a model's gradients fastest, and says how sure that is.
 
-    Starts ranks on this machine, unless a launcher has started this command as a rank. Thresholds take turns, round by
-    round. A round counts with its slowest rank, a threshold with the median of its rounds.
+    Starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) started this command. Thresholds take
+    turns, round by round. A round counts with its slowest rank, a threshold with the median of its rounds.
     """
     from gradsync.bench.thresholds import bench_thresholds
 
@@ -161,7 +163,7 @@ The exit code is 1 where elements are wrong.
 def collectives(**options: Any) -> None:
     """Times collectives over a range of sizes, checks every result, and shows bandwidths.
 
-    Starts ranks on this machine, unless a launcher has started this command as a rank.
+    Starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) started this command.
     """
     from gradsync.bench.collectives import bench_collectives
 

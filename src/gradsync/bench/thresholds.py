@@ -47,6 +47,7 @@ DEFAULT_MEGABYTES = "0.25,0.5,1,2,5,10,25,50,100"
 TOLERANCE = 0.03
 WARM_UP_ROUNDS = 2
 _FEWEST_ROUNDS = 3  # whatever the time limit is: a median of fewer says little
+_SURE_ROUNDS = 8  # quartiles of fewer say nothing of the noise
 _FLOATING = ("float", "bfloat", "complex")
 
 
@@ -303,7 +304,7 @@ def bench_thresholds(
     less = f" of {steps}, for --time-limit {limit_seconds:g} s was reached" if rounds < steps else ""
     print(f"{where}{on}; medians of the slowest rank, {rounds} steps each{less}\n")
     print_table(table(rows, verbose=verbose))
-    print("\n" + "\n".join(filter(None, (same_buckets(rows), rising_counts(rows), recommendation(rows)))))
+    print("\n" + "\n".join(filter(None, (same_buckets(rows), rising_counts(rows), recommendation(rows, steps)))))
     if plot_path is not None:
         plot([[panel(rows)]], f"{name}: {where}", "threshold of a bucket", plot_path)
         print(f"drawn in {plot_path}")
@@ -318,9 +319,9 @@ def bench_thresholds(
 
 
 def alike(rows: Sequence[Row]) -> Sequence[Row]:
-    """Returns the fastest row and its neighbours that take as long, within the noise or TOLERANCE."""
-    fastest = min(rows, key=lambda row: row.seconds.median)
-    limit = fastest.seconds.median * (1 + max(TOLERANCE, fastest.seconds.spread))
+    """Returns the fastest row and its neighbours that are slower by no more than the noise."""
+    fastest = _fastest(rows)
+    limit = fastest.seconds.median + _noise_seconds(fastest)
     first = last = rows.index(fastest)
     while first > 0 and rows[first - 1].seconds.median <= limit:
         first -= 1
@@ -329,32 +330,65 @@ def alike(rows: Sequence[Row]) -> Sequence[Row]:
     return rows[first : last + 1]
 
 
+def _fastest(rows: Sequence[Row]) -> Row:
+    return min(rows, key=lambda row: row.seconds.median)
+
+
+def _noise_seconds(row: Row) -> float:
+    """Returns the differences that do not count: the distance between the row's quartiles, TOLERANCE at the least."""
+    return row.seconds.median * max(TOLERANCE, row.seconds.spread)
+
+
+def is_sure(rows: Sequence[Row]) -> bool:
+    """Whether there are enough steps to compare thresholds."""
+    return rows[0].seconds.samples >= _SURE_ROUNDS
+
+
 def recommended(rows: Sequence[Row]) -> Row:
-    """Returns the row to take of those `alike`: the default threshold's, else the smallest."""
+    """Returns the row to take of those `alike`: the default threshold's, else the smallest; the fastest if not sure."""
+    if not is_sure(rows):
+        return _fastest(rows)
     found = alike(rows)
     return next((row for row in found if row.has(DEFAULT_THRESHOLD_BYTES)), found[0])
 
 
-def recommendation(rows: Sequence[Row]) -> str:
-    """Returns which thresholds to take, how sure that is, and the code of the recommended one."""
-    found = alike(rows)
-    times = [row.seconds.median for row in found]
-    noise = min(found, key=lambda row: row.seconds.median).seconds
-    took = f"{milliseconds(min(times))}" + (f" to {milliseconds(max(times))}" if len(found) > 1 else "")
-    sure = f"{took} a step, noise {milliseconds(noise.upper_quartile - noise.lower_quartile)}"
-    low, high = (megabytes(row.contender.threshold_bytes) for row in (found[0], found[-1]))
+def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
+    """Returns which thresholds to take, how sure that is, and the code of the recommended one.
+
+    Args:
+        rows: the measurement.
+        wanted_steps: of the option; fewer were made if the time limit was reached.
+    """
+    fastest = _fastest(rows)
     if len(rows) == 1:
-        return f"Nothing to choose: all thresholds make the same {rows[0].contender.all_reduces} bucket(s). {sure}."
-    if len(found) == len(rows):
-        which = "Any of these thresholds does"
-    elif found[-1] is rows[-1]:
-        which = f"Any threshold from {low} does"
+        buckets = f"{fastest.contender.all_reduces} bucket(s)"
+        return f"Nothing to choose: all thresholds make the same {buckets}. {fastest.seconds} a step."
+    if not is_sure(rows):
+        more = "a longer --time-limit" if fastest.seconds.samples < wanted_steps else "--steps 20"
+        name = megabytes(fastest.contender.threshold_bytes)
+        return (
+            f"{name} was fastest, {milliseconds(fastest.seconds.median)} a step; too few steps to be sure, use {more}."
+        )
+    found = alike(rows)
+    low, high = (megabytes(row.contender.threshold_bytes) for row in (found[0], found[-1]))
+    if len(found) == 1:
+        which = f"{low} is fastest, {milliseconds(fastest.seconds.median)} a step."
     else:
-        which = f"Any threshold from {low} to {high} does" if len(found) > 1 else f"Take {low}"
+        times = [row.seconds.median for row in found]
+        names = "All these thresholds" if len(found) == len(rows) else f"Thresholds from {low} to {high}"
+        took = f"{milliseconds(min(times))} to {milliseconds(max(times))} a step"
+        which = f"{names} are equally fast, {took}."
+    noise = f"Differences below {milliseconds(_noise_seconds(fastest))} "
+    if fastest.seconds.spread > TOLERANCE:
+        noise += "are noise: the middle half of the fastest threshold's steps vary by as much."
+    else:
+        noise += f"({TOLERANCE:.0%}) do not count."
     chosen = recommended(rows)
     if chosen.has(DEFAULT_THRESHOLD_BYTES):
-        return f"{which}: {sure}. So the default ({megabytes(DEFAULT_THRESHOLD_BYTES)}) is right."
-    return f"{which}: {sure}. gs.AllreduceCallback(threshold_bytes={_as_code(chosen.contender.threshold_bytes)})"
+        todo = f"So the default ({megabytes(DEFAULT_THRESHOLD_BYTES)}) is right."
+    else:
+        todo = f"Use gs.AllreduceCallback(threshold_bytes={_as_code(chosen.contender.threshold_bytes)})."
+    return f"{which} {noise}\n{todo}"
 
 
 def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
@@ -363,7 +397,7 @@ def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("threshold", "step", "all-reduces", *more, ""):
         found.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    chosen = recommended(rows)
+    chosen, mark = recommended(rows), "<- recommended" if is_sure(rows) else "<- fastest"
     for row in rows:
         threshold, bus = row.contender.threshold_bytes, row.bus_bytes_per_second
         cells = [megabytes(threshold), milliseconds(row.seconds.median), str(row.contender.all_reduces)]
@@ -375,7 +409,7 @@ def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
                 milliseconds(row.pack_seconds.median) if row.pack_seconds else "-",
                 f"{100 * row.pack_share:.0f} %" if row.pack_share is not None else "-",
             ]
-        found.add_row(*cells, "<- recommended" if row is chosen and len(rows) > 1 else "")
+        found.add_row(*cells, mark if row is chosen and len(rows) > 1 else "")
     return found
 
 
