@@ -143,7 +143,7 @@ def closed_failure(label: str, rank: int) -> RankFailed:
     """
     return RankFailed(
         f"{label}: rank {rank} closed the communicator while this rank still needed it; "
-        "check that all ranks run the same number of steps",
+        "check that all ranks run the same number of steps; for uneven data use `with sync.join():`",
         rank=rank,
         phase="collective",
     )
