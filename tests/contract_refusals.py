@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,10 @@ def check_what_the_errors_advise(comm: Any, kit: Any) -> None:
         yield from refused(gs.UnsupportedDtype, lambda: comm.reduce(booleans), f"{who}reduce: sum is not defined")
         yield from refused(gs.InvalidArgument, lambda: comm.all_gather({"a": 1}), "got dict (comm.objects gathers")
         yield from refused(gs.InvalidArgument, lambda: comm.all_gather([array]), "numpy.asarray(...)")
+        for number in (0.5, np.float64(0.5)):
+            advice = "make it an array with numpy.array(...), or pass numbers to gs.comm.reduce_dict or comm.objects"
+            yield from refused(gs.InvalidArgument, partial(comm.all_reduce, number), advice)
+            yield from refused(gs.InvalidArgument, partial(comm.broadcast, number), advice)
         yield from refused(gs.UnsupportedDtype, lambda: comm.all_gather(np.array([None])), "comm.objects gathers")
         done = comm.asynchronous.all_gather(array)
         done.result()

@@ -20,6 +20,7 @@ from gradsync.reduction import Array, divide_into
 DLPACK_CPU = 1
 DLPACK_CUDA_HOST = 3  # pinned host memory
 
+_FOR_NUMBERS = "make it an array with numpy.array(...), or pass numbers to gs.comm.reduce_dict or comm.objects"
 _FOR_OBJECTS = "comm.objects gathers, broadcasts and scatters Python objects"
 
 
@@ -234,9 +235,11 @@ def kind_of(array: Any) -> str:
     if hasattr(array, "tocoo"):
         return "a sparse array"
     if isinstance(array, np.generic):
-        return f"a NumPy scalar ({array.dtype}): make it an array with numpy.asarray(...)"
+        return f"a NumPy scalar ({array.dtype}): {_FOR_NUMBERS}"
     name = "None" if array is None else type(array).__name__
-    if isinstance(array, (list, tuple, int, float, complex)):
+    if isinstance(array, (int, float, complex)):
+        return f"a {name}: {_FOR_NUMBERS}"
+    if isinstance(array, (list, tuple)):
         return f"a {name}: make it an array with numpy.asarray(...)"
     if callable(getattr(array, "result", None)):
         return f"a {name}: pass its .result()"
