@@ -93,7 +93,7 @@ def check_all_reduce_into_overlapping_memory(comm: Any, kit: Any) -> None:
 
 def check_all_reduce_of_foreign_arrays(comm: Any, kit: Any) -> None:
     class Foreign:
-        """An array of a library that only speaks DLPack."""
+        """An array of a library that only supports DLPack."""
 
         def __init__(self) -> None:
             self.memory = kit.put(np.full(5, comm.rank + 1.0))

@@ -123,7 +123,7 @@ def handed_over(kit: Any, arrays: dict[str, Any], values: Values, way: str) -> d
 
 
 class Foreign:
-    """An array of another library: it speaks DLPack, and nothing else."""
+    """An array of another library: it supports DLPack, and nothing else."""
 
     def __init__(self, array: Any) -> None:
         self.array = array

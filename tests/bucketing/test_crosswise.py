@@ -101,10 +101,10 @@ def test_the_ranks_meet_once() -> None:
 def test_what_the_flight_recorder_shows() -> None:
     first, second = SHM.run(2, checks.what_is_recorded, SHM.kit)
     assert first == second
-    assert first[0].startswith("first_use(callback) made at crosswise_checks.py:")
+    assert first[0].startswith("the first step of the callback made at crosswise_checks.py:")
     step = ["all_reduce(mean) float64 32 bytes [w]", "flush(mean) after 1 gradient"]
     assert first[1:3] == step
-    assert first[3].startswith("first_use(callback 'generator') made at crosswise_checks.py:")
+    assert first[3].startswith("the first step of callback 'generator' made at crosswise_checks.py:")
     assert first[4:] == [f"{line} (callback {which})" for which in ("'generator'", "1") for line in step]
 
 

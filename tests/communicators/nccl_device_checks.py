@@ -79,7 +79,7 @@ class WithInterface:
 
 
 class WithDLPack:
-    """An array of a library that speaks DLPack only."""
+    """An array of a library that supports DLPack only."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory

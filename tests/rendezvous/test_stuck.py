@@ -92,7 +92,7 @@ def test_operator_is_told_once_who_waits_for_whom() -> None:
     bench.wait(20)
     assert bench.notices[:1] == [
         "ranks 0, 1 and 3 wait in all_reduce #57 for rank 2 since 5 s; "
-        "rank 2 (pid 1002) is in phase 'running', and has begun 56 collectives"
+        "rank 2 (pid 1002) is running, and has begun 56 collectives"
     ]
     assert not any(" wait" in notice for notice in bench.notices[1:])
 
@@ -103,9 +103,7 @@ def test_server_works_out_who_is_missing_from_the_heartbeats() -> None:
     bench.come_to(58, 1)  # launched ahead, on a GPU
     bench.wait_in(0)
     bench.wait(1)
-    assert bench.notices == [
-        "ranks 0 and 1 wait in all_reduce #57 for rank 2 since 5 s; rank 2 (pid 1002) is in phase 'running'"
-    ]
+    assert bench.notices == ["ranks 0 and 1 wait in all_reduce #57 for rank 2 since 5 s; rank 2 (pid 1002) is running"]
 
 
 def test_wait_in_which_nobody_is_missing_says_so() -> None:
@@ -136,7 +134,7 @@ def test_ranks_that_wait_for_each_other_in_messages_are_told_with_their_lines() 
     )
     alone = (
         f"rank 0 waits in {in_message(0, 1, 60)} for rank 1 since 5 s; "
-        "rank 1 (pid 1001) is in phase 'running', and has begun 3 collectives"
+        "rank 1 (pid 1001) is running, and has begun 3 collectives"
     )
     assert [notice for notice in bench.notices if " waits " in notice] == [told, told, alone]
 
@@ -158,7 +156,7 @@ def test_the_verdict_on_messages_has_all_that_reached_the_deadline() -> None:
         f"ranks wait for each other in a circle: rank 0 waits in {in_message(0, 1, 41)} for rank 1, "
         f"rank 1 waits in {in_message(1, 0, 50)} for rank 0"
     )
-    assert last == "missing: rank 1 (pid 1001) is in phase 'running', and has begun 3 collectives:\n  rank 1 in send()"
+    assert last == "missing: rank 1 (pid 1001) is running, and has begun 3 collectives:\n  rank 1 in send()"
 
 
 def test_absent_rank_that_answers_is_named_to_all_itself_too() -> None:
@@ -176,8 +174,7 @@ def test_absent_rank_that_answers_is_named_to_all_itself_too() -> None:
     assert text.split("\n\n") == [
         "ranks 0, 1 and 3 waited 300 s in all_reduce #57 for rank 2",
         "ranks 0, 1 and 3:\n  in wait()",
-        "missing: rank 2 (pid 1002) is in phase 'running', and has begun 56 collectives:\n"
-        "  in load_batch()\n  in read()",
+        "missing: rank 2 (pid 1002) is running, and has begun 56 collectives:\n  in load_batch()\n  in read()",
         "rank 2 did not come to all_reduce #57: the report above says where. For ranks that need longer, pass a longer "
         "collective_timeout_seconds to init_process_group()",
     ]
@@ -387,9 +384,7 @@ def test_only_members_of_the_group_can_be_missing() -> None:
     bench.come_to(99, 1, 2)  # of the world
     bench.wait_in(0, group="pair", ranks=[0, 3])
     bench.wait(1)
-    assert bench.notices == [
-        "rank 0 waits in all_reduce #57 for rank 3 since 5 s; rank 3 (pid 1003) is in phase 'running'"
-    ]
+    assert bench.notices == ["rank 0 waits in all_reduce #57 for rank 3 since 5 s; rank 3 (pid 1003) is running"]
 
 
 def test_verdict_on_a_group_goes_to_all_and_names_its_members() -> None:

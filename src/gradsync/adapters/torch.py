@@ -596,7 +596,7 @@ def _dtype_name_of(tensor: torch.Tensor) -> str:
 
 
 def _array_of(tensor: torch.Tensor) -> Any:
-    """Returns a tensor as an array for a communicator: a NumPy array on the CPU, else an object that speaks DLPack.
+    """Returns a tensor as an array for a communicator: a NumPy array on the CPU, else an object that supports DLPack.
 
     Raises:
         InvalidArgument: the tensor is sparse, or its values lie in memory conjugated or negated.

@@ -384,7 +384,7 @@ def _describe(name: str | None, stack: tuple[str, ...], number: int | None) -> s
 
 
 def _summary(name: str | None, stack: tuple[str, ...]) -> str:
-    return f"first_use(callback{'' if name is None else f' {name!r}'}) made at {_line_of(stack[0])}"
+    return f"the first step of {'the callback' if name is None else f'callback {name!r}'} made at {_line_of(stack[0])}"
 
 
 def _line_of(place: str) -> str:

@@ -100,8 +100,9 @@ def accept(
             'parameters that a step does not use, with AllreduceCallback(parameters=..., missing="zero")'
         )
     native: Array | None = None
+    who = "the gradient"
     try:
-        native = communicator._native_array(grad, "the gradient")
+        native = communicator._native_array(grad, who)
         if native.dtype not in accepted_dtypes:
             options.check_dtype(native.dtype)
             accepted_dtypes.add(native.dtype)
@@ -112,7 +113,8 @@ def accept(
         if can_be_summed:
             advice = '; convert it with astype("float32"), or use AllreduceCallback("sum") where a sum is meant'
         said = str(error).removeprefix(f"{communicator.label}: ")
-        raise type(error)(f"{communicator.label}: the gradient of {name}: {said}{advice}") from None
+        said = said.removeprefix(who) if said.startswith(f"{who} ") else f": {said}"
+        raise type(error)(f"{communicator.label}: {who} of {name}{said}{advice}") from None
     return native
 
 

@@ -333,7 +333,7 @@ def _whereabouts(roster: Roster, rank: int, stuck: StuckCollective) -> str:
         return f"{who} has left"
     begun = member.positions.get(stuck.group)
     progress = "" if begun is None else f", and has begun {begun} collective{'' if begun == 1 else 's'}"
-    return f"{who} is in phase {roster.phase!r}{progress}"
+    return f"{who} is {roster.phase}{progress}"  # joining or running
 
 
 def _grouped(
