@@ -224,7 +224,7 @@ def print_summary(comm: gs.Communicator, result: Result) -> None:
     }
     width = max(map(len, rows))
     lines = [f"{label:{width}}  {value}" for label, value in rows.items()]
-    print("", *lines, sep="\n", flush=True)
+    print(*lines, sep="\n", flush=True)
 
 
 def positive(text: str) -> int:

@@ -144,6 +144,7 @@ def test_two_ranks_reach_97_percent(tmp_path):
     assert row(output, "parameters on all ranks") == "identical"
     assert float(row(output, "test accuracy").rstrip("%")) >= 97
     assert output.count("test accuracy") == 4  # every fifth epoch, and the table
+    assert "[rank 0] \n" not in output
 
 
 def test_script_alone_is_one_process():

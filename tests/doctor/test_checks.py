@@ -188,7 +188,7 @@ ANSWERS = [
     ("numpy", {"error": "bad magic"}, "NumPy", "broken", "bad magic", "pip install --force-reinstall"),
     ("numpy", {"version": "2.4.6", "msgpack_error": "damaged"}, "msgpack", "broken", "damaged", "pip install --force"),
     ("numpy", {"version": "1.26.4"}, "NumPy", "warning", "1.26.4", "pip install --upgrade 'numpy>=2.1'"),
-    ("mpi", {"error": "no libmpi.so"}, "MPI", "not usable here", "no libmpi.so", "pip install mpi4py mpich"),
+    ("mpi", {"error": "no libmpi.so"}, "MPI", "not usable here", "no libmpi.so", "an MPI: pip install mpi4py mpich"),
     ("mpiexec", {"text": "mpiexec (OpenRTE) 4.1"}, "MPI", "warning", "is that of Open MPI", "use the mpiexec of MPICH"),
     (
         "cupy",

@@ -300,7 +300,7 @@ def check_ports(here: Facts) -> list[Finding]:
     return [ok("ports", f"the kernel assigns {text}")]
 
 
-_INSTALL = "on one machine: pip install mpi4py mpich; on a cluster: load its MPI, then pip install mpi4py"
+_INSTALL = "on a machine without an MPI: pip install mpi4py mpich; on a cluster: load its MPI, then pip install mpi4py"
 _MARKS = {"Open MPI": ("open mpi", "openrte", "prte", "open-mpi"), "MPICH": ("hydra", "mpich"), "Intel": ("intel",)}
 
 

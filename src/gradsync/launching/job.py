@@ -48,7 +48,7 @@ class Target:
         on_hosts = ("--host", ",".join(hosts)) if hosts else ()
         command = shlex.join(("mpiexec", "-n", str(world_size), *on_hosts, "python", *self.command_line))
         if shutil.which("mpiexec") is None:
-            command += " (no mpiexec is found here: load the cluster's MPI, or pip install mpich mpi4py)"
+            command += " (no mpiexec is found here: load the cluster's MPI, or pip install mpi4py mpich)"
         return command
 
 
