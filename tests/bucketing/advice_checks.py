@@ -76,6 +76,15 @@ def missing_parameter(comm: Any, kit_name: str) -> str:
     return error_line(lambda: hand_over(callback, kit, [ALL[0], *ALL[2:]] if comm.rank == 1 else ALL))
 
 
+def missing_array(comm: Any, kit_name: str) -> str:
+    """Parameters that are arrays are known by their order, which a missing one changes for all after it."""
+    kit, callback = make_kit(comm, kit_name), gs.AllreduceCallback(group=comm)
+    arrays = [kit.put(np.ones(size)) for size in (4, 3, 2)]
+    for array in arrays[:1] + arrays[2:] if comm.rank == 1 else arrays:
+        callback(array, kit.put(np.ones(array.shape)))
+    return error_line(callback.flush)
+
+
 def other_arrays(comm: Any, kit_name: str) -> str:
     """No gradients of a callback: nothing but the ranks can be named."""
     array = make_kit(comm, kit_name).put(np.ones(4 if comm.rank == 1 else 3))

@@ -403,6 +403,17 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
     known = {rank: dict(map(_parsed, filter(_is_spec, d.others))) | here[rank] for rank, d in descriptions.items()}
     if not any(here.values()):  # all are at their flush
         here = known
+    numbers = {rank: d.all_lines + len(d.others) for rank, d in descriptions.items()}
+    are_all = all(d.has_ended and not d.is_cut for d in descriptions.values())
+    if (
+        are_all
+        and len(set(numbers.values())) > 1
+        and all(name[:1] == "#" for specs in known.values() for name in specs)
+    ):
+        return (
+            f"the ranks handed over different numbers of gradients: {_by_value(numbers)}: hand over the same gradients "
+            "in the same order; give them names to see here which one is missing"
+        )
     for name in dict.fromkeys(name for specs in here.values() for name in specs):
         specs = {rank: specs[name] for rank, specs in known.items() if name in specs}
         if len(set(specs.values())) > 1:
