@@ -129,8 +129,8 @@ def test_ranks_that_wait_for_each_other_in_messages_are_told_with_their_lines() 
     bench.send(0, FrameType.STUCK, "world", None, OF_MESSAGES, in_message(0, 1, 60), 5000, [1], False)
     bench.wait(1)
     told = (
-        f"rank 0 waits in {in_message(0, 1, 41)} for rank 1 since 5 s, "
-        f"rank 1 waits in {in_message(1, 0, 50)} for rank 0 since 5.01 s"
+        f"rank 0 waits in {in_message(0, 1, 41)} for rank 1 since 5 s\n"
+        f"  rank 1 waits in {in_message(1, 0, 50)} for rank 0 since 5.01 s"
     )
     alone = (
         f"rank 0 waits in {in_message(0, 1, 60)} for rank 1 since 5 s; "

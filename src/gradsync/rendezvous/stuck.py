@@ -262,7 +262,7 @@ class StuckCollectives:
 
 
 def _notice_text(roster: Roster, all_stuck: Sequence[StuckCollective]) -> str:
-    """Returns the log line about ranks that wait, in one collective or in messages."""
+    """Returns the notice about ranks that wait, in one collective or in messages; of several ranks, a line for each."""
     all_stuck = all_stuck[:_MAX_NOTICED]
     waiting = {rank for stuck in all_stuck for rank in stuck.waiting}
     where = {
@@ -271,7 +271,8 @@ def _notice_text(roster: Roster, all_stuck: Sequence[StuckCollective]) -> str:
         for rank in stuck.missing[:_MAX_NOTICED]
         if rank not in waiting
     }
-    return "; ".join([", ".join(map(_noticed, all_stuck)), *where.values()])
+    parts = [*map(_noticed, all_stuck), *where.values()]
+    return ("; " if len(all_stuck) == 1 and len(where) < 2 else "\n  ").join(parts)
 
 
 def _noticed(stuck: StuckCollective) -> str:
