@@ -46,7 +46,10 @@ MASKS = [
     (r"\bpid \d+", "pid N"),
     (rf"\bon {re.escape(socket.gethostname())}\b", "on HOST"),
     (r"0x[0-9a-f]+", "0xN"),
-    (r"rank (\d)(?:/\d \(pid N\) failed in phase '\w+'| aborted): ", r"rank \1 failed: "),  # the server, or the segment
+    (
+        r"rank (\d)(?:/\d \(pid N\) failed(?: while joining)?| aborted): ",
+        r"rank \1 failed: ",
+    ),  # who told it
     (r"gradsync: rank \d+ \(pid N\) also failed: .*\n", ""),  # if it is in time to say so
     # Whether the other ranks are in time to report the same error is chance.
     (r"\ball \d+ ranks failed with the same error; this is the one of (.*):", r"\1 failed with exit code 1:"),

@@ -326,7 +326,7 @@ def test_a_node_that_is_there_already_is_refused(nodes):
     assert "waiting for node 2" in run.processes[0].stderr.readline()
     code, _, err = command.run(*arguments(1, 3, run.rendezvous, run.secret), run.script, "none")
     assert code == 1
-    assert "node 1/3 has joined already and is alive (in 'joining'); each node joins once" in err
+    assert "node 1/3 has joined already and is alive (joining); each node joins once" in err
     code, _, err = command.run(*arguments(1, 2, run.rendezvous, run.secret), run.script, "none")
     assert "world_size 3, node 1 joined with world_size 2 (--nnodes, --node-rank, --rendezvous)" in err
 
@@ -395,7 +395,7 @@ def test_a_launcher_that_cannot_start_its_ranks_says_why(nodes, tmp_path):
     run.start(1, "wait", options=("--log-dir", tmp_path / "file"))
     ends = run.end_all()
     assert [code for code, _ in ends] == [1, 2]
-    assert re.search(r"node 1 \(\S+ 127.0.0.1\) is gone since .* failed in phase 'running': .*file", ends[0][1])
+    assert re.search(r"node 1 \(\S+ 127.0.0.1\) is gone since .* failed: .*file", ends[0][1])
 
 
 @pytest.mark.parametrize(("backend", "exit_code"), [("shm", 0), ("auto", 1)])

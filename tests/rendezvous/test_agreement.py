@@ -203,7 +203,7 @@ def test_deadline_names_who_did_not_report_and_withdraws() -> None:
     bench.tell_launched(2, 1)
     bench.cancel(0, first)
     bench.cancel(1, second)
-    where = "rank 3 (in 'running')"
+    where = "rank 3 (running)"
     assert bench.take(0) == [(FrameType.TIMED_OUT, first, (3,), where)]
     assert bench.take(1)[1:] == [(FrameType.TIMED_OUT, second, (3,), where)]
     sent = {rank: bench.agree(rank, 1) for rank in (3, 1, 0)}

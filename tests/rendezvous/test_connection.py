@@ -532,7 +532,7 @@ def test_a_rank_that_is_interrupted_while_it_joins_tells_the_others_why(monkeypa
         [failure] = outcomes
         assert isinstance(failure, RankFailed)
         assert (failure.rank, failure.phase) == (1, "joining")
-        assert "failed in phase 'joining': KeyboardInterrupt" in str(failure)
+        assert "failed while joining: KeyboardInterrupt" in str(failure)
 
 
 def outcome_of(function):

@@ -73,7 +73,7 @@ def test_stopped_rank_fails_the_others_with_its_name() -> None:
             client.barrier("needs all", timeout_seconds=NEVER_SECONDS)
         assert time.monotonic() - stopped_at < NEVER_SECONDS / 2
     assert (caught.value.rank, caught.value.phase, caught.value.was_silent) == (1, "running", True)
-    assert f"rank 1/2 (pid {victim.pid}) was stopped (SIGSTOP?) in phase 'running'" in str(caught.value)
+    assert f"rank 1/2 (pid {victim.pid}) was stopped (SIGSTOP?)" in str(caught.value)
 
 
 def test_rank_that_holds_pythons_lock_for_seconds_is_not_condemned() -> None:
@@ -127,7 +127,7 @@ def test_partition_is_told_to_a_rank_that_waits() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     # The server, which has no other rank to tell, tells the operator.
-    assert re.fullmatch(r"(gradsync: rank 0/1 \(pid \d+\) cannot be reached in phase 'running': .*\n)?", done.stderr)
+    assert re.fullmatch(r"(gradsync: rank 0/1 \(pid \d+\) cannot be reached: .*\n)?", done.stderr)
     assert "rank 0/1: the rendezvous server at 127.0.0.1:" in done.stdout
     assert "cannot be reached: its machine acknowledges nothing" in done.stdout
 

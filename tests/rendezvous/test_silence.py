@@ -59,7 +59,7 @@ def test_stopped_rank_is_the_verdict_for_all_within_three_seconds(state: Process
     bench.live(2.5, [0, 1], {2: state})
     [failure] = bench.failures(0)
     assert failure[:-1] == (0, SILENCE, 2, "running", ())
-    assert failure[-1].startswith(f"rank 2/3 (pid 1002) {state.value} in phase 'running': ")
+    assert failure[-1].startswith(f"rank 2/3 (pid 1002) {state.value}: ")
     assert bench.failures(1) == bench.failures(2) == [failure]
     # Nobody is listened for in a generation that has failed.
     assert bench.core.next_deadline() is None
@@ -71,7 +71,7 @@ def test_a_stopped_rank_that_nobody_needs_any_more_is_told_of_to_the_operator() 
     bench.send(0, FrameType.LEAVE, "", None, 0)
     bench.live(2.5, [], {1: ProcessState.STOPPED})
     [notice] = bench.notices
-    assert notice.startswith("rank 1/2 (pid 1001) was stopped (SIGSTOP?) in phase 'running': ")
+    assert notice.startswith("rank 1/2 (pid 1001) was stopped (SIGSTOP?): ")
     bench.live(60, [])
     assert len(bench.notices) == 1
 
@@ -91,7 +91,7 @@ def test_busy_rank_is_told_of_once_and_never_condemned(state: ProcessState) -> N
     bench = BeatingBench(2)
     bench.live(60, [0], {1: state})
     [notice] = bench.notices
-    who = "rank 1/2 (pid 1001), in phase 'running',"
+    who = "rank 1/2 (pid 1001)"
     assert notice.startswith(f"{who} has sent nothing for 5 s, but {state.value} (")
     bench.send(1, FrameType.DELETE, "k")  # any message is a sign of life
     assert bench.notices[1:] == ["rank 1/2 (pid 1001) responds again"]

@@ -209,7 +209,7 @@ def test_absent_rank_that_is_found_stopped_has_failed(state: ProcessState) -> No
     bench.find(1, state)
     kind, missing, text = bench.verdict()
     assert (kind, missing) == (SILENCE, ())
-    assert text.startswith(f"rank 1/2 (pid 1001) {state.value} in phase 'running'")
+    assert text.startswith(f"rank 1/2 (pid 1001) {state.value}")
 
 
 def test_verdict_comes_even_if_a_look_is_not_answered() -> None:

@@ -62,7 +62,7 @@ class ProcessState(enum.Enum):
         Args:
             who: the peer's name.
             evidence: the reason for the look, e.g. "no sign of life for 3.0 s".
-            where: the peer's phase, e.g. " in phase 'running'".
+            where: when it was lost, e.g. " while joining".
         """
         return f"{who} {self.value}{where}: {self.detail}; {evidence}"
 

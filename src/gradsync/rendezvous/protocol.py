@@ -207,7 +207,7 @@ class RendezvousCore:
                     break
             elif member.state is MemberState.PRESENT and (generation.failure is None or is_any):
                 roster = generation.roster
-                alive = f"{roster.label(rank)} has joined already and is alive (in {roster.phase!r})"
+                alive = f"{roster.label(rank)} has joined already and is alive ({roster.phase})"
                 refusal = refusal or f"{alive}; each {self._noun} joins once"
         else:
             generation = Generation(self._world_size, self._waits, self._noun)

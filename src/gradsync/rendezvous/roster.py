@@ -249,7 +249,7 @@ class Roster:
     # Sentences.
 
     def whereabouts(self, ranks: Iterable[int]) -> str:
-        """Returns the states of these ranks as text, e.g. "rank 1 (in 'running'), rank 2 (not joined)"."""
+        """Returns the states of these ranks as text, e.g. "rank 1 (running), rank 2 (not joined)"."""
         ranks = list(ranks)
         named = ", ".join(f"{self.noun} {rank} ({self._place_of(rank)})" for rank in ranks[:MAX_NAMED_RANKS])
         more = len(ranks) - MAX_NAMED_RANKS
@@ -267,7 +267,7 @@ class Roster:
     def death(self, rank: int, cause: str) -> Failure:
         """Returns the failure of a generation that lost a rank's connection."""
         lost = f"its control connection ended unexpectedly ({cause})"
-        return Failure(rank, self.phase, f"{self.name(rank)} died in phase {self.phase!r}: {lost}")
+        return Failure(rank, self.phase, f"{self.name(rank)} died{self._while_joining()}: {lost}")
 
     def ended(self, rank: int, how: str) -> Failure:
         """Returns the failure of a generation that waits for a rank whose process has ended."""
@@ -281,23 +281,27 @@ class Roster:
 
     def reported(self, rank: int, reason: str, culprit: int | None) -> Failure:
         """Returns the failure that a rank has reported, caused by itself or by another rank, the culprit."""
-        text = f"{self.name(rank)} failed in phase {self.phase!r}: {reason}"
+        text = f"{self.name(rank)} failed{self._while_joining()}: {reason}"
         return Failure(rank if culprit is None or culprit not in self.members else culprit, self.phase, text)
 
     def silence(self, rank: int, state: ProcessState, evidence: str) -> Failure:
         """Returns the failure of a generation with a silent rank that was found stopped, gone or unreachable."""
-        text = state.lost_text(self.name(rank), evidence, where=f" in phase {self.phase!r}")
+        text = state.lost_text(self.name(rank), evidence, where=self._while_joining())
         return Failure(rank, self.phase, text, is_silence=True)
 
     def slow_text(self, rank: int, state: ProcessState, silent_seconds: float) -> str:
         """Returns the notice about a rank that is silent although its process has not failed."""
-        return state.slow_text(f"{self.name(rank)}, in phase {self.phase!r},", silent_seconds)
+        return state.slow_text(self.name(rank), silent_seconds)
+
+    def _while_joining(self) -> str:
+        """Returns the words about when a rank was lost; none once the ranks run."""
+        return " while joining" if self.phase == JOINING_PHASE else ""
 
     def _place_of(self, rank: int) -> str:
         member = self.members.get(rank)
         if member is None:
             return "stopped waiting to join" if rank in self._cancelled else "not joined"
-        return "left" if member.state is MemberState.LEFT else f"in {self.phase!r}"
+        return "left" if member.state is MemberState.LEFT else self.phase
 
 
 def join_refusal(expected_size: int, version: int, rank: int, world_size: int, noun: str) -> str:
