@@ -15,7 +15,7 @@ from typing import Any
 
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor
 from gradsync.communicators.mpi.mpi_job import keep_for_ever
-from gradsync.errors import GradsyncError
+from gradsync.errors import GradsyncError, RankFailed
 from gradsync.reduction import Array
 
 # Up to this number every rank sends to every other rank, which moves as many bytes as MPI's algorithms with fewer
@@ -202,8 +202,11 @@ class MpiRequests:
         except GradsyncError as error:
             reason = error
         # Messages that the rank sent before it closed may have arrived meanwhile. A failure at the server is the cause.
-        if not is_done():
-            self._failures.check()
+        if is_done():
+            return
+        self._failures.check()
+        has_come = absent is not None and isinstance(reason, RankFailed) and reason.rank not in self._in_world(absent())
+        if not has_come:  # else this rank waits for another one
             raise reason
 
     def _in_world(self, ranks: Sequence[int]) -> list[int]:

@@ -1,0 +1,43 @@
+"""How a rank waits over MPI, without MPI: which ranks count as gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from gradsync.communicators.failures import closed_failure
+from gradsync.communicators.mpi.waiting import MpiRequests
+from gradsync.errors import RankFailed
+
+
+def wait_for_ranks_1_and_2(arriving: int) -> list[int]:
+    """Waits as rank 0 of 3 until the server has been asked twice; returns the ranks that have not come.
+
+    Rank 2 has closed. While the server answers for the first time, the message of one rank arrives.
+    """
+    absent, asked = [1, 2], list[Sequence[int]]()
+
+    def raise_if_left(_position: float, ranks: Sequence[int]) -> None:
+        asked.append(ranks)
+        if arriving in absent:
+            absent.remove(arriving)
+        if 2 in ranks:
+            raise closed_failure("rank 0/3", 2)
+
+    comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 3)
+    mpi = SimpleNamespace(Request=SimpleNamespace(Testall=None), BYTE=None)
+    failures = SimpleNamespace(has_failed=lambda: False, check=lambda: None, warn=lambda *_: None)
+    requests = MpiRequests(mpi, comm, (0, 1, 2), 30.0, failures, raise_if_left)  # type: ignore[arg-type]
+    requests.wait(lambda: len(asked) == 2, (), missing=lambda: absent, absent=lambda: absent)
+    return absent
+
+
+def test_a_rank_that_came_and_then_closed_is_not_missed_while_another_one_is_awaited() -> None:
+    assert wait_for_ranks_1_and_2(arriving=2) == [1]
+
+
+def test_a_rank_that_closed_and_never_came_is_missed() -> None:
+    with pytest.raises(RankFailed, match="rank 2 closed the communicator"):
+        wait_for_ranks_1_and_2(arriving=1)
