@@ -37,6 +37,11 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except GradsyncError as error:
             raise _Failure(error) from None
+        except click.MissingParameter as error:
+            if error.param is None or error.param.name != "script":
+                raise
+            example = "For example: gradsync run -n 2 train.py"
+            raise click.MissingParameter(example, error.ctx, error.param) from None
         except KeyboardInterrupt:  # before or after the supervisor listens: click would exit with 1
             sys.exit(128 + signal.SIGINT)
 
@@ -176,10 +181,10 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
     "--debug", is_flag=True, help="Make ranks agree on every collective, and find writes to gradients in flight."
 )
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
-@click.argument("script", required=False, metavar="SCRIPT")
+@click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 @click.pass_context
-def run(context: click.Context, /, script: str | None, **options: Any) -> None:
+def run(context: click.Context, /, **options: Any) -> None:
     """Runs SCRIPT in several rank processes on this machine, or on several with --nnodes.
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as
@@ -187,24 +192,10 @@ def run(context: click.Context, /, script: str | None, **options: Any) -> None:
     ended, and its traceback comes last. Nothing that a rank started outlives it. Ctrl-C stops all ranks; a second
     one kills them.
     """
-    if script is None:
-        raise click.UsageError("SCRIPT is missing; for example: gradsync run -n 2 train.py", context)
-    if options["nprocs"] is None:
-        _print_misplaced_option(context.command, script, options["arguments"])
     from gradsync.launching.run import run_command
 
-    sys.exit(run_command(script=script, **options))
-
-
-def _print_misplaced_option(command: click.Command, script: str, arguments: tuple[str, ...]) -> None:
-    """Prints a notice where the first argument of the script is an option of the command."""
-    first = arguments[0].partition("=")[0] if arguments else ""
-    if not first.startswith("-") or not any(first in option.opts + option.secondary_opts for option in command.params):
-        return
-    from gradsync.launching.output import Notices
-
-    text = f"gradsync: {first} comes after {script}, so it goes to the script; options for gradsync come before it"
-    Notices(sys.stderr).print(f"{text}, as in: gradsync run -n 2 {script}")
+    own_options = {name for option in context.command.params for name in (*option.opts, *option.secondary_opts)}
+    sys.exit(run_command(**options, own_options=own_options))
 
 
 @main.command(

@@ -7,7 +7,7 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING
 
@@ -50,8 +50,13 @@ def run_command(
     dump_dir: str | None,
     trace_dir: str | None,
     debug: bool,
+    own_options: Collection[str] = (),
 ) -> int:
     """Runs the job and prints its output and its end; the arguments are the options of the command.
+
+    Args:
+        own_options: the names of these options, "-n" and others; without -n, one at the begin of `arguments` may be
+            meant for gradsync.
 
     Returns:
         The exit code of the command.
@@ -62,6 +67,10 @@ def run_command(
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed by the parent process
     notices = Notices(sys.stderr)
     nodes = _node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
+    misplaced = arguments[0].partition("=")[0] if arguments else ""
+    if nprocs is None and misplaced.startswith("-") and misplaced in own_options:
+        text = f"{misplaced} comes after {script}, so it goes to the script; options for gradsync come before it"
+        notices.print(f"gradsync: {text}, as in: gradsync run -n 2 {script}")
     target = (module_target if as_module else script_target)(script, arguments)
     if backend == "mpi" and nodes is None:
         command = target.mpi_command(nprocs or default_process_count())
