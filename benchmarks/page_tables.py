@@ -58,7 +58,7 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "proof_transcripts": transcripts,
     "proof_hostile": hostile,
 }
-METHOD = "Two ranks", "medians, contenders alternating in one run"
+METHOD = "Two ranks", "medians; the programs took turns in one run"
 _AS_PROVEN = "made by `{command}`, and in full by `make prove`"
 #: The line below a table, before and after the machine; {command} is the command in the file of results.
 METHODS = {
@@ -85,8 +85,8 @@ METHODS = {
         f"{METHOD[1]}. All runs train on the same batches to the same accuracy. The last column is the fastest time of "
         "one process divided by the time of the ranks. Made by `python benchmarks/training_speed.py`",
     ),
-    "start_up": ("Measured", "medians, contenders alternating in one run"),
-    "over_mpi": ("Two ranks of MPICH", "medians, contenders alternating in one run; made by `make bench-mpi`"),
+    "start_up": ("Measured", "medians; the programs took turns in one run"),
+    "over_mpi": ("Two ranks of MPICH", "medians; the programs took turns in one run; made by `make bench-mpi`"),
     "adapters": (
         "Two ranks",
         "the slower rank counts, and contenders alternate in one run. The gradients have the shapes of ResNet-50 and "

@@ -264,6 +264,8 @@ def _offer_of_host(backend: str, place: RankEnvironment) -> str:
         if backend == "mpi":
             _check_mpi(place)
             return _YES
+        if backend != "shm":
+            raise BackendUnavailable(f"_offer_of_host() in backends.py does not know backend {backend!r}")
         from gradsync.communicators.shared_memory.shm_backend import check_memory
 
         _check_shm()
@@ -316,7 +318,7 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
         from gradsync.communicators.mpi.mpi_backend import connect_mpi
 
         communicator = Communicator(connect_mpi(client, group=group, **timeouts))
-    else:
+    elif backend == "nccl":
         from gradsync.communicators.nccl.connect import connect_nccl
 
         nccl = connect_nccl(
@@ -329,6 +331,8 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
             allow_shared_gpu=settings.allow_shared_gpu,
         )
         communicator = Communicator(nccl)
+    else:
+        raise BackendUnavailable(f"connect() in backends.py does not know backend {backend!r}")
     if settings.debug:
         communicator._use_debug_mode()
     return communicator

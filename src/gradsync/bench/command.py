@@ -63,9 +63,10 @@ Examples:
   mpiexec -n 4 gradsync bench thresholds --model bert     ranks that a launcher has started: srun and torchrun alike
 
 \b
-A threshold is in MB of 1024**2 bytes. With -v, "bus" is the bus bandwidth: 2 (n - 1) / n of the gradients' bytes over
-the time of a step, for n ranks; "pack only" is the time to pack and split the same buckets without moving data. Shared
-memory packs gradients while it moves them, so "pack only" may be longer than the step. It is not measured on GPUs.
+Thresholds are in MB; 1 MB is 1024**2 bytes. With -v, "bus" is the bus bandwidth: 2 (n - 1) / n of the gradients' bytes
+over the time of a step, for n ranks; "pack only" is the time to pack and split the same buckets without moving data.
+Over shared memory a step packs and moves gradients in one copy, so "pack only" is no part of it, and may be longer. It
+is not measured on GPUs.
 """,
 )
 @click.option("--model", required=True, metavar="MODEL", help="resnet50, gpt2, bert, or a file of shapes (.json).")
@@ -101,7 +102,8 @@ def thresholds(**options: Any) -> None:
     """Measures which threshold_bytes synchronises a model's gradients fastest, and says how sure that is.
 
     Starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) started this command. Thresholds take
-    turns, round by round. A round counts with its slowest rank, a threshold with the median of its rounds.
+    turns, round by round. A round takes as long as its slowest rank. The time of a threshold is the median of its
+    rounds.
     """
     from gradsync.bench.thresholds import bench_thresholds
 

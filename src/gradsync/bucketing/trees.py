@@ -607,7 +607,7 @@ def _check_container(tree: Any, children: dict[Hashable, Any], path: str, within
         raise Unfit(f"{where}: this {_kind(tree)} contains itself")
     for key in children:
         if key != key:  # NaN: no other rank could find it
-            raise Unfit(f"{where}: a dict has the key {key!r}, which is not equal to itself: name it otherwise")
+            raise Unfit(f"{where}: a dict has the key {key!r}, which is not equal to itself: use another key")
     try:
         _filled(tree, children)
     except Exception as error:

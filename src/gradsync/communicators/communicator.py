@@ -752,8 +752,9 @@ class Communicator:
     def exchange(self, array: Any, *, dest: int, out: Any, source: int, stream: Any = None) -> Any:
         """Sends an array to one rank and at the same time receives an array from the same or another rank.
 
-        Exchanges cannot deadlock, in pairs or in a ring. The other side of each message may also be a plain send or
-        recv.
+        Two ranks that exchange with each other cannot deadlock, nor a ring in which each rank sends to the next. Among
+        more ranks, exchanges with one partner each, in different orders, wait for each other until CollectiveTimeout.
+        The other side of each message may also be a plain send or recv.
 
         Args:
             array: the array to send, as for send.

@@ -35,7 +35,6 @@ from gradsync.reduction import (
     Array,
     ReduceOp,
     accumulation_dtype,
-    divide_into,
     division,
     part_dtype,
     reduce_into,
@@ -231,15 +230,18 @@ def scattering(packed: Array, targets: Sequence[Array]) -> Call:
 
 
 def reducing(op: ReduceOp, contributions: Sequence[Array], out: Array, accumulator: Array | None) -> list[Call]:
-    """Returns the calls of reduce_into of reduction.py; `accumulator` is for half precision, otherwise None."""
+    """Returns the calls of reduce_into of reduction.py.
+
+    Args:
+        op: the operator; a mean only with an accumulator, because other means are divided while they are copied out.
+        contributions, out: as for reduce_into.
+        accumulator: for half precision; otherwise None.
+    """
     if accumulator is not None:
         return [(reduce_into, (op, contributions, out, accumulator))]
     ufunc = UFUNCS_INTO[op]
     calls: list[Call] = [(ufunc, (contributions[0], contributions[1], out))]
-    calls += [(ufunc, (out, contribution, out)) for contribution in contributions[2:]]
-    if op is ReduceOp.MEAN:
-        calls.append((divide_into, (out, len(contributions), out)))
-    return calls
+    return calls + [(ufunc, (out, contribution, out)) for contribution in contributions[2:]]
 
 
 class CopyOut:
