@@ -76,6 +76,13 @@ def missing_parameter(comm: Any, kit_name: str) -> str:
     return error_line(lambda: hand_over(callback, kit, [ALL[0], *ALL[2:]] if comm.rank == 1 else ALL))
 
 
+def other_buckets(comm: Any, kit_name: str) -> str:
+    """The ranks differ already in the memory of the buckets."""
+    parameters = {"w0": ((2,), "float64"), "w1": ((3 + comm.rank,), "float64")}
+    callback = gs.AllreduceCallback(group=comm, parameters=parameters, gradient_as_bucket_view=True)
+    return error_line(callback.gradient_buffers)
+
+
 def missing_array(comm: Any, kit_name: str) -> str:
     """Parameters that are arrays are known by their order, which a missing one changes for all after it."""
     kit, callback = make_kit(comm, kit_name), gs.AllreduceCallback(group=comm)

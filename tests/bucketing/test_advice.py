@@ -27,6 +27,7 @@ LINES = {
 }
 AMONG_THREE = {
     "without a middle one": "rank 1 did not hand over 'w1', ranks 0 and 2 did",
+    "another order": "the gradients are the same, their order differs on rank 1 from that on ranks 0 and 2: hand",
     "one more": "ranks 0 and 2 did not hand over 'w3', rank 1 did",
     "another shape": "'b1' has another shape on rank 1 than on ranks 0 and 2: [3] on ranks 0 and 2, [4] on rank 1",
     "clip_norm on the others": "clip_norm is set on ranks 0 and 2 only",
@@ -59,6 +60,8 @@ def test_other_differences_are_named() -> None:
         )
     for line in SHM.run(2, checks.missing_parameter, SHM.kit):
         assert line.startswith("rank 1 did not hand over 'w1'")
+    for line in SHM.run(2, checks.other_buckets, SHM.kit):
+        assert line.startswith("'w1' has another shape on rank 1 than on rank 0")
     for line in SHM.run(2, checks.missing_array, SHM.kit):
         assert line.startswith("the ranks handed over different numbers of gradients: 3 on rank 0, 2 on rank 1: hand")
     for line in SHM.run(2, checks.another_order_of_many, SHM.kit):

@@ -367,6 +367,11 @@ def _advice(descriptions: Mapping[int, Description]) -> str:
     advice = ""
     if all(d.is_of_step for d in each):  # else a rank runs another part of its program
         advice = _advice_on_settings(descriptions) or _advice_on_gradients(descriptions)
+    elif all(d.lines and _is_spec(d.lines[0]) for d in each):  # of the memory of buckets
+        firsts = {rank: _parsed(d.lines[0]) for rank, d in descriptions.items()}
+        names = {name for name, _ in firsts.values()}
+        if len(names) == 1 and len(set(firsts.values())) > 1:
+            advice = _difference(names.pop(), {rank: spec for rank, (_, spec) in firsts.items()})
     if not advice and len(descriptions) > 2:
         odd, others = _split(headlines)
         advice = f"{name_ranks(odd)} {_verb(odd, 'differs', 'differ')} from {name_ranks(others)}" if others else ""
@@ -434,9 +439,11 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
     if not missing:
         if len({tuple(specs) for specs in here.values()}) == 1:
             return ""
+        odd, rest = _split({rank: tuple(specs) for rank, specs in here.items()})
+        where = f" on {name_ranks(odd)} from that on {name_ranks(rest)}" if rest and len(descriptions) > 2 else ""
         return (
-            "the gradients are the same, their order differs: hand them over in the same order on all ranks, or pass "
-            "parameters=..., then any order is allowed"
+            f"the gradients are the same, their order differs{where}: hand them over in the same order on all ranks, "
+            "or pass parameters=..., then any order is allowed"
         )
     is_certain = not any(descriptions[rank].is_cut for ranks in missing.values() for rank in ranks)
     if len(missing) > 1 or not is_certain:
@@ -449,7 +456,8 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
     have_ended = all(descriptions[rank].has_ended for rank in ranks)
     what = f"did not hand over {name}" if have_ended else f"{_verb(ranks, 'has', 'have')} not handed over {name} yet"
     others = [rank for rank in descriptions if rank not in ranks]
-    beside = f", {name_ranks(others)} did" if len(descriptions) > 2 else ""
+    auxiliary = "did" if have_ended else _verb(others, "has", "have")
+    beside = f", {name_ranks(others)} {auxiliary}" if len(descriptions) > 2 else ""
     return (
         f"{name_ranks(ranks)} {what}{beside}: hand over the same gradients on all ranks, or pass parameters=... and "
         'missing="zero", to fill missing ones with zeros'
