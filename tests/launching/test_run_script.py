@@ -194,7 +194,7 @@ def test_error_of_user_code_outside_with_reaches_the_other_ranks(tmp_path):
         assert line.endswith(told), err
 
 
-def test_an_error_that_all_ranks_raised_is_told_once_and_of_all_ranks(tmp_path):
+def test_an_error_that_several_ranks_raised_is_told_once_with_all_of_them(tmp_path):
     script = command.write_script(
         tmp_path,
         """
@@ -209,7 +209,7 @@ def test_an_error_that_all_ranks_raised_is_told_once_and_of_all_ranks(tmp_path):
     _, _, err = command.run(*RUN, script)
     assert "also failed" not in err
     first, second, *_ = err.splitlines()
-    told = r"gradsync: all 2 ranks failed with the same error; this is the one of rank [01] \(pid \d+ on .*\):"
+    told = r"gradsync: ranks 0 and 1 failed with the same error; this is the one of rank [01] \(pid \d+ on .*\):"
     assert re.fullmatch(told, first)
     assert second == "Traceback (most recent call last):"
     assert err.count("the ranks disagree on the next collective") == 1

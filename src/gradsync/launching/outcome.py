@@ -160,8 +160,7 @@ def failure_text(outcome: Outcome) -> str:
     if len(outcome.ranks) > 1:  # the output of a single rank is right above
         lines += _last_output(root)
     if len(alike) > 1:
-        who = f"all {len(alike)} ranks" if not others else name_ranks([rank.rank for rank in alike])
-        how = f"{who} failed with the same error; this is the one of {root.name}"
+        how = f"{name_ranks([rank.rank for rank in alike])} failed with the same error; this is the one of {root.name}"
     else:
         how = root.describe() + _how_to_see_where(root) + _on_whose_account(root)
     lines.append(f"gradsync: {how}{':' if text else ''}\n{text}")
