@@ -27,7 +27,7 @@ _ONE_ORDER = (
     "\n  the ranks use different callbacks here: use them in the same order on all ranks. If the order is the same and "
     'the ranks make them at different lines or in threads, name them: gs.AllreduceCallback(..., name="generator")'
 )
-_TOO_MANY = "999999999"  # lines: more than any description has
+_TOO_MANY = "999999999"  # a number of lines that no description has
 _SIZES = ("threshold_bytes", "first_bucket_bytes")  # ranks may differ in these, as long as their buckets are equal
 _UNHARMED = "no data was moved"
 _BROKEN = (
@@ -72,9 +72,9 @@ class StepSoFar(NamedTuple):
     """The step of one rank, up to an event.
 
     Attributes:
-        others: the gradients that it has handed over for later events, each as a line of a description.
+        others: the gradients that the rank has handed over for later events, each as a line of a description.
         has_ended: whether the rank has handed over all of its gradients.
-        sizes: the limits of its buckets' sizes, each as "name value".
+        sizes: the limits of the rank's bucket sizes, each as "name value".
     """
 
     others: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class Agreement(NamedTuple):
             after a mismatch, like `callback`.
         callback: returns the callback's name in errors; None or "" if there is only one callback.
         settings: the options of the callback, each as "name value". For the advice.
-        so_far: returns the step of this rank up to this event. For the advice; not asked once the event has passed.
+        so_far: returns the step of this rank up to this event. For the advice; not called after the event.
     """
 
     digest: int
@@ -121,7 +121,7 @@ class Agreement(NamedTuple):
         """Returns the text that `Description.parse` reads on other ranks; only the lines at its end may be cut off.
 
         Args:
-            place: the line in the program that has passed the event; None is the current one.
+            place: the program's line that ran the event, if the event is over; None takes the current line.
         """
         callback = "" if self.callback is None else self.callback()
         described = self.describe()
@@ -228,11 +228,11 @@ class Description(NamedTuple):
     Attributes:
         headline: the collective in one line.
         first: number of the first gradient in `lines`.
-        lines: one line for each gradient from there on, as many as fit.
-        place: the line in its program, as from place_of_caller.
+        lines: one line for each gradient from number `first` on, as many as fit.
+        place: the rank's line of code, as place_of_caller returns it.
         kind, callback, settings: see Agreement.
         others, has_ended: see StepSoFar.
-        all_lines: the number of lines, with those before `first` and those that did not fit.
+        all_lines: the number of all lines, including the lines before `first` and the lines that did not fit.
     """
 
     headline: str
@@ -253,12 +253,12 @@ class Description(NamedTuple):
 
     @property
     def is_of_step(self) -> bool:
-        """Whether it is an event of a step of gradients."""
+        """Whether the collective is an event of a step of gradients."""
         return self.kind in ("bucket", "flush")
 
     @classmethod
     def parse(cls, text: str, first: int = 0) -> Description:
-        """Returns the description in a text of place, headline and lines; the lines begin with number `first`."""
+        """Parses a text from Agreement.text_for_others, whose lines begin with number `first`."""
         about, _, described = text.partition("\n")
         place, kind, callback, settings, others, ended, count = [*about.split(_SEPARATOR), *[""] * 6][:7]
         headline, *lines = described.splitlines() or [""]
@@ -277,7 +277,7 @@ class Description(NamedTuple):
 
     @classmethod
     def parse_whole(cls, texts: Mapping[int, str]) -> dict[int, Description]:
-        """Returns the descriptions of all ranks, each from the first line that differs between ranks."""
+        """Returns the descriptions of all ranks. Their lines begin at the first line that differs between ranks."""
         whole = {rank: cls.parse(text) for rank, text in texts.items()}
         first = first_difference([description.lines for description in whole.values()])
         return {rank: d._replace(first=first, lines=d.lines[first:]) for rank, d in whole.items()}
@@ -303,7 +303,7 @@ def mismatch(
     Args:
         label: this rank, e.g. "rank 0/2".
         agreement: this rank's agreement; None if it is not known any more.
-        descriptions: every rank's description, all from the same first gradient on.
+        descriptions: every rank's description; all begin with the same gradient.
         broken: whether a rank had already launched its collective.
     """
     index = None if agreement is None else agreement.event
@@ -351,9 +351,9 @@ def _each(descriptions: Mapping[int, Description]) -> str:
 
 
 def _advice(descriptions: Mapping[int, Description]) -> str:
-    """Returns the last line of the error: in what the ranks differ, and what to do; "" if nothing more is known.
+    """Returns the last line of the error: the difference between the ranks and a remedy; "" if no more is known.
 
-    It depends only on the descriptions, so that all ranks give the same advice.
+    The advice depends only on the descriptions, so all ranks give the same advice.
     """
     each = list(descriptions.values())
     headlines = {rank: description.headline for rank, description in descriptions.items()}
@@ -379,11 +379,11 @@ def _advice(descriptions: Mapping[int, Description]) -> str:
 
 
 def _advice_on_settings(descriptions: Mapping[int, Description], *, are_sizes: bool = False) -> str:
-    """Returns the options of the callback that differ between ranks, and the local passes; "" if none does.
+    """Returns advice on options of the callback, and numbers of local passes, that differ between ranks; else "".
 
     Args:
-        descriptions: of all ranks.
-        are_sizes: returns the sizes of buckets that differ; else all other options.
+        descriptions: the descriptions of all ranks.
+        are_sizes: whether to look at the options for bucket sizes only; otherwise at all other options.
     """
     by_rank = {rank: dict(map(_named, d.settings)) for rank, d in descriptions.items()}
     found, passes = [], ""
@@ -403,7 +403,7 @@ def _advice_on_settings(descriptions: Mapping[int, Description], *, are_sizes: b
 
 
 def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
-    """Returns the first gradient that differs between ranks, or that a rank has not handed over."""
+    """Returns advice on the first gradient that differs between ranks, or that a rank has not handed over."""
     here = {rank: dict(map(_parsed, filter(_is_spec, d.lines))) for rank, d in descriptions.items()}
     known = {rank: dict(map(_parsed, filter(_is_spec, d.others))) | here[rank] for rank, d in descriptions.items()}
     if not any(here.values()):  # all are at their flush
@@ -500,14 +500,15 @@ def _named(setting: str) -> tuple[str, str]:
 
 
 def _split(values: Mapping[int, object]) -> tuple[list[int], list[int]]:
-    """Returns the ranks that differ, and the ranks that have one value; the latter are empty if there are more values.
+    """Returns the ranks that differ, and the ranks that they differ from.
 
-    Of two equal halves that of rank 0 is the second.
+    If there are two values, the first list has the ranks with the rarer value; of two lists of equal length, the one
+    with the lowest rank is second. If there are more values, the first list has all ranks, and the second is empty.
     """
     groups = _groups(values)
     if len(groups) != 2:
         return sorted(values), []
-    first, second = groups.values()  # the first is that of the lowest rank
+    first, second = groups.values()  # the first group has the lowest rank
     return (first, second) if len(first) < len(second) else (second, first)
 
 

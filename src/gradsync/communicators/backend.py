@@ -66,10 +66,10 @@ class PreparedList(Protocol):
 
 
 class ResidentMemory:
-    """Memory for gradients that are reduced in place, without a copy; this rank's part.
+    """This rank's part of the memory for gradients that are reduced in place, without a copy.
 
-    Made by all ranks together (Communicator.make_resident_memory), with the same size on each. Views of `bytes` stay
-    valid, also after the communicator has ended. Ranks that share memory have a form of their own
+    All ranks make it together (Communicator._make_resident_memory), with the same size on each rank. Views of `bytes`
+    stay valid, also after the communicator has ended. The shared-memory backend has a subclass of it
     (shared_memory/resident.py).
 
     Args:
@@ -83,7 +83,7 @@ class ResidentMemory:
         self.bytes = data
 
     def view(self, begin_bytes: int, end_bytes: int, dtype: np.dtype[Any]) -> Array:
-        """Returns the bytes [begin_bytes, end_bytes) as elements."""
+        """Returns the bytes [begin_bytes, end_bytes) as elements of `dtype`."""
         values: Array = self.bytes[begin_bytes:end_bytes].view(dtype)
         return values
 
@@ -112,19 +112,20 @@ def aligned_zeros(arrays: ArrayKind, size_bytes: int, who: str) -> Array:
 class Backend(ABC):
     """Moves bytes between the ranks of one communicator.
 
-    If the ranks' digests differ, a method with an agreement must raise PlanMismatch on every rank, before it moves any
-    data. Other failures may leave targets in any state; they end the communicator.
+    A method that takes an agreement must compare its digest between the ranks before it moves any data. If the digests
+    differ, it must raise PlanMismatch on every rank. Other failures may leave targets in any state; they end the
+    communicator.
 
     Args:
-        client: this rank's rendezvous client; its members are the ranks. None: a world of one rank.
-        group: the communicator's name, not used before in this generation.
+        client: this rank's rendezvous client, whose members are the communicator's ranks; None for a world of one rank.
+        group: the communicator's name; no communicator of this generation has had it before.
         timeout_seconds: how long a collective waits for a rank.
 
     Attributes:
         name: "shm", "nccl", ...
         device: the device of its arrays: "cpu", or a CUDA device such as "cuda:0".
-        arrays: the functions for its kind of arrays.
-        runs_beside_host: whether methods only launch a collective, which runs on a GPU.
+        arrays: the functions for the backend's kind of arrays.
+        runs_beside_host: whether collectives run on a GPU: the methods launch them, and do not wait for their end.
         meets_at_once: whether a new communicator begins with a barrier.
         plans_for: the class of arrays that plans take.
         force_packing: whether a world of one rank packs lists into a flat buffer and splits it, as NCCL does in larger
@@ -163,7 +164,8 @@ class Backend(ABC):
     ) -> None:
         """Reduces each source into its target.
 
-        At least one source, all of one dtype. Each target has its source's size and dtype, or is the source itself.
+        There is at least one source, and all sources have one dtype. Each target has the size and dtype of its source,
+        or is the source itself.
         """
 
     def prepare(
@@ -177,12 +179,15 @@ class Backend(ABC):
         return None
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
-        """Reduces into the root's target, which may be its source; the target is None on other ranks."""
+        """Reduces the sources into the root's target, which may be the root's source. Other ranks pass target None."""
         self.all_reduce([source], [self.arrays.empty_like(source) if target is None else target], op, agreement)
 
     @abstractmethod
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
-        """Reduces, and gives each rank its part. The target may be exactly this rank's part of the source."""
+        """Reduces the sources, and writes to each rank's target its part of the result.
+
+        The target may be exactly this rank's part of the source.
+        """
 
     def make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
         """Makes this rank's resident memory. All ranks have agreed on the size.
@@ -204,7 +209,7 @@ class Backend(ABC):
         *,
         looks: bool,
     ) -> None:
-        """Reduces a range in place. Preconditions: see Communicator.all_reduce_resident.
+        """Reduces a range of resident memory in place. For the arguments see Communicator._all_reduce_resident.
 
         With `looks`, the finder (if there is one) collects non-finite values.
         """
@@ -217,22 +222,25 @@ class Backend(ABC):
 
     @abstractmethod
     def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
-        """Copies the root's arrays, at least one, into those of the other ranks, which are writable."""
+        """Copies the root's arrays, at least one, into the arrays of the other ranks, which are writable."""
 
     @abstractmethod
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
-        """Gathers all parts on all ranks. The source may be exactly this rank's part of the target."""
+        """Copies the sources of all ranks to every rank's target, in rank order.
+
+        The source may be exactly this rank's part of the target.
+        """
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """Gathers all parts in the root's target; the target is None on other ranks.
+        """Copies the sources of all ranks to the root's target, in rank order. The other ranks pass None as target.
 
-        The root's source may be exactly its part of the target.
+        The root's source may be exactly the root's part of the target.
         """
         everything = self.arrays.scratch(bounds[-1], source.dtype) if target is None else target
         self.all_gather(source, everything, bounds, agreement)
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """Sends each rank its part of the root's source; the source is None on other ranks."""
+        """Sends each rank its part of the root's `source`, which is None on the other ranks."""
         everything = self.arrays.scratch(bounds[-1], target.dtype) if source is None else source
         self.broadcast([everything], root, agreement)
         self.arrays.assign(everything[part_of(bounds, self.rank)], target)
@@ -247,7 +255,10 @@ class Backend(ABC):
         largest: int,
         agreement: Agreement,
     ) -> None:
-        """Sends each rank its part of every rank's source; `largest` is the largest part between any two ranks."""
+        """Sends part i of every rank's source to rank i.
+
+        `largest` is the size of the largest part that any rank sends to any rank.
+        """
 
     @abstractmethod
     def exchange(self, send: Message | None, receive: Message | None) -> None:
@@ -255,7 +266,7 @@ class Backend(ABC):
 
     @abstractmethod
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Returns the numbers of every rank, by rank; int64, as many on each rank. Blocks the host."""
+        """Returns the numbers of every rank, by rank. All ranks give equally many int64 numbers. The host waits."""
 
     # -- Plans for repeated calls with whole arrays and equal parts; None if the methods above are as fast ------------
     # Ranks that run a plan can meet ranks that use the methods above. `release` frees the plans' resources.
@@ -273,41 +284,44 @@ class Backend(ABC):
         return None
 
     def plan_broadcast(self, size_bytes: int, root: int) -> Run | None:
-        """Plans `broadcast` of one array, which is source and target."""
+        """Plans `broadcast` of one array of `size_bytes`: the source on the root, the target on the other ranks."""
         return None
 
     def plan_all_gather(self, size_bytes: int) -> Run | None:
-        """Plans `all_gather` with `size_bytes` from each rank."""
+        """Plans `all_gather` of one array of `size_bytes` from each rank."""
         return None
 
     def plan_all_to_all(self, size_bytes: int) -> Run | None:
-        """Plans `all_to_all` of arrays with `size_bytes`."""
+        """Plans `all_to_all` of one array of `size_bytes` on each rank."""
         return None
 
     # -- Agreement and barrier ---------------------------------------------------------------------------------
 
     @abstractmethod
     def agree(self, agreement: Agreement) -> None:
-        """Raises PlanMismatch if the ranks' digests differ; waits for the other ranks if it must."""
+        """Raises PlanMismatch if the ranks' digests differ; may wait for the other ranks."""
 
     def meet(self, agreement: Agreement) -> None:
         """Waits for all ranks, and raises PlanMismatch if their digests differ."""
         self.agree(agreement)
 
     def agree_always(self) -> None:
-        """Begins the debug mode, on all ranks: from now on they agree on every collective before data moves."""
+        """Begins the debug mode: from now on all ranks agree on every collective before data moves."""
 
     # -- Groups ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def connect_group(self, members: tuple[int, ...], name: str) -> Backend:
-        """Returns the backend of a group of these ranks, listed in their new order. Only the members call it."""
+        """Returns the backend of a new group. Only the group's members call it.
+
+        `members` are their ranks in this communicator; member i gets rank i in the group.
+        """
 
     def split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> Backend | None:
-        """Returns the backend of this rank's group of a split. Every rank must call it.
+        """Returns the backend of the group that this rank joins in a split, or None. Every rank must call it.
 
         Args:
-            color: a small number for the group, or NO_COLOR.
+            color: a small number for the group, or NO_COLOR if this rank joins none.
             key: this rank's number in the group.
             members, name: see connect_group; empty for NO_COLOR.
         """
@@ -339,12 +353,14 @@ class Backend(ABC):
     def launching(
         self, stream: Any, producers: Sequence[Any] | None = None
     ) -> AbstractContextManager[Completion | None]:
-        """A context for the methods that move data; it gives the Completion of their work, or None on the CPU.
+        """Returns a context for the methods that move data.
+
+        On a GPU the context gives the Completion of their work, on the CPU None.
 
         Args:
             stream: the stream for the work; None is the current stream.
-            producers: None, or marks (see mark_work): the work then goes to the communicator's own stream, after the
-                marked work.
+            producers: marks (see mark_work) of work that must end first: the methods then use the communicator's own
+                stream. None if there are no marks: they use `stream`.
         """
         return _INLINE
 
@@ -356,7 +372,7 @@ class Backend(ABC):
         self.arrays.write_back(flat, native)
 
     def await_host_results(self, launch: Any) -> None:
-        """Waits for those results of a launch that belong in host memory."""
+        """Waits until the results of a launch that belong in host memory are there."""
 
     def mark_work(self) -> Any:
         """Returns a mark of the caller's work so far, for `follow_work`; None on the CPU."""
@@ -372,7 +388,7 @@ class Backend(ABC):
     # -- Ending ------------------------------------------------------------------------------------------------
 
     def drain(self) -> GradsyncError | None:
-        """Waits before close(), for a bounded time, for launched work; returns its error, if any."""
+        """Waits a bounded time for launched work, before close(); returns the work's error, or None."""
         return None
 
     def announce_close(self) -> None:
@@ -382,7 +398,7 @@ class Backend(ABC):
         """Announces to the other ranks that they must stop. Must not block nor raise."""
 
     def await_announced(self) -> None:
-        """Waits, for a bounded time, until the other ranks have received the end; the last step of close()."""
+        """Waits a bounded time until the announcement of the end is sent; the last step of close()."""
 
     def release(self) -> None:
         """Frees descriptors, memory and threads. Called once, with no collective running; must not block."""
@@ -410,11 +426,11 @@ class HostPath(ABC):
 
     @abstractmethod
     def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
-        """Returns the parts of all ranks on the root, None on other ranks; `source` is this rank's part."""
+        """Returns the parts of all ranks on the root, and None on the other ranks; `source` is this rank's part."""
 
     @abstractmethod
     def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
-        """Returns this rank's part of the root's source; the source is None on other ranks."""
+        """Returns this rank's part of the root's `source`, which is None on the other ranks."""
 
 
 class OwnPath(HostPath):

@@ -1,11 +1,11 @@
 """Queues of asynchronous collectives: each runs them one after the other in its own thread, in order of submission.
 
-Each thread that submits has a queue. The collectives of a thread run in the program's order, blocking ones included:
-those wait until the queue is empty. Collectives of different threads have no order that is the same on every rank, so
-one queue for all could make ranks wait for each other in a circle. Only the collectives of one communicator keep their
-order across threads.
+Each thread that submits has a queue. The collectives of a thread run in the program's order, and a blocking collective
+waits until the thread's queue is empty. Collectives of different threads have no order that is the same on every rank,
+so one queue for all threads could make ranks wait for each other in a circle. Only the collectives of one communicator
+keep their order across threads.
 
-A failure whose future no code asks for is logged in the end, as in asyncio.
+If no code asks a failed future for its result, the failure is logged in the end, as in asyncio.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradsync.futures import CollectiveEnd, CollectiveFuture, check_may_call, is
 
 _IDLE_SECONDS = 1.0  # how long the thread of a queue waits for the next collective before it ends
 _LEAVING_SECONDS = 1.0  # how long the end of the program waits for unfinished collectives
-_ENDING_SECONDS = 0.2  # and then for each thread
+_ENDING_SECONDS = 0.2  # how long the end of the program then waits for each queue's thread
 
 _log = logging.getLogger("gradsync")
 
@@ -61,8 +61,8 @@ class Here(threading.local):
     """The state of each thread.
 
     Attributes:
-        queue: the queue for its collectives.
-        is_serving: whether it is the queue's own thread.
+        queue: the queue for the thread's collectives.
+        is_serving: whether the thread is a queue's own thread.
     """
 
     queue: CollectiveQueue | None = None
@@ -86,11 +86,11 @@ class Job:
         what: the collective's name in errors.
         run: runs the collective.
         submitted_at: the line of the program that submitted it.
-        previous: the communicator's job before it, perhaps in another queue.
+        previous: the communicator's job before this one, perhaps in another queue.
 
     Attributes:
         end, lifetime, what: see above.
-        has_begun: whether it runs, or has run.
+        has_begun: whether the collective runs, or has run.
     """
 
     __slots__ = ("_not_over", "_previous", "_run", "_submitted_at", "end", "has_begun", "lifetime", "what")
@@ -163,7 +163,7 @@ class Job:
         traceback.clear_frames(error.__traceback__)  # they hold the caller's arrays
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next  # drops this job's frame, which holds the end
-        if isinstance(error, CommunicatorClosed):  # whatever closed the communicator has been reported
+        if isinstance(error, CommunicatorClosed):  # the failure that closed the communicator was reported
             return None
         return LostFailure(self.name, error, self.lifetime)
 
@@ -296,9 +296,9 @@ def submit(lifetime: Submitter, what: str, run: Callable[[], Any]) -> Collective
     """Appends a collective to the calling thread's queue, and returns its future.
 
     Args:
-        lifetime: its communicator's lifetime.
+        lifetime: the communicator's lifetime.
         what: the collective's name in errors.
-        run: runs it and returns its result.
+        run: runs the collective and returns its result.
 
     Raises:
         InvalidArgument: in a done-callback, or after a done-callback was refused a collective; see check_may_call.
@@ -313,7 +313,8 @@ def submit(lifetime: Submitter, what: str, run: Callable[[], Any]) -> Collective
 def await_earlier(lifetime: Submitter, what: str) -> None:
     """Waits before a blocking collective, named `what`, for the collectives submitted before it.
 
-    These are the ones of this thread, and those of any thread for the same communicator. Ctrl-C ends the wait.
+    It waits for this thread's collectives, and for the same communicator's collectives of any thread. Ctrl-C ends the
+    wait.
 
     Raises:
         InvalidArgument: as for submit; also if a done-callback was refused a collective during the wait.

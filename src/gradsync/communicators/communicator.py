@@ -105,7 +105,7 @@ class _Known(NamedTuple):
 
 
 class Stage(Protocol):
-    """A step before and after the reduction of a list, within the call; on a GPU it works on the same stream."""
+    """Work before and after the reduction of a list, within the same call, and on a GPU on the same stream."""
 
     def before(self, given: Sequence[Array]) -> Sequence[Array]:
         """Handles this rank's values. Returns them, or other arrays to reduce, which receive the results."""
@@ -127,7 +127,7 @@ class Communicator:
     Attributes:
         rank: this process's number, 0 <= rank < world_size.
         world_size: number of ranks.
-        ranks: the members' numbers in the world, by rank; errors name ranks by these.
+        ranks: for each rank of this communicator its rank in the world; errors use the ranks of the world.
         label: this rank's name in errors: "rank 1/4".
         backend: "local", "shm", "nccl" or "mpi".
         device: the device of its arrays: "cpu", or a CUDA device such as "cuda:0".
@@ -220,7 +220,7 @@ class Communicator:
         """Reduces `array` over all ranks, element by element; the root gets the result.
 
         Every rank must call it, with equal shapes, dtypes, operators and roots. On the CPU the result has the same bits
-        as all_reduce, but for products of complex numbers; on a GPU NCCL may add the ranks in another order.
+        as that of all_reduce, except for products of complex numbers. On a GPU NCCL may add the ranks in another order.
 
         Args:
             array: as for all_reduce. Receives the result on the root when `out` is None; unchanged on other ranks.
@@ -273,8 +273,8 @@ class Communicator:
     ) -> Any:
         """Reduces `array` over all ranks, element by element; each rank gets its rows of the result.
 
-        Every rank must call it, with equal shapes, dtypes, operators and sizes. The result has the same bits as
-        all_reduce under the same conditions as for reduce.
+        Every rank must call it, with equal shapes, dtypes, operators and sizes. As with reduce, the result has the same
+        bits as that of all_reduce on the CPU, except for products of complex numbers.
 
         Args:
             array: as for all_reduce; its rows (first axis; a 0-d array is one row) are divided in rank order.
@@ -338,7 +338,7 @@ class Communicator:
     # -- Movements: rows are along the first axis; a 0-d array is one row ----------------------------------------
 
     def broadcast(self, array: Any, root: int = 0, *, stream: Any = None) -> Any:
-        """Copies the root's `array` into every other rank's, in place.
+        """Copies the root's `array` into the `array` of every other rank, in place.
 
         Every rank must call it, with equal shapes, dtypes and roots.
 
@@ -381,7 +381,8 @@ class Communicator:
     def all_gather(self, array: Any, *, sizes: Sizes = None, out: Any = None, stream: Any = None) -> Any:
         """Concatenates the arrays of all ranks along the first axis, in rank order; every rank gets the result.
 
-        Every rank must call it, with equal dtypes, equal shapes but for the number of rows, and the same `sizes`.
+        Every rank must call it, with equal dtypes, the same `sizes`, and shapes that differ at most in the number of
+        rows.
 
         Args:
             array: array of any layout and dtype without Python objects, on this communicator's device.
@@ -406,8 +407,8 @@ class Communicator:
     def gather(self, array: Any, root: int = 0, *, sizes: Sizes = None, out: Any = None, stream: Any = None) -> Any:
         """Concatenates the arrays of all ranks along the first axis, in rank order; the root gets the result.
 
-        Every rank must call it, with equal dtypes, equal shapes but for the number of rows, and the same root and
-        `sizes`.
+        Every rank must call it, with equal dtypes, the same root and `sizes`, and shapes that differ at most in the
+        number of rows.
 
         Args:
             array: as for all_gather.
@@ -431,7 +432,7 @@ class Communicator:
         return self._gathering("gather", array, root, sizes, out if self.rank == root else None)
 
     def _gathering(self, what: str, array: Any, root: int | None, sizes: Sizes, out: Any) -> CollectiveCall:
-        """Makes the call of a gather, or without a root of an all_gather."""
+        """Makes the call of a gather; if the root is None, of an all_gather."""
         source = self._native_array(array, what)
         rows, *rest = source.shape or (1,)
         to_root = "" if root is None else f"root {root}"
@@ -485,7 +486,10 @@ class Communicator:
         agreement: Agreement,
         launch: Any,
     ) -> Array | None:
-        """Gathers rows into the target, or a new array for None; returns it, or None on a rank that gets no rows."""
+        """Gathers rows into the target, or into a new array if the target is None.
+
+        Returns that array, or None on a rank that gets no rows.
+        """
         parts = _parts(source.shape, sizes, source.dtype.itemsize, self.rank)
         if root is not None and root != self.rank:
             self._backend.gather(self._flat_source(source).view(BYTE), None, parts.byte_bounds, root, agreement)
@@ -595,7 +599,8 @@ class Communicator:
             array: array of any layout and dtype without Python objects, on this communicator's device.
             send_sizes: number of rows for each rank. None, on all ranks: equal parts. A list, on all ranks: the ranks
                 exchange the lists first.
-            recv_sizes: number of rows from each rank, if this rank knows them; checked against the senders' lists.
+            recv_sizes: number of rows from each rank, if this rank knows them: they are compared with the senders'
+                lists.
             out: array for the result; with `send_sizes` it needs `recv_sizes`. None makes a new array.
             stream: CUDA stream that orders the operation. Unused on the CPU.
 
@@ -604,7 +609,7 @@ class Communicator:
 
         Raises:
             InvalidArgument: rows that do not divide equally, sizes that do not add up to the array's rows, wrong `out`.
-            PlanMismatch: the ranks disagree, or a rank expects another number of rows than a rank sends.
+            PlanMismatch: the ranks disagree, or a rank expects another number of rows than another rank sends to it.
             UnsupportedDtype, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for broadcast.
         """
         return self._run(self._all_to_all_call(array, send_sizes=send_sizes, recv_sizes=recv_sizes, out=out), stream)
@@ -670,7 +675,7 @@ class Communicator:
         """Returns the number of rows from each rank, and the largest part between any two ranks.
 
         Raises:
-            PlanMismatch: on every rank, if one expects another number of rows than a rank sends.
+            PlanMismatch: on every rank, if any rank expects another number of rows than another rank sends to it.
         """
         n = self.world_size
         shared = self._backend.share_numbers([*sending, *receiving], agreement)
@@ -851,10 +856,10 @@ class Communicator:
     def new_group(self, ranks: Iterable[int]) -> Communicator | NonMember:
         """Makes a group of some of these ranks, numbered in ascending order.
 
-        Only the members need to call it, all with the same ranks; groups with common members in the same order. The
-        process group closes its groups. Close a group that is not needed any more, above all over MPI, which has room
-        for some 2,000 groups and does not notice a dropped one. Members that two groups have in common must all call
-        the groups' collectives in the same order.
+        Only the members need to call it, and all of them with the same ranks. If groups have common members, these must
+        all make the groups in the same order, and call the groups' collectives in the same order. The process group
+        closes its groups. Close a group that is not needed any more. This matters most over MPI: it has room for some
+        2,000 groups, and a group that is only deleted in Python still takes room.
 
             group = comm.new_group([0, 2])
             if group:
@@ -868,8 +873,8 @@ class Communicator:
 
         Raises:
             InvalidArgument: no ranks, a rank twice, or a rank outside this communicator.
-            RendezvousTimeout: a member did not call it before the deadline of this communicator's collectives; the text
-                names the missing members.
+            RendezvousTimeout: a member did not call new_group within the time limit of this communicator's collectives;
+                the text names the missing members.
             RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: the group cannot be made. If one rank fails
                 here, all ranks fail. Aborting this communicator ends the wait for the members.
         """
@@ -891,7 +896,7 @@ class Communicator:
         Every rank must call it.
 
         Args:
-            color: any integer of 64 bits; None joins no group.
+            color: any integer of 64 bits. A rank with None joins no group.
             key: orders the ranks of a group; ranks with equal keys keep their order.
 
         Returns:
@@ -979,8 +984,8 @@ class Communicator:
         def on_timeout(waited_seconds: float, missing: str) -> str:
             return (
                 f"{self.label}: {what} of the ranks {self._listed(members)} waited {waited_seconds:.3g} s for "
-                f"{missing}; every member must call {what} with the same ranks, and groups with common members in the "
-                "same order"
+                f"{missing}; every member must call {what} with the same ranks, and ranks that are in several groups "
+                "must all make these groups in the same order"
             )
 
         meet_members(self._backend.client, members, name, self._backend.timeout_seconds, look_around, on_timeout)
@@ -1032,7 +1037,7 @@ class Communicator:
             raise failure
 
     def abort(self, reason: str, *, culprit: int | None = None) -> None:
-        """Breaks the communicator for all ranks: ranks in a collective, or in their next one, get RankFailed.
+        """Breaks the communicator for all ranks: the others get RankFailed in their current or next collective.
 
         Args:
             reason: the text for every rank, e.g. "ValueError in the backward pass".
@@ -1064,7 +1069,7 @@ class Communicator:
     def _use_debug_mode(self) -> None:
         """For gradsync's own use: from now on the ranks agree on every collective before data moves.
 
-        Every rank must call it. It changes nothing if the backend's collectives carry a digest, or always agree first.
+        Every rank must call it. It changes nothing for a backend that always compares digests before data moves.
         """
         self._debug = True
         self._backend.agree_always()
@@ -1075,7 +1080,7 @@ class Communicator:
         Every rank must call it with arrays of the same shapes and dtypes. The arguments are not checked.
 
         Args:
-            natives: native arrays (see native_array) of any layout; writable except on the root.
+            natives: native arrays (see _native_array) of any layout; writable except on the root.
             root: the rank whose values all ranks get.
             agreement: this rank's agreement.
 
@@ -1144,7 +1149,7 @@ class Communicator:
     # -- Resident memory: gradients live there, and are reduced without a copy -----------------------------------
 
     def _make_resident_memory(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
-        """Makes memory whose ranges can be reduced in place; every rank has a part.
+        """Makes memory of the same size on every rank, whose ranges can be reduced in place.
 
         Every rank must call it, with the same size.
 
@@ -1154,8 +1159,8 @@ class Communicator:
 
         Raises:
             PlanMismatch: the sizes differ; nothing was allocated.
-            BackendUnavailable: a rank, which the text names, has not enough memory. No rank gets any, and the
-                communicator stays usable.
+            BackendUnavailable: a rank, which the text names, does not have enough memory. Then no rank gets memory, and
+                the communicator stays usable.
             RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
         what = "make_resident_memory"
@@ -1202,9 +1207,9 @@ class Communicator:
     ) -> Completion | None:
         """Reduces a range of resident memory in place, on every rank.
 
-        Every rank must call it for the same memory, range, dtype and operator. The result has the same bits as a
-        ListReduction, but for products of complex numbers. The arguments are not checked. PlanMismatch leaves the range
-        unchanged; after any other error its values are undefined.
+        Every rank must call it for the same memory, range, dtype and operator. The result has the same bits as that of
+        a ListReduction, except for products of complex numbers. The arguments are not checked. PlanMismatch leaves the
+        range unchanged; after any other error the range's values are undefined.
 
         Args:
             memory: resident memory of this communicator.
@@ -1212,7 +1217,7 @@ class Communicator:
             end_bytes: the end of the range; the range has zero or more whole elements.
             dtype: the elements' dtype.
             op, agreement, stages, producers, agrees_first: as for ListReduction; stages get the range, and return it.
-            mean_over: the sum is divided by this number: the number of ranks that contributed values.
+            mean_over: the number of ranks that contributed values, by which the sum is divided; None does not divide.
             looks: whether the communicator's finder collects non-finite values.
 
         Returns:
@@ -1388,7 +1393,7 @@ class Communicator:
         source_part: slice | None = None,
         target_part: slice | None = None,
     ) -> Array:
-        """Returns the elements of a source; they can be read while the target is written.
+        """Returns the elements of a source as a flat array that can be read while the target is written.
 
         Args:
             source: native array.
@@ -1418,7 +1423,7 @@ class Communicator:
         return arrays.byte_bounds(part) == (begin + where.start, begin + where.stop)
 
     def _flat_target(self, target: Array) -> Array:
-        """Returns a flat array for the elements of a target; a view of it if it is contiguous on the device."""
+        """Returns a flat array for a target's elements: a view of the target, if that is contiguous on the device."""
         if not self._runs_beside_host and target.flags.c_contiguous:
             return target if target.ndim == 1 else target.ravel()
         arrays = self._arrays
@@ -1445,10 +1450,10 @@ class ListReduction:
         sources: 1-D contiguous arrays of one dtype, on the communicator's device.
         targets: arrays for the results: for each source an array of its size and dtype, or the source itself.
         op: an operator that the dtype supports.
-        write_backs: pairs of a target and the native array that gets its values afterwards.
+        write_backs: pairs of a target and the native array that gets the target's values afterwards.
         looks: whether the communicator's finder collects non-finite values.
-        recurs: whether these very arrays will be reduced again: then the backend prepares the reduction now. Ranks with
-            a prepared reduction can meet ranks without.
+        recurs: whether these very arrays will be reduced again: then the backend prepares the reduction now. In one
+            collective some ranks may have a prepared reduction, and others none.
     """
 
     def __init__(
@@ -1544,7 +1549,7 @@ def _submitting(
         return self._submit(make_call(self._communicator, *args, **kwargs), stream)
 
     whole = inspect.getdoc(collective) or ""  # python -OO has none
-    asynchronous.__doc__ = f"Returns a CollectiveFuture of what Communicator.{collective.__name__} returns:\n\n{whole}"
+    asynchronous.__doc__ = f"Returns a CollectiveFuture of the result of Communicator.{collective.__name__}:\n\n{whole}"
     asynchronous.__dict__["__signature__"] = signature.replace(return_annotation="CollectiveFuture")
     # Python shows these names in errors about missing or unknown arguments.
     asynchronous.__qualname__ = make_call.__qualname__ = f"Asynchronous.{collective.__name__}"
@@ -1552,19 +1557,19 @@ def _submitting(
 
 
 class Asynchronous:
-    """`communicator.asynchronous`: collectives that return a CollectiveFuture at once; same arguments.
+    """`communicator.asynchronous`: the collectives, with the same arguments, as CollectiveFutures at once.
 
     Every rank must submit its collectives in the same order, blocking ones included. A blocking collective first waits
     for all collectives that its thread has submitted. Wrong arguments raise at once; all other errors are raised by the
-    future's result() and wait(). A failure that no code asks for is logged. A failed collective fails only its own
-    future. Until a future is done, its arrays belong to gradsync.
+    future's result() and wait(). If no code asks a failed future, the failure is logged. A failed collective fails only
+    its own future. Until a future is done, the collective's arrays belong to gradsync.
 
     Messages wait for their turn like other collectives: send is not MPI's Isend. If two ranks each submit a recv before
     the send that the other needs, they wait for each other until the deadline. Use exchange, which sends and receives
     at once, or let the lower rank send first and the higher rank receive first.
 
-    A done-callback must not call or submit collectives, on any backend: InvalidArgument; see
-    CollectiveFuture.add_done_callback. Nor can it wait for a future that is not done: FutureNotReady.
+    A done-callback must not call or submit collectives, on any backend: that raises InvalidArgument, see
+    CollectiveFuture.add_done_callback. To wait in a done-callback for a future that is not done raises FutureNotReady.
 
     On the CPU a collective waits in a queue and runs in another thread. On a GPU it is launched at once: without a
     stream it runs on the communicator's own stream, after the current stream's work so far, and result() makes the
@@ -1610,7 +1615,7 @@ class Asynchronous:
                 else:
                     move(source, result, agreement)
         except Exception as error:
-            closed = isinstance(error, CommunicatorClosed)  # whatever closed the communicator has been reported
+            closed = isinstance(error, CommunicatorClosed)  # the failure that closed the communicator was reported
             end.finish(None, error, untold=None if closed else LostFailure(name, error, communicator._lifetime))
         else:
             end.finish(result, None, launch)
@@ -1658,7 +1663,7 @@ def _reduction(what: str, op: str | ReduceOp, shape: Shape, dtype: np.dtype[Any]
 
     Raises:
         InvalidArgument: not an operator.
-        UnsupportedDtype: the dtype does not support it.
+        UnsupportedDtype: the dtype does not support the operator.
     """
     parsed = ReduceOp.parse(op)
     check_operation(parsed, dtype)

@@ -40,7 +40,8 @@ class FailureMonitor:
         recorder: the communicator's flight recorder, which has the collective that this rank waits in.
 
     Attributes:
-        was_raised: whether the server's error, or its loss, was raised here: then the other ranks get it too.
+        was_raised: whether this object has raised the server's error, or the loss of the server: then the other ranks
+            get that error too.
         has_failed: a function that takes 0.1 us and returns whether the generation has failed or this rank has
             reported a failure.
     """
@@ -116,13 +117,13 @@ class FailureMonitor:
 def raise_if_left(
     client: RendezvousClient, name: str, label: str, position: float, ranks: Iterable[int] | None = None
 ) -> None:
-    """Raises RankFailed if another rank has closed a communicator before one of its collectives.
+    """Raises RankFailed if another rank has closed a communicator before the collective with number `position`.
 
     For communicators without shared memory. A rank that closes such a communicator reports it to the server with
     `announce_left`.
 
     Args:
-        client: this rank's connection; its ranks are the communicator's.
+        client: this rank's client, whose ranks are the communicator's ranks.
         name: the communicator's name, as in `announce_left`.
         label: this rank in errors.
         position: the collective's number.
@@ -150,10 +151,10 @@ def closed_failure(label: str, rank: int) -> RankFailed:
 
 
 def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, str]:
-    """Returns the number and the title of a collective for the server; the title of a message with its line of code.
+    """Returns the number and the title of a collective for the server. A message's title has the line of code.
 
-    For a collective, the report has the line of each waiting rank. For messages each rank waits in another call, and
-    where two ranks wait for each other the user needs both lines.
+    For a collective, the server's report has the line of code of each waiting rank. But each rank waits in another
+    message. If two ranks wait for each other, the user needs the lines of both.
     """
     from gradsync.rendezvous.frames import OF_MESSAGES  # imported here to keep the start of a rank short
 

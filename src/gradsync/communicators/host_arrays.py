@@ -28,7 +28,7 @@ class ArrayKind(Protocol):
     """The functions for one kind of arrays. A native array is the result of `native`; a flat one is 1-D, contiguous."""
 
     def native(self, array: Any, who: str) -> Any:
-        """Returns `array` as an array over the same memory; see Communicator.native_array."""
+        """Returns `array` as an array over the same memory; see Communicator._native_array."""
 
     def flat(self, native: Any) -> Any:
         """Returns the elements in C (index) order on the communicator's device; a view if possible."""
@@ -78,7 +78,7 @@ class ArrayKind(Protocol):
         """Multiplies each of some floating or complex arrays by the factor, as `multiply` does."""
 
     def all_finite(self, flat: Any) -> Any:
-        """Whether a flat array has neither NaN nor infinity; integers and bools never have.
+        """Whether a flat array has neither NaN nor infinity; always true for integers and bools.
 
         Returns:
             A bool; on a GPU a 0-d bool array of the device, by work on the current stream: the host does not wait.
@@ -178,8 +178,8 @@ class HostArrays:
         """See ArrayKind."""
         return native.flags.writeable
 
-    # See ArrayKind; called for each gradient, so it is in C. NumPy allows all changes of an array that has views, but
-    # for an exchange of its memory.
+    # See ArrayKind. It is called for each gradient, so it is in C. The flag is enough: NumPy refuses to exchange the
+    # memory of an array that has views.
     state = staticmethod(attrgetter("flags.writeable"))
 
     def byte_bounds(self, native: Array) -> tuple[int, int]:

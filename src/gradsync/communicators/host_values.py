@@ -43,7 +43,7 @@ def multiply(source: Any, factor: float, out: Any, xp: Any = np) -> None:
         source, factor, out: see ArrayKind.
         xp: the arrays' module, numpy or cupy.
     """
-    with np.errstate(all="ignore"):  # overflow is for whoever checks the values; the factor itself may overflow
+    with np.errstate(all="ignore"):  # other code looks for overflow in the values; the factor itself may overflow
         if factor == 1.0:
             if out is not source:
                 xp.copyto(out, source, casting="unsafe")
@@ -112,9 +112,10 @@ def _pieces(flat: Array, elements: int = _PIECE_ELEMENTS) -> Iterator[Array]:
 
 
 def _finite(piece: Array) -> bool:
-    """Whether all values are finite. They are if the sum of their squares is; else it may have overflowed: look again.
+    """Whether all values are finite.
 
-    Squares, because BLAS sums them several times as fast as NumPy sums anything.
+    If the sum of the squares is finite, so are the values. Otherwise the sum may have overflowed, and each value is
+    checked. BLAS sums squares several times as fast as NumPy sums values.
     """
     size = piece.size
     whole = size - size % _UNTHREADED_ELEMENTS

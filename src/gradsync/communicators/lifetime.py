@@ -1,8 +1,9 @@
 """The lifetime of a communicator: one collective at a time, until it is closed, aborted, or inherited by a fork.
 
 Ctrl-C may interrupt a collective between any two steps, and could leave a lock held that no code would release. So the
-lock here is a dict entry: one step, which nothing interrupts, acquires it and stores its owner, the frame of the
-function with the `with` block. If no thread runs that frame any more, it was interrupted, and the lock is free again.
+lock here is an entry of a dict. One step, which nothing can interrupt, acquires the lock and stores its owner: the
+frame of the function with the `with` block. If no thread runs that frame any more, the function was interrupted, and
+the lock is free again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Ending(Protocol):
-    """The part of a Backend that a Lifetime uses; see there."""
+    """The part of a Backend that a Lifetime uses; see Backend."""
 
     name: str
     label: str
@@ -71,7 +72,7 @@ class RaisedFailures:
         self._texts: set[str] = set()
 
     def add(self, error: BaseException) -> None:
-        """Notes that a call has raised this failure. One failure of the server ends all communicators."""
+        """Notes that a call has raised this failure, which may have ended the other communicators of the world too."""
         self._texts.add(str(error))
 
     def has(self, error: BaseException) -> bool:
@@ -100,7 +101,7 @@ class Occupancy(dict[None, FrameType]):
 
 
 class Turn:
-    """The context of one collective; a communicator has one object for all, because collectives do not nest."""
+    """The context of a collective. A communicator uses one Turn for all of them, because collectives do not nest."""
 
     __slots__ = ("_lifetime", "agreement", "what")
 
@@ -129,11 +130,11 @@ class Lifetime:
 
     Attributes:
         raised: the failures that calls have raised; shared with the family once the communicator belongs to one.
-        ended_because: the reason why it cannot be used; None while it can.
-        is_inherited: whether it belongs to the parent of this forked process.
+        ended_because: the reason why the communicator cannot be used; None while it can be used.
+        is_inherited: whether the communicator belongs to the parent of this forked process.
         was_told: whether a failure was raised to the caller outside of a collective.
-        submitting: a lock, held while a collective is submitted for it.
-        last_job: the last submitted collective, until it is over; see collective_queue.py.
+        submitting: a lock, held while a collective of the communicator is submitted.
+        last_job: the last submitted collective, until that is over; see collective_queue.py.
     """
 
     def __init__(self, backend: Ending, communicator: object) -> None:
@@ -159,13 +160,13 @@ class Lifetime:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended other than by close()."""
+        """Whether the communicator has ended other than by close()."""
         return self.ended_because is not None and not self._is_closed_only
 
     def turn(self, what: str, agreement: Agreement) -> Turn:
         """Returns a context that holds the communicator for one collective, named `what` in errors.
 
-        First waits for collectives that were submitted before.
+        The call first waits for collectives that were submitted before.
 
         Raises:
             InvalidArgument: in a done-callback, or after a done-callback was refused a collective; see check_may_call.
@@ -179,11 +180,11 @@ class Lifetime:
 
     @property
     def label(self) -> str:
-        """This rank in errors."""
+        """This rank's name in errors."""
         return self._backend.label
 
     def close(self) -> None:
-        """Closes it; see Communicator.close. Raises a failure that no call of its family has raised."""
+        """Closes the communicator; see Communicator.close. Raises a failure that no call of the family has raised."""
         self._clean_up_interrupted()
         if pending and self.ended_because is None:
             await_submitted(self)
@@ -197,7 +198,7 @@ class Lifetime:
                 raise error
 
     def abort(self, reason: str, culprit: int | None) -> None:
-        """Ends it for all ranks; see Communicator.abort."""
+        """Ends the communicator for all ranks; see Communicator.abort."""
         self._clean_up_interrupted()
         first_line = reason.partition("\n")[0]  # the other ranks get the whole reason
         self._claim_end(f"it was aborted: {first_line}", partial(self._backend.announce_abort, reason, culprit))
@@ -205,7 +206,7 @@ class Lifetime:
         self._end_use()
 
     def fail(self, error: BaseException, *, told: bool) -> None:
-        """Ends it because of a failure found between collectives, or by another thread.
+        """Ends the communicator because of a failure found between collectives, or by another thread.
 
         Args:
             error: the failure; the next call raises it, once.
@@ -227,7 +228,7 @@ class Lifetime:
             self._untold = None
 
     def observe_end(self, observer: Observer) -> None:
-        """Registers an observer of the end, by a weak reference."""
+        """Registers an observer of the communicator's end, by a weak reference."""
         with self._claiming:
             self._observers.add(observer)
 
@@ -238,13 +239,13 @@ class Lifetime:
             observer.communicator_ended(self)
 
     def _make_locks(self) -> None:
-        # Reentrant, because a signal handler may run while its own thread holds them.
+        # Reentrant, because a signal handler may run in the thread that holds a lock.
         self._claiming = threading.RLock()
         self._announcing = threading.RLock()
         self.submitting = threading.RLock()
 
     def _claim_end(self, because: str, announcement: Callable[[], None], *, closed_only: bool = False) -> None:
-        """Ends it for new collectives, unless it has ended."""
+        """Ends the communicator for new collectives, unless it has ended."""
         with self._claiming:
             if self.ended_because is None:
                 self._announcement = announcement  # set first: it prevents the release of the resources that it needs
@@ -252,14 +253,14 @@ class Lifetime:
                 self.ended_because = because
 
     def _announce(self) -> None:
-        """Announces the end to the other ranks, unless that was done; also after an interrupted call."""
+        """Announces the end to the other ranks, once. If Ctrl-C interrupts the call, the next call does it."""
         with self._announcing:
             if self._announcement is not None:
                 self._announcement()
                 self._announcement = None
 
     def disown(self) -> None:
-        """Ends it in a forked child, which has the parent's memory but is not a rank."""
+        """Ends the communicator in a forked child, which has the parent's memory but is not a rank."""
         self.ended_because = "it belongs to the process that this one was forked from"
         self.is_inherited = True
         self._occupancy = Occupancy()  # a thread of the parent may hold the lock; it does not exist here
@@ -272,9 +273,9 @@ class Lifetime:
         """Begins a collective, and its entry in the flight recorder.
 
         Args:
-            frame: the frame of the function that runs it.
-            what: its name in errors.
-            agreement: its agreement.
+            frame: the frame of the function that runs the collective.
+            what: the collective's name in errors.
+            agreement: the collective's agreement.
 
         Raises:
             CommunicatorClosed: the communicator has ended.
@@ -294,7 +295,7 @@ class Lifetime:
             raise
 
     def _refuse(self, what: str) -> NoReturn:
-        if self.ended_because is not None:  # it is being released
+        if self.ended_because is not None:  # another thread is releasing the communicator
             raise self.ended_error(what)
         is_own = _runs_in(frame_of(), self._occupancy.get(None))
         who = "this very thread, as from a signal's handler," if is_own else "another thread"
@@ -323,7 +324,7 @@ class Lifetime:
 
         Raises:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError: the failure that ended it, if no call has raised it.
-            CommunicatorClosed: it has ended otherwise.
+            CommunicatorClosed: the communicator has ended, and no failure is left to raise.
         """
         if self._untold is not None:
             error, self._untold = self._untold, None
@@ -333,16 +334,16 @@ class Lifetime:
             raise self.ended_error(what)
 
     def ended_error(self, what: str) -> CommunicatorClosed:
-        """Returns the error of a collective, named `what`, that comes after the end."""
+        """Returns the error of a collective, named `what`, that is called after the communicator's end."""
         return CommunicatorClosed(
             f"{self._backend.label}: {what} on a {self._backend.name} communicator that cannot "
             f"be used: {self.ended_because}"
         )
 
     def leave(self, error: BaseException | None) -> None:
-        """Ends a collective; a failed one ends the communicator for all ranks.
+        """Ends a collective; a failed collective ends the communicator for all ranks.
 
-        If Ctrl-C interrupts this, the next call does the rest: see _clean_up_interrupted.
+        If Ctrl-C interrupts this method, the next call does the rest: see _clean_up_interrupted.
         """
         if error is not None:
             if self._untold is not None and str(error) == str(self._untold):
@@ -359,11 +360,12 @@ class Lifetime:
             self._end_use()
 
     def _abort_inside(self, reason: str, culprit: int | None) -> None:
-        """Ends it because a collective failed midway; the other ranks wait in it, or will."""
+        """Ends the communicator because a collective failed midway: the other ranks wait in the collective, or will."""
         reason = f"in {self._what}: {reason}"
         announcement = partial(self._backend.announce_abort, reason, culprit)
         with self._claiming:
-            if self._is_closed_only:  # another thread has closed it: ranks that wait for a third rank ignore a close
+            # If another thread has closed the communicator, ranks that wait for a third rank ignore the close.
+            if self._is_closed_only:
                 self._announcement, self._is_closed_only = announcement, False
             self._claim_end(f"it was aborted: {reason}", announcement)
         self._announce()
@@ -374,11 +376,11 @@ class Lifetime:
         try:
             if pending:
                 fail_submitted(self)
-        finally:  # the done-callbacks are user code, and may raise
+        finally:  # the done-callbacks of the failed futures are user code, and may raise
             self._release_when_idle()
 
     def _release_when_idle(self) -> None:
-        """Releases the backend, once. If a thread runs a collective, that thread does it later."""
+        """Releases the backend, once. If a thread runs a collective, that thread releases it later."""
         frame = frame_of()
         if self._occupancy.setdefault(None, frame) is frame:
             try:
@@ -390,14 +392,17 @@ class Lifetime:
                 self._occupancy.clear()
 
     def _leave_group(self) -> None:
-        """Leaves a group's client, so that the server can remove the group's entries."""
+        """Closes the client if it is this group's own, and not the world's: this rank leaves the group.
+
+        When all members have left, the server removes the group's entries.
+        """
         client = self._backend.client
         if client is not None and client.name == self._recorder.group:
             client.close()
 
 
 def culprit_of(error: BaseException) -> int | None:
-    """Returns the rank that caused an error: a rank that fails because of another must name that one."""
+    """Returns the rank that caused an error, or None if the error names no rank."""
     if isinstance(error, CollectiveTimeout) and error.missing_ranks:
         return error.missing_ranks[0]
     return error.rank if isinstance(error, RankFailed) else None

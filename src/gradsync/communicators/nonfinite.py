@@ -13,7 +13,7 @@ import numpy as np
 
 from gradsync.reduction import Array
 
-#: The element's number if there is no such element.
+#: The number of the first non-finite element if there is none.
 NOWHERE = -1
 
 
@@ -48,7 +48,7 @@ class NonFiniteFinder:
             is_finite: returns whether all elements of an array of the results' dtype are finite.
             results: 1-D array, a section of the results.
             contributions: by rank, the values that were reduced to these results.
-            at: the section's first element, counted in the whole list.
+            at: the number of the section's first element in the whole list.
         """
         if is_finite(results):
             return

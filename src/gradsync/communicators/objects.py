@@ -30,9 +30,9 @@ T = TypeVar("T")
 class Objects:
     """Collectives on Python objects: `communicator.objects`.
 
-    Every rank must call the same methods in the same order with the same root, in one order with the communicator's
-    other collectives. Any object that can be pickled will do; sizes may differ between ranks. Each rank gets copies,
-    also of its own object; only the root of a broadcast gets its own object back.
+    Every rank must call these methods and the communicator's other collectives in the same order, and with the same
+    root. Any object that can be pickled is allowed, and sizes may differ between ranks. Each rank gets copies, also of
+    its own object; only the root of a broadcast gets its own object back.
 
     Unpickling can run code: all ranks must trust each other.
 
@@ -69,7 +69,7 @@ class Objects:
         return self._unpack(*self._run(agreement, mine, 1, move), agreement)
 
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
-        """Returns every rank's object, by rank, on the root; None on other ranks.
+        """Returns every rank's object, by rank, on the root, and None on the other ranks.
 
         Args:
             obj: this rank's object.
@@ -114,11 +114,11 @@ class Objects:
         return obj if is_root else self._unpickle(data, root, agreement)
 
     def scatter(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
-        """Returns this rank's object of the root's list.
+        """Returns the object for this rank from the root's list.
 
         Args:
-            objs: on the root a list or tuple with one object for each rank, or every rank gets InvalidArgument; ignored
-                on other ranks.
+            objs: on the root a list or tuple with one object for each rank; otherwise every rank gets InvalidArgument.
+                Ignored on other ranks.
             root: the rank that has the objects.
         """
         backend = self._backend

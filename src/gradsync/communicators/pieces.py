@@ -14,7 +14,7 @@ CACHE_LINE_BYTES = 64
 
 
 class Piece(NamedTuple):
-    """Elements [begin, end) of one array."""
+    """Elements [begin, end) of the array with the number `array` in the list."""
 
     array: int
     begin: int

@@ -38,7 +38,7 @@ def set_world(communicator: Communicator | None) -> None:
     global _world
     _world = communicator
     for override in _overrides:
-        override.communicator = None  # it replaced the communicator before
+        override.communicator = None  # it replaced the world's communicator before this one
     _update()
 
 
