@@ -17,6 +17,8 @@ import pytest
 import gradsync as gs
 from contract import expect, meet_on_disk
 from gradsync import process_group
+from gradsync.communicators.groups import Family, listed
+from gradsync.communicators.lifetime import RaisedFailures
 from places import SHM, STAND_IN, STAND_IN_STUCK, Place, on
 
 LATER = 30.0  # seconds for what must come at all
@@ -247,3 +249,13 @@ def test_who_is_absent_has_its_number_in_the_world(place: Place, warm_up: int, f
         assert missing == (2,)
         assert re.search(r"rank 1 waited \S+ s in all_reduce\(sum\) #\d+ \(.*\) for rank 2", text.partition("\n")[0])
         assert re.search(r"collectives of group .world/1,2#1., newest first:\n    #\d+ all_reduce\(sum\)", text)
+
+
+def test_names_are_short_and_differ() -> None:
+    """Also those of groups of a thousand ranks, whose members no name can list."""
+    family = Family("world", RaisedFailures())
+    names = [family.new_name(listed(ranks)) for ranks in (range(1000), range(1001), [0, 2], [2, 0], [0, 2])]
+    assert names[2:] == ["world/0,2#1", "world/2,0#1", "world/0,2#2"]
+    assert names[0].startswith("world/1000 ranks from 0, ")
+    assert len(set(names)) == 5
+    assert max(map(len, names)) < 64

@@ -1,4 +1,4 @@
-"""Messages over shared memory: what is sent arrives, whole and in order, and what cannot is told to both ranks."""
+"""Messages over shared memory that disagree, cross a collective, or fail: both ranks get the error."""
 
 from __future__ import annotations
 
@@ -6,34 +6,51 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
 import gradsync as gs
+from contract import expect
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.backend import Message
 from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.shared_memory import barrier as shared_barrier
 from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
-from gradsync.communicators.shared_memory.point_to_point import PointToPoint
+from gradsync.communicators.shared_memory.point_to_point import PIECE_BYTES, PointToPoint
 from gradsync.diagnostics.recorder import FlightRecorder
 
 BARRIER = agreement_on("barrier", (), None, "")
 
 
-class SilentClient:
-    """A connection to a server that has nothing to say."""
+class Client:
+    """What a FailureMonitor uses of a RendezvousClient.
+
+    Attributes:
+        failure: what `check` raises, from the given number of calls on.
+        reports: of waits that reached their deadline.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.checks_before = 0
+        self.reports: list[tuple[Any, ...]] = []
 
     def check(self) -> None:
-        """No rank has failed."""
+        self.checks_before -= 1
+        if self.failure is not None and self.checks_before < 0:
+            raise self.failure
 
     def has_failed(self) -> bool:
-        return False
+        return self.failure is not None and self.checks_before <= 0
 
     def report_waiting(self, *report: Any) -> None:
         """Nobody reads it."""
+
+    def report_stuck(self, *report: Any) -> NoReturn:
+        self.reports.append(report)
+        raise gs.CollectiveTimeout("the verdict", missing_ranks=(1,))
 
 
 class Rank:
@@ -48,7 +65,7 @@ class Rank:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.client = SilentClient()
+        self.client = Client()
         recorder = FlightRecorder("world")
         recorder.begin(agreement_on("recv", (), None, ""))
         told = FailureMonitor(self.client, recorder)  # type: ignore[arg-type]
@@ -258,3 +275,113 @@ def test_a_chain_of_messages_behind_a_collective_is_told_too() -> None:
 @pytest.fixture(params=["send", "receive"])
 def verb(request: pytest.FixtureRequest) -> Any:
     return request.param
+
+
+def test_everything_at_random() -> None:
+    """Ranks draw the same steps and pause as they like: each ends as it must, and leaves no trace for the next."""
+
+    def play(rank: Rank) -> int:
+        shared, own = np.random.default_rng(11), np.random.default_rng([12, rank.rank])
+        mismatches = 0
+        for step in range(600):
+            first, second = (int(member) for member in shared.permutation(rank.world_size)[:2])
+            size = int(shared.choice([0, 1, 1000, 5 * PIECE_BYTES]))
+            kind = shared.choice(["message", "ring", "barrier", "size", "in barrier"])
+            if own.random() < 0.2:
+                time.sleep(own.random() * 1e-3)
+            try:
+                take_part(rank, kind, first, second, size, step)
+            except gs.PlanMismatch:
+                assert kind not in ("message", "ring", "barrier")
+                mismatches += 1
+        return mismatches
+
+    counts = run(ranks_of(3), play)
+    assert all(isinstance(count, int) and count > 100 for count in counts), counts
+
+
+def take_part(rank: Rank, kind: str, first: int, second: int, size: int, step: int) -> None:
+    into = np.zeros(size, np.uint8)
+    if kind == "barrier" or (kind == "in barrier" and rank.rank != first):
+        rank.meet()
+    elif kind == "ring":
+        to, source = (rank.rank + 1) % rank.world_size, (rank.rank - 1) % rank.world_size
+        rank.exchange(values(size, step + rank.rank), to, into, source)
+        assert (into == values(size, step + source)).all()
+    elif rank.rank == first:
+        if kind == "in barrier" and step % 2:
+            rank.receive(into, second)
+        else:
+            rank.send(values(size, step), second)
+    elif rank.rank == second:
+        rank.receive(np.zeros(size + 1, np.uint8) if kind == "size" else into, first)
+        assert kind == "message"
+        assert (into == values(size, step)).all()
+
+
+# -- What fails ---------------------------------------------------------------------------------------------------
+
+
+def test_the_deadline_names_the_peer(verb: str) -> None:
+    ranks = ranks_of(3, timeout_seconds=0.1, ranks=(3, 4, 9))
+    expect(gs.CollectiveTimeout, lambda: getattr(ranks[0], verb)(values(10), 2))
+    (report,) = ranks[0].client.reports
+    assert report[3] >= 0.1
+    assert report[4] == [9]
+    # Who comes too late must not take what was left for a message.
+    ranks[2].client.failure = verdict = gs.CollectiveTimeout("the verdict", missing_ranks=(9,))
+    late = {"send": "receive", "receive": "send"}[verb]
+    assert expect(gs.CollectiveTimeout, lambda: getattr(ranks[2], late)(values(10), 0)) is verdict
+
+
+def test_a_peer_that_dies_is_told_by_the_server(verb: str) -> None:
+    mine, _ = ranks_of(2)
+    mine.client.failure = verdict = gs.RankFailed("dead", rank=1)
+    mine.client.checks_before = 3
+    assert expect(gs.RankFailed, lambda: getattr(mine, verb)(values(10), 1)) is verdict
+
+
+def test_a_peer_that_closes_is_told(verb: str) -> None:
+    mine, other = ranks_of(2, ranks=(6, 8))
+    other.barrier.announce_closed()
+    error = expect(gs.RankFailed, lambda: getattr(mine, verb)(values(10), 1), "rank 8 closed the communicator")
+    assert error.rank == 8
+
+
+def test_a_peer_may_close_after_its_part() -> None:
+    def send_and_close(rank: Rank) -> None:
+        rank.send(values(10**6), 1)
+        rank.barrier.announce_closed()
+
+    for _ in range(20):
+        outcome = run(ranks_of(2), send_and_close, lambda rank: rank.receive(np.zeros(10**6, np.uint8), 0))
+        np.testing.assert_array_equal(outcome[1], values(10**6))
+
+
+def test_any_abort_ends_a_wait(verb: str) -> None:
+    mine, _, third = ranks_of(3, ranks=(6, 8, 9))
+    third.barrier.announce_abort("the disk is full")
+    error = expect(gs.RankFailed, lambda: getattr(mine, verb)(values(10), 1), "rank 9 aborted: the disk is full")
+    assert error.rank == 9
+
+
+def test_another_thread_can_abort_a_wait(verb: str) -> None:
+    mine, _ = ranks_of(2)
+    timer = threading.Timer(0.05, mine.barrier.announce_abort, ["asked to"])
+    timer.start()
+    expect(gs.RankFailed, lambda: getattr(mine, verb)(values(10), 1), "closed or aborted during a collective")
+    timer.join()
+
+
+def test_the_barrier_names_ranks_as_the_world_does() -> None:
+    mine, _ = ranks_of(2, timeout_seconds=0.05, ranks=(6, 8))
+    expect(gs.CollectiveTimeout, mine.meet)
+    assert mine.client.reports[0][4] == [8]
+    mine, other = ranks_of(2, ranks=(6, 8))
+    other.barrier.announce_abort("the disk is full")
+    assert expect(gs.RankFailed, mine.meet, "rank 0/2: rank 8 aborted: the disk is full").rank == 8
+    mine, other = ranks_of(2, ranks=(6, 8))
+    other.barrier.announce_closed()
+    assert expect(gs.RankFailed, mine.meet, "rank 0/2: rank 8 closed").rank == 8
+    errors = run(ranks_of(2, ranks=(6, 8)), Rank.meet, lambda rank: rank.barrier.meet(agreement_on("x", (), None, "")))
+    assert told(errors, 0, 1)[0].descriptions == {6: "barrier", 8: "x"}
