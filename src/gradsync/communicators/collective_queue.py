@@ -45,7 +45,7 @@ class Submitter(Protocol):
 
     @property
     def label(self) -> str:
-        """This rank in errors."""
+        """This rank's name in errors."""
 
     def ended_error(self, what: str) -> CommunicatorClosed:
         """Returns the error of a collective, named `what`, after the communicator's end."""

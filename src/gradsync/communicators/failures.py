@@ -125,7 +125,7 @@ def raise_if_left(
     Args:
         client: this rank's client, whose ranks are the communicator's ranks.
         name: the communicator's name, as in `announce_left`.
-        label: this rank in errors.
+        label: this rank's name in errors.
         position: the collective's number.
         ranks: the world ranks to look for; None is all.
     """

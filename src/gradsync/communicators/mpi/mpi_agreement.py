@@ -1,4 +1,4 @@
-"""The agreement of the ranks before a collective over MPI; small arrays are sent with it.
+"""The agreement of the ranks before a collective over MPI; small arrays are sent together with the digest.
 
 With up to 16 ranks, each sends its digest to every other rank. A small array is sent in the same message, so
 that its all-reduce needs one exchange of messages instead of two; the receiver reads it only if all digests are equal.
@@ -53,7 +53,7 @@ class MpiAgreement:
         return self._messages[:, _HEADER_BYTES : _HEADER_BYTES + size_bytes]
 
     def is_reached(self, digest: int, payload_bytes: int, look: Callable[[], None]) -> bool:
-        """Exchanges the digests; returns whether all are equal, the same on every rank.
+        """Exchanges the digests; returns whether all are equal. Every rank gets the same answer.
 
         Args:
             digest: the 64-bit digest of this rank's call.

@@ -38,12 +38,12 @@ _SMALL_BYTES = 256 * 1024
 _BROADCAST_BYTES = 4 * 1024 * 1024  # the part of a packed list in one broadcast
 _COUNT_LIMIT = 2**31  # of MPI 3, in a collective with a part for each rank
 
-# The sizes of descriptions after a disagreement: of a collective, for all ranks together; of a message, for each rank.
+# The sizes of descriptions after a disagreement: on a collective, for all ranks together; on a message, for each rank.
 _TEXTS_BYTES = 64 * 1024 * 1024
 _TEXT_BYTES = 4096
 _SHOWN_LINES = 20
 
-# Of what the sender of a message sends, and of what its receiver does; each plus 1 after an odd number of collectives.
+# The tags of what the two sides of a message send to each other; each plus 1 after an odd number of collectives.
 _TAG_OF_SENDER, _TAG_OF_RECEIVER = 2, 4
 
 
@@ -84,7 +84,7 @@ def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds:
         mpi: the module mpi4py.MPI.
         client: the ranks' client; its world has the ranks of MPI_COMM_WORLD.
         name: a name not used before in this generation.
-        timeout_seconds: the deadline for all of it.
+        timeout_seconds: the time limit for all steps.
 
     Raises:
         MpiError: MPI failed.
@@ -96,7 +96,7 @@ def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds:
     members = world.Get_group().Incl(list(client.world_ranks))
     tag = zlib.crc32(name.encode()) % 32768  # every MPI supports tags up to 32767
 
-    inside = [members]  # while MPI's call runs, which neither a deadline nor Ctrl-C ends
+    inside = [members]  # not empty while MPI's call runs, which neither a deadline nor Ctrl-C ends
 
     def create() -> Any:
         try:
@@ -125,7 +125,7 @@ class MpiBackend(Backend):
 
     Args:
         mpi: the module mpi4py.MPI.
-        comm: a communicator of MPI of exactly these ranks in this order; freed by `release`.
+        comm: an MPI communicator of exactly the client's ranks, in their order; `release` frees it.
         client: this rank's connection to the rendezvous server.
         group: the communicator's name, not used before in this generation.
         timeout_seconds: how long a collective waits for a rank.
@@ -405,7 +405,7 @@ class MpiBackend(Backend):
     def _refuse_messages(self) -> None:
         """Refuses, by an empty answer, the messages of ranks that wait in them while this rank is in a collective.
 
-        Ranks that have left this very collective, and begun a message after it, have the other one of two tags.
+        A message that a rank has begun after this very collective has the other tag, and is not refused.
         """
         digest = np.zeros(1, np.uint64)
         sender, receiver = _tags_after(self._requests.begun - 1)
@@ -413,7 +413,7 @@ class MpiBackend(Backend):
             while self._comm.Iprobe(self._mpi.ANY_SOURCE, tag, status := self._mpi.Status()):
                 peer = status.Get_source()
                 self._comm.Recv(digest, peer, tag)
-                self._comm.Isend(digest[:0], peer, answer).Free()  # of no bytes: nothing has to stay
+                self._comm.Isend(digest[:0], peer, answer).Free()  # a message of no bytes needs no memory to stay
 
     # -- Groups ------------------------------------------------------------------------------------------------
 
@@ -436,7 +436,7 @@ class MpiBackend(Backend):
         self.client.announce_left(self._departures, self._requests.begun)
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Reports the abort to the server, which reports it to all ranks: only this ends their waits for MPI."""
+        """Reports the abort to the server, which reports it to all ranks: nothing else ends their waits for MPI."""
         if self.world_size == 1 or self._failures.was_raised or self._failures.failure() is not None:
             return
 
@@ -454,25 +454,25 @@ class MpiBackend(Backend):
 
 
 class _Transfer:
-    """One direction of a send, recv or exchange. MPI matches what the two ranks send each other by rank, tag and order.
+    """One direction of a send, recv or exchange. MPI matches what two ranks send each other by rank, tag and order.
 
-    Each rank first sends the digest of what it believes the message to be. Where these are equal the bytes follow, and
-    where they are not, the descriptions: so both ranks know it before anything is written, and `send` returns when the
-    receiver has come. A rank that waits in a collective meanwhile answers without a digest. Two ranks that meet in a
-    message have begun equally many collectives, so one that has begun one more refuses by the tag the messages before
-    it, and not those after it.
+    Each rank first sends the digest of its description of the message. If the digests are equal, the bytes follow;
+    otherwise the descriptions follow. So both ranks know of a disagreement before anything is written, and `send`
+    returns only when the receiver has come. If the peer waits in a collective meanwhile, it answers without a digest.
+    Two ranks that meet in a message have begun equally many collectives. So a rank that has begun one more collective
+    can see by the tag which messages were begun before that collective, and refuses only these.
 
     Args:
-        requests: of the communicator.
-        message: what is to be sent, or room for what arrives.
-        is_sending: which of the two.
+        requests: the communicator's requests.
+        message: the message to send, or to receive: then it has the memory for the bytes.
+        is_sending: whether to send the message.
 
     Attributes:
-        peer, agreement: of the message.
+        peer, agreement: the message's peer and agreement.
         pending: the requests of the step that is under way; empty when the message has ended.
         has_peer_come: whether the peer has answered: then it does its part before it can close anything.
         is_refused: whether the peer waits for this rank in a collective.
-        texts: what this rank and the peer were about to do, where that differs.
+        texts: the descriptions of this rank and of the peer, if they disagree; else None.
     """
 
     def __init__(self, requests: MpiRequests, message: Message, *, is_sending: bool) -> None:

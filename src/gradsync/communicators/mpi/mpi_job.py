@@ -83,7 +83,7 @@ def check_place(mpi: Any, rank: int, world_size: int) -> None:
     """Checks that this process has the same rank and world size in MPI_COMM_WORLD.
 
     Raises:
-        BackendUnavailable: it has not; the text has the likely reason.
+        BackendUnavailable: the process has another rank or world size there; the text has the likely reason.
     """
     found = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
     if found == (rank, world_size):
@@ -122,7 +122,7 @@ def mpi_place() -> RankEnvironment | None:
 
 
 def share_over_mpi(place: RankEnvironment) -> Share | None:
-    """Returns an all-gather of short texts over MPI; None if MPI's ranks are not those of the run.
+    """Returns a function that gathers short texts of all ranks over MPI; None if MPI's ranks are not those of the run.
 
     Initialises MPI. Every rank must call the returned function, in the same order; it raises RendezvousTimeout if a
     rank does not.

@@ -2,8 +2,8 @@
 
 Among few ranks, each reduces its share of the elements in rank order with NumPy, and sends the others the result: no
 rank receives more bytes than by MPI's best algorithm, half precision accumulates in float32, NaN counts as in NumPy,
-and the bits are those of shared memory. Among many, MPI's own reductions need fewer messages; they take the dtypes and
-operators that MPI has, and half precision as float32.
+and the bits are those of shared memory. Among many ranks, MPI's own reductions need fewer messages. They are used for
+the dtypes and operators that MPI has; half precision is reduced as float32.
 
 Source of the cost: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
 section 4.5: reduce-scatter and all-gather move 2 (n - 1) / n of the bytes, which is the least.
@@ -29,9 +29,9 @@ _BYTE = np.dtype(np.uint8)
 _SMALL_BYTES = 32 * 1024
 # The size of a rank's share of a chunk of a large array; the next chunk is sent while this one is reduced.
 _CHUNK_BYTES = 2 * 1024 * 1024
-_NATIVE_ELEMENTS = 2**28  # of one call of MPI
+_NATIVE_ELEMENTS = 2**28  # the most elements in one call of MPI
 
-# What memory that stays from call to call holds: contributions of the others, of two chunks at a time; a result whose
+# The uses of memory that stays from call to call: the others' contributions to two chunks at a time; a result whose
 # place is still read; half precision, widened.
 _ARRIVING, _ARRIVING_NEXT, _RESULT, _WIDENED = range(4)
 
@@ -41,8 +41,8 @@ class _Chunk(NamedTuple):
 
     Attributes:
         source: this rank's array.
-        target: where the result goes; None where this rank gets none.
-        shares: of every rank, as [begin, end) in the source.
+        target: the array for the result; None if this rank gets no result.
+        shares: the share of every rank, as [begin, end) in the source.
     """
 
     source: Array
@@ -51,11 +51,11 @@ class _Chunk(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """The contributions of other ranks to this rank's share of a chunk, being received.
+    """The contributions to this rank's share of a chunk, while those of the other ranks are being received.
 
     Attributes:
-        requests: of MPI.
-        contributions: by rank; this rank's own are there already.
+        requests: MPI's requests.
+        contributions: the arrays that receive the contributions, by rank; this rank's own is complete already.
     """
 
     requests: list[Any]
@@ -66,7 +66,7 @@ class MpiReduction:
     """The reductions of one communicator; all ranks have agreed.
 
     Args:
-        requests: of the communicator.
+        requests: the communicator's requests.
     """
 
     def __init__(self, requests: MpiRequests) -> None:
@@ -75,10 +75,10 @@ class MpiReduction:
         self._scratch: dict[tuple[int, np.dtype[Any]], Array] = {}
 
     def reduce(self, pairs: Sequence[tuple[Array, Array | None]], op: ReduceOp, root: int | None = None) -> None:
-        """Reduces each source into its target, which may be the source; flat arrays, all of one dtype.
+        """Reduces each source into its target, which may be the source. All arrays are flat, and of one dtype.
 
         Args:
-            pairs: sources and targets, at least one; no target on ranks that get no result.
+            pairs: pairs of source and target, at least one; the target is None on ranks that get no result.
             op: the operator.
             root: the only rank that gets the results; None gives them to all ranks.
         """
@@ -95,7 +95,7 @@ class MpiReduction:
             self._reduce_in_chunks(chunks, op, root)
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp) -> None:
-        """Reduces, and writes this rank's part into the target."""
+        """Reduces the ranks' sources, and writes this rank's part of the result into the target."""
         if bounds[-1] < _NATIVE_ELEMENTS and (native := self._native(op, source.dtype)):
             wide = source.astype(native.dtype, copy=False)
             result = np.empty(target.size, native.dtype)
@@ -172,7 +172,7 @@ class MpiReduction:
         deliver: Callable[[_Chunk, Sequence[Array]], None],
         begun: Sequence[Any] = (),
     ) -> None:
-        """Exchanges the shares of chunk after chunk; one travels while the one before is being reduced.
+        """Exchanges the shares of one chunk after the other; each is sent while the chunk before it is reduced.
 
         Args:
             chunks: all of one dtype, the same cuts on every rank.
@@ -191,7 +191,7 @@ class MpiReduction:
                 in_flight = after
 
     def _exchange_shares(self, chunk: _Chunk, purpose: int) -> _InFlight:
-        """Sends every rank its share of this rank's elements, and begins to receive the others' of the own share."""
+        """Sends each rank its share of this rank's elements; begins to receive this rank's share of their elements."""
         low, high = chunk.shares[self._rank]
         contributions = self._buffers(purpose, chunk.source.dtype, high - low, self._world_size)
         parts = [chunk.source[begin:end].view(_BYTE) for begin, end in chunk.shares]
@@ -245,13 +245,13 @@ class MpiReduction:
 
 
 class _Native(NamedTuple):
-    """A reduction that MPI does.
+    """A reduction by MPI itself.
 
     Attributes:
-        datatype, op: MPI's.
-        dtype: in which it is done; half precision is widened.
-        wire: as which the elements are shown to MPI: bool as bytes.
-        divisor: what the result is divided by; 0 for no mean.
+        datatype, op: MPI's datatype and operator.
+        dtype: the dtype of the arithmetic; half precision is widened.
+        wire: the dtype as which MPI gets the elements: bool as bytes.
+        divisor: for a mean the number that the result is divided by; 0 for other operators.
     """
 
     datatype: Any

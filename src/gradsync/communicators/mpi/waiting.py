@@ -140,7 +140,7 @@ class MpiRequests:
             kept: the requests and their memory; kept for ever if the wait fails.
             missing: for messages: returns the ranks that have not done their part, as numbered in this communicator.
                 None for collectives, in which MPI does not show the missing ranks.
-            absent: for messages: returns the missing ranks that have not begun theirs.
+            absent: for messages: returns the missing ranks that have not begun their part.
             look: called every few milliseconds of a longer wait.
         """
         try:
@@ -201,12 +201,13 @@ class MpiRequests:
             return
         except GradsyncError as error:
             reason = error
-        # Messages that the rank sent before it closed may have arrived meanwhile. A failure at the server is the cause.
+        # Messages that the rank sent before it closed may have arrived meanwhile. If the server knows of a failure,
+        # that failure is the cause.
         if is_done():
             return
         self._failures.check()
         has_come = absent is not None and isinstance(reason, RankFailed) and reason.rank not in self._in_world(absent())
-        if not has_come:  # else this rank waits for another one
+        if not has_come:  # if that rank has come meanwhile, this rank waits for another rank
             raise reason
 
     def _in_world(self, ranks: Sequence[int]) -> list[int]:

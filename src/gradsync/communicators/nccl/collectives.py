@@ -1,16 +1,17 @@
 """Collectives that NCCL lacks, or has for some cases only, built from its own collectives.
 
-NCCL gathers equal parts only, and CuPy has no gather, scatter or all-to-all. These are messages in one group, which
-NCCL launches as one kernel. An empty part needs no message on either side. A rank's own part is copied on the device.
+NCCL gathers equal parts only, and CuPy has no gather, scatter or all-to-all. So these collectives, and the all-gather
+of unequal parts, are messages in one group, which NCCL launches as one kernel. An empty part needs no message on either
+side. A rank's own part is copied on the device.
 
 NCCL has no 16-bit integers: they are widened for the reduction, and wrap around when they are cast back, as they
-should. It has no product of complex numbers: they are gathered, and multiplied in rank order. It scatters the result of
-a reduction in equal parts only: other parts are reduced one by one, in one group.
+should. NCCL has no product of complex numbers: the contributions are gathered, and multiplied in rank order. NCCL
+scatters the result of a reduction in equal parts only: unequal parts are reduced one by one, in one group.
 
-NCCL's mean multiplies each contribution by 1 / n, rounded to the dtype. In half precision, where n is no power of two,
-that is wrong by up to 0.2 % (bfloat16), always to the same side. There the sum is divided instead, in float32, and
-rounded once. A sum of float16 may overflow where the mean does not: its contributions are first scaled down by a power
-of two, which is exact but for values too small for float16.
+NCCL's mean multiplies each contribution by 1 / n, rounded to the dtype. In half precision, if n is no power of two, the
+result is wrong by up to 0.2 % (bfloat16), always in the same direction. In this case the sum is divided instead, in
+float32, and rounded once. A sum of float16 may overflow although the mean does not: its contributions are first scaled
+down by a power of two, which is exact except for values too small for float16.
 
 Source: NCCL, src/enqueue.cc (ncclAvg is a sum with a factor before it).
 """
@@ -34,8 +35,8 @@ class Collectives:
     """Launches collectives on the current stream. All arrays are flat and on the device; movements take uint8.
 
     Args:
-        nccl: this rank's communicator.
-        arrays: on its device.
+        nccl: this rank's NCCL communicator.
+        arrays: the functions for arrays on its device.
         rank: this rank.
         world_size: number of ranks.
     """
@@ -68,7 +69,10 @@ class Collectives:
                 self.receive(target[part_of(bounds, peer)], peer)
 
     def gather(self, source: Any, target: Any | None, bounds: Bounds, root: int) -> None:
-        """Gathers the parts on the root, where the source may be exactly its part of the target; None elsewhere."""
+        """Gathers the parts in the root's `target`, which is None on the other ranks.
+
+        The root's source may be exactly the root's part of the target.
+        """
         if target is None:
             self.send(source, root)
             return
@@ -78,7 +82,7 @@ class Collectives:
                 self.receive(target[part_of(bounds, peer)], peer)
 
     def scatter(self, source: Any | None, target: Any, bounds: Bounds, root: int) -> None:
-        """Sends each rank its part of the root's source; None elsewhere."""
+        """Sends each rank its part of the root's `source`, which is None on the other ranks."""
         if source is None:
             self.receive(target, root)
             return
@@ -88,7 +92,7 @@ class Collectives:
                 self.send(source[part_of(bounds, peer)], peer)
 
     def all_to_all(self, source: Any, target: Any, send_bounds: Bounds, receive_bounds: Bounds) -> None:
-        """Sends each rank its part of every rank's source."""
+        """Sends part i of every rank's source to rank i."""
         copy_bytes(source[part_of(send_bounds, self._rank)], target[part_of(receive_bounds, self._rank)])
         with self._nccl.group():
             for peer in self._others:
@@ -96,12 +100,12 @@ class Collectives:
                 self.receive(target[part_of(receive_bounds, peer)], peer)
 
     def send(self, part: Any, peer: int) -> None:
-        """Sends to another rank, which receives as many bytes."""
+        """Sends a part to another rank, which must receive equally many bytes; sends nothing if it is empty."""
         if part.size:
             self._nccl.send(part, peer)
 
     def receive(self, part: Any, peer: int) -> None:
-        """Receives from another rank, which sends as many bytes."""
+        """Receives a part from another rank, which must send equally many bytes; receives nothing if it is empty."""
         if part.size:
             self._nccl.receive(part, peer)
 
@@ -116,7 +120,7 @@ class Collectives:
         return plain
 
     def all_reduce(self, source: Any, target: Any, op: ReduceOp) -> None:
-        """Reduces into another array, or the same."""
+        """Reduces the ranks' sources into every rank's target, which may be the rank's source."""
         if not source.size:
             return
         if self.is_plain(source.dtype, op):
@@ -130,7 +134,7 @@ class Collectives:
             self._by_detour(source, target, op, self.all_reduce)
 
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int) -> None:
-        """Reduces into the root's target, which may be its source; None elsewhere."""
+        """Reduces the ranks' sources into the root's target, which may be its source. Other ranks pass target None."""
         if not source.size:
             return
         if self.is_plain(source.dtype, op):
@@ -145,7 +149,7 @@ class Collectives:
             self._by_detour(source, target, op, lambda s, t, o: self.reduce(s, t, o, root))
 
     def reduce_scatter(self, source: Any, target: Any, bounds: Bounds, op: ReduceOp) -> None:
-        """Reduces each part into the target of its rank, which may be exactly that part of its source."""
+        """Reduces part i of the sources into the target of rank i, which may be exactly that part of its source."""
         if not source.size:
             return
         if self._must_gather(source.dtype, op):

@@ -53,11 +53,11 @@ def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shar
     Args:
         wanted: "cuda", "cuda:N", or None.
         local_rank: this rank's number on its host.
-        count: visible devices.
+        count: number of visible devices.
         allow_shared_gpu: whether ranks may share devices, in turn.
 
     Raises:
-        InvalidArgument: `wanted` is no such text.
+        InvalidArgument: `wanted` is another text.
         BackendUnavailable: there is no such device.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -74,7 +74,7 @@ def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shar
     if local_rank < count:
         return local_rank
     if count == 1 and visible is not None and "," not in visible:
-        return 0  # given by the launcher; two ranks on one device are found out when they meet
+        return 0  # the launcher has chosen the device; _check_devices finds two ranks on one device
     if allow_shared_gpu:
         return local_rank % count
     raise BackendUnavailable(
@@ -96,14 +96,14 @@ def connect_nccl(
 ) -> Backend:
     """Builds the backend of all ranks of a rendezvous. Every rank must call it with the same group.
 
-    The caller must report a failure to the other ranks, which would wait for this one otherwise.
+    The caller must report a failure to the other ranks, which would otherwise wait for this one.
 
     Args:
-        client: connection of its ranks to the rendezvous server: every rank has authenticated.
+        client: this rank's connection to the rendezvous server.
         local_rank: this rank's number on its host.
-        device: "cuda:N", or None for the local rank's.
+        device: "cuda:N", or None for the device with the number `local_rank`.
         group: a name not used before in this generation.
-        timeout_seconds: deadline, ncclCommInitRank included.
+        timeout_seconds: the time limit for all steps, including ncclCommInitRank.
         collective_timeout_seconds: how long a collective waits for a rank.
         allow_shared_gpu: whether ranks may share a GPU: for tests.
         force_packing: see Backend.
@@ -153,10 +153,11 @@ def _check_devices(
 
 
 def device_identity(device_id: int, nccl_version: int) -> str:
-    """Returns a text that only this GPU of all hosts has: PCI bus id, UUID, boot id and host name.
+    """Returns a text that no other GPU of any host has: PCI bus id, UUID, boot id and host name.
 
-    In this order, so that the first bytes are enough: thousands of ranks have room for no more. Slices (MIG) of one GPU
-    have one bus id, but different UUIDs. NCCL before 2.30 refuses two ranks with one bus id, so the UUID is left out.
+    With thousands of ranks there is room for the first bytes only, so the order is such that these are enough. Slices
+    (MIG) of one GPU have one bus id, but different UUIDs. NCCL before 2.30 refuses two ranks with one bus id, so for
+    these versions the UUID is left out.
 
     Args:
         device_id: CUDA's number of the device in this process.
@@ -183,6 +184,7 @@ def _let_ranks_share(version: int, rank: int) -> None:
     if version >= _MULTI_RANK_GPU_SINCE:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     else:
-        # Ranks that seem to be on different hosts may share a GPU. They use sockets: a collective takes milliseconds.
+        # NCCL lets ranks share a GPU if they seem to be on different hosts. Then the ranks use sockets, and a
+        # collective takes milliseconds.
         os.environ.setdefault("NCCL_HOSTID", f"gradsync-rank-{rank}")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -1,4 +1,4 @@
-"""Arrays of a communicator on a GPU: CuPy's, other libraries' without a copy, and host arrays, which are staged.
+"""Arrays of a communicator on a GPU: CuPy arrays, other libraries' arrays without a copy, and staged host arrays.
 
 ArrayKind (host_arrays.py) specifies each method. Arithmetic is work on the current stream; no method waits for it.
 """
@@ -40,7 +40,7 @@ class DeviceArrays:
         device_id: CUDA's number of the device in this process.
 
     Attributes:
-        results_on: the stream on which a result will be used, for which `empty` allocates; None is the current one.
+        results_on: the stream on which a result will be used: `empty` allocates for it. None is the current stream.
             CuPy's pool gives freed memory to the next allocation for the same stream, without a wait. So memory that
             one of the two streams may still read must not be allocated for the other one, and the current stream must
             wait for the other stream's present work before it uses the result.
@@ -81,7 +81,7 @@ class DeviceArrays:
             return native.reshape(-1)
         with cupy.cuda.Device(self._device_id):
             if isinstance(native, np.ndarray):
-                await_results_in(native)  # it is copied now, and an earlier collective may still write to it
+                await_results_in(native)  # the array is copied now, and an earlier collective may still write to it
                 return cupy.asarray(_transferable(native))
             return cupy.ascontiguousarray(native).reshape(-1)
 
@@ -90,7 +90,7 @@ class DeviceArrays:
         return not isinstance(native, np.ndarray) and bool(native.flags.c_contiguous)
 
     def write_back(self, flat: Any, native: Any) -> None:
-        """See ArrayKind; blocks for a host array until the current stream has come here."""
+        """See ArrayKind; for a host array it waits for the current stream's work so far."""
         if isinstance(native, np.ndarray):
             native[...] = flat.get().view(native.dtype).reshape(native.shape)
         elif not native.flags.c_contiguous:
@@ -142,14 +142,14 @@ class DeviceArrays:
             native[...] = value
 
     def divide(self, flat: Any, count: float) -> None:
-        """See ArrayKind; half precision in float32, which represents every count."""
+        """See ArrayKind; half precision is divided in float32, which represents every count."""
         parts = flat.view(part_dtype(flat.dtype))
         wide = product_dtype(parts.dtype, parts.dtype)
         with cupy.cuda.Device(self._device_id):
             cupy.divide(parts, wide.type(count), out=parts, dtype=wide, casting="unsafe")
 
     def multiply(self, source: Any, factor: float, out: Any) -> None:
-        """See ArrayKind; two host arrays are multiplied on the host. One pass: CuPy's kernels convert as they go."""
+        """See ArrayKind; two host arrays are multiplied on the host. CuPy's kernels convert too, in the same pass."""
         if isinstance(source, np.ndarray):
             host_values.multiply(source, factor, out)
             return

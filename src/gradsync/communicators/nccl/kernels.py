@@ -25,12 +25,12 @@ from gradsync.errors import InvalidArgument
 
 # Calculated for an H200 (132 multiprocessors of 2,048 threads, 4.8 TB/s), not measured yet. 10 MiB are 320 chunks: more
 # than two for each multiprocessor, all resident at once. Reading at half of 4.8 TB/s with a latency near 1 us needs
-# 18 KB in flight on each; two blocks with four 16-byte loads a thread have 32 KiB.
+# 18 KB in flight on each multiprocessor; two blocks with four 16-byte loads a thread have 32 KiB.
 CHUNK_BYTES = 32 * 1024
 # An array of 4 KiB still occupies every thread. The kernels take 32 registers, so eight blocks fit a multiprocessor,
 # which hides the latency of the table where arrays are small.
 THREADS_PER_BLOCK = 256
-# Where a vector access may begin. Device memory begins there too, so that most pairs of addresses agree.
+# A vector access begins at a multiple of this. Allocations on the device do too, so most pairs of addresses agree.
 ALIGNMENT_BYTES = 16
 
 # A training step has tens of tables of a few kilobytes; allocators alternate between few sets of addresses.
@@ -88,7 +88,8 @@ __device__ void copy_as(const char* from, char* to, unsigned size) {
 
 // Copies the chunk of this block by the widest words at which both addresses agree.
 __device__ void copy_chunk(const char* from, char* to, unsigned size) {
-    // Read from a table, an address could be of shared memory as far as the compiler knows, and each access would ask.
+    // The addresses come from a table. The compiler cannot know that they are not in shared memory, and would check at
+    // each access.
     __builtin_assume(__isGlobal(from));
     __builtin_assume(__isGlobal(to));
     const u64 differing_bits = reinterpret_cast<u64>(from) ^ reinterpret_cast<u64>(to);
@@ -113,7 +114,7 @@ extern "C" __global__ void split_chunks(const Chunk* chunks, char* flat) {
 # Fills every multiprocessor of an H200 (132, of 2,048 threads). The number of partial sums, and so the order of the
 # additions, must depend on the size of the array alone, so that the same array gives the same bits.
 MAX_BLOCKS = 1056
-# Each thread sums at least so many values before there are more blocks, as partial sums are written and read again.
+# Each thread sums at least this number of values: more blocks would have more partial sums to write and read again.
 VALUES_PER_THREAD = 16
 
 VALUE_SOURCE = r"""
@@ -233,7 +234,7 @@ class PackLayout:
         """Returns the chunks of arrays at these addresses.
 
         Args:
-            addresses: of the arrays, in order; the address of an empty array does not matter.
+            addresses: the arrays' addresses, in order; the address of an empty array does not matter.
 
         Returns:
             1-D array of CHUNK.
@@ -273,7 +274,7 @@ def _cut(
 
 
 class _DeviceTable(NamedTuple):
-    """A chunk table on the device. It belongs to one stream: allocated, written, read and freed in its order."""
+    """A chunk table on the device. It is allocated, written, read and freed in the order of one stream."""
 
     chunks: Any  # device array
     rows: int  # chunks
@@ -284,13 +285,13 @@ class _DeviceTable(NamedTuple):
 class FusedPacker:
     """Packs and splits arrays of one device by one launch each.
 
-    The device and the stream to work on must be current, when it is made and in every call. Tables stay on the device,
-    and are used again while the addresses repeat. CuPy's pool gives freed memory at once to the next allocation on the
-    stream for which it was allocated. A table is read on that stream only, so it may be dropped while a queued launch
-    reads it.
+    The device and the stream to work on must be current when the packer is made, and in every call. Tables stay on the
+    device, and are used again while the addresses repeat. CuPy's pool gives freed memory at once to the next allocation
+    on the stream for which it was allocated. A table is read on that stream only, so it may be dropped while a queued
+    launch reads it.
 
-    Keep a packer until the device has done its work. One thread at a time; if each thread has a default stream of its
-    own (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM), always the same thread.
+    Keep a packer until the device has done the packer's work. Only one thread at a time may use it; if each thread has
+    a default stream of its own (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM), always the same thread.
 
     Raises:
         ImportError: CuPy is not installed. CuPy's errors of compilation pass through.
@@ -307,7 +308,7 @@ class FusedPacker:
         self._tables_bytes = 0
 
     def pack(self, arrays: Sequence[Any], flat: Any) -> None:
-        """Copies arrays into a flat buffer, where pack_layout of their sizes puts them; does not wait.
+        """Copies arrays to their places in a flat buffer, which pack_layout gives for their sizes; does not wait.
 
         Args:
             arrays: 1-D contiguous CuPy arrays of any dtypes; they stay allocated until the copy is done.
@@ -355,12 +356,12 @@ class FusedPacker:
             # CuPy copies it to pinned memory, which it holds until the stream has read it: nothing waits.
             chunks = self._cupy.asarray(rows.view(np.uint8))
             table = _DeviceTable(chunks, rows.size, layout.total_bytes, stream)
-            # The sizes of the layout in place of equal ones, so that all tables of a layout share them.
+            # The key has the layout's own tuple of sizes, so that all tables of a layout share this tuple.
             self._tables[stream.ptr, addresses, layout.sizes_bytes] = table
             self._tables_bytes += rows.nbytes
         return table
 
 
 def blocks_for(count: int) -> int:
-    """Returns the number of blocks for so many values."""
+    """Returns the number of blocks for `count` values."""
     return min(-(-count // (THREADS_PER_BLOCK * VALUES_PER_THREAD)), MAX_BLOCKS)

@@ -1,6 +1,7 @@
 """Launches: collectives that run on a GPU after their call has returned.
 
-A Launch is such a collective until its end. It keeps memory alive, knows the end, and copies results to host arrays.
+A Launch is such a collective until its end. It keeps the collective's memory alive, checks for its end, and copies
+results to host arrays.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _log = logging.getLogger("gradsync")
 # A waiting host checks often at first, because most collectives take microseconds, then sleeps between checks.
 _LOOKS_WITHOUT_SLEEP = 200
 _SLEEP_SECONDS = 100e-6
-_VERDICT_SECONDS = 3.0  # so long after the deadline the watcher may take to find the reason
+_VERDICT_SECONDS = 3.0  # the time that the watcher has after the deadline to find the reason
 _MAX_MARKS = 64
 
 _CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
@@ -46,8 +47,8 @@ class Events:
 
     def __init__(self) -> None:
         self._free: list[tuple[Any, Any]] = []
-        # By thread and stream, because the default streams of all threads have one handle. With the stream, so that
-        # CUDA does not give its handle to another stream.
+        # The key has the thread too, because the default streams of all threads have one handle. The value has the
+        # stream, so that CUDA does not give its handle to another stream.
         self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def take(self) -> tuple[Any, Any]:
@@ -62,10 +63,10 @@ class Events:
         self._free.append(events)
 
     def mark(self, stream: Any) -> Any:
-        """Records an event after the present work of a stream, the calling thread's current one.
+        """Records an event after the present work of the calling thread's current stream, and returns the event.
 
-        There is one event for each thread and stream, so that this is cheap enough for each gradient. The stream's
-        device must be current, because the default stream's handle means that of the current device.
+        There is one event for each thread and stream, so that a call is cheap enough for each gradient. The stream's
+        device must be current, because the handle of a default stream means the one of the current device.
         """
         place = threading.get_ident(), stream.ptr
         found = self._marks.get(place)
@@ -81,27 +82,28 @@ class Launch:
     """A Completion (see futures.py) by a CUDA event.
 
     Attributes:
-        name: of the collective, for messages.
-        agreed: the events on which the ranks have agreed for it.
+        name: the collective's name in messages.
+        agreed: the events on which the ranks have agreed for this collective.
         memory: arrays that the GPU reads or writes. CuPy's pool reuses freed memory although a stream still uses it.
-        stream, thread: its stream, and the thread that has launched it.
-        started: event recorded before the collective. Its deadline begins there, not while the GPU computes.
+        stream, thread: the collective's stream, and the thread that has launched it.
+        started: event recorded before the collective. The deadline begins when the GPU reaches this event, so earlier
+            work of the GPU does not count.
         ended: event recorded after the collective.
-        recorded: its entry in the flight recorder, once it is launched.
-        seen_started_at: when the watcher saw that it has begun.
-        is_over: whether it has ended, or failed.
-        error: its failure.
+        recorded: the collective's entry in the flight recorder, once it is launched.
+        seen_started_at: when the watcher saw that the collective has begun.
+        is_over: whether the collective has ended, or failed.
+        error: the collective's failure, or None.
         has_host_results: see Completion.
-        callbacks: functions to call at its end.
+        callbacks: functions to call at the collective's end.
 
     Args:
-        label: this rank in errors.
+        label: this rank's name in errors.
         check: raises the error that has broken the communicator, if any.
         note_told: is called with an error that is raised.
-        nccl: the communicator.
-        events: of its device.
-        timeout_seconds: how long the host waits without a timeout of its own.
-        stream: where it runs.
+        nccl: NCCL's communicator.
+        events: the events of the communicator's device.
+        timeout_seconds: how long `wait` waits if it gets no timeout.
+        stream: the stream on which the collective runs.
     """
 
     # Defaults that nearly every launch keeps; setting them on each launch would take time.
@@ -110,7 +112,7 @@ class Launch:
     is_over = False
     error: BaseException | None = None
     has_host_results = False
-    _calls_back = False  # its callbacks are being called, and callbacks added meanwhile wait for them
+    _calls_back = False  # whether callbacks are being called; callbacks that are added meanwhile wait for these
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class Launch:
     # -- While launching -----------------------------------------------------------------------------------------
 
     def bring_back(self, flat: Any, native: Any) -> None:
-        """Copies a device array to pinned memory, on the current stream; at the end the host copies it to its array."""
+        """Copies a device array to pinned memory, on the current stream; at the end the host copies it to `native`."""
         await_results_in(native)  # else an earlier result could be copied there after this one
         pinned = cupy.cuda.alloc_pinned_memory(max(flat.nbytes, 1))
         staging = np.frombuffer(pinned, np.uint8, flat.nbytes)
@@ -156,14 +158,14 @@ class Launch:
         self.has_host_results = True
 
     def record_end(self) -> None:
-        """Records its end, after all its work on the stream."""
+        """Records the collective's end, after all of its work on the stream."""
         self.ended.record(self.stream)
         if self._host_results:
             with _registering:
                 _with_host_results.add(self)
 
     def will_write(self, array: Any) -> bool:
-        """Whether its result has yet to be written to the memory of a host array."""
+        """Whether a result of the collective has yet to be written to the memory of a host array."""
         return not self.is_over and any(np.may_share_memory(native, array) for _, native in self._host_results)
 
     # -- Completion ----------------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ class Launch:
         """See Completion."""
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + seconds
-        # If it has begun, the watcher finds the missing ranks, the same on every rank.
+        # If the collective has begun, the watcher finds the missing ranks; every rank gets the same error.
         verdict_by = deadline + (_VERDICT_SECONDS if timeout_seconds is None else 0.0)
         looks = 0
         while not self.done():
@@ -225,17 +227,17 @@ class Launch:
     # -- Its end -------------------------------------------------------------------------------------------------
 
     def look_for_closed_ranks(self) -> None:
-        """Raises RankFailed if a rank that it needs closed the communicator before it."""
+        """Raises RankFailed if a rank that this collective needs has closed the communicator before it."""
         for agreement, position in self.agreed:
             agreement.look_for_closed_ranks(position)
 
     def peers(self) -> list[int] | None:
-        """Returns the only ranks that it can wait for, by their numbers in the world; None if that may be any rank."""
+        """Returns the world ranks that a launch of messages can wait for; None if a launch can wait for any rank."""
         peers = [agreement.peer for agreement, _ in self.agreed if agreement.peer is not None]
         return peers if self.agreed and len(peers) == len(self.agreed) else None
 
     def fail(self, error: BaseException) -> None:
-        """Ends it with an error, whatever its event says: the event of an aborted collective is reached too."""
+        """Ends the launch with an error, whatever its event says: an aborted collective reaches its event too."""
         self._end(error)
 
     def _settle(self) -> bool:
@@ -245,7 +247,7 @@ class Launch:
         if status == _CUDA_NOT_READY or status in _CUDA_CAPTURE:  # the latter where another thread is capturing
             return False
         if status == _CUDA_SUCCESS and self._nccl.has_failed():
-            return False  # it has ended without a result: the watcher finds the reason
+            return False  # the collective has ended without a result: the watcher finds the reason
         self._end(None if status == _CUDA_SUCCESS else self._device_error(status))
         return True
 
@@ -262,7 +264,7 @@ class Launch:
         with self._lock:
             if self.is_over:
                 return
-            if error is not None:  # the GPU may still use it
+            if error is not None:  # the GPU may still use the memory
                 self._nccl.keep_until_end([*self.memory, *self._host_results], self.ended)
             elif self._host_results:
                 error = self._bring_home()
@@ -289,7 +291,7 @@ class Launch:
         return None
 
     def _do_last_things(self) -> BaseException | None:
-        """Calls the functions of `before_done`; returns the first error of them."""
+        """Calls the functions of `before_done`; returns their first error, or None."""
         failed: BaseException | None = None
         for function in self._last_things:
             try:
@@ -315,7 +317,7 @@ class Launch:
             _log.error("a callback at the end of %s raised %s", self.name, describe(error))
 
     def call_back(self) -> None:
-        """Calls its callbacks."""
+        """Calls the callbacks."""
         while self._calls_back:
             with self._lock:
                 callbacks, self.callbacks = self.callbacks, []
@@ -333,7 +335,7 @@ def await_results_in(array: Any) -> None:
     with _registering:
         launches = [launch for launch in _with_host_results if launch.will_write(array)]
     for launch in launches:
-        with contextlib.suppress(GradsyncError):  # its own future raises it
+        with contextlib.suppress(GradsyncError):  # the launch's own future raises the error
             launch.wait()
 
 
@@ -367,24 +369,24 @@ def as_stream(stream: Any, device_id: int, who: str) -> Any:
 
 
 def refuse_capturing(stream: Any, label: str, what: str) -> None:
-    """Refuses a stream that is capturing a CUDA graph. One query of the driver, which does not wait.
+    """Refuses a stream that is capturing a CUDA graph. It queries the driver once, and does not wait.
 
     Agreement, deadlines and the events of a launch cannot be a part of a graph. CUDA would refuse them in the middle of
     the call, with errors 905 and 907, when the other ranks already wait.
 
     Args:
-        stream: of CuPy.
+        stream: a CuPy stream.
         label, what: this rank and the call, for the error.
 
     Raises:
-        InvalidArgument: the stream is capturing, or it is the null stream while a stream that waits for it is.
+        InvalidArgument: the stream is capturing; or it is the null stream, and a stream that waits for it is capturing.
     """
     try:
         if not stream.is_capturing():
             return
     except RuntimeError as error:  # CuPy raises it if the capture is invalid
         if getattr(error, "status", _CUDA_CAPTURE_IMPLICIT) not in _CUDA_CAPTURE:
-            return  # the GPU has failed: the launch raises that
+            return  # the GPU has failed: the launch raises the error
     raise InvalidArgument(_is_capturing(f"{label}: {what}"))
 
 

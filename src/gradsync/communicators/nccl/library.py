@@ -60,7 +60,7 @@ _HINTS = {
 DESTROY_SECONDS = 10.0
 _SPLIT_SINCE = 21801  # NCCL 2.18.1
 _OLDEST_CUPY = 14
-_OTHER_THREADS_CALL_SECONDS = 1.0  # abort waits so long for another thread's call to return, then interrupts it
+_OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for another thread's call before it interrupts the call
 _CUDA_SUCCESS = 0
 _LOOK_SECONDS = 0.05  # between checks after an abort, while the GPU still uses kept memory
 
@@ -73,9 +73,9 @@ class Wire(NamedTuple):
     """How elements of a dtype travel through NCCL.
 
     Attributes:
-        datatype: NCCL's code.
-        per_element: values of that type in one element: 2 for complex numbers.
-        widened: dtype that elements are cast to first, where NCCL has none of their size.
+        datatype: NCCL's code for the type of the values.
+        per_element: the number of values in one element: 2 for complex numbers.
+        widened: the dtype that elements are cast to first, if NCCL has no type of their size; else None.
     """
 
     datatype: int
@@ -84,13 +84,13 @@ class Wire(NamedTuple):
 
 
 class Nccl:
-    """The library; made by `join` or `split`, also one communicator on one device.
+    """The library. An object that `join` or `split` has made is also one communicator on one device.
 
     Attributes:
-        binding: cupy.cuda.nccl.
-        version: of NCCL, such as 23203.
-        device_id: of the communicator.
-        label: this rank in errors.
+        binding: the module cupy.cuda.nccl.
+        version: NCCL's version, such as 23203.
+        device_id: the communicator's device.
+        label: this rank's name in errors.
 
     Raises:
         BackendUnavailable: CuPy or NCCL cannot be loaded, or the environment makes NCCL unusable here.
@@ -151,7 +151,7 @@ class Nccl:
         return min(self.version, int(self.binding.get_build_version())) >= _SPLIT_SINCE
 
     def wire(self, dtype: np.dtype[Any]) -> Wire:
-        """Returns how elements of a dtype travel."""
+        """Returns how elements of a dtype travel through NCCL."""
         return self._wires[dtype_name(dtype)]
 
     def make_unique_id(self) -> bytes:
@@ -194,13 +194,13 @@ class Nccl:
     def join(self, client: RendezvousClient, device_id: int, group: str, deadline: float) -> Nccl:
         """Makes a communicator of the client's ranks. Every one of them must call it.
 
-        The caller must report a failure to the other ranks, which would wait for this one otherwise.
+        The caller must report a failure to the other ranks, which would otherwise wait for this one.
 
         Args:
-            client: connection of these ranks to the rendezvous server.
+            client: this rank's connection to the rendezvous server.
             device_id: this rank's device, which no other rank has.
             group: a name not used before in this generation.
-            deadline: for all of it, in time.monotonic() seconds.
+            deadline: the deadline for all steps, in time.monotonic() seconds.
 
         Raises:
             NcclError: NCCL failed.
@@ -228,21 +228,21 @@ class Nccl:
         except TimeoutError as error:
             raise RendezvousTimeout(
                 f"{self.label}: ncclCommInitRank on cuda:{device_id} did not return within {seconds:.3g} s, although "
-                "all ranks had come to it: a network that drops NCCL's connections (NCCL_SOCKET_IFNAME chooses the "
-                "interface), or a stuck GPU; NCCL_DEBUG=INFO tells more"
+                "all ranks had called it: a network may drop NCCL's connections (NCCL_SOCKET_IFNAME chooses the "
+                "interface), or a GPU may be stuck; NCCL_DEBUG=INFO tells more"
             ) from error
 
     def split(self, client: RendezvousClient, color: int, key: int, timeout_seconds: float) -> Nccl | None:
         """Splits the communicator into groups; cheaper than `join`. Every rank must call it; no collective may run.
 
         Args:
-            client: connection of its ranks to the rendezvous server.
-            color: number of this rank's group, 0 or more; -1 (NCCL_SPLIT_NOCOLOR) for none.
+            client: this rank's connection to the rendezvous server.
+            color: number of this rank's group, 0 or more; -1 (NCCL_SPLIT_NOCOLOR) if it joins none.
             key: this rank's number in its group.
-            timeout_seconds: deadline.
+            timeout_seconds: the time limit for all steps.
 
         Returns:
-            The communicator of this rank's group; None without a group.
+            The communicator of this rank's group; None if it joins none.
 
         Raises:
             NcclError: NCCL failed.
@@ -262,7 +262,7 @@ class Nccl:
         except TimeoutError as error:
             raise CollectiveTimeout(
                 f"{self.label}: ncclCommSplit on cuda:{self.device_id} did not return within {seconds:.3g} s, although "
-                "all ranks had come to it; NCCL_DEBUG=INFO tells more"
+                "all ranks had called it; NCCL_DEBUG=INFO tells more"
             ) from error
         if color < 0:
             return None
@@ -272,7 +272,7 @@ class Nccl:
         self._raw = raw
         self.device_id = device_id
         self._pid = os.getpid()
-        self._calling = threading.RLock()  # held during calls; by a group for all its calls
+        self._calling = threading.RLock()  # held during a call; a group holds it for all of its calls
         self._ending = threading.Lock()  # guards _how and _kept
         self._how: str | None = None
         self._kept: list[tuple[Any, Sequence[object]]] = []  # event and objects, of keep_until_end
@@ -286,7 +286,7 @@ class Nccl:
     # -- Collectives, on the current stream; arrays are flat, contiguous, and on the device -------------------------
 
     def all_reduce(self, source: Any, target: Any, op: ReduceOp) -> None:
-        """Reduces into the target of every rank, which may be its source."""
+        """Reduces the ranks' sources into every rank's target, which may be the rank's source."""
         datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
         count = source.size * per_element
         self.call(
@@ -294,14 +294,17 @@ class Nccl:
         )
 
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int) -> None:
-        """Reduces into the root's target, which may be its source; None elsewhere."""
+        """Reduces the ranks' sources into the root's target, which may be its source. Other ranks pass target None."""
         datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
         pointers = source.data.ptr, 0 if target is None else target.data.ptr
         count = source.size * per_element
         self.call("reduce", *pointers, count, datatype, self._ops[op], root, self._current_stream().ptr)
 
     def reduce_scatter(self, source: Any, target: Any, op: ReduceOp) -> None:
-        """Reduces equal parts, each into its rank's target, which may be exactly that part of its source."""
+        """Reduces equal parts of the sources, part i into the target of rank i.
+
+        The target may be exactly that part of the rank's source.
+        """
         datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
         count = target.size * per_element
         self.call(
@@ -320,15 +323,15 @@ class Nccl:
         self.call("broadcast", pointer, pointer, flat.nbytes, self._bytes, root, self._current_stream().ptr)
 
     def all_gather(self, source: Any, target: Any) -> None:
-        """Gathers equal parts, of bytes; the source may be exactly this rank's part of the target."""
+        """Gathers equal parts of bytes on all ranks; the source may be exactly this rank's part of the target."""
         self.call("allGather", source.data.ptr, target.data.ptr, source.nbytes, self._bytes, self._current_stream().ptr)
 
     def send(self, flat: Any, peer: int) -> None:
-        """Sends bytes to another rank, which receives as many."""
+        """Sends bytes to another rank, which must receive equally many."""
         self.call("send", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
 
     def receive(self, flat: Any, peer: int) -> None:
-        """Receives bytes from another rank, which sends as many."""
+        """Receives bytes from another rank, which must send equally many."""
         self.call("recv", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -350,8 +353,8 @@ class Nccl:
     def group(self) -> Iterator[None]:
         """Launches the calls of its block together, at the end: for messages that would wait for each other.
 
-        NCCL's group ends with the block in any case. If the block raises, the calls before are launched all the same,
-        because NCCL cannot withdraw them; such an error ends the communicator.
+        NCCL's group ends with the block in any case. If the block raises, the calls before the error are still
+        launched, because NCCL cannot withdraw them; such an error ends the communicator.
 
         Raises:
             NcclError, CommunicatorClosed: as for `call`.
@@ -428,9 +431,9 @@ class Nccl:
             _log.warning("%s: ncclComm%s did not return within %g s; left behind", self.label, how, DESTROY_SECONDS)
 
     def leave(self, before: Callable[[], None] | None = None) -> None:
-        """Ends the communicator as `abort` does, unless it has ended; nobody uses it any more.
+        """Ends the communicator as `abort` does, unless it has ended. Call it when nobody uses the communicator.
 
-        Takes no lock: the garbage collector may call it while its thread holds any lock.
+        It takes no lock, because the garbage collector may call it while the thread holds any lock.
 
         Args:
             before: is called on another thread first, in any case.
@@ -443,8 +446,8 @@ class Nccl:
         ncclCommAbort waits for NCCL's own work, but not for copies and kernels of gradsync that are queued behind it.
 
         Args:
-            objects: of the launch.
-            ended: the event after all its work. If it is never reached, the objects are kept for ever.
+            objects: the launch's objects.
+            ended: the event after all work of the launch. If it is never reached, the objects are kept for ever.
         """
         with self._ending:
             self._kept.append((ended, objects))

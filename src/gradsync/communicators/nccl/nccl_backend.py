@@ -1,7 +1,7 @@
 """The backend between GPUs: CuPy arrays over NCCL.
 
-A single collective runs on the caller's stream. A gradient bucket runs on the communicator's own: it waits there for
-the work that made the gradients, is packed, reduced and split, and records its end, all without the host waiting.
+A single collective runs on the caller's stream. A gradient bucket runs on the communicator's own stream, after the work
+that made the gradients. There it is packed, reduced and split, and its end is recorded; the host does not wait.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError
 from gradsync.reduction import ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
 
-_DRAIN_SECONDS = 10.0  # close() waits so long for running collectives
-_TELL_SECONDS = 1.0  # close() waits so long until the server knows of a failure
+_DRAIN_SECONDS = 10.0  # how long close() waits for running collectives
+_TELL_SECONDS = 1.0  # how long close() waits until the server knows of a failure
 
 # The last launch on each device, of any communicator of this process: the event of its end, its stream, its thread. A
 # collective occupies a part of the GPU while it waits for the other ranks. If collectives of two communicators run side
@@ -95,10 +95,10 @@ class NcclBackend(Backend):
         self._events = Events()
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
         self._numbers: Any = None  # buffer of share_numbers
-        self._launch: Launch | None = None  # the one being made
+        self._launch: Launch | None = None  # the launch that is being made
         self._last: Launch | None = None
         self._failure: BaseException | None = None
-        self._failing = threading.RLock()  # a signal's handler may close while its own thread holds it
+        self._failing = threading.RLock()  # reentrant, because a signal's handler may run in the thread that holds it
         self._telling: threading.Event | None = None  # set when the server knows of this rank's failure
         self._watched = Watched(
             nccl,
@@ -117,7 +117,7 @@ class NcclBackend(Backend):
     def take_over(
         cls, nccl: Nccl, client: RendezvousClient, group: str, timeout_seconds: float, *, force_packing: bool = False
     ) -> NcclBackend:
-        """Makes a backend of a new communicator of NCCL; ends that one if it fails."""
+        """Makes a backend of a new NCCL communicator; if this fails, ends the NCCL communicator."""
         try:
             return cls(nccl, client, group, timeout_seconds, force_packing=force_packing)
         except BaseException:
@@ -253,7 +253,7 @@ class NcclBackend(Backend):
         if self._numbers is None or self._numbers.size < needed_bytes:
             with self._device, self._stream:  # memory of the only stream that uses it
                 self._numbers = cupy.empty(needed_bytes, np.uint8)
-        # On the communicator's own stream: the host need not wait for the work on the caller's.
+        # On the communicator's own stream, so that the host need not wait for the work on the caller's stream.
         with self.launching(None, []) as launch:
             self.agree(agreement)
             source, target = self._numbers[: mine.nbytes], self._numbers[mine.nbytes : needed_bytes]
@@ -307,7 +307,7 @@ class NcclBackend(Backend):
                 self._fail(error, told=True)
             raise error
         self._raise_failure()  # the server may only have reported that this rank has failed
-        if self._agreements.were_overtaken:  # the rank that found it has left; the watcher is about to raise it
+        if self._agreements.were_overtaken:  # the rank that found the mismatch has left; the watcher will raise it
             self._failures.await_cause(TEXTS_WITHIN_SECONDS + CAUSE_SECONDS, self._raise_failure)
         raise error
 
@@ -385,7 +385,7 @@ class NcclBackend(Backend):
     def checked_stream(self, stream: Any, what: str) -> Any:
         device_id = self._nccl.device_id
         checked = None if stream is None else as_stream(stream, device_id, f"{self.label}: {what}")
-        # The current one too if another is given: arrays are made there, and the given one waits for it.
+        # The current stream too, if another one is given: arrays are made there, and the given stream waits for it.
         current = cupy.cuda.get_current_stream(device_id)
         refuse_capturing(current, self.label, what)
         if checked is not None and checked is not current:
@@ -419,7 +419,7 @@ class NcclBackend(Backend):
         return StorePath(self.client, group, self._failures, self.timeout_seconds, self.agree, self._raise_end)
 
     def _raise_end(self) -> None:
-        """Raises the reason if the other ranks of a wait on the host will not come."""
+        """Raises the reason if the ranks that the host waits for will not come."""
         self._raise_failure()
         self._agreements.look_for_closed_ranks()
 
@@ -441,7 +441,7 @@ class NcclBackend(Backend):
             raise copy.copy(self._failure)
 
     def _has_failed(self) -> bool:
-        """Whether it has failed; waits for a thread that is failing it."""
+        """Whether the communicator has failed. If a thread is just failing it, waits for that thread."""
         with self._failing:
             return self._failure is not None
 
@@ -464,7 +464,7 @@ class NcclBackend(Backend):
         self._begin_abort(describe(error) if own else None)
 
     def _begin_abort(self, reason: str | None, culprit: int | None = None) -> None:
-        """Aborts on another thread: neither the server nor NCCL may block this one."""
+        """Aborts on another thread, because the server or NCCL may block, and this thread must not wait."""
         self._telling = threading.Event()
         self._nccl.abort(partial(_tell_others, self.client, reason, culprit, self._telling))
 
@@ -537,7 +537,7 @@ class _Launching:
             # Of two messages one may have been launched before the mismatch.
             if launch.agreed or not isinstance(error, PlanMismatch):
                 launch.record_end()
-                if self._outer is None:  # else it is a part of the outer launch's collective
+                if self._outer is None:  # else this launch is a part of the outer launch's collective
                     launch.recorded = backend.recorder.hand_over()
                 backend._last = launch
                 _last_on_device[backend._nccl.device_id] = launch.ended, launch.stream, launch.thread
@@ -559,7 +559,7 @@ class _Launching:
 
 
 def _follow(stream: Any, marks: Sequence[Any]) -> None:
-    """Makes a stream wait for marked work, once for each mark: the gradients of a bucket may share one."""
+    """Makes a stream wait for marked work, once for each mark: the gradients of a bucket may share a mark."""
     for event in {id(event): event for event in marks}.values():
         stream.wait_event(event)
 
@@ -574,8 +574,8 @@ def _tell_others(client: RendezvousClient, reason: str | None, culprit: int | No
 
 
 def _end_rest(watched: Watched, agreements: NcclAgreements, client: RendezvousClient) -> None:
-    """Ends the watching and the agreements of a collected communicator; must not keep it alive."""
+    """Ends the watching and the agreements of a collected communicator, to which it must hold no reference."""
     watched.stop()
     agreements.close()
-    if client.name:  # of a group; the world's goes on
+    if client.name:  # a group's client; the world's client stays open
         client.close()

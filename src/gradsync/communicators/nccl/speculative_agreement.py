@@ -9,8 +9,8 @@ communicator is then broken for all ranks.
 A training loop that repeats itself asks in its first steps only. A loop that evaluates now and then asks when it leaves
 the repeated steps and when it returns to them.
 
-All ranks of a communicator agree on its collectives. On a message its two ranks agree: each direction between two ranks
-has an agreement of its own, made when the first message goes that way.
+All ranks of a communicator agree on its collectives. On a message only its two ranks agree: each direction between two
+ranks has an agreement of its own, which is made for the first message in that direction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout, call
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EVENT_BYTES, Decision, LaunchedEvent, event_key
 
-_CONTEXT_EVENTS = 4  # so many events predict the next one
+_CONTEXT_EVENTS = 4  # the number of events that predict the next one
 _MAX_CONTEXTS = 65_536
 _REMEMBERED_EVENTS = 256  # launches that a rank can still describe
 _PIECE_BYTES = MAX_EVENT_BYTES
@@ -72,8 +72,8 @@ class Agreed(NamedTuple):
     """An event on which the ranks have agreed, for its launch.
 
     Attributes:
-        agreement: of the ranks concerned.
-        position: number of the event in it.
+        agreement: the agreement of the ranks concerned.
+        position: the event's number in that agreement.
     """
 
     agreement: SpeculativeAgreement
@@ -84,18 +84,18 @@ class SpeculativeAgreement:
     """Agreement of the ranks of one communicator, or of two ranks on the messages in one direction.
 
     Args:
-        client: this rank's connection to the rendezvous server; its ranks are the ranks that agree.
+        client: this rank's client, whose ranks are the ranks that agree.
         group: the communicator's name, the same on all ranks.
-        label: this rank in errors, e.g. "rank 0/2"; errors name other ranks by their numbers in the world.
-        timeout_seconds: deadline of a question to the other ranks.
+        label: this rank's name in errors, e.g. "rank 0/2"; errors name other ranks by their world ranks.
+        timeout_seconds: time limit of a question to the other ranks.
         failures: the failures that the server reports, for ranks that do not answer.
-        peer: the other rank of messages, by its number in the world; None for collectives.
+        peer: the world rank of the other side of messages; None for collectives.
         look_for_closed_peer: raises RankFailed if the peer has closed the communicator before its first message.
 
     Attributes:
         peer: as given.
         position: number of the next event.
-        asks_always: whether it asks about predicted events too; the same on all ranks.
+        asks_always: whether this rank asks about predicted events too; the same on all ranks.
         was_overtaken: whether this rank has launched an event that another rank did not; `overtaken` returns the error,
             once.
     """
@@ -138,10 +138,10 @@ class SpeculativeAgreement:
         """Adds the event without asking, if it is the predicted one: this rank may launch it.
 
         Args:
-            agreement: of the event, as this rank expects it of all ranks.
+            agreement: the agreement on the event, as this rank expects it of all ranks.
 
         Returns:
-            None if this rank must ask: see `asked`.
+            The event; None if this rank must ask: see `asked`.
 
         Raises:
             RankFailed, CollectiveTimeout: the server's verdict.
@@ -197,8 +197,8 @@ class SpeculativeAgreement:
         """Raises RankFailed if another rank has closed the communicator before it had passed this event.
 
         Args:
-            position: of the event; infinite for a question, which a rank that has closed does not answer.
-            ranks: numbers in the world of the ranks to check; None is all.
+            position: the event's number; infinite for a question, which a rank that has closed does not answer.
+            ranks: the world ranks to check; None is all.
         """
         raise_if_left(self._client, self._departures, self._label, position, ranks)
         if position == math.inf and self._look_for_closed_peer is not None:
@@ -209,7 +209,7 @@ class SpeculativeAgreement:
         self._client.unfollow(self._group)
 
     def _other_ranks(self) -> list[int]:
-        """Returns the others' numbers in the world."""
+        """Returns the world ranks of the other ranks."""
         return [rank for rank in self._client.world_ranks if rank != self._own_rank]
 
     def _launched_at(self, position: int) -> Agreement | None:
@@ -218,7 +218,7 @@ class SpeculativeAgreement:
         return self._launched[-age] if age <= len(self._launched) else _forgotten(position)
 
     def _on_asked(self, position: int) -> LaunchedEvent | None:
-        """Is called when another rank asks about an event; returns this rank's event there, if it has launched one."""
+        """Called when another rank asks about an event; returns the event that this rank has launched there, if any."""
         with self._lock:
             if position >= self.position:
                 self._asked_at = position
@@ -302,8 +302,8 @@ class Question(NamedTuple):
     """A message on which its two ranks must agree.
 
     Attributes:
-        sender, receiver: their numbers in the communicator; one of them is this rank's.
-        agreement: of the message, as this rank expects it of both.
+        sender, receiver: the two ranks' numbers in the communicator; one of the two is this rank.
+        agreement: the agreement on the message, as this rank expects it of both ranks.
     """
 
     sender: int
@@ -322,10 +322,10 @@ class NcclAgreements:
     """The agreements of one communicator: of all ranks on collectives, of two ranks on messages.
 
     Args:
-        client: connection of the communicator's ranks to the rendezvous server.
+        client: this rank's client, whose ranks are the communicator's ranks.
         group: the communicator's name, the same on all ranks.
-        label: this rank in errors.
-        timeout_seconds: deadline of a question to the other ranks.
+        label: this rank's name in errors.
+        timeout_seconds: time limit of a question to the other ranks.
         failures: the failures that the server reports, for ranks that do not answer.
 
     Attributes:
@@ -345,12 +345,13 @@ class NcclAgreements:
         self._of_messages: dict[tuple[int, int], SpeculativeAgreement] = {}  # by sender and receiver
 
     def on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Answer]]:
-        """Yields, in groups, which of one or two messages this rank may launch; the other rank of each knows the same.
+        """Yields, in groups, the answers for one or two messages: whether this rank may launch them.
 
-        The messages of a group are launched together, before the next group is asked for. Predicted messages are one
-        group. Each other message is a group of its own, in the order of the server's answers, which is one order for
-        all ranks: so no ranks wait for each other in a circle. No message waits for the answer to another one, which
-        may come only after its rank has received the message. A rank always asks about the first message to another
+        The other rank of a message gets the same answer. The messages of a group are launched together, before the next
+        group is asked for. Predicted messages are one group. Each other message is a group of its own, in the order of
+        the server's answers, which is one order for all ranks: so no ranks wait for each other in a circle. A message
+        that has its answer does not wait for the answer about the other message, because that answer may come only
+        after the first message was received. A rank always asks about the first message to another
         rank: NCCL connects two ranks in the first group that has a message between them, and both ranks need the same
         messages in that group. Source: NCCL, src/transport.cc, ncclTransportP2pSetup.
 

@@ -34,7 +34,7 @@ class StorePath(HostPath):
     """Moves bytes through the store of the rendezvous server.
 
     Args:
-        client: this rank's connection to the rendezvous server; its ranks are the communicator's.
+        client: this rank's client, whose ranks are the communicator's ranks.
         group: the communicator's name.
         failures: the failures that the server reports.
         timeout_seconds: how long a rank waits for another rank's next piece.
@@ -175,7 +175,7 @@ class StorePath(HostPath):
                 self._client.delete(key)
 
     def _await(self, ask: Callable[[float], T]) -> T:
-        """Calls ask(seconds) until it returns; in between checks for failures and reports a long wait."""
+        """Calls ask(seconds) until it returns; checks for failures between the calls, and reports a long wait."""
         began = time.monotonic()
         while True:
             left_seconds = max(began + self._timeout_seconds - time.monotonic(), 1e-3)

@@ -29,9 +29,10 @@ from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describ
 from gradsync.rendezvous.client import RendezvousClient
 
 _IDLE_SECONDS = 0.05
-_BUSY_SECONDS = 0.005  # while a launch runs: so late may a done-callback be
-# Launches that a call leaves to the watcher. With more, a call checks the oldest, and later calls check again at twice
-# as many: a check costs as much as a launch, and a GPU that is behind stays behind for a while.
+_BUSY_SECONDS = 0.005  # the pause while a launch runs, by which a done-callback may be late
+# The number of launches that a call leaves to the watcher. With more, a call checks the oldest ones, and later calls
+# check again only when there are twice as many: a check costs as much as a launch, and a GPU that is behind stays
+# behind for a while.
 _LEFT_TO_WATCHER = 8
 _SUSPICIOUS_AFTER_SECONDS = 1.0  # a collective that runs longer makes the watcher check whether a rank has closed
 
@@ -40,17 +41,17 @@ class Watched:
     """The launches of one communicator, which the watcher checks.
 
     Args:
-        nccl: the communicator.
-        client: connection of its ranks to the rendezvous server.
+        nccl: NCCL's communicator.
+        client: this rank's connection to the rendezvous server.
         failures: the failures that the server reports.
-        agreements: of the communicator's ranks.
-        label: this rank in errors.
+        agreements: the agreements of the communicator's ranks.
+        label: this rank's name in errors.
         timeout_seconds: how long a collective may run.
         on_failure: method that is called once, on the watcher's thread, with the error that broke the communicator.
 
     Attributes:
-        call: the launch whose NCCL call has not returned, and its thread; None between calls. A call may block: NCCL
-            connects ranks in it, and CUDA_LAUNCH_BLOCKING=1 makes every launch wait for its end.
+        call: the launch whose NCCL call has not returned, and its thread; None between calls. A call may block, because
+            NCCL connects ranks in it, or because CUDA_LAUNCH_BLOCKING=1 makes every launch wait for its end.
     """
 
     def __init__(
@@ -238,7 +239,8 @@ class Watched:
         if waited_seconds > self._timeout_seconds and still_waits():
             if several:
                 self._failures.time_out(waited_seconds, launch.peers(), entry)
-            raise CollectiveTimeout(f"{self._label}: {stuck} on cuda:{self._nccl.device_id}, alone: the GPU is stuck")
+            device = f"cuda:{self._nccl.device_id}"
+            raise CollectiveTimeout(f"{self._label}: {stuck} on {device}, with no other ranks: the GPU is stuck")
         if several:
             self._failures.warn(waited_seconds, launch.peers(), entry)
 
@@ -255,7 +257,7 @@ def _watch(watched: Watched) -> None:
         _all.append(watched)
         if len(_all) > 1:
             return
-        _callbacks = SimpleQueue()  # a new one: a callback that never returns may still hold the thread of the old one
+        _callbacks = SimpleQueue()  # a new queue: a callback that never returns may hold the old queue's thread
         for name, work in (("gradsync-nccl-watcher", _look_at_all), ("gradsync-nccl-callbacks", _call_all_back)):
             arguments = watched._nccl.device_id, _callbacks
             threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
@@ -293,7 +295,7 @@ def _call_back(launch: Launch) -> None:
 
 
 def _forget_after_fork() -> None:
-    """A forked child does not have the threads."""
+    """Resets a forked child, which does not have the threads."""
     global _registering
     _registering = threading.Lock()
     _all.clear()

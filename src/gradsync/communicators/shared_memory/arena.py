@@ -4,7 +4,7 @@ Ranks pass arrays through rings: each rank has four regions, which the rounds us
 regions; after a barrier the others read them. Two regions would be enough, because a region is written again only after
 two more barriers, when all have read it. But then a rank would overwrite memory that another core has just read, and
 the processor would first have to fetch each line back. The number of the round determines the region, so all ranks know
-it. For up to 16 KB this is not worth it: they use two small regions in turn.
+it. For arrays of up to 16 KB, four regions are not worth it: the ranks use two small regions in turn.
 
 The chunks of large lists use slots, into which other ranks write the results back: see pipelined.py.
 """

@@ -1,9 +1,9 @@
 """The barrier of a shared-memory communicator, with waiting, agreement, close and abort.
 
-Each rank owns one cache line and one short text in shared memory; it writes only its own and reads all. The line
-records whether the rank has closed or aborted the communicator, and also has the words of the barrier, so that an
-arrival writes to no other line. Aligned 8-byte stores become visible in program order on x86-64. This protocol, and
-those built on it, need no other ordering; check_platform refuses other processors.
+Each rank owns one cache line and one short text in shared memory. It writes only its own line and text, and reads those
+of all ranks. The line records whether the rank has closed or aborted the communicator, and also has the words of the
+barrier, so that an arrival writes to no other line. Aligned 8-byte stores become visible in program order on x86-64.
+This protocol, and those built on it, need no other ordering; check_platform refuses other processors.
 
 A rank arrives at the barrier by storing the number of the round in its line. The 64-bit digest of its next collective
 is in the same line, so that comparing digests takes no extra time.
@@ -28,8 +28,8 @@ WORDS_PER_RANK = 8
 _STATE = 3
 _CULPRIT = 4  # of an aborted rank: the world rank whose failure made it abort, often itself
 _ABORTED_AT = 5  # of an aborted rank: the first round of the barrier that it did not complete
-# The last two: aborted because of a failure that the server sends to all ranks, and closed by a rank that knew of such
-# a failure. Every rank has it from the server, or will soon.
+# The last two states: aborted because of a failure that the server sends to all ranks, and closed by a rank that knew
+# of such a failure. Every other rank has received that failure from the server, or will soon.
 _OPEN, _CLOSED, _ABORTED, _ABORTED_BY_SERVER, _CLOSED_AFTER_FAILURE = 0, 1, 2, 3, 4
 _REASON_BYTES = 1024  # the reason of an abort
 
@@ -60,9 +60,9 @@ class SharedWaiting:
 
     Args:
         memory: waiting_bytes(world_size) bytes of shared memory, zero at the start.
-        rank: this rank, as numbered in the communicator, like all ranks below unless noted.
+        rank: this rank's number in the communicator. All other ranks are such numbers too, unless noted.
         ranks: the world ranks of all members, used in errors and at the server.
-        label: this rank in errors.
+        label: this rank's name in errors.
         timeout_seconds: how long to wait for a rank before CollectiveTimeout.
         failures: checked for the server's failures every few milliseconds of waiting.
 
@@ -101,7 +101,7 @@ class SharedWaiting:
         """Raises if the awaited ranks cannot arrive any more, or the deadline has passed.
 
         Args:
-            missing: returns the ranks that have not done their part, checked at each call.
+            missing: returns the ranks that have not done their part at the time of the call.
             waited_seconds: how long this rank has waited.
             round_number: as for look_for_aborts.
 
@@ -267,7 +267,7 @@ class SharedBarrier:
         timeout_seconds: how long to wait for a rank before CollectiveTimeout.
         failures: checked for the server's failures every few milliseconds of waiting.
         ranks: the world ranks of all members, used in errors; None if they are 0 to world_size - 1.
-        label: this rank in errors; None is "rank 0/2".
+        label: this rank's name in errors; None is "rank 0/2".
 
     Attributes:
         waiting: the waits, and the states of the ranks; also for waits that do not involve all ranks.
@@ -303,7 +303,7 @@ class SharedBarrier:
     def next_parity(self) -> int:
         """The number, 0 or 1, of the buffer for the next round.
 
-        A buffer is written again two rounds later. A rank enters that round only after all have left the round in
+        A buffer is written again two rounds later. A rank enters that round only after all ranks have left the round in
         between, and so have read the buffer.
         """
         return (self.round + 1) & 1
@@ -326,8 +326,8 @@ class SharedBarrier:
     def arrive(self) -> None:
         """Arrives at the next round without waiting.
 
-        For the inner rounds of a collective that the ranks have agreed on: no digests are compared. Before the next
-        call, `await_round` must have been called for the round before.
+        It is for the inner rounds of a collective that the ranks have agreed on: no digests are compared. Before the
+        next call of `arrive`, the rank must have called `await_round` for the round before this one.
         """
         self.round += 1
         self._words[self._line + _ARRIVALS] = self.round  # publishes all data written before
@@ -393,7 +393,7 @@ class SharedBarrier:
         """Exchanges descriptions, so that every rank can raise the same error.
 
         First the ranks exchange checksums of the lines, in batches, to find the first line that differs. Then they
-        exchange the text from there on, because the whole text may be too long.
+        exchange the text from that line on, because the whole text may be too long.
         """
         place, _, described = agreement.text_for_others().partition("\n")
         headline, *lines = described.splitlines() or [""]

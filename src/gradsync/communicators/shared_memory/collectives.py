@@ -1,15 +1,15 @@
 """The collectives over shared memory as plans; pipelined.py has the all-reduce of large lists.
 
 A plan is a collective for given sizes: the copies into this rank's region, and the reads from the regions of the other
-ranks. It is made once and holds no array of a caller, so every call with these sizes uses it. Ranks with a new plan and
-ranks with an old one can meet: all take the same rounds.
+ranks. It is made once and holds no array of a caller, so every call with these sizes uses it. In one collective some
+ranks may use a new plan and others an old one: all go through the same rounds.
 
 Ranks write into their own rings and, after a barrier, read from the others'. A large array is moved in rounds; while
 some ranks still read one round, others already write the next. An array that fits one round is published as a whole
 before any target is written, so its source and target may overlap.
 
 Reductions use the operands in rank order, so all ranks get the same bits, and the same inputs give the same bits from
-run to run. The bits do not depend on the size either, but for complex products, which NumPy rounds differently in
+run to run. The bits do not depend on the size either, except for complex products, which NumPy rounds differently in
 vector and scalar code.
 """
 
@@ -116,7 +116,7 @@ class Plans:
         return prepared
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Returns the numbers of every rank, by rank; as many on each, and no more than fit one round."""
+        """Returns the numbers of every rank, by rank. All ranks give equally many, and no more than fit one round."""
         count, itemsize = len(numbers), _NUMBER.itemsize
         rings = self._context.rings.of(_NUMBER)
         begin = self._context.rings.next_place(count * itemsize) // itemsize
@@ -190,8 +190,8 @@ class Movement(_Plan):
             if kept is None:
                 self._barrier.meet(agreement)
             else:
-                # In the first round after the ranks have agreed, before which nothing is written; in the others at
-                # once, while it is still in the cache.
+                # In the first round this rank copies its own part after the ranks have agreed: nothing may be written
+                # before. In later rounds it copies the part at once, while the part is still in the cache.
                 if not is_first:
                     copy_words(source[kept[0]], target[kept[1]])  # type: ignore[index]
                 self._barrier.meet(agreement)
@@ -293,7 +293,7 @@ def _all_to_all(context: ShmContext, send_bounds: Bounds, receive_bounds: Bounds
 
 
 def _within(bounds: Bounds, rank: int, begin: int, end: int) -> slice:
-    """Returns where [begin, end) of a rank's part lies, as far as it has that."""
+    """Returns the slice of the whole array that is [begin, end) of a rank's part, cut off at the part's end."""
     low, high = bounds[rank], bounds[rank + 1]
     return slice(min(low + begin, high), min(low + end, high))
 
@@ -301,7 +301,10 @@ def _within(bounds: Bounds, rank: int, begin: int, end: int) -> slice:
 def _shares(
     context: ShmContext, bounds: Bounds, begin: int, end: int, itemsize: int = 1
 ) -> list[tuple[slice, int, int]]:
-    """Returns what this rank publishes of [begin, end) of the others' parts, each in its share; all in elements."""
+    """Returns the rounds' `published`: [begin, end) of each other rank's part, and its place in that rank's share.
+
+    All numbers are in elements.
+    """
     published = []
     for peer in context.peers():
         part = _within(bounds, peer, begin, end)
@@ -502,7 +505,7 @@ class OneShotList:
     """The one-shot all-reduce of a list of arrays, copied directly between the arrays and shared memory.
 
     Args:
-        one_shot: the plan for their total number of elements.
+        one_shot: the plan for the arrays' total number of elements.
         sources, targets: see Backend.all_reduce.
         context: this rank's context.
         scratch: private memory.
@@ -588,7 +591,7 @@ class _PartOf(NamedTuple):
 
     Attributes:
         region_bytes, published: as for Round, but with offsets in elements.
-        contributions: [rank] -> (begin, end) in its region of this rank's part; empty on a rank without a part.
+        contributions: [rank] -> (begin, end) of this rank's part in that rank's region; empty on a rank without a part.
         own: the part of the source that this rank contributes to its own result.
         result: the part of the target.
     """
@@ -643,7 +646,7 @@ class PartialReduction(_Reduction):
             if not result.size:
                 continue
             own = source[own_part]
-            if rank > 1 and np.may_share_memory(own, result):  # in place: it would be overwritten before it is read
+            if rank > 1 and np.may_share_memory(own, result):  # in place: `own` would be overwritten before it is read
                 own = own.copy()
             contributions = [
                 ring[at + begin : at + end] for ring, (begin, end) in zip(self._values, contributed, strict=True)
@@ -705,7 +708,7 @@ def _reduce(
 def quiet_caller() -> Callable[..., Any]:
     """Returns call(function, *arguments), which ignores floating-point errors.
 
-    As exceptions they would be raised on some ranks and not on others; overflow and NaN show in the results.
+    If these errors were exceptions, only some ranks would raise them. Overflow and NaN show in the results.
     """
     context = Context()
     context.run(np.seterr, all="ignore")  # NumPy stores the setting in the context, and entering a context is fast

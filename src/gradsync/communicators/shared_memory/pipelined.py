@@ -2,7 +2,7 @@
 
 Each chunk is divided into one slice for each rank, its owner. Every rank publishes the slices of the other owners,
 reduces its own slice, and writes the result back into the others' slots, from which they copy it. So each rank reads
-and reduces 1/n of the list. (With results in the owner's memory, from which others would copy, it took a quarter
+and reduces 1/n of the list. (If the others copied the results from the owner's memory, the all-reduce took a quarter
 longer.)
 
 The file has three parts. First the plan: the list is cut, as one flat sequence of elements, into chunks, slices and
@@ -74,12 +74,12 @@ class Chunk(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """The largest sizes, in elements.
+    """The largest sizes of chunks and sections, in elements.
 
     Attributes:
-        chunk: of a chunk.
-        reduced, published: of a section of one piece.
-        gathered: of a section of several small pieces.
+        chunk: the size of a chunk.
+        reduced, published: the size of a section of one piece, when it is reduced and when it is published.
+        gathered: the size of a section of several small pieces.
     """
 
     chunk: int
@@ -171,9 +171,10 @@ def worth_a_call(whole: Section, itemsize: int, of_one: int, of_several: int) ->
 def plan_steps(count: int) -> Iterator[Step]:
     """Yields the steps for `count` chunks, at least one.
 
-    A chunk is reduced when all ranks have published it, and delivered when all have reduced it. Two steps are between
-    these actions, so that a rank can go on while another is still in the step before: otherwise every short delay of
-    any rank would delay all. After the last chunk is published, the remaining steps wait for all ranks.
+    A chunk is reduced when all ranks have published it, and delivered when all have reduced it. Each of these actions
+    comes two steps after the one before. So a rank can go on while another rank is still in the step before; otherwise
+    every short delay of any rank would delay all. After the last chunk is published, the remaining steps wait for all
+    ranks.
     """
     behind = CHUNKS_IN_FLIGHT // 2
     for number in range(count):
@@ -340,7 +341,7 @@ class ChunkCheck:
         self._flags_of(chunk)[self._rank] = False
 
     def look(self, chunk: int, section: Section, results: Array) -> None:
-        """Checks this rank's results before their delivery; if they are not finite, checks its own values too."""
+        """Checks this rank's results before their delivery; if they are not finite, checks this rank's values too."""
         if not self._is_finite(results):
             self._flags_of(chunk)[self._rank] = True
             self._finder.note_results()
@@ -369,9 +370,9 @@ _StepCalls = tuple[list[Call], tuple[int, int], Wait]
 class PipelinedAllReduce:
     """The pipelined all-reduce of one list of arrays.
 
-    Several chunks are in flight, each in one slot; see plan_steps. A rank publishes into a slot of its own only after
-    it has copied the results of the chunk before out of it. Other ranks use that slot only between the barrier after
-    its publication and the barrier after their reduction.
+    Several chunks are in flight, each in one slot; see plan_steps. A rank publishes a chunk into one of its slots only
+    after it has copied the results of the earlier chunk out of that slot. Other ranks use the slot only between two
+    barriers: the one after the chunk was published, and the one after they have reduced it.
 
     Args:
         sources, targets: see Backend.all_reduce.
@@ -489,11 +490,12 @@ class PipelinedAllReduce:
         return gathering([piece_of(self._sources, piece) for piece in pieces], place)
 
     def _reducing(self, number: int, section: Section, slots: Sequence[Array]) -> list[Call]:
-        """Reduces what this rank owns into the slot of every peer, and delivers it here."""
+        """Returns the calls that reduce a section into the slot of every peer, and deliver the result on this rank."""
         begin, end, pieces = section
         made: list[Call] = []
         contributions = [slot[begin:end] for slot in slots]
-        # Rank 0 or rank 1: in rank order, its contribution is read before the first result is written.
+        # The result goes to the slot of rank 0 or rank 1: a reduction in rank order reads their contributions before it
+        # writes the first result.
         result, *others = [contributions[peer] for peer in self._peers]
         if len(pieces) == 1:
             own = piece_of(self._sources, pieces[0])

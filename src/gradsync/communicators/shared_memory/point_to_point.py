@@ -1,9 +1,9 @@
 """Messages between two ranks of a shared-memory communicator.
 
-Each ordered pair of ranks has two cache lines, one written by the sender and one by the receiver; both read both. Each
-side posts its message (a digest, a size, then the number of the message) and compares it with the other's post, so that
-both get the same result. The bytes go through the sender's slots, in turn: the sender counts the pieces it has written,
-the receiver the pieces it has read, and each continues as far as the other's count allows.
+Each ordered pair of ranks has two cache lines. The sender writes one, the receiver writes the other, and both read both
+lines. Each side posts its message (a digest, a size, then the number of the message) and compares it with the other's
+post, so that both get the same result. The bytes go through the sender's slots, in turn. The sender counts the pieces
+it has written, the receiver counts the pieces it has read, and each continues as far as the other's count allows.
 
 Neither side can be more than one message ahead, because a message ends for the sender when all of it was read. One
 message ahead is enough to overwrite a post that the slower side still has to compare, so digests and sizes have two
@@ -31,7 +31,7 @@ from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SPINS, Rests
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.reduction import Array
 
-# Words of a line, of which there are eight.
+# The eight words of a line.
 _NUMBER = 0  # the number of the last message that this side has posted
 _DIGESTS = 1  # two words, for messages of even and odd number
 _SIZES = 3  # likewise
@@ -54,8 +54,8 @@ class Side:
     """The memory that one side of a channel writes.
 
     Args:
-        line: index of the first word of its line.
-        place: number of its text on the board.
+        line: index of the first word of the side's line.
+        place: number of the side's text on the board.
     """
 
     __slots__ = ("line", "place")

@@ -42,7 +42,7 @@ _MAX_PREPARED = 1024
 
 # From this size on the memory uses huge pages, if the kernel provides them in time.
 _HUGE_FROM_BYTES = 4 * HUGE_PAGE_BYTES
-_SECONDS_PER_HUGE_PAGE = 10e-3  # on average; on an idle machine it is one or two
+_SECONDS_PER_HUGE_PAGE = 10e-3  # the limit, on average; on an idle machine a page takes 1 or 2 ms
 _TICKET_WORDS = 12
 
 
@@ -89,7 +89,7 @@ class ResidentReduction:
     """All-reduces ranges of resident memory.
 
     Args:
-        context: this rank's.
+        context: this rank's context.
     """
 
     def __init__(self, context: ShmContext) -> None:
@@ -102,7 +102,7 @@ class ResidentReduction:
         self._widened: list[Array] = []  # buffers for half precision: a sum and an addend
 
     def all_reduce(self, memory: SharedResidentMemory, key: Range, agreement: Agreement) -> None:
-        """Reduces a range in place; see Communicator.all_reduce_resident."""
+        """Reduces a range in place; see Communicator._all_reduce_resident."""
         steps = memory.prepared(key, self._prepare)
         laps = tracing.laps_of(self._recorder)
         self._barrier.meet(agreement)
@@ -127,11 +127,11 @@ class ResidentReduction:
         return steps
 
     def _chunk(self, parts: Sequence[Array], key: Range, at: int) -> list[Call]:
-        """Returns the calls for one chunk: `parts` has its elements of all ranks, `at` is its place in the range."""
+        """Returns the calls for one chunk, whose elements of all ranks are `parts`; `at` is its place in the range."""
         is_finite = finite_test(key.dtype) if key.looks else None
         if is_finite is None:
-            # The result goes to rank 0's or rank 1's part, because these are read before the first sum is written;
-            # this rank's own part if possible.
+            # The result goes to the part of rank 0 or rank 1, because these parts are read before the first sum is
+            # written; if this rank is one of the two, to its own part.
             result = parts[min(self._rank, 1)]
         else:
             result = self._sums.view(key.dtype)[: parts[0].size]  # the contributions must stay unchanged for the check
@@ -188,7 +188,7 @@ class Handover(NamedTuple):
         """Makes resident memory; every rank must call it.
 
         Raises:
-            BackendUnavailable: this rank cannot have it, or no rank can.
+            BackendUnavailable: this rank cannot get the memory, or no rank can.
         """
         rank, world_size = self.context.rank, self.context.world_size
         is_large = size_bytes >= _HUGE_FROM_BYTES

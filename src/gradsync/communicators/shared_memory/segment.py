@@ -33,7 +33,8 @@ _PAGE_BYTES = 4096  # the unit of the memory's layout
 
 # Measured: a reduction over 100 MB takes a tenth to a third less time on huge pages, because the processor looks up
 # fewer addresses than with 4 KB pages. Linux gives a memfd huge pages only if the administrator has enabled them, or on
-# request by MADV_COLLAPSE (Linux 6.1), which takes some milliseconds for each. Without them all works as well, slower.
+# request by MADV_COLLAPSE (Linux 6.1), which takes some milliseconds for each. Without huge pages everything works too,
+# but slower.
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 _MADV_COLLAPSE = 25  # from Linux's mman.h; not in Python's mmap
@@ -122,8 +123,8 @@ def map_segment(descriptor: int, *, on_huge_pages: bool = False) -> mmap.mmap:
 def populate(mapping: mmap.mmap, begin: int, end: int) -> None:
     """Makes the kernel create the page table entries for these bytes now.
 
-    A first access in the middle of a collective takes longer than the collective. Entries for memory that may never be
-    used would cost start-up time.
+    Otherwise the kernel makes them at the first access, in the middle of a collective, which takes longer than the
+    collective. Leave out memory that may never be used: its entries would cost start-up time.
     """
     begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
     try:

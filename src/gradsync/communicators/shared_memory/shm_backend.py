@@ -1,6 +1,6 @@
 """The shared-memory backend: NumPy arrays, ranks on one host, over a memfd.
 
-Makes the memory and connects the ranks; the other files of this folder move the bytes.
+This file makes the memory and connects the ranks; the other files of this folder move the bytes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
 
 # The largest chunk of a large list that a rank publishes between two barriers. Larger chunks do not fit the cache;
-# smaller chunks need more barriers and NumPy calls. Measured on a processor with a slow memcpy (Zen 3); on a Xeon half
-# of it is 5 to 9 % faster for 4 MB and more. Rank 0 measures memcpy for all ranks.
+# smaller chunks need more barriers and NumPy calls. Measured on a processor with a slow memcpy (Zen 3). On a Xeon
+# chunks of half this size are 5 to 9 % faster for lists of 4 MB and more. Rank 0 measures memcpy for all ranks.
 CHUNK_BYTES = 1024 * 1024
 # The same for movements and reductions to one rank, where some ranks write the next round while others read the last.
 ROUND_BYTES = 512 * 1024
-# Up to this size one barrier and n reads of everything are faster than two barriers and a share of the work.
+# Up to this size it is faster if every rank reduces everything after one barrier than if each reduces a share between
+# two barriers.
 SMALL_BYTES = 128 * 1024
 
 
@@ -52,7 +53,7 @@ class ShmBackend(Backend):
     """Ranks on one Linux x86-64 host that share memory.
 
     Args:
-        descriptor: descriptor of a segment with segment_bytes(world_size) bytes; closed here.
+        descriptor: descriptor of a segment with segment_bytes(world_size) bytes; the backend closes it.
         client: this rank's connection to the rendezvous server.
         group: the communicator's name.
         timeout_seconds: how long a collective waits for a rank.
@@ -74,7 +75,8 @@ class ShmBackend(Backend):
     ) -> None:
         super().__init__(client, group, timeout_seconds)
         rank, world_size = self.rank, self.world_size
-        # Now, because joining may have moved the ranks to one core. By world rank, because groups share the cores.
+        # Called now, because joining may have moved the ranks to one core. The core depends on the world rank, because
+        # groups share the cores.
         begin_on_core(self.ranks[rank])
         self._mapping = map_segment(descriptor)
         self._memory = memoryview(self._mapping)
@@ -98,7 +100,7 @@ class ShmBackend(Backend):
         self._plans = Plans(context, scratch, self._slots)
         self._resident_reduction = ResidentReduction(context)
         self.finder = finder if world_size > 1 else None
-        # If the garbage collector deletes a group that the program has dropped, other ranks may still wait there.
+        # If the program drops a group and the garbage collector deletes it, other ranks may still wait in a collective.
         self._when_dropped = weakref.finalize(self, _announce_dropped, self._barrier, os.getpid())
         self._when_dropped.atexit = False
 
@@ -298,7 +300,7 @@ def connect_shared_memory(
 
     Raises:
         BackendUnavailable: not Linux on x86-64, not enough memory, or the ranks are not on one host.
-        RendezvousTimeout, RankFailed: a rank did not call it, or died.
+        RendezvousTimeout, RankFailed: a rank did not call this function, or died.
     """
     check_platform()
     deadline = time.monotonic() + timeout_seconds
