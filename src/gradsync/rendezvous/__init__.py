@@ -7,7 +7,8 @@ Other rooms import only these names:
   `unfollow`; `announce_left`, `left_ranks`; `check`, `has_failed`, `report_failure`, `report_waiting`, `report_stuck`,
   `describe_with`. The process group connects and closes; communicators use the rest.
 - `server.RendezvousServer`: `start`, `serve_forever`, `stop`, `wait_until_empty`, `abandon`; a launcher reports the
-  start and end of its processes with `note_start` and `note_end`. Launchers, and a rank that hosts, use it.
+  start and end of its processes with `note_start` and `note_end`. Launchers use this class, and so does a rank that
+  hosts the server.
 - `frames.Decision`, `LaunchedEvent`, `event_key`: the answers to NCCL's agreement; `OF_MESSAGES`, and the limits
   `MAX_...` of values, reports and descriptions.
 - `sockets.bind_listener`, `format_address`, `look_up`, `raise_limit`: for launchers.
@@ -16,9 +17,10 @@ Other rooms import only these names:
 
 A generation is a set of ranks that have joined together. It forms when all launched ranks have joined and introduced
 their processes, or, after a failure, from the ranks that come back (`connect(min_ranks=)`). The first failure ends the
-generation: every rank gets the same error, at once and at every later call. Its keys and barriers end with it.
+generation: every rank gets the same error, at once and at every later call. The keys and barriers of a generation are
+removed when it ends.
 
-From the bottom up: `liveness` (silence timers), `frames` (types and schemas), `wire` (sealed frames), `handshake` and
-`sockets`; the server's core, without I/O: `roster`, `store`, `agreement_service`, `stuck`, `protocol`; then `server` on
-one side, `connection` and `client` on the other; `secret_files` and `hosting` join both sides.
+The modules from the bottom up: `liveness` (silence timers), `frames` (types and schemas), `wire` (sealed frames),
+`handshake` and `sockets`; the server's core, without I/O: `roster`, `store`, `agreement_service`, `stuck`, `protocol`;
+then `server` on the server's side, `connection` and `client` on the rank's side; `secret_files` and `hosting` use both.
 """

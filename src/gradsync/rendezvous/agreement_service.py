@@ -5,13 +5,14 @@ group that numbers its collectives: position 0, 1, 2, ... A rank whose next coll
 history predicts launches it without asking. Any other rank asks, with the digest of its collective, and waits for the
 decision.
 
-Part of the server's core, without I/O. A question waits until every member has reported its digest for that position,
-by its own question or, if it has launched already, by a LAUNCHED frame. The server forwards the first question to the
-other members, so that a member that would launch without asking asks too, or reports what it has launched.
+This module is part of the server's core, without I/O. A question waits until every member has reported its digest for
+that position: by a question or, if the member has launched already, by a LAUNCHED frame. The server forwards the first
+question to the other members, so that a member that would launch without asking asks too, or reports what it has
+launched.
 
-A launched collective cannot be taken back. If a member has launched another collective than a member asks about, every
-question about that position or a later one gets LAUNCHED at once. A member that launched the same counts as one that
-asked.
+A launched collective cannot be taken back. If one member has launched a collective and another member asks about a
+different one, every question about that position or a later one gets LAUNCHED at once. A member that has launched the
+collective that the others ask about counts as a member that has asked.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from gradsync.rendezvous.roster import Members, Roster, list_members
 from gradsync.rendezvous.store import Keys, Request, Wait, WaitTable
 
 MAX_GROUPS = 16_384
-MAX_OPEN_POSITIONS = 16_384  # of one group
-_REMEMBERED_DECISIONS = 16  # of one group, for members that had stopped waiting when the decision came
+MAX_OPEN_POSITIONS = 16_384  # in one group
+_REMEMBERED_DECISIONS = 16  # in one group, for members that had given up waiting when the decision came
 
 
 def _decide(request: Request, decision: Decision, position: int) -> Send:
-    """Answers with a decision, and the position that it was made at."""
+    """Answers a question with a decision, and with the position where the decision was made."""
     return Send(request.connection, FrameType.DECISION, (request.sequence, int(decision), position))
 
 
@@ -38,7 +39,7 @@ class Agreement:
     """The open agreement on one position of a group.
 
     Args:
-        group: the group, which holds the agreement while any member has reported.
+        group: the group. It keeps the agreement while at least one member has reported.
         position: the number of the collective.
     """
 
@@ -46,10 +47,10 @@ class Agreement:
         self.group = group
         self.position = position
         self.waits: dict[int, Wait] = {}  # the members that have asked
-        self.digests: dict[int, int] = {}  # of these, and of the members that have launched already
+        self.digests: dict[int, int] = {}  # by rank: of the members that have asked or have launched already
         self.is_forwarded = False  # whether the question was forwarded to the other members
-        self._reports: Counter[int] = Counter()  # the number of members by digest
-        self._cancelled: set[int] = set()  # ranks that have asked and stopped waiting
+        self._reports: Counter[int] = Counter()  # digest -> the number of members that reported it
+        self._cancelled: set[int] = set()  # ranks that have asked and then gave up waiting
 
     def ask(self, wait: Wait, digest: int) -> None:
         """Records a member that waits for the decision."""
@@ -78,7 +79,7 @@ class Agreement:
         return (rank for rank in self.group.ranks if rank not in self.digests)
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
-        """Returns the members that never reported; if there are none, the members that stopped waiting."""
+        """Returns the members that never reported; if there are none, the members that gave up waiting."""
         absent = tuple(self.absent_ranks())
         return tuple(rank for rank in absent if rank not in self._cancelled) or absent
 
@@ -89,7 +90,7 @@ class Agreement:
     def decision(self) -> Decision | None:
         """Returns the decision, or None while it is open.
 
-        Members that differ wait for the last report all the same, because that member may have launched already.
+        Even if the members' digests differ, the decision waits for the last member, which may have launched already.
         """
         differ = len(self._reports) > 1
         if differ and len(self.digests) > len(self.waits):
@@ -110,7 +111,7 @@ class Group:
     decided: dict[int, Decision] = field(default_factory=dict)  # the last positions with another decision
 
     def remember(self, position: int, decision: Decision) -> None:
-        """Keeps a decision for members that ask again; drops the oldest."""
+        """Keeps a decision for members that ask again; drops the oldest decision if there are too many."""
         self.decided[position] = decision
         if len(self.decided) > _REMEMBERED_DECISIONS:
             del self.decided[next(iter(self.decided))]
@@ -139,7 +140,7 @@ class AgreementService:
         self._groups: dict[str, Group] = {}
 
     def ask(self, request: Request, name: str, ranks: Members, position: int, digest: int) -> list[Send]:
-        """Handles a member's question about a position; the last report decides it for all members."""
+        """Handles a member's question about a position; the last report brings the decision for all members."""
         group = self._find(request, name, ranks)
         if isinstance(group, Send):
             return [group]
@@ -157,9 +158,9 @@ class AgreementService:
         return [*self._forward(agreement), *self._conclude(agreement)]
 
     def report_launched(self, rank: int, name: str, position: int, digest: int, description: str) -> list[Send]:
-        """Records the collective that a member has launched already. The frame needs no answer: it is never refused.
+        """Records the collective that a member has launched already. The frame needs no answer, so it is never refused.
 
-        A report of a rank that is not a member, or that has reported for this position, is ignored.
+        A report is ignored if the rank is not a member, or has reported for this position before.
         """
         group = self._groups.get(name)
         if group is None or rank not in group.ranks or position in group.decided:
@@ -231,10 +232,10 @@ class AgreementService:
         del agreement.group.positions[agreement.position]
         if decision is not Decision.LAUNCHED:
             agreement.group.remember(agreement.position, decision)
-        if decision is Decision.AGREED:  # the descriptions are only read after a mismatch
+        if decision is Decision.AGREED:  # descriptions are needed only after a mismatch
             for rank in agreement.launched_ranks():
                 self._keys.discard(event_key(agreement.group.name, agreement.position, rank))
-        waits, agreement.waits = agreement.waits, {}  # breaks the reference cycle, so that both are freed at once
+        waits, agreement.waits = agreement.waits, {}  # without the cycle of references both are freed at once
         for wait in waits.values():
             self._waits.close(wait)
         return [_decide(wait.request, decision, position) for wait in waits.values()]

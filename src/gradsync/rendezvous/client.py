@@ -1,7 +1,7 @@
 """The rendezvous client: a rank joins a generation, and shares keys, barriers and failures with the others.
 
-Used by the process group and the communicators. The world and a group of its ranks are one class. A group has some of
-the ranks, and a name that prefixes all names it uses.
+The process group and the communicators use it. One class serves the world and the groups. A group has some of the
+ranks. Its name is put before the names of its keys, barriers and groups.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ _JOIN_ATTEMPTS = 50
 class RendezvousClient:
     """A rank's membership of one generation, made by `connect`, or of a group of its ranks, made by `group`.
 
-    Any number of threads may use it, each call with its own deadline. Every call ends in its result or in a typed
-    error. Once the generation has failed, every call raises that failure. Arguments of a group's methods are ranks of
-    the group; ranks in errors and reports are ranks of the world.
+    Any number of threads may use it, each call with its own deadline. Every call returns its result or raises a typed
+    error. Once the generation has failed, every call raises that failure. The methods of a group take ranks of the
+    group; errors and reports name ranks of the world.
 
     Attributes:
         rank, world_size: this rank's number, and the number of members.
-        world_ranks: the members' ranks in the world, by rank.
+        world_ranks: the rank in the world of each member, by the member's rank here.
         name: the group's name; "" is the world.
         label: this rank in messages, e.g. "rank 1/4", or "rank 1/2 of group 'pair' (rank 2 of the world)".
         generation: the generation's number, counted by the server from 1.
-        most_advanced: the rank that has completed the most steps, by the `steps` passed to `connect`.
+        most_advanced: the rank that passed the largest `steps` to `connect`.
         address: the server's address.
-        own_host: the address from which this machine reaches the server.
-        has_failed: a function that takes 0.1 us and returns whether the generation has failed or this rank has
-            reported a failure; for loops that are too fast for `check`.
+        own_host: this machine's own address on its connection to the server.
+        has_failed: a function that returns whether the generation has failed or this rank has reported a failure. It
+            takes 0.1 us, for loops in which `check` would be too slow.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class RendezvousClient:
             connection = dial(address, secret=secret, deadline=deadline, label=label, generation=generation)
             try:
                 connection.start(heartbeat_seconds(world_size))
-                # INTRODUCE is sent together with JOIN: a rank that stopped in between would go unnoticed.
+                # INTRODUCE is sent together with JOIN: nobody would notice a rank that was paused between the two.
                 joined = connection.ask(
                     "joining",
                     max(deadline - time.monotonic(), 0.0),
@@ -175,11 +175,11 @@ class RendezvousClient:
     def group(self, members: Sequence[int], name: str) -> RendezvousClient:
         """Returns this rank's client for a group of the members. All of them must call it, with the same arguments.
 
-        The group's keys, barriers and groups have its name: a name other than `name` and "name/..." is prefixed with
-        "name/".
+        The group puts "name/" before the name of each of its keys, barriers and groups, unless that is `name` itself or
+        begins with "name/".
 
         Args:
-            members: ranks of this client; in this order they become rank 0, 1, 2 ... of the group.
+            members: ranks of this client, in the order in which they become rank 0, 1, 2 ... of the group.
             name: a name not used before in this generation; at most 500 bytes.
 
         Raises:
@@ -239,7 +239,7 @@ class RendezvousClient:
 
         Args:
             key: the key's name.
-            from_rank: the member that sets the key. A timeout names it, and the wait ends if it leaves.
+            from_rank: the member that sets the key. A timeout names this rank, and the wait ends if the rank leaves.
             timeout_seconds: this rank's deadline.
 
         Raises:
@@ -273,9 +273,10 @@ class RendezvousClient:
         return [by_world_rank[rank] for rank in self.world_ranks]
 
     def barrier(self, name: str = "", *, timeout_seconds: float = 120.0) -> None:
-        """Waits until every member has arrived. Every member must call it, with the same name; reusable.
+        """Waits until every member has arrived. Every member must call it, with the same name, which can be used again.
 
-        A rank that reaches its deadline is withdrawn, and may call it again. Raises as `exchange`.
+        A rank that reaches its deadline no longer counts as arrived, and may call it again. Raises the errors of
+        `exchange`.
         """
         operation = f"barrier {name!r}"
         self._connection.ask(operation, timeout_seconds, FrameType.BARRIER, self._scoped(name), self._members)
@@ -294,9 +295,9 @@ class RendezvousClient:
         """Asks whether all members run the same collective at a position of their group, and returns the decision.
 
         Returns once every member has called it for this position, or has reported through `follow` that it has launched
-        already. AGREED: all digests are equal. MISMATCH: they differ, and no member has launched. LAUNCHED: a member
-        has launched another digest; this comes at once, also for every later position of the group, and
-        `launched_position` gives the first such position.
+        already. AGREED: all digests are equal. MISMATCH: the digests differ, and no member has launched. LAUNCHED: a
+        member has launched a collective with another digest. This decision comes at once, also for every later position
+        of the group; `launched_position` gives the first such position.
 
         Args:
             group: the group's name, at most 960 bytes.
@@ -304,7 +305,7 @@ class RendezvousClient:
             digest: the digest of this rank's next collective, an unsigned integer of 64 bits.
             timeout_seconds: this rank's deadline.
             arriving: a list and an item. The item is appended when the decision arrives, before any thread wakes. So
-                the list is in the server's order, which threads that ask at the same time cannot know otherwise.
+                the list has the order of the server, which threads that ask at the same time could not know otherwise.
 
         Raises:
             InvalidArgument: an argument is out of its range, the members differ from an earlier call's, or this rank
@@ -324,20 +325,20 @@ class RendezvousClient:
     def launched_position(self, group: str) -> int | None:
         """Returns the first position at which a member launched another collective; None before a decision LAUNCHED.
 
-        It may be before the position that this rank asked about: then this rank has launched there too.
+        That position may come before the one that this rank asked about; then this rank has launched there too.
         """
         return self._launched_positions.get(self._scoped(group))
 
     def follow(self, group: str, on_asked: OnAsked) -> None:
         """Sets the callback that answers when another member asks about a position.
 
-        Call it before the group's first collective: earlier questions are dropped. `on_asked` runs in a thread of this
-        client. It must be quick, must not raise, and must not wait for the server.
+        Call `follow` before the group's first collective: questions that arrive earlier are dropped. `on_asked` runs in
+        a thread of this client. It must be quick, must not raise, and must not wait for the server.
 
         Args:
             group: the group's name.
-            on_asked: `on_asked(position)` returns the collective that this rank has launched there, or None if it has
-                not reached that position. After None this rank must call `agree` there before it launches.
+            on_asked: `on_asked(position)` returns the collective that this rank has launched at that position, or None
+                if it has launched none there yet. After None this rank must call `agree` there before it launches.
 
         Raises:
             InvalidArgument: the group has a callback already.
@@ -345,7 +346,7 @@ class RendezvousClient:
         self._connection.follow(self._scoped(group), on_asked)
 
     def unfollow(self, group: str) -> None:
-        """Removes the callback of `follow`; a running call goes on. Idempotent."""
+        """Removes the callback of `follow`; a call of it that is running goes on. Idempotent."""
         self._connection.unfollow(self._scoped(group))
 
     # Reports of a launcher about its ranks, on a server of launchers.
@@ -353,7 +354,7 @@ class RendezvousClient:
     def begin_start(self, start: str, world_size: int) -> None:
         """Begins a start of the ranks. Every launcher must call it, with the same arguments, before it starts ranks.
 
-        The ranks join with the start's name. The server closes the connections of the start before.
+        The ranks join with the start's name. The server closes the connections of the previous start.
 
         Args:
             start: the start's name, at most 64 bytes; not used before.
@@ -362,7 +363,7 @@ class RendezvousClient:
         self._ask_at_once("begin_start", FrameType.BEGIN_START, start, world_size)
 
     def note_start(self, rank: int, pid: int) -> None:
-        """Records a rank's process on this machine. If it is stopped before it joins, the waiting ranks get an error.
+        """Records a rank's process on this machine. Waiting ranks get an error if it is paused before it joins.
 
         Args:
             rank: the rank's number.
@@ -375,23 +376,23 @@ class RendezvousClient:
 
         Args:
             rank: the rank's number.
-            how: how it ended, in words, e.g. "ended with exit code 0".
+            how: how the process ended, in words, e.g. "ended with exit code 0".
         """
         self._post(FrameType.ENDED, rank, how)
 
     # Leaving.
 
     def announce_left(self, name: str, position: int) -> None:
-        """Reports that this rank has left a communicator after `position` collectives; never waits nor raises.
+        """Reports that this rank has left a communicator after `position` collectives; never waits and never raises.
 
-        Once all members have reported this, or have left the world, the server removes entries named `name` or
-        "name/...".
+        Once every member has reported this or left the world, the server removes its entries whose name is `name` or
+        begins with "name/".
         """
         with contextlib.suppress(ValueError):
             self._post(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))
 
     def left_ranks(self, name: str) -> dict[int, int]:
-        """Returns the world ranks that have left a communicator, each with the number of collectives it had begun."""
+        """Returns the world ranks that have left a communicator, each with the number of collectives begun before."""
         asked = self._ask_at_once(f"left_ranks {name!r}", FrameType.LEFT_RANKS, self._scoped(name), self._members)
         return dict(zip(*asked, strict=True))
 
@@ -399,7 +400,7 @@ class RendezvousClient:
         """Leaves the group, or the world. Idempotent. The generation goes on without this rank.
 
         A group's client does not wait. The world's client sends LEAVE, waits up to 1 s and closes the connection;
-        threads that wait in its requests, or in those of its groups, get CommunicatorClosed.
+        threads that wait in a request of the world or of one of its groups get CommunicatorClosed.
         """
         if self._world is None:
             self._connection.close()
@@ -417,7 +418,7 @@ class RendezvousClient:
         """Raises the failure of the generation, if it has failed; never waits. Every later call raises it again.
 
         Raises:
-            RankFailed: a rank of this generation died, was stopped or reported a failure.
+            RankFailed: a rank of this generation died, was paused (SIGSTOP) or reported a failure.
             CollectiveTimeout: a rank did not arrive at a collective in time.
             RendezvousError: the server is gone.
             CommunicatorClosed: this client was closed.
@@ -433,17 +434,17 @@ class RendezvousClient:
     ) -> None:
         """Sets the callbacks that describe this rank to the server and the other ranks.
 
-        They run in threads of this client. They must be quick and must not raise; the error of one that raises becomes
-        its report.
+        The callbacks run in threads of this client. They must be quick and must not raise; if `report` raises, the
+        error's text is sent as the report.
 
         Args:
             positions: returns the number of collectives that this rank has begun, for at most 16 groups. It runs at
                 every heartbeat, twice a second.
             report: returns the text on this rank for the other ranks' error; shortened to 16 KiB.
-            history: returns this rank's last collectives, by group: number, digest, description, and whether this rank
-                is still in it.
-            on_trouble: called with one line, after this rank has answered a status request, and once the generation
-                fails.
+            history: returns this rank's last collectives, by group; for each its number, digest, description, and
+                whether this rank is still in it.
+            on_trouble: called with one line of text after this rank has answered a status request, and when the
+                generation fails.
         """
         self._connection.describe_with(positions, report, history, on_trouble)
 
@@ -458,9 +459,9 @@ class RendezvousClient:
             group: the group's name, as in the positions of `describe_with`.
             position: the number of the collective in the group, counted from 1.
             what: the collective in words, with its number, e.g. "all_reduce #57".
-            waited_seconds: how long this rank has waited there.
-            missing: the world ranks that it waits for; None if it does not know them: then the ranks that have begun
-                fewer collectives.
+            waited_seconds: how long this rank has waited in it.
+            missing: the world ranks that it waits for. None if it does not know them: the server then names the ranks
+                that have begun fewer collectives.
         """
         with contextlib.suppress(GradsyncError):
             self._connection.raise_failure()
@@ -473,12 +474,12 @@ class RendezvousClient:
         """Fails the generation because a collective has reached its deadline, and raises that failure.
 
         The server asks every rank for its status, for at most half a second. Then every rank, also a missing one, gets
-        the same error, in this call or its next one. Arguments as for `report_waiting`.
+        the same error, in this call or its next one. The arguments are those of `report_waiting`.
 
         Raises:
             CollectiveTimeout: `missing_ranks` has the ranks that did not arrive; the text has every rank's report. If
                 the server does not answer within a second, the error has only this rank's view.
-            RankFailed: a rank turned out to be dead or stopped, or the generation has failed before.
+            RankFailed: a rank was found dead or paused (SIGSTOP), or the generation has failed before.
             RendezvousError: the server is gone.
             CommunicatorClosed: this client was closed.
         """
@@ -492,7 +493,7 @@ class RendezvousClient:
 
         Args:
             reason: the text of the failure; shortened to 4 KiB.
-            culprit: the world rank that caused this rank's failure, which RankFailed then names.
+            culprit: the world rank that caused this rank's failure; RankFailed then names the culprit instead.
         """
         self._connection.report_failure(reason, culprit)
 

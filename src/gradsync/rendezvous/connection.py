@@ -1,17 +1,17 @@
 """A rank's connection to the rendezvous server: it dials, then one daemon thread reads until the end.
 
-Used by `client`. Rules, each with a test:
+`client` uses it. These rules hold, and each has a test:
 
 - Only one thread reads. Each thread that sends a request waits for the answer on a lock of its own. It never waits on a
-  Condition or an Event: their inner lock stays held if Ctrl-C arrives as the wait begins.
+  Condition or an Event, whose inner lock would stay held if Ctrl-C arrived as the wait begins.
 - A send never blocks. Bytes that do not fit the socket's buffer are written later, by the thread that waits for the
   answer or by the reader. So no blocked send can delay the heartbeats, which the reader sends.
-- Questions of other ranks are answered by a second thread, made for them: a callback that blocks, or writes a long
-  dump, delays neither answers nor heartbeats.
-- A process that misses its own timer was stopped itself, and calls no peer silent.
+- A second thread answers the questions of other ranks, so that a callback that blocks, or writes a long dump, delays
+  neither answers to this rank's requests nor heartbeats.
+- A process whose own timer fires late was paused itself (SIGSTOP, for example), so it does not call its peer silent.
 - After a fork the child closes its copy of the descriptor, replaces the locks and acquires none.
-- The reader is a daemon thread, and holds no reference to the connection while it waits. So a client without
-  references is closed, and LEAVE can be sent at exit, while daemon threads still run.
+- The reader is a daemon thread, and holds no reference to the connection while it waits. So a client that
+  nobody refers to any more is closed, and LEAVE can be sent at exit, while daemon threads still run.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from gradsync.rendezvous.wire import MAX_FRAME_BYTES, UNFINISHED, FrameError, Fr
 #: The longest wait for an answer that the server gives at once, e.g. to a CANCEL.
 ANSWER_SECONDS = 2.0
 AT_ONCE_SECONDS = 30.0  # the deadline of requests that do not wait for other ranks
-_FAILURE_WITHIN_SECONDS = 1.0  # after this rank has reported a stuck collective
+_FAILURE_WITHIN_SECONDS = 1.0  # the longest wait for the failure after this rank has reported a stuck collective
 _LEAVE_SECONDS = 1.0
 _POLL_SECONDS = 0.25  # a poll does not notice when the program closes our descriptor, so each poll is short
 _THREAD_END_SECONDS = 0.2
@@ -91,7 +91,7 @@ _FIRST_BACKOFF_SECONDS = 0.005
 _LAST_BACKOFF_SECONDS = 0.5
 
 OnAsked = Callable[[int], "LaunchedEvent | None"]
-#: A rank's last collectives, by group: number, digest, description, and whether the rank is still in it.
+#: A rank's last collectives, by group; for each its number, digest, description, and whether the rank is still in it.
 Calls = Mapping[str, Sequence[tuple[int, int, str, bool]]]
 
 _log = logging.getLogger("gradsync.rendezvous")
@@ -105,7 +105,7 @@ def check_timeout(timeout_seconds: float) -> float:
     """Returns the timeout, in seconds.
 
     Raises:
-        InvalidArgument: it is not a finite number from 0.
+        InvalidArgument: the timeout is not a finite number from 0.
     """
     valid = isinstance(timeout_seconds, (int, float)) and 0 <= timeout_seconds <= _MAX_TIMEOUT_SECONDS
     if not valid:  # NaN and infinity fail the comparison too
@@ -120,11 +120,11 @@ class _Pending:
 
     def __init__(self, arriving: tuple[list[object], object] | None = None) -> None:
         self.arriving = arriving  # a list, and the item to append to it when a decision arrives
-        self.sequence = 0  # set when it is sent
+        self.sequence = 0  # set when the request is sent
         self.is_over = threading.Lock()
         self.is_over.acquire()
         self.answer: Message | None = None
-        self.values: list[bytes] = []  # the parts of an answer in several frames
+        self.values: list[bytes] = []  # the parts so far of an answer that comes in several frames
 
 
 class Connection:
@@ -136,15 +136,16 @@ class Connection:
         stream: the connected, non-blocking socket.
         session: seals and opens the messages.
         reader: holds bytes that arrived right after the handshake.
-        unsent: the end of the handshake, sent with the first message.
+        unsent: the last bytes of the handshake, which are sent together with the first message.
         server: the server's process.
         address: the server's address, for messages.
         label: this rank in messages, e.g. "rank 1/4".
 
     Attributes:
-        address, label: as given.
-        own_host: the address of this end.
-        failure: the error that every request raises from now on, or None. The first failure stays; close() replaces it.
+        address, label: the arguments.
+        own_host: this machine's own address on the connection.
+        failure: the error that every request raises from now on, or None. The first failure stays until close()
+            replaces it.
         is_accepted: whether the server has accepted this rank's join.
         beat_at: when the next heartbeat is due, in monotonic seconds.
     """
@@ -161,7 +162,7 @@ class Connection:
     ) -> None:
         self.address = address
         self.label = label
-        self.own_host = str((stream.getsockname() or ("",))[0])  # "" of a socket pair
+        self.own_host = str((stream.getsockname() or ("",))[0])  # "" for a socket pair
         self.failure: GradsyncError | None = None
         self.is_accepted = False
         self._server = server
@@ -169,7 +170,7 @@ class Connection:
         self._stream = stream
         self._session = session
         self._reader = reader
-        self._sending = threading.Lock()  # held for a seal and a send that does not block; only acquired by `with`
+        self._sending = threading.Lock()  # held to seal and send a message, without blocking; only `with` acquires it
         self._unsent = bytearray(unsent)
         self._writable = select.poll()
         self._writable.register(stream, select.POLLOUT)
@@ -180,7 +181,7 @@ class Connection:
         self._pid = os.getpid()
         self._has_ended = False  # whether the stream has ended
         self._thread: threading.Thread | None = None
-        # Heartbeats; used by the reader only.
+        # Heartbeats; only the reader uses these.
         self._interval_seconds = math.inf
         self.beat_at = math.inf
         self._server_peer = Peer(time.monotonic())
@@ -208,14 +209,14 @@ class Connection:
     ) -> Any:
         """Sends a request, waits, and returns its result.
 
-        At the deadline it sends CANCEL, and the answer names the missing ranks.
+        At the deadline it sends CANCEL; the server's answer names the missing ranks.
 
         Args:
             operation: the request's name in messages.
             timeout_seconds: the caller's deadline.
-            frame_type, fields: the request.
-            then: another message to send right after it: its type, then its fields.
-            shown_seconds: the timeout to name in messages, if it is not `timeout_seconds`.
+            frame_type, fields: the type and the fields of the request.
+            then: the type and the fields of another message to send right after the request.
+            shown_seconds: the timeout to name in error texts, if it is not `timeout_seconds`.
             arriving: see RendezvousClient.agree.
 
         Raises:
@@ -228,20 +229,20 @@ class Connection:
         self.raise_failure()
         try:
             self._send(frame_type, fields, then, pending)
-            self.raise_failure()  # a failure that came before the request was registered has not ended its wait
+            self.raise_failure()  # a failure from before the request was registered does not end the wait below
             if not self._wait(pending, deadline):
                 self.post(FrameType.CANCEL, pending.sequence)
                 self._wait(pending, time.monotonic() + ANSWER_SECONDS)
         except FieldError as error:
             raise InvalidArgument(f"{self.label}: {operation}: {error}") from None
         except StreamEnded as error:
-            # The reader notices this too, after it has read the server's last messages.
+            # The reader notices the lost server too, after it has read the server's last messages.
             if not pending.is_over.acquire(timeout=ANSWER_SECONDS):
                 self._lose(error)
         except GradsyncError:
             raise
         except BaseException as error:  # e.g. KeyboardInterrupt: the server must not count this rank as waiting
-            if frame_type in (FrameType.JOIN, FrameType.JOIN_START):  # the others get the reason, and do not wait
+            if frame_type in (FrameType.JOIN, FrameType.JOIN_START):  # tell the others why, so that they do not wait
                 self.report_failure(describe(error), None)
             elif pending.sequence:
                 with contextlib.suppress(RendezvousError):
@@ -267,7 +268,7 @@ class Connection:
         self._send(frame_type, fields)
 
     def has_failed(self) -> bool:
-        """Whether the generation has failed, or this rank has reported a failure. Takes about 0.1 us."""
+        """Returns whether the generation has failed, or this rank has reported a failure. Takes about 0.1 us."""
         return self.failure is not None or self._has_reported
 
     def raise_failure(self) -> None:
@@ -314,7 +315,7 @@ class Connection:
         *,
         is_over: bool,
     ) -> None:
-        """Sends a STUCK message: this rank waits in a collective, or its deadline there is over; never waits."""
+        """Sends a STUCK message: this rank waits in a collective, or has waited to the deadline. Never waits itself."""
         waited_ms = max(0, math.ceil(waited_seconds * 1000.0))
         what = clip_text(what, MAX_WHAT_BYTES)
         if len(ranks or ()) + len(missing or ()) > _MAX_LISTED_RANKS:  # both lists might not fit one frame
@@ -337,10 +338,10 @@ class Connection:
         with self._sending:
             self._has_asked = True
             sequence = self._session.next_send_sequence
-            if pending is not None:  # before the send, because the answer may arrive at once
+            if pending is not None:  # registered before the send, because the answer may arrive at once
                 pending.sequence, self._pending[sequence] = sequence, pending
             try:
-                # Sealed and added in one statement: a Ctrl-C in between would lose a sequence.
+                # Sealed and added in one statement: a Ctrl-C between two statements would lose a sequence number.
                 self._unsent += self._session.seal(frame_type, *fields)
                 if then:
                     self._unsent += self._session.seal(*then)
@@ -438,7 +439,7 @@ class Connection:
             _log.warning("%s: %s responds again", self.label, self._server_name())
 
     def _take(self, message: Message) -> None:
-        """Passes a message to its request, or to the thread for pushes; never waits, and calls no callback."""
+        """Passes an answer to its request, and a push to the answering thread; never waits, and calls no callback."""
         kind = message.type
         if kind is FrameType.PULSE:
             return
@@ -447,7 +448,7 @@ class Connection:
         elif kind is FrameType.FAILED and message.fields[0] == TO_GENERATION:
             if self.failure is None:
                 self._fail(failure_of(message, self.label))
-                if not self._has_reported:  # a rank that has reported the failure knows it already
+                if not self._has_reported:  # otherwise this rank has reported the failure, and knows it
                     self._push(message)
         elif kind in (FrameType.ASKED, FrameType.STATUS_REQUEST, FrameType.LOOK):
             self._push(message)
@@ -472,7 +473,7 @@ class Connection:
     def _fail(self, failure: GradsyncError) -> None:
         """Sets `failure`, unless there is one, then ends all requests.
 
-        In this order, so that a request that is registered later finds the failure, see `ask`.
+        `failure` is set first, so that a request that is registered later finds it, see `ask`.
         """
         if self.failure is None:
             self.failure = failure
@@ -487,16 +488,16 @@ class Connection:
         self._fail(
             RendezvousError(
                 f"{self.label}: the rendezvous server at {self.address} is gone ({error}); "
-                "it was stopped or killed, or the network failed"
+                "it ended or was killed, or the network failed"
             )
         )
 
     def _beat(self, now: float, *, was_late: bool) -> None:
-        """Sends a heartbeat, and looks at the server when it has been silent."""
+        """Sends a heartbeat when one is due, and looks at the server if that has been silent."""
         if not self._has_asked or self.failure is not None:  # the server expects no heartbeat
             self._server_peer.reset(now)
             return
-        if self._sending.acquire(False):  # otherwise another thread is sending, which is a sign of life too
+        if self._sending.acquire(False):  # if another thread is sending now, that is a sign of life too
             try:
                 if not self._unsent:
                     self._unsent += self._session.seal(FrameType.HEARTBEAT, self._progress())
@@ -548,16 +549,16 @@ class Connection:
             raise InvalidArgument(f"{self.label}: group {group!r} is followed already; unfollow it first")
 
     def unfollow(self, group: str) -> None:
-        """Removes the callback; a running call goes on. Idempotent."""
+        """Removes the callback; a call of it that is running goes on. Idempotent."""
         self._on_asked.pop(group, None)
 
     def _push(self, message: Message) -> None:
-        """Queues a push for the answering thread, which lives while there are any."""
+        """Queues a push for the answering thread, which ends when the queue is empty."""
         self._pushes.append(message)
         if self._answering is None:
             thread = threading.Thread(target=self._answer_pushes, name="gradsync-answers", daemon=True)
             self._answering = thread
-            with contextlib.suppress(RuntimeError):  # the interpreter is ending: no answer is needed any more
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending, so no answer is needed any more
                 thread.start()
 
     def _answer_pushes(self) -> None:
@@ -599,7 +600,7 @@ class Connection:
         """Sends this rank's status to the server."""
         try:
             self.post(FrameType.STATUS, inquiry, self._status(), self._report_text())
-        except FieldError:  # the history cannot be sent: report without it
+        except FieldError:  # the history cannot be sent: send the report without it
             progress: dict[str, tuple[int, Sequence[Any]]] = {
                 group: (begun, ()) for group, begun in self._progress().items()
             }
@@ -615,11 +616,11 @@ class Connection:
         try:
             positions = islice(self._positions().items(), MAX_STATUS_GROUPS)
             return {clip_text(group, MAX_GROUP_BYTES): min(max(int(begun), 0), 2**63 - 1) for group, begun in positions}
-        except Exception:  # the report shows that the positions are missing
+        except Exception:  # the ranks' report shows that the positions are missing
             return {}
 
     def _status(self) -> dict[str, tuple[int, Sequence[Any]]]:
-        """Returns the number of collectives that this rank has begun in each group, and the last ones."""
+        """Returns the number of collectives that this rank has begun in each group, and the last of them."""
         status: dict[str, tuple[int, Sequence[Any]]] = {group: (begun, ()) for group, begun in self._progress().items()}
         with contextlib.suppress(Exception):
             history = self._history()
@@ -647,7 +648,8 @@ class Connection:
         self.failure = self._closed_error()
         self._fail(self.failure)
         try:
-            # A rank that has lost the server has failed: a LEAVE that still arrived would hide that from the others.
+            # This rank has failed if it has lost the server: a LEAVE that still arrived would hide that from the
+            # others.
             if not isinstance(failure, RendezvousError) and self._thread is not None:
                 self._send_leave()
         finally:
@@ -669,7 +671,7 @@ class Connection:
 
     def shut_down(self) -> None:
         """Ends the stream in both directions; wakes the reader."""
-        with contextlib.suppress(OSError):  # the server has ended it already
+        with contextlib.suppress(OSError):  # the server has ended the stream already
             self._stream.shutdown(socket.SHUT_RDWR)
 
     def _send_leave(self) -> None:
@@ -696,7 +698,7 @@ class Connection:
         return CommunicatorClosed(f"{self.label}: this rendezvous client is closed; connect again to join again")
 
     def close_copy(self) -> None:
-        """Closes the child's copy after a fork, without I/O and without the lock, whose owner may be in the parent."""
+        """Closes the child's copy after a fork, without I/O and without the lock, which may never be free there."""
         self._is_closed = True
         self.failure = CommunicatorClosed(f"{self.label}: this rendezvous client belongs to the process that made it")
         self._sending = threading.Lock()
@@ -759,11 +761,12 @@ def failure_of(message: Message, label: str, operation: str = "") -> GradsyncErr
     Args:
         message: of the type FAILED.
         label: this rank in messages, e.g. "rank 1/4".
-        operation: the request that it answers, ending in ": "; "" for a whole generation.
+        operation: the name of the request that the message answers, with ": " at its end; "" if the message is about
+            the whole generation.
     """
     _, kind, rank, phase, missing, text = message.fields
-    if kind == STUCK:  # without the operation: this rank's own request has nothing to do with the stuck collective
-        ordered = tuple(sorted(missing, key=lambda each: (each != rank, each)))  # the rank that caused it comes first
+    if kind == STUCK:  # the operation is left out: this rank's own request has nothing to do with the stuck collective
+        ordered = tuple(sorted(missing, key=lambda each: (each != rank, each)))  # the rank that caused it first
         return CollectiveTimeout(f"{label}: {text}", missing_ranks=ordered)
     return RankFailed(f"{label}: {operation}{text}", rank=rank, phase=phase, was_silent=kind == SILENCE)
 
@@ -803,7 +806,7 @@ def dial(address: str, *, secret: bytes, deadline: float, label: str, generation
         address: "host:port" or "[IPv6]:port".
         secret: the run's secret.
         deadline: monotonic seconds.
-        label: the caller in messages, e.g. "rank 1/4".
+        label: the caller's name in messages, e.g. "rank 1/4".
         generation: the generation to join; 0 is the one that forms next.
 
     Raises:
@@ -836,7 +839,7 @@ def dial(address: str, *, secret: bytes, deadline: float, label: str, generation
                     f"{label}: {address} accepts connections but ends each before a handshake ({cause}): "
                     "another service or run holds this port"
                 )
-        # Jitter: ranks that started together should not connect together.
+        # Jitter, so that ranks that started together do not connect together.
         pause = backoff_seconds * (0.5 + os.urandom(1)[0] / 512)
         if time.monotonic() + pause >= deadline:
             raise RendezvousTimeout(
@@ -852,7 +855,7 @@ def _connect(address: str, deadline: float) -> socket.socket:
     host, port = parse_address(address)
     targets = look_up(host, port)
     while True:
-        # An address that never answers leaves time for the other addresses of the name.
+        # Each address gets its share of the time, so that one that never answers leaves time for the others.
         timeout_seconds = max((deadline - time.monotonic()) / len(targets), 0.001)
         family, kind, protocol, _, target = targets.pop(0)
         try:
@@ -879,7 +882,7 @@ def _connect_to(stream: socket.socket, target: Any, timeout_seconds: float) -> s
 def _try_handshake(
     stream: socket.socket, address: str, secret: bytes, deadline: float, label: str, generation: int
 ) -> Connection | str:
-    """Returns the authenticated connection, or the cause of a failure that a retry may mend."""
+    """Returns the authenticated connection, or the cause of a failure after which a retry may succeed."""
     try:
         session, reader, proof, server = _shake_hands(
             stream, secret, generation, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
@@ -910,8 +913,8 @@ def _shake_hands(
     """Runs the handshake.
 
     Returns:
-        The session, the reader with bytes that arrived after the handshake, the proof, which is sent with the first
-        message, and the server's process.
+        The session; the reader, with the bytes that arrived after the handshake; the PROOF, which is to be sent
+        together with the first message; and the server's process.
     """
     handshake = ClientHandshake(secret, os.urandom(RANDOM_BYTES), generation)
     reader, unsent, waiter = FrameReader(), handshake.hello(), select.poll()

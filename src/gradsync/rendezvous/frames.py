@@ -15,15 +15,15 @@ from gradsync.rendezvous.liveness import ProcessState
 
 PROTOCOL_VERSION = 9
 
-MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key beside it
+MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key
 MAX_EXCHANGED_BYTES = 512 * 1024  # all members' values together: each member receives all of them
 MAX_NAME_BYTES = 1024
-MAX_GROUP_BYTES = MAX_NAME_BYTES - 64  # the name of a group that agrees becomes part of its events' keys
+MAX_GROUP_BYTES = MAX_NAME_BYTES - 64  # `event_key` adds the position and the rank to the group's name
 MAX_EVENT_BYTES = 48 * 1024
 MAX_PHASE_BYTES = 16
 MAX_REASON_BYTES = 4096
 MAX_TEXT_BYTES = 8192
-MAX_FAILURE_BYTES = 48 * 1024  # a stuck collective is reported with the stacks of the ranks
+MAX_FAILURE_BYTES = 48 * 1024  # the report of a stuck collective holds the stacks of the ranks
 MAX_REPORT_BYTES = 16 * 1024
 MAX_WHAT_BYTES = 1024
 MAX_MACHINE_BYTES = 256
@@ -38,15 +38,15 @@ OF_MESSAGES = 0  # instead of a collective's number, which starts at 1: the rank
 TO_GENERATION = 0  # instead of a request's sequence: a push to all members
 THE_WORLD = ""  # as the name in LEAVE: the rank leaves the generation
 NEXT_GENERATION = 0  # in JOIN: the generation that forms next
-INVALID = 0  # kinds of refusal: the caller's mistake ...
-REFUSED = 1  # ... or a state of the run that forbids the request
-DEATH = 0  # kinds of failure: a rank died, failed or left ...
-STUCK = 1  # ... or did not arrive at a collective in time ...
-SILENCE = 2  # ... or is silent, and its process is stopped, gone or unreachable
+INVALID = 0  # a kind of refusal: the caller made a mistake
+REFUSED = 1  # a kind of refusal: the state of the run forbids the request
+DEATH = 0  # a kind of failure: a rank died, failed or left
+STUCK = 1  # a kind of failure: a rank did not arrive at a collective in time
+SILENCE = 2  # a kind of failure: a rank is silent, and its process is paused (SIGSTOP), gone or unreachable
 
 
 class FieldError(ValueError):
-    """A message's field does not fit its schema. The text names the field, the need and the value."""
+    """A message's field does not fit its schema. The text names the field, the allowed values, and the given value."""
 
 
 class FrameType(enum.IntEnum):
@@ -100,7 +100,7 @@ class FrameType(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a message: its name, its need in words, and its check."""
+    """One field of a message: its name, its allowed values in words, and the function that checks a value."""
 
     name: str
     needed: str
@@ -206,7 +206,7 @@ _DIGEST = _integer("digest", 0, 2**64 - 1)
 _PROGRESS = Field("progress", f"at most {MAX_STATUS_GROUPS} groups with the collectives begun in each", _is_progress)
 _INQUIRY = _integer("inquiry", 0, 2**63 - 1)
 _VALUE = Field("value", f"bytes of length 0 to {MAX_VALUE_BYTES}", _is_value)
-# Number, digest, the call in words, and whether the rank is still in it.
+# The fields of a call: number, digest, the call in words, and whether the rank is still in it.
 _CALL = (_POSITION, _DIGEST, _text("call", MAX_CALL_BYTES), _flag("runs"))
 _STATUS = Field(
     "status",
@@ -215,8 +215,8 @@ _STATUS = Field(
 )
 _MACHINE = _text("machine", MAX_MACHINE_BYTES)
 _PID = _integer("pid", 0, 2**31)
-# JOIN has the same form in every protocol version, because the server compares versions here first. Up to version 6
-# its last field was a deadline.
+# JOIN has the same form in every protocol version, because the server first compares the versions here. Up to
+# version 6 the last field was a deadline.
 _JOIN = (
     _integer("protocol version", 0, 2**31),
     _integer("rank", 0, 2**31),
@@ -306,7 +306,7 @@ class LaunchedEvent(NamedTuple):
     """The collective that a rank has launched at a position.
 
     Attributes:
-        digest: of the collective, an unsigned integer of 64 bits.
+        digest: the digest of the collective, an unsigned integer of 64 bits.
         description: the collective in words, for the other ranks' error; shortened to 48 KiB.
     """
 
@@ -327,7 +327,7 @@ def is_under(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}/")
 
 
-@dataclass(slots=True)  # not frozen: one is made for every frame, and freezing triples the cost
+@dataclass(slots=True)  # not frozen: every frame makes one, and a frozen object takes three times as long to make
 class Message:
     """One authenticated message, never changed. The repr leaves out the fields, which may hold a secret id."""
 
@@ -367,8 +367,8 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
-# Events go into the server's core and actions come out, both as plain data. The server makes events from sockets and
-# the clock, and carries out the actions.
+# Events go into the server's core, and actions come out of it. Both are plain data. The server makes events from
+# sockets and the clock, and carries out the actions.
 
 
 @dataclass(slots=True)  # not frozen, nor is Send: see Message
@@ -381,7 +381,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A connection ended; `cause` gives the reason in words."""
+    """A connection has ended; `cause` is the reason in words."""
 
     connection: int
     cause: str
@@ -413,12 +413,12 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: the core does its due work."""
+    """Time has passed; the core does the work that is due."""
 
 
 @dataclass(slots=True)
 class Send:
-    """Send this message. The repr leaves out the fields, which may hold a secret id."""
+    """Asks the server to send this message. The repr leaves out the fields, which may hold a secret id."""
 
     connection: int
     type: FrameType
@@ -427,17 +427,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close this connection once everything sent to it has been written."""
+    """Asks the server to close this connection once everything sent to it has been written."""
 
     connection: int
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Look at this peer's process and connection, and answer with Looked at once.
+    """Asks the server to look at this peer's process and connection, and to answer with Looked at once.
 
     Attributes:
-        peer: the connection's number; for a process that has not joined, its `liveness.process_key`.
+        peer: the number of the connection, or the `liveness.process_key` of a process that has not joined.
         pid: the process id on the server's machine; None on another machine.
     """
 
@@ -447,14 +447,14 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class MakeRoom:
-    """Make room for the connections of `ranks` ranks, in addition to the launchers'."""
+    """Asks the server to make room for the connections of `ranks` ranks, in addition to those of the launchers."""
 
     ranks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Write this text to the log."""
+    """Asks the server to write this text to the log."""
 
     text: str
 

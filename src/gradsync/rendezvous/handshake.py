@@ -1,7 +1,7 @@
 """The handshake: both sides prove that they know the run's secret, and derive the keys of their session.
 
-Used by the connections of both ends, on top of `wire`. The two classes are state machines without I/O: they take
-nonces and frames, and return bytes.
+The connections of both ends use it; it uses `wire`. The two classes are state machines without I/O: they take nonces
+and frames, and return bytes.
 
     client                                  server
     HELLO     magic, generation and client nonce ->
@@ -10,15 +10,16 @@ nonces and frames, and return bytes.
     PROOF     MAC: the client's proof ->
     JOIN ... (session keys)          <->
 
-The server gives its proof first. So a client never proves itself to an unknown server, and a client with a wrong secret
-notices that by itself. Each proof covers all bytes exchanged so far and the label of its direction, so no frame can be
-reflected, replayed or spliced. Bodies have a fixed binary layout: no decoder runs before authentication.
+The server gives its proof first. So a client sends no proof to a server that does not know the secret, and a client
+with a wrong secret notices that by itself. Each proof covers all bytes exchanged so far and the label of its direction,
+so no frame can be reflected, replayed or spliced. Bodies have a fixed binary layout: no decoder runs before
+authentication.
 
 The first 8 bytes of the client's nonce are the number of the generation to join, which JOIN repeats. So the keys of a
 session hold for one run and one generation, and the server refuses a rank of another generation.
 
 The CHALLENGE identifies the server's process (a digest of its machine's identity, and its pid), so that a client can
-check whether a silent server was stopped.
+check whether a silent server is paused (SIGSTOP).
 
 Source: the mutual challenge and response of ISO/IEC 9798-4 (three passes), with HMAC-SHA256.
 """
@@ -56,7 +57,7 @@ class ServerProcess(NamedTuple):
 
     Attributes:
         machine: a digest of the server's `machine_identity`; zeros if unknown.
-        pid: its process id on that machine.
+        pid: the server's process id on that machine.
     """
 
     machine: bytes = bytes(8)
@@ -79,7 +80,7 @@ def check_secret(secret: bytes) -> bytes:
     """Returns the secret as bytes.
 
     Raises:
-        InvalidArgument: the secret is not bytes, or has fewer than 16.
+        InvalidArgument: the secret is not of type bytes, or is shorter than 16 bytes.
     """
     if not isinstance(secret, (bytes, bytearray)) or len(secret) < MIN_SECRET_BYTES:
         size = f"{len(secret)} bytes" if isinstance(secret, (bytes, bytearray)) else type(secret).__name__
@@ -118,12 +119,13 @@ class ServerHandshake:
 
     Args:
         secret: the run's secret.
-        run_id: the run's name; part of every MAC of the session.
+        run_id: the run's name. The session's keys depend on it.
         nonce: 32 new random bytes.
         process: the server's process.
 
     Attributes:
-        generation: the generation that the client wants to join; unverified until the session has opened a message.
+        generation: the generation that the client wants to join. It is unverified until the session has opened a
+            message.
     """
 
     def __init__(self, secret: bytes, run_id: str, nonce: bytes, process: ServerProcess = _UNKNOWN) -> None:

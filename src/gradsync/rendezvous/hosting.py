@@ -10,9 +10,9 @@
 | srun, on several machines | rank 0, at the step's first host; port by the step's number | GRADSYNC_SECRET_FILE |
 | mpiexec or srun, with mpi4py | rank 0, at a free port; it sends the address over MPI | sent over MPI |
 
-A file that rank 0 makes is in the user's runtime directory (`secret_files.py`), and only until all ranks have joined: a
+Rank 0 makes its file in the user's runtime directory (`secret_files.py`), and removes it when all ranks have joined: a
 rank of the next run must not find it. The last three rows apply if MASTER_ADDR and MASTER_PORT are not set. The last
-row applies for backend "mpi", and on several machines if no other row does.
+row applies for backend "mpi", and on several machines if no other row applies.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 _LOOPBACK = "127.0.0.1"
 _MAX_SHARED_ADDRESSES = 8
-_ANY_PORT = 9  # no data is sent to it
+_ANY_PORT = 9  # no data is sent to this port
 
-#: An all-gather of short texts without the rendezvous (over MPI): takes this rank's text and a deadline in monotonic
+#: An all-gather of short texts over MPI, without the rendezvous. It takes this rank's text and a deadline in monotonic
 #: seconds, and returns every rank's text, by rank.
 Share = Callable[[bytes, float], list[bytes]]
 
 
 class MeetingPoint(NamedTuple):
-    """The meeting point of a world's ranks, which each of them derives by itself.
+    """The meeting point of a world's ranks. Each rank derives it by itself.
 
     Attributes:
         address: host:port; None if rank 0 chooses a free port.
@@ -60,15 +60,15 @@ class MeetingPoint(NamedTuple):
 
 @dataclass
 class Meeting:
-    """A rendezvous that this process has joined, kept for the next `join`.
+    """A rendezvous that this process has joined, kept so that the next `join` can use it again.
 
     Attributes:
         point: the meeting point.
         world_size: the number of ranks.
         endpoint: the server's address, and the run's secret.
         server: the server, if this rank hosts it.
-        path: the secret file for the other ranks, while it exists.
-        is_closed: whether it cannot be used again.
+        path: the secret file for the other ranks, while the file exists.
+        is_closed: whether this meeting cannot be used again.
     """
 
     point: MeetingPoint
@@ -82,11 +82,11 @@ class Meeting:
         """Removes the secret file for the other ranks."""
         path, self.path = self.path, None
         if path is not None:
-            with contextlib.suppress(OSError):  # the server must stop in any case
+            with contextlib.suppress(OSError):  # the server must be closed in any case
                 os.unlink(path)
 
     def close(self, *, wait_seconds: float) -> None:
-        """Stops hosting, after at most `wait_seconds` for the other ranks to leave."""
+        """Closes the server, after waiting at most `wait_seconds` for the other ranks to leave."""
         self.is_closed = True
         self.withdraw()  # first: once the port is free, a later run may write its own file there
         if self.server is not None:
@@ -97,7 +97,8 @@ class Meeting:
 def is_sent_over_mpi(place: RankEnvironment, address: str | None, backend: str) -> bool:
     """Whether rank 0 sends the address and the secret over MPI, if mpi4py is installed.
 
-    It does if no address is given, and either backend "mpi" is wanted or the launcher's variables give no other way.
+    Rank 0 does so if no address is given, and either backend "mpi" is wanted or the launcher's variables give no other
+    way to find the server and its secret.
 
     Args:
         place: this rank's environment.
@@ -123,23 +124,23 @@ def join(
     *,
     share: Share | None = None,
 ) -> tuple[RendezvousClient, Meeting]:
-    """Joins the other ranks at the rendezvous; hosts the server if that is this rank's part.
+    """Joins the other ranks at the rendezvous; hosts the server if this rank is the one to host it.
 
     Args:
         place: this rank's environment.
-        address: host:port from the caller; None takes the environment's.
-        timeout_seconds: the deadline for all of it.
+        address: host:port from the caller; None takes the address from the environment.
+        timeout_seconds: one deadline for the whole call.
         kept: this process's last meeting; used again if it fits, else closed.
-        share: sends rank 0's address and secret to the others over MPI; None if they are known without. All ranks must
-            agree whether it is None.
+        share: sends rank 0's address and secret to the other ranks over MPI; None if these know both without MPI. It
+            must be None on all ranks or on no rank.
 
     Returns:
         The joined client, and the meeting to keep for the next call.
 
     Raises:
         InvalidArgument: no address is known, or it is malformed.
-        AuthenticationError: there is no secret across hosts, or it is wrong.
-        BackendUnavailable: no machine of an MPI job reaches another one.
+        AuthenticationError: a run across hosts has no secret, or the secret is wrong.
+        BackendUnavailable: this machine has no route to any other machine of an MPI job.
         RendezvousTimeout: the server did not answer, or a rank did not join, before the deadline.
         RendezvousError: the server refused this rank, or the port is in use.
         RankFailed: a rank died while joining.
@@ -184,7 +185,7 @@ def join(
 
 @contextlib.contextmanager
 def _closing_at_failure(meeting: Meeting, kept: Meeting | None) -> Iterator[None]:
-    """Stops hosting if the block fails, unless the meeting was kept from an earlier call."""
+    """Closes the server if the block fails, unless the meeting was kept from an earlier call."""
     try:
         yield
     except BaseException:
@@ -214,13 +215,13 @@ def _meeting_point(place: RankEnvironment, address: str | None) -> MeetingPoint:
 
 
 def _is_here(point: MeetingPoint) -> bool:
-    """Whether only this machine can reach the server."""
+    """Returns whether only this machine can reach the server."""
     if point.address is None:
         return True
     host, _ = parse_address(point.address)
     if host == "localhost":
         return True
-    import ipaddress  # imported here, like others below, to keep the start of every rank short
+    import ipaddress  # imported here, like other modules below, to keep the start of every rank short
 
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -263,7 +264,7 @@ def _start_hosting(
 def _find(
     point: MeetingPoint, secret: bytes | None, place: RankEnvironment, kept: Meeting | None, deadline: float
 ) -> tuple[RendezvousClient, Meeting]:
-    """Joins the server in rank 0's secret file, or in the kept meeting: after a first join the file is gone."""
+    """Joins the server that rank 0's secret file names, or the kept meeting: after a first join the file is gone."""
     found = _wait_for_rank_0(point, None, place, deadline) if kept is None else kept.endpoint
     while True:
         endpoint = Endpoint(point.address or found.address, secret or found.secret)
@@ -272,7 +273,7 @@ def _find(
         except AuthenticationError:
             if secret is not None:
                 raise
-            # The file was an earlier run's; rank 0 of this run replaces it after binding the port.
+            # The file belongs to an earlier run; rank 0 of this run replaces it after binding the port.
             found = _wait_for_rank_0(point, found, place, deadline)
 
 
@@ -325,7 +326,7 @@ def _meet_over_mpi(
 def _own_host(place: RankEnvironment, share: Share, deadline: float) -> str:
     """Returns the address at which the other ranks reach this machine. Every rank must call it.
 
-    It is the address from which this machine sends to another machine of the job; loopback on a single machine.
+    It is the address from which this machine sends to another machine of the job; loopback if there is no other.
     """
     if place.local_world_size == place.world_size:
         return _LOOPBACK

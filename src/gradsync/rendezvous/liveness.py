@@ -1,8 +1,9 @@
 """Liveness: how long a process has been silent, whether it still runs, and whether it counts as lost.
 
-Used by both ends: the server's core keeps one `Peers` table, a client keeps one `Peer` for the server. Heartbeats go
-both ways. Silence alone proves nothing: a process in a long call that holds Python's lock (the GIL) is silent too. So a
-silent process is looked at. It is lost once two looks in a row find it stopped, gone or unreachable.
+Both ends use it: the server's core keeps one `Peers` table, a client keeps one `Peer` for the server. Heartbeats go
+both ways. Silence alone proves nothing: a process in a long call that holds Python's lock (the GIL) is silent too. So
+the other end looks at the silent process and its connection. The process is lost once two looks in a row find it
+stopped (by SIGSTOP, for example), gone or unreachable.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ _MANY_RANKS = 257
 _HEARTBEAT_SECONDS_OF_MANY = 1.25  # less than SILENT_AFTER_SECONDS, so that failures are found at the same time
 SILENT_AFTER_SECONDS = 1.5
 SLOW_AFTER_SECONDS = 5.0
-LATE_AFTER_SECONDS = 1.0  # a process that misses its own timer by this much was stopped itself
+LATE_AFTER_SECONDS = 1.0  # a process whose own timer fires this late was paused itself, by SIGSTOP for example
 LOOK_EVERY_SECONDS = 0.5
-# Reached at the third look, 2.5 s after the last heartbeat, so that the fourth look, at 3 s, decides. Not reached at
-# the second look, even if that look or the last acknowledgement is late by 0.2 s.
+# The third look, 2.5 s after the last heartbeat, reaches this limit, so that the fourth look, at 3 s, decides. The
+# second look does not reach it, even if that look or the last acknowledgement is late by 0.2 s.
 _UNREACHABLE_AFTER_MS = 2250
-# For a network cut in one direction only: the peer's retransmissions still arrive, and acknowledge nothing new.
-_UNREACHABLE_AFTER_RETRANSMITS = 3  # in a row: at least 1.4 s
+# This limit is for a network that is cut in one direction only: the peer's retransmissions still arrive, and
+# acknowledge nothing new.
+_UNREACHABLE_AFTER_RETRANSMITS = 3  # in a row, which takes at least 1.4 s
 # struct tcp_info: tcpi_retransmits, tcpi_unacked, tcpi_last_data_recv (new data only) and tcpi_last_ack_recv, the last
 # two in milliseconds. Source: include/uapi/linux/tcp.h.
 _TCP_INFO_BYTES = 64
@@ -33,7 +35,7 @@ _TCP_INFO = struct.Struct("=2xB21xI24xII4x")
 
 
 def heartbeat_seconds(world_size: int) -> float:
-    """Returns the interval between a rank's heartbeats; longer in large worlds, because one server gets them all."""
+    """Returns the interval between a rank's heartbeats; longer in large worlds, for the sake of the server."""
     return HEARTBEAT_SECONDS if world_size < _MANY_RANKS else _HEARTBEAT_SECONDS_OF_MANY
 
 
@@ -93,8 +95,8 @@ class Peer:
 
     Args:
         now: monotonic seconds.
-        is_connected: whether the process sends heartbeats. A process that has not joined sends none: it is looked at
-            all the time, and counts as alive while it runs.
+        is_connected: whether the process sends heartbeats. A process that has not joined sends none: every look is due
+            half a second after the one before, and the process is alive unless it is stopped (SIGSTOP).
 
     Attributes:
         last_seen_at: the time of the last sign of life, in monotonic seconds.
@@ -110,14 +112,14 @@ class Peer:
         self._is_reported = False
 
     def note_alive(self, now: float) -> bool:
-        """Notes a sign of life; returns whether it ends a silence that was reported as SLOW."""
+        """Records a sign of life; returns whether that ends a silence that was reported as SLOW."""
         self.last_seen_at = now
         self._is_suspect = False
         was_reported, self._is_reported = self._is_reported, False
         return was_reported
 
     def reset(self, now: float) -> None:
-        """Resets the silence timer, because this process itself was stopped and received nothing."""
+        """Resets the silence timer, because this process itself was paused and could receive nothing."""
         self.last_seen_at = now
         self._look_at = now if self._is_connected else now + LOOK_EVERY_SECONDS
         self._is_suspect = False
@@ -133,7 +135,7 @@ class Peer:
     def judge(self, now: float, state: ProcessState) -> Judgement:
         """Returns the judgement on a peer whose process was found in this state."""
         if not self._is_connected and state is not ProcessState.STOPPED:
-            self.note_alive(now)  # its launcher reports how it ended
+            self.note_alive(now)  # if the process has ended, its launcher reports how
             return Judgement.NONE
         if now < self.last_seen_at + SILENT_AFTER_SECONDS:
             return Judgement.NONE
@@ -147,7 +149,10 @@ class Peer:
 
 
 def process_key(rank: int) -> int:
-    """Returns the key of a process that has not joined: negative, unlike a connection's number. Its own inverse."""
+    """Returns the key of a process that has not joined: negative, unlike a connection's number.
+
+    Applied to the key, the function returns the rank again.
+    """
     return -1 - rank
 
 
@@ -156,7 +161,8 @@ class Peers:
 
     def __init__(self) -> None:
         self._peers: dict[int, Peer] = {}
-        # When to search the table next. A sign of life only moves a peer's own time later, so this is never too late.
+        # When to search the table next. It is never too late, because a sign of life only moves a peer's own time
+        # later.
         self._due_at: float | None = None
 
     def begin(self, key: int, now: float) -> None:
@@ -177,7 +183,7 @@ class Peers:
             self._set_due()
 
     def note_alive(self, key: int, now: float) -> bool:
-        """Notes a sign of life; returns whether it ends a silence that was reported as SLOW."""
+        """Records a sign of life; returns whether that ends a silence that was reported as SLOW."""
         peer = self._peers.get(key)
         return peer is not None and peer.note_alive(now)
 
@@ -186,11 +192,11 @@ class Peers:
         return now - self._peers[key].last_seen_at
 
     def next_deadline(self) -> float | None:
-        """Returns when `take_due` is to be called, or None."""
+        """Returns when to call `take_due`, in monotonic seconds, or None."""
         return self._due_at
 
     def reset_if_late(self, now: float) -> None:
-        """Resets all silence timers if this call is late: this process itself was stopped."""
+        """Resets all silence timers if this call is late, because then this process itself was paused."""
         if self._due_at is None or now - self._due_at <= LATE_AFTER_SECONDS:
             return
         for peer in self._peers.values():
@@ -217,7 +223,7 @@ class Peers:
 
 
 def look_at(pid: int | None, stream: socket.socket | None) -> ProcessState:
-    """Returns the state of a peer's process, as far as it can be seen from here; never waits.
+    """Returns the state of a peer's process, as far as this process can see it; never waits.
 
     Args:
         pid: the peer's process id; None if it runs on another machine.
@@ -240,7 +246,7 @@ def look_at_process(pid: int) -> ProcessState:
 
 
 def _exists(pid: int) -> bool:
-    """Whether the process exists: /proc may hide the processes of other users."""
+    """Returns whether the process exists. It asks the kernel, because /proc may hide the processes of other users."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,15 +1,16 @@
-"""The server's core: generations, their members, and a handler for each frame. (now, event) -> actions, without I/O.
+"""The server's core: generations, their members, and a handler for each frame.
 
-It has no sockets, no clock and no randomness, so tests and model checkers can drive it as `server` does. A connection
+Its one function takes the time and an event, and returns actions. It has no sockets, no clock and no randomness, so
+tests and model checkers can drive it as `server` does. A connection
 joins as one rank of the earliest generation that has not had that rank yet. A generation forms when all its ranks have
 joined and introduced their processes, and the generation before has ended. It ends when all its connections have ended.
 
-Three things fail a generation: a connection that ends without a LEAVE, a silent member that is found stopped or
-unreachable, and a member that does not arrive at a collective in time. Every member gets the failure at once, and again
-as the answer to every later request.
+Three things fail a generation: a connection that ends without a LEAVE, a silent member that is found stopped (SIGSTOP),
+gone or unreachable, and a member that does not arrive at a collective in time. Every member gets the failure at once,
+and again as the answer to every later request.
 
-After a failure the next generation can form from some of the ranks, if its members accept that (`min_ranks`): once all
-others are known to have ended, or when a waiting member has reached its deadline.
+After a failure the next generation can form from some of the ranks, if its members accept that (`min_ranks`). It then
+forms once all other ranks are known to have ended, or when a waiting member has reached its deadline.
 """
 
 from __future__ import annotations
@@ -57,22 +58,22 @@ class Generation:
         self.keys = Keys(self.roster, waits)
         self.barriers = Barriers(self.roster, waits)
         self.agreements = AgreementService(self.roster, waits, self.keys)
-        self.least_ranks: int | None = None  # the smallest size that it may form with; None: all ranks
+        self.least_ranks: int | None = None  # the smallest number of ranks that it may form with; None: all
         self.departures = Departures(self.roster, (self.keys.forget, self.barriers.forget, self.agreements.forget))
         self.stuck = StuckCollectives(self.roster, waits)
 
     @property
     def is_running(self) -> bool:
-        """Whether it has formed and not failed."""
+        """Whether the generation has formed and not failed."""
         return self.number is not None and self.failure is None
 
     @property
     def is_forming(self) -> bool:
-        """Whether it has neither formed nor failed."""
+        """Whether the generation has neither formed nor failed."""
         return self.number is None and self.failure is None
 
     def withdraw(self, wait: Wait) -> None:
-        """Removes a rank that stopped waiting to join."""
+        """Removes a rank that gave up waiting to join."""
         self.roster.cancel(wait.request.rank)
         if self.least_ranks is not None:
             self.least_ranks = self.roster.least_ranks()
@@ -94,7 +95,8 @@ class RendezvousCore:
         world_size: the number of launched ranks.
         machine: the server's `machine_identity`; "" if unknown.
         noun: the word for a member in messages.
-        host: the rank that hosts the server. When it stops waiting for others to join, all waits to join end.
+        host: the rank that hosts the server. When this rank gives up waiting for the others to join, all waits to join
+            end.
 
     Attributes:
         formed_count: the number of the last generation that formed.
@@ -105,13 +107,13 @@ class RendezvousCore:
         self._host = host
         self._noun = noun
         self._machine = machine
-        self._generations: list[Generation] = []  # the current one first
+        self._generations: list[Generation] = []  # the current generation first
         self._seats: dict[int, tuple[Generation, int]] = {}  # connection -> generation, rank
         self._waits = WaitTable()
         self._peers = Peers()
         self._pids: dict[int, int] = {}  # rank -> process id, as its launcher has reported
         self._ended: dict[int, str] = {}  # rank -> how its process ended, as its launcher has reported
-        self._forming: Generation | None = None  # the generation whose missing ranks are watched and reported
+        self._forming: Generation | None = None  # the generation whose missing ranks the core watches and reports
         self._notice_at: float | None = None
         self.formed_count = 0
 
@@ -127,7 +129,7 @@ class RendezvousCore:
             message, seat = event.message, self._seats.get(event.connection)
             if seat is not None:
                 actions = self._receive(now, event.connection, message, *seat)
-                if message.type not in _CHANGING:  # most messages: they neither form nor end a generation
+                if message.type not in _CHANGING:  # most messages neither form nor end a generation
                     return actions
             elif message.type is FrameType.JOIN:
                 actions = self._join(now, event.connection, message)
@@ -150,11 +152,11 @@ class RendezvousCore:
         return actions + self._advance_generations(now)
 
     def has_member(self, connection: int) -> bool:
-        """Whether a connection is a member's, of whatever generation, or waits to become one."""
+        """Returns whether a connection belongs to a member of any generation, or to a rank that waits to join one."""
         return connection in self._seats
 
     def has_running_member(self, connection: int) -> bool:
-        """Whether a connection is a member's, of a generation that has formed and not failed."""
+        """Returns whether a connection belongs to a member of a generation that has formed and not failed."""
         return connection in self._seats and self._seats[connection][0].is_running
 
     def next_deadline(self) -> float | None:
@@ -199,7 +201,7 @@ class RendezvousCore:
                 f"{self._noun} {rank} wants to join generation {number}, the next one is {self.formed_count + 1}: "
                 "the others have formed a generation without it"
             )
-        is_any = number == NEXT_GENERATION  # a rank that names a generation has seen the one before fail
+        is_any = number == NEXT_GENERATION  # a rank that names a generation has seen the previous one fail
         for generation in self._generations:
             member = generation.roster.by_launch_rank.get(rank)
             if member is None:
@@ -248,7 +250,7 @@ class RendezvousCore:
                 generation.departures.leave(request, name, members, position)
             return []
         self._remove_connection(request.connection)
-        if request.rank in generation.roster.members:  # a rank that was still joining has been removed
+        if request.rank in generation.roster.members:  # otherwise it was still joining, and is removed by now
             generation.roster.mark(request.rank, MemberState.LEFT)
             if generation.is_running:
                 return [*generation.rank_left(request.rank), Close(request.connection)]
@@ -274,13 +276,13 @@ class RendezvousCore:
         generation.failure = failure
         for _, member in generation.roster.present():
             self._peers.end(member.connection)
-            self._waits.close_all(member.connection)  # the FAILED frame answers all of them
+            self._waits.close_all(member.connection)  # the FAILED frame answers all these waits
         return [failure.send(member.connection, TO_GENERATION) for _, member in generation.roster.present()]
 
     def _cancel(self, generation: Generation, request: Request, sequence: int) -> list[Action]:
         """Ends a wait whose caller has reached its deadline; the answer names the missing ranks."""
         wait = self._waits.find(request.connection, sequence)
-        if wait is None:  # its answer is already on its way
+        if wait is None:  # the request's answer is already on its way
             return []
         if wait.place is generation and self._may_form_of_some(generation):
             return self._form(generation)
@@ -289,7 +291,8 @@ class RendezvousCore:
         ended = [wait]
         self._waits.close(wait)
         if wait.place is generation and request.rank == self._host:
-            # The server ends when the host stops waiting: first every other rank receives the names of the missing.
+            # The server ends when the host gives up waiting. Before that every other rank gets the names of the missing
+            # ranks.
             for _, member in generation.roster.present():
                 ended += self._waits.close_all(member.connection)
         actions: list[Action] = []
@@ -335,7 +338,7 @@ class RendezvousCore:
         return []
 
     def _next_to_form(self) -> Generation | None:
-        """Returns the generation that forms next: the first, or one that may form of some ranks after a failure."""
+        """Returns the generation that forms next: the first, or after a failure one that may form without all ranks."""
         for index, generation in enumerate(self._generations):
             if generation.is_forming:
                 return generation if index == 0 or generation.least_ranks is not None else None
@@ -393,7 +396,7 @@ class RendezvousCore:
         return actions
 
     def _judge(self, now: float, event: Looked) -> list[Action]:
-        """Handles the result of a look: at a silent rank, or at one that did not answer an inquiry or did not join."""
+        """Handles a look at a silent rank, at a rank that did not answer an inquiry, or at one that has not joined."""
         if event.peer < 0:
             return self._judge_process(now, event)
         if event.peer not in self._seats:
@@ -407,13 +410,13 @@ class RendezvousCore:
         if judgement is Judgement.SLOW:
             return [Notice(generation.roster.slow_text(rank, event.state, silent_seconds))]
         failure = generation.roster.silence(rank, event.state, f"no sign of life for {silent_seconds:.1f} s")
-        notices = [] if len(generation.roster.present()) > 1 else [Notice(failure.text)]  # no other rank reports it
+        notices = [] if len(generation.roster.present()) > 1 else [Notice(failure.text)]  # no other rank can report it
         return [*self._fail_generation(generation, failure), *notices]
 
     def _judge_process(self, now: float, event: Looked) -> list[Action]:
         if self._forming is None or self._peers.judge(event.peer, now, event.state) is not Judgement.LOST:
             return []
-        if self._forming.least_ranks is not None:  # it needs no particular rank
+        if self._forming.least_ranks is not None:  # the generation needs no particular rank
             return []
         rank = process_key(event.peer)
         seconds = self._peers.silent_seconds(event.peer, now)
@@ -446,7 +449,7 @@ class RendezvousCore:
         return []
 
     def _advance_stuck(self, now: float) -> list[Action]:
-        """Handles due warnings and inquiries. Only after a Tick: a late server must first read answers that arrived."""
+        """Handles due warnings and inquiries. Called only after a Tick: a late server must first read the answers."""
         actions: list[Action] = []
         for generation in self._generations:
             due_at = generation.stuck.next_deadline() if generation.is_running else None
@@ -503,8 +506,8 @@ class _When(enum.Enum):
     """The state of the generation in which a member's frame is handled."""
 
     ALWAYS = enum.auto()
-    RUNNING = enum.auto()  # otherwise it is ignored: it needs no answer
-    REQUEST = enum.auto()  # while running; otherwise it is answered with the generation's failure, or refused
+    RUNNING = enum.auto()  # in any other state the frame is ignored, because it needs no answer
+    REQUEST = enum.auto()  # in any other state the answer is the generation's failure, or a refusal
 
 
 Handler = Callable[..., "list[Action]"]  # (core, generation, request, *fields)

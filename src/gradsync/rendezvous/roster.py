@@ -25,16 +25,16 @@ from gradsync.rendezvous.liveness import ProcessState
 JOINING_PHASE = "joining"
 RUNNING_PHASE = "running"
 LEFT_PHASE = "left"
-_MISSING_RANK_BYTES = 3  # of a rank in an encoded list, at most
-_MAX_RANKS_BESIDE_TEXT = 12 * 1024  # a frame has room for more ranks beside the shortest text
+_MISSING_RANK_BYTES = 3  # the most that a rank takes in an encoded list
+_MAX_RANKS_BESIDE_TEXT = 12 * 1024  # fewer than fit into a frame beside the shortest text
 
-# Ranks in ascending order. All ranks together are a `range`, which is compared, hashed and searched in constant time:
-# with a tuple, each request of each of n ranks would cost the server n steps.
+# Ranks in ascending order. All ranks together are a `range`, which is compared, hashed and searched in constant time.
+# With a tuple of n ranks, each request would cost the server n steps.
 Members = tuple[int, ...] | range
 
 
 def members_of(ranks: list[int] | None, world_size: int) -> Members | None:
-    """Returns the members that a request names; None if it names none, or a rank that does not exist.
+    """Returns the members that a request names; None if it names no rank, or a rank that does not exist.
 
     Args:
         ranks: distinct, in ascending order; None is all ranks.
@@ -60,11 +60,11 @@ class Failure:
     """The failure of a request or of a whole generation.
 
     Attributes:
-        rank: the rank that caused it; one of them if there are several.
+        rank: the rank that caused the failure; one of these ranks if there are several.
         phase: that rank's phase: joining, running or left.
         text: the full description.
         missing: for a stuck collective, the ranks known not to have arrived; None for any other failure.
-        is_silence: whether the rank was found stopped, gone or unreachable.
+        is_silence: whether the rank was found stopped (SIGSTOP), gone or unreachable.
     """
 
     rank: int
@@ -94,10 +94,10 @@ class Member:
     """One rank of the generation.
 
     Attributes:
-        min_ranks: the smallest generation that it accepts, in ranks; None if it needs all ranks.
+        min_ranks: the smallest number of ranks with which it accepts a generation; None if it needs all ranks.
         steps: the number of training steps that it has completed.
         pid: its process id; None until its INTRODUCE has arrived.
-        host: its machine's name; "" on the server's machine.
+        host: the name of its machine; "" if that is the server's machine.
         positions: the number of collectives that it has begun, by group.
     """
 
@@ -124,8 +124,8 @@ class Roster:
 
     Attributes:
         phase: "joining" until the generation forms, then "running".
-        members: the members by rank. Until the generation forms this is the launched rank; a generation of some of the
-            ranks numbers them anew.
+        members: the members by rank. Until the generation forms, the key is the launched rank. If it forms without all
+            ranks, the members are numbered anew.
         by_launch_rank: the same members, always by launched rank.
         unintroduced: the ranks whose JOIN has arrived and whose INTRODUCE, sent right after it, has not.
     """
@@ -137,7 +137,7 @@ class Roster:
         self.members: dict[int, Member] = {}
         self.by_launch_rank: dict[int, Member] = {}
         self.unintroduced: set[int] = set()
-        self._cancelled: dict[int, None] = {}  # ranks that stopped waiting to join, in that order
+        self._cancelled: dict[int, None] = {}  # ranks that gave up waiting to join, in the order in which they gave up
         self._left: list[int] = []  # in the order of leaving
         self._present_count = 0
 
@@ -185,20 +185,23 @@ class Roster:
         self.phase = RUNNING_PHASE
 
     def least_ranks(self) -> int | None:
-        """Returns the smallest generation that all members accept, in ranks; None if they need all ranks."""
+        """Returns the smallest number of ranks that the generation may form with.
+
+        It is the largest `min_ranks` of the members; None, for all ranks, if no member gave one.
+        """
         return max((m.min_ranks for m in self.members.values() if m.min_ranks is not None), default=None)
 
     def most_advanced(self) -> int:
-        """Returns the rank that has completed the most steps; the lowest such rank."""
+        """Returns the rank that has completed the most steps; the lowest of them if there are several."""
         return max(sorted(self.members), key=lambda rank: self.members[rank].steps)
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Returns the ranks that have never joined; if there are none, the ranks that stopped waiting."""
+        """Returns the ranks that have never joined; if there are none, the ranks that gave up waiting."""
         absent = tuple(rank for rank in range(self.world_size) if not self.has_come(rank))
         return tuple(rank for rank in absent if rank not in self._cancelled) or absent
 
     def has_come(self, rank: int) -> bool:
-        """Whether a rank has joined and introduced its process: before that its end could go unnoticed."""
+        """Returns whether a rank has joined and introduced its process; before that nobody might notice its end."""
         return rank in self.members and rank not in self.unintroduced
 
     # Who is there.
@@ -265,7 +268,7 @@ class Roster:
         return Failure(rank, LEFT_PHASE, f"{self.label(rank)} left (an orderly close), but {need}")
 
     def death(self, rank: int, cause: str) -> Failure:
-        """Returns the failure of a generation that lost a rank's connection."""
+        """Returns the failure of a generation in which a rank's connection ended unexpectedly."""
         lost = f"its control connection ended unexpectedly ({cause})"
         return Failure(rank, self.phase, f"{self.name(rank)} died{self._while_joining()}: {lost}")
 
@@ -274,18 +277,18 @@ class Roster:
         return Failure(rank, JOINING_PHASE, f"{self.label(rank)} {how} without joining; the other ranks waited for it")
 
     def stopped_before_joining(self, rank: int, pid: int, state: ProcessState, seconds: float) -> Failure:
-        """Returns the failure of a generation that waits for a rank whose process is stopped."""
+        """Returns the failure of a generation that waits for a rank whose process is stopped (SIGSTOP)."""
         evidence = f"the others have waited for it for {seconds:.1f} s"
         text = state.lost_text(f"{self.label(rank)} (pid {pid})", evidence, where=" before it joined")
         return Failure(rank, JOINING_PHASE, text, is_silence=True)
 
     def reported(self, rank: int, reason: str, culprit: int | None) -> Failure:
-        """Returns the failure that a rank has reported, caused by itself or by another rank, the culprit."""
+        """Returns the failure that a rank has reported, caused by that rank itself or by another rank, the culprit."""
         text = f"{self.name(rank)} failed{self._while_joining()}: {reason}"
         return Failure(rank if culprit is None or culprit not in self.members else culprit, self.phase, text)
 
     def silence(self, rank: int, state: ProcessState, evidence: str) -> Failure:
-        """Returns the failure of a generation with a silent rank that was found stopped, gone or unreachable."""
+        """Returns the failure of a generation with a silent rank found stopped (SIGSTOP), gone or unreachable."""
         text = state.lost_text(self.name(rank), evidence, where=self._while_joining())
         return Failure(rank, self.phase, text, is_silence=True)
 

@@ -1,9 +1,9 @@
 """Secret files: processes of one machine find a server and its secret in the user's runtime directory.
 
-Used by ranks that our launcher did not start (`hosting.py`), and by several launchers of one run
-(`launching/hosting.py`), which decide who writes the file and who waits for it. The file is named after the server's
-address or the run, which all of them know. Only this user can open its directory. It is removed when all have joined,
-or at the end of the run that the first launcher hosts.
+Two kinds of processes use it: ranks that our launcher did not start (`hosting.py`), and several launchers of one run
+(`launching/hosting.py`). These modules decide who writes the file and who waits for it. The file is named after the
+server's address or the run, which all of these processes know. Only this user can open its directory. The file is
+removed when all ranks have joined or, if launchers share it, at the end of the run that the first launcher hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Endpoint(NamedTuple):
     Attributes:
         address: host:port.
         secret: the secret, at least 16 bytes.
-        start: on a server that launchers share with their ranks, the name of these ranks' start.
+        start: the name of the ranks' start, on a server that launchers share with their ranks; else "".
     """
 
     address: str
@@ -81,7 +81,7 @@ def wait_for(
         The endpoint, or None at the deadline.
 
     Raises:
-        InvalidArgument: other users could have read or written the file, or it holds no secret.
+        InvalidArgument: other users could read or write the file, or it holds no secret.
     """
     notice_at = time.monotonic() + _NOTICE_EVERY_SECONDS
     while (now := time.monotonic()) < deadline:
@@ -104,7 +104,7 @@ def _read(path: str) -> Endpoint | None:
     except InvalidArgument:
         if os.path.exists(path):
             raise
-        return None  # the file was removed in between
+        return None  # the file was removed between two steps
 
 
 def _private_folder() -> str:
@@ -121,7 +121,7 @@ def _private_folder() -> str:
 
 
 def _is_private(folder: str) -> bool:
-    """Whether a directory exists, belongs to this user and is closed to others."""
+    """Returns whether a directory exists, belongs to this user and is closed to other users."""
     try:
         status = os.lstat(folder)
     except OSError:

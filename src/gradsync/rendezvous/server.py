@@ -1,7 +1,8 @@
 """The rendezvous server: one event loop over all connections, and the core that decides (`protocol`).
 
-A launcher embeds it, `gradsync serve` runs it alone, and without a launcher rank 0 hosts it. It binds at once, then
-serves in a background thread or in the calling one, and never blocks on one peer. The number, lifetime and buffers of
+A launcher runs the server in its own process, `gradsync serve` runs it alone, and without a launcher rank 0 hosts it.
+The server binds its port when it is made, then serves in a background thread or in the calling thread, and never
+blocks on one peer. The number, lifetime and buffers of
 connections that have not authenticated yet ("strangers") are limited, so that they cannot disturb a run.
 """
 
@@ -59,33 +60,33 @@ from gradsync.rendezvous.wire import (
 )
 
 HANDSHAKE_SECONDS = 5.0
-MAX_UNAUTHENTICATED = 64  # in addition to one for each rank, because all ranks may connect at once
+MAX_UNAUTHENTICATED = 64  # more than one for each rank, because all ranks may connect at once
 MAX_OUTPUT_BYTES = 1024**2
 _STOP_SECONDS = 10.0
 _CLOSING_SECONDS = 1.0  # for a peer to read its last message
 _ACCEPTS_PER_TURN = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
-# Most of a heartbeat's cost is waking up for it. With many ranks, and no requests, the loop lets heartbeats collect.
-# With few ranks that gains too little for the delay of requests.
+# Most of a heartbeat's cost is waking up for it. With many ranks and no requests, the loop waits a moment to handle
+# several heartbeats at once. With few ranks that saves too little to be worth the delay of requests.
 _BATCH_SECONDS_PER_RANK = 40e-6
 _BATCH_FROM_SECONDS, _BATCH_UP_TO_SECONDS = 5e-3, 40e-3
-_WAITING_NOTICES = 100  # when so many wait for the log, the newest are dropped
+_WAITING_NOTICES = 100  # when so many notices wait for the log, new ones are dropped
 _NOTICES_END_SECONDS = 0.2
 
 _log = logging.getLogger("gradsync.rendezvous")
 
 
 class RendezvousServer:
-    """The server of one run, through which its ranks find each other, or the launchers of several machines and theirs.
+    """The server through which the ranks of one run, or the launchers of several machines and their ranks, meet.
 
     Args:
-        world_size: the number of launched ranks, from 1; or of launchers.
+        world_size: the number of launched ranks, or of launchers, from 1.
         secret: the run's secret, which only its ranks know; at least 16 bytes.
         host: the interface to bind; loopback by default.
-        port: the port to bind; 0 chooses a free port, which the bound socket reserves.
+        port: the port to bind; 0 lets the kernel choose a free port.
         listener: a bound TCP socket to use instead of host and port; the server owns it from now on.
         run_id: the run's name in messages and session keys; random by default, at most 64 bytes.
-        of_launchers: whether the members are launchers, which begin starts of ranks here, see `LaunchersCore`.
+        of_launchers: whether the members are launchers, which then begin starts of ranks here, see `LaunchersCore`.
 
     Attributes:
         address: the address for clients, e.g. "127.0.0.1:43211" or "[::1]:4000".
@@ -93,7 +94,8 @@ class RendezvousServer:
 
     Raises:
         InvalidArgument: an argument is out of its range, the secret is too short, or a removed variable is set.
-        RendezvousError: the address cannot be bound; the text names the holder of a port in use if it can be read.
+        RendezvousError: the address cannot be bound. If the port is in use, the text names the process that holds it,
+            if this process can find it.
     """
 
     def __init__(
@@ -163,8 +165,8 @@ class RendezvousServer:
     def stop(self) -> None:
         """Stops the server: closes all connections, joins the thread and frees the port. Idempotent.
 
-        In the serving thread itself (a signal handler during `serve_forever`) it returns at once, and the loop ends
-        right after.
+        If the serving thread itself calls it (from a signal handler during `serve_forever`), it returns at once, and
+        the loop ends right after.
         """
         if os.getpid() != self._pid:
             self.abandon()
@@ -179,7 +181,7 @@ class RendezvousServer:
                 self._thread.join(_STOP_SECONDS)
 
     def note_start(self, rank: int, pid: int) -> None:
-        """Records a rank's process on this machine. If it is stopped before it joins, the waiting ranks get an error.
+        """Records a rank's process on this machine. Waiting ranks get an error if it is paused before it joins.
 
         Args:
             rank: the rank's number.
@@ -192,15 +194,15 @@ class RendezvousServer:
 
         Args:
             rank: the rank's number.
-            how: how it ended, in words, e.g. "ended with exit code 0".
+            how: how the process ended, in words, e.g. "ended with exit code 0".
         """
         self._loop.submit(Ended(rank, how))
 
     def wait_until_empty(self, timeout_seconds: float) -> bool:
-        """Waits until every client has left; returns False at the deadline. For a rank that hosts the server.
+        """Waits until every client has left; returns False at the deadline. A rank that hosts the server uses it.
 
         Args:
-            timeout_seconds: the deadline.
+            timeout_seconds: how long to wait at most.
         """
         return self._loop.empty.wait(timeout_seconds)
 
@@ -230,7 +232,7 @@ def _check_run_id(run_id: str | None) -> str:
     return run_id
 
 
-# A forked child must not keep the port open, nor the streams: their end shows the ranks that the server is gone.
+# A forked child must not keep the port or the streams open: the end of a stream shows a rank that the server is gone.
 _servers: weakref.WeakSet[RendezvousServer] = weakref.WeakSet()
 
 
@@ -244,7 +246,7 @@ os.register_at_fork(after_in_child=_abandon_copies)
 
 
 class ConnectionLost(Exception):
-    """The peer is gone, or does not read its messages; the text says which."""
+    """The peer is gone, or does not read its messages; the text says which of the two."""
 
 
 class ServerConnection:
@@ -253,13 +255,13 @@ class ServerConnection:
     Args:
         number: the connection's number in the core.
         stream: the non-blocking socket.
-        handshake: the new state machine of this connection.
+        handshake: the state machine of this connection's handshake, unused so far.
         deadline: the time by which its first authenticated message must arrive, in monotonic seconds.
 
     Attributes:
         is_unauthenticated: True until the first authenticated message.
         output: bytes that wait to be written.
-        is_watched_for_room: whether the event loop waits for the stream to become writable; set by the loop.
+        is_watched_for_room: whether the event loop waits for the stream to become writable. The loop sets it.
     """
 
     def __init__(self, number: int, stream: socket.socket, handshake: ServerHandshake, deadline: float) -> None:
@@ -316,7 +318,7 @@ class ServerConnection:
     def _check_generation(self, message: Message) -> None:
         """Refuses a session if its HELLO and its JOIN name different generations.
 
-        Up to version 6 they named none; the core refuses such a JOIN, and names both versions.
+        Up to version 6 neither named a generation. The core refuses a JOIN of such a version, and names both versions.
         """
         if message.type is FrameType.JOIN:
             if message.fields[0] < _FIRST_VERSION_WITH_GENERATION:
@@ -331,7 +333,7 @@ class ServerConnection:
         """Queues a message for an authenticated peer.
 
         Raises:
-            ConnectionLost: too many bytes wait: the peer does not read.
+            ConnectionLost: too many bytes wait to be sent, because the peer does not read.
         """
         if self._session is None:
             raise FrameError("a message was queued before the handshake ended")
@@ -354,8 +356,8 @@ class ServerConnection:
                 raise ConnectionLost(error.strerror or str(error)) from error
 
     def close(self) -> None:
-        """Shuts the stream down, then closes it: a forked process's copy of the descriptor must not keep it open."""
-        with contextlib.suppress(OSError):  # the peer has closed it already
+        """Shuts the stream down, then closes it, so that the copy in a forked process cannot keep it open."""
+        with contextlib.suppress(OSError):  # the peer has closed the stream already
             self.stream.shutdown(socket.SHUT_RDWR)
         self.stream.close()
 
@@ -369,7 +371,7 @@ class EventLoop:
     Args:
         listener: the listening socket; owned and closed by the loop.
         core: turns events into actions.
-        secret, run_id: for the handshakes.
+        secret, run_id: the secret and the name of the run, for the handshakes.
         ranks: the number of ranks of one generation.
 
     Attributes:
@@ -393,7 +395,7 @@ class EventLoop:
         self._stopping = False
         self._notices = _NoticeWriter()
         self._connections: dict[int, ServerConnection] = {}
-        self._unauthenticated: dict[int, ServerConnection] = {}  # oldest first, so earliest deadline first
+        self._unauthenticated: dict[int, ServerConnection] = {}  # the oldest first, which has the earliest deadline
         self._closing: dict[int, ServerConnection] = {}  # earliest deadline first
         self._lost: deque[tuple[ServerConnection, str]] = deque()
         self._queued: deque[Event] = deque()  # results of looks, and events from other threads
@@ -450,7 +452,7 @@ class EventLoop:
         self._listener.close()
         self._wake_receiver.close()
         self._wake_sender.close()
-        if is_copy:  # the fork may have copied a latch whose lock a thread of the parent holds
+        if is_copy:  # new latches: a thread of the parent may have held the old ones' locks at the fork
             self.empty, self.over = Latch(is_set=True), Latch(is_set=True)
             return
         self.empty.set()
@@ -458,7 +460,7 @@ class EventLoop:
         self.over.set()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the loop is about to wake; closed: it has ended
+        with contextlib.suppress(OSError):  # if the pipe is full, the loop wakes soon; if closed, it has ended
             self._wake_sender.send(b"\0")
 
     def _wait_seconds(self) -> float | None:
@@ -469,7 +471,7 @@ class EventLoop:
 
     def _handle_ready(self, key: selectors.SelectorKey, mask: int) -> None:
         if key.data is not None:
-            if key.data.number not in self._connections:  # dropped earlier in this turn
+            if key.data.number not in self._connections:  # the connection was dropped earlier in this turn
                 return
             if mask & selectors.EVENT_WRITE:
                 self._flush(key.data)
@@ -479,7 +481,7 @@ class EventLoop:
             self._accept()
         else:
             self._wake_receiver.recv(4096)
-            self._handle_event(Tick())  # and the queued events
+            self._handle_event(Tick())  # this handles the queued events too
 
     def _handle_time(self, now: float) -> None:
         for group, cause in (
@@ -508,9 +510,9 @@ class EventLoop:
             self._admit(stream)
 
     def _survive_accept_error(self, error: OSError) -> None:
-        """Pauses accepting if no descriptor is free: the listener stays readable, and the loop would spin."""
+        """Accepts nothing for a moment if no descriptor is free: otherwise the loop would spin on the listener."""
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-            return  # no connection waits, or the peer has aborted it
+            return  # no connection waits, or the peer has aborted its connection
         self._notices.write(f"the rendezvous server cannot accept connections: {error.strerror}")
         if self._unauthenticated:
             self._drop(next(iter(self._unauthenticated.values())), "no file descriptor is free")
@@ -585,10 +587,10 @@ class EventLoop:
         self._handle_event(Lost(connection.number, cause))
 
     def _make_room(self, more_ranks: int) -> None:
-        """Makes room for the connections of all members, and of `more_ranks` others."""
+        """Makes room for the connections of all members and of `more_ranks` more ranks."""
         ranks = self._ranks + more_ranks
         make_room(2 * ranks + MAX_UNAUTHENTICATED)
-        self._max_members = 2 * ranks + 16  # one generation may leave while the next one joins
+        self._max_members = 2 * ranks + 16  # twice, because one generation may leave while the next one joins
         self._max_unauthenticated = ranks + MAX_UNAUTHENTICATED
         self._batch_seconds = _batch_seconds(ranks)
 
@@ -596,7 +598,7 @@ class EventLoop:
 
     def _handle_event(self, event: Event) -> None:
         self._perform(self._core.handle(time.monotonic(), event))
-        while self._queued:  # a loop, not recursion: one turn may look at thousands of ranks
+        while self._queued:  # a loop, not a recursion, because one turn may look at thousands of ranks
             self._perform(self._core.handle(time.monotonic(), self._queued.popleft()))
 
     def _perform(self, actions: list[Action]) -> None:
@@ -622,7 +624,7 @@ class EventLoop:
         if isinstance(action, Send):
             try:
                 connection.send(action.type, action.fields)
-            except (ConnectionLost, ValueError) as error:  # an invalid message of ours must fail only this connection
+            except (ConnectionLost, ValueError) as error:  # our own invalid message must fail only this connection
                 self._lost.append((connection, str(error)))
                 return None
         elif connection.number not in self._closing:
@@ -652,7 +654,7 @@ def _batch_seconds(ranks: int) -> float:
 class _NoticeWriter:
     """Writes notices to the log, in order, in a separate thread.
 
-    A stopped terminal, or a full pipe, blocks its writer; it must not block the server.
+    A paused terminal or a full pipe blocks this thread, so that it does not block the server.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Sockets of the rendezvous: binding, socket options, the limit of open files.
 
-Used by the server, by clients and by launchers. Only an address that a caller gave is looked up; the addresses of peers
-are never resolved to names.
+The server, clients and launchers use it. Only an address that a caller gave is looked up; addresses of peers are never
+resolved to names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
         OSError: the name has no address, or is not a valid name.
     """
     try:
-        # As bytes: for text Python loads the tables of international names, which takes several milliseconds.
+        # The name is passed as bytes: for text Python loads the tables of international names, which takes
+        # milliseconds.
         name = host.encode() if host.isascii() else host
         return list(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM))
     except ValueError:  # the name is too long, or has invalid characters
@@ -51,7 +52,8 @@ def bind_listener(host: str, port: int, *, if_taken: str = "use port 0 for a fre
 
     Raises:
         InvalidArgument: the host is empty or the port is out of range.
-        RendezvousError: the address cannot be bound; the text names the port's holder if it can be read.
+        RendezvousError: the address cannot be bound. If the port is in use, the text names the process that holds it,
+            if this process can find it.
     """
     if not host or not 0 <= port <= LARGEST_PORT:
         raise InvalidArgument(
@@ -93,7 +95,7 @@ def adopt_listener(listener: socket.socket) -> socket.socket:
 
 
 def tune_stream(stream: socket.socket) -> None:
-    """Sets the options of a stream: non-blocking, no delay, and a dead peer noticed by the kernel within seconds."""
+    """Sets the options of a stream: it never blocks, sends at once, and notices a dead peer within seconds."""
     stream.setblocking(False)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -105,8 +107,8 @@ def tune_stream(stream: socket.socket) -> None:
 
 
 def _describe_holder(port: int) -> str:
-    """Returns " by process 42 (name)" for the process listening on a port, or "" where it cannot be read."""
-    from pathlib import Path  # imported here because ranks that bind no port do not need it
+    """Returns " by process 42 (name)" for the process listening on a port, or "" if it cannot be found."""
+    from pathlib import Path  # imported here because a rank that binds no port does not need it
 
     with contextlib.suppress(OSError, ValueError, IndexError):
         inodes = _listening_inodes(port)
@@ -135,7 +137,7 @@ def _process_with_socket(inodes: set[str]) -> int | None:
     targets = {f"socket:[{inode}]" for inode in inodes}
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         folder = f"/proc/{pid}/fd"
-        with contextlib.suppress(OSError):  # another user's process, or a process that has just ended
+        with contextlib.suppress(OSError):  # the process is another user's, or has just ended
             for descriptor in os.listdir(folder):
                 with contextlib.suppress(OSError):
                     if os.readlink(f"{folder}/{descriptor}") in targets:
@@ -147,7 +149,7 @@ def make_room(connections: int) -> None:
     """Raises the process's limit of open files for `connections` sockets; logs a warning if the limit stays too low."""
     allowed = raise_limit(connections)
     if allowed is not None:
-        import logging  # here: start-up counts
+        import logging  # imported here to keep the start short
 
         logging.getLogger("gradsync.rendezvous").warning(
             "gradsync: a rendezvous of this size needs up to %d open files, this process may open %d; raise the "
@@ -158,10 +160,10 @@ def make_room(connections: int) -> None:
 
 
 def raise_limit(files: int) -> int | None:
-    """Raises the process's limit of open files to `files` and room for 256 others, as far as the hard limit allows.
+    """Raises the process's limit of open files to `files` + 256, as far as the hard limit allows.
 
-    The usual limit is 1,024. A server of a thousand ranks, or a launcher of 130, needs more. Processes that this one
-    starts from now on inherit the new limit.
+    The usual limit is 1,024. A server for a thousand ranks, or a launcher of 130 ranks, needs more. Processes that this
+    one starts from now on inherit the new limit.
 
     Returns:
         The new limit if it is still too low, else None.

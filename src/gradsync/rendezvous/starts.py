@@ -1,8 +1,8 @@
 """The server's core for launchers of several machines that share one server with their ranks, without I/O.
 
-Two cores behind one port: one for the world of launchers, one for the ranks of the current start. The launchers begin a
-start, and report which of its ranks' processes have started and ended. They also look at processes on their machines,
-which the server cannot see.
+Two cores are behind one port: one for the launchers, one for the ranks of the current start. The launchers begin a
+start, and report which of the ranks' processes have started and ended. Each launcher also looks at processes on its own
+machine, because the server cannot see them.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class LaunchersCore:
 
     Args:
         nnodes: the number of launchers. The launcher of node 0 hosts the server.
-        machine: the server's machine, see `RendezvousCore`.
+        machine: the identity of the server's machine, see `RendezvousCore`.
     """
 
     def __init__(self, nnodes: int, *, machine: str = "") -> None:
         self._machine = machine
         self._launchers = RendezvousCore(nnodes, machine=machine, noun="node", host=0)
         self._start = ""  # the name of the current start; "" before the first
-        self._ranks: RendezvousCore | None = None  # of that start
+        self._ranks: RendezvousCore | None = None  # the core for the ranks of the current start
         self._rank_connections: set[int] = set()
         self._launcher_of: dict[int, int] = {}  # rank -> connection of the launcher that has started it
 
     @property
     def formed_count(self) -> int:
-        """The number of the launchers' last generation that formed."""
+        """The number of the last generation of launchers that formed."""
         return self._launchers.formed_count
 
     def handle(self, now: float, event: Event) -> list[Action]:
@@ -65,7 +65,7 @@ class LaunchersCore:
             return self._pass_to_ranks(now, event)
         elif isinstance(event, Looked) and event.peer in self._rank_connections:
             return self._pass_to_ranks(now, event)
-        elif not isinstance(event, (Lost, Looked)):  # a Tick, for both cores
+        elif not isinstance(event, (Lost, Looked)):  # a Tick goes to both cores
             return [*self._launchers.handle(now, event), *self._pass_to_ranks(now, event)]
         return self._launchers.handle(now, event)
 
@@ -75,7 +75,7 @@ class LaunchersCore:
         return min((time_due for time_due in due if time_due is not None), default=None)
 
     def _pass_to_ranks(self, now: float, event: Event) -> list[Action]:
-        """Passes an event to the ranks' core. Its looks at processes go to the launchers of these processes."""
+        """Passes an event to the ranks' core. Its requests to look at a process go to that process's launcher."""
         if self._ranks is None:
             return []
         actions: list[Action] = []
@@ -107,7 +107,7 @@ class LaunchersCore:
         return self._pass_to_ranks(now, Looked(process_key(rank), ProcessState[what]))
 
     def _begin(self, connection: int, sequence: int, start: str, world_size: int) -> list[Action]:
-        """Begins a start when the first launcher asks for it; closes the connections of the start before."""
+        """Begins a start when the first launcher asks for it; closes the connections of the previous start."""
         actions: list[Action] = []
         if self._ranks is None or start != self._start:
             actions += [Close(rank_connection) for rank_connection in sorted(self._rank_connections)]

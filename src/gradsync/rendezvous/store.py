@@ -1,8 +1,8 @@
-"""The store of one generation: keys, with reads that wait; barriers and exchanges; and who has left which group.
+"""The store of one generation: keys, whose readers may wait; barriers and exchanges; the ranks that left each group.
 
-Part of the server's core, without I/O. Each request method returns the messages to send now. A request that cannot be
-answered yet opens a wait. Waits have no deadline here: the client sends CANCEL at its own deadline, and the answer
-names the missing ranks.
+This module is part of the server's core, without I/O. Each request method returns the messages to send now. A request
+that cannot be answered yet opens a wait. Waits have no deadline here: the client sends CANCEL at its own deadline, and
+the answer names the missing ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from gradsync.rendezvous.roster import Failure, Members, Roster, list_members
 
 MAX_STORED_BYTES = 64 * 1024**2
 MAX_BARRIERS = 65_536
-_MAX_NAMES_LEFT = 16_384  # groups that some members have left; the keys of more groups stay until the generation ends
+_MAX_NAMES_LEFT = 16_384  # groups that some members have left; others keep their entries until the generation ends
 
 
-@dataclass(slots=True)  # not frozen: one is made for every message, and freezing triples the cost
+@dataclass(slots=True)  # not frozen: every message makes one, and a frozen object takes three times as long to make
 class Request:
     """One request of one rank, never changed, with methods that make its answer."""
 
@@ -50,7 +50,7 @@ class Request:
         return failure.send(self.connection, self.sequence)
 
     def time_out(self, missing_ranks: Iterable[int], whereabouts: str) -> Send:
-        """Answers a cancel: the caller's deadline came first."""
+        """Answers a CANCEL, which comes when the caller has reached its deadline, with the missing ranks."""
         return Send(self.connection, FrameType.TIMED_OUT, (self.sequence, tuple(missing_ranks), clip_text(whereabouts)))
 
 
@@ -58,13 +58,13 @@ class Place(Protocol):
     """An object that requests wait for: a key, a barrier, an agreement, or a generation that forms."""
 
     def withdraw(self, wait: Wait) -> None:
-        """Removes this wait, as if its request had never come."""
+        """Removes this wait, as if the request had never come."""
 
     def missing_ranks(self, wait: Wait) -> tuple[int, ...]:
         """Returns the ranks that an open wait waits for, as far as they are known.
 
-        Ranks that arrived and stopped waiting are named only if no others are missing: waits with the same deadline
-        end one after the other, and a later one must not blame an earlier one.
+        Ranks that arrived and gave up waiting are named only if no others are missing. Several waits with the same
+        deadline end one after the other, and a later wait must not blame the rank of an earlier one.
         """
 
 
@@ -111,7 +111,7 @@ class WaitTable:
 
 
 class _KeyReads:
-    """The reads that wait for one key; stored in `table` while there are any."""
+    """The reads that wait for one key; kept in `table` while there is at least one."""
 
     def __init__(self, key: str, table: dict[str, _KeyReads]) -> None:
         self.waits: list[Wait] = []
@@ -149,7 +149,7 @@ class Keys:
         return [request.reply(True), *self._answer_reads(key)]
 
     def get(self, request: Request, key: str, from_rank: int | None) -> list[Send]:
-        """Answers with the value, now or once it is set."""
+        """Answers with the value, now or when the key is set."""
         value = self._values.get(key)
         if value is not None:
             return [request.reply(value)]
@@ -184,7 +184,7 @@ class Keys:
             self.discard(key)
 
     def rank_left(self) -> list[Send]:
-        """Fails the reads of keys that no remaining rank can set."""
+        """Fails the reads of keys that no remaining rank will set."""
         sends = []
         for key, reads in list(self._reads.items()):
             for wait in list(reads.waits):
@@ -196,7 +196,7 @@ class Keys:
         return sends
 
     def _who_cannot_set(self, from_rank: int | None) -> int | None:
-        """Returns a rank that has left, because of which a key will never be set; else None."""
+        """Returns the rank that has left and without which the key will never be set; None if it may still be set."""
         if from_rank is not None and self._roster.has_left(from_rank):
             return from_rank
         return self._roster.last_to_leave() if self._roster.one_remains() else None
@@ -226,12 +226,12 @@ class Keys:
 
 
 class Barrier:
-    """One barrier or exchange, reusable: it releases all ranks when the last one has arrived.
+    """One barrier or exchange. It releases all ranks when the last one has arrived, and can then be used again.
 
     Attributes:
-        name, ranks: its name and members.
+        name, ranks: the name and the members.
         arrived: the waits of the members that have arrived, by rank.
-        values: their values by rank, in an exchange.
+        values: in an exchange, the values of the members that have arrived, by rank.
     """
 
     def __init__(self, name: str, ranks: Members) -> None:
@@ -239,7 +239,7 @@ class Barrier:
         self.ranks = ranks
         self.arrived: dict[int, Wait] = {}
         self.values: dict[int, bytes] = {}
-        self._cancelled: set[int] = set()  # ranks that have arrived and stopped waiting
+        self._cancelled: set[int] = set()  # ranks that have arrived and then gave up waiting
 
     def arrive(self, wait: Wait, value: bytes | None) -> bool:
         """Records an arrival; returns whether it was the last one."""
@@ -261,7 +261,7 @@ class Barrier:
         return (rank for rank in self.ranks if rank not in self.arrived)
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
-        """Returns the ranks that never arrived; if there are none, the ranks that stopped waiting."""
+        """Returns the ranks that never arrived; if there are none, the ranks that gave up waiting."""
         absent = tuple(self.absent_ranks())
         return tuple(rank for rank in absent if rank not in self._cancelled) or absent
 
@@ -283,7 +283,7 @@ class Barriers:
         self._barriers: dict[tuple[str, Members, bool], Barrier] = {}
 
     def arrive(self, request: Request, name: str, ranks: Members, value: bytes | None = None) -> list[Send]:
-        """Records a rank's arrival, in an exchange with its value; the last arrival releases all ranks."""
+        """Records a rank's arrival, and its value in an exchange; the last arrival releases all ranks."""
         what = "barrier" if value is None else "exchange"
         if value is not None and len(value) * len(ranks) > MAX_EXCHANGED_BYTES:
             limit = MAX_EXCHANGED_BYTES // len(ranks)
@@ -334,7 +334,7 @@ class Barriers:
 
 
 def _pieces(values: list[bytes]) -> list[list[bytes]]:
-    """Returns the values in lists that each fit one frame."""
+    """Splits the values into lists that each fit into one frame."""
     pieces: list[list[bytes]] = [[]]
     room = MAX_VALUE_BYTES
     for value in values:
@@ -349,12 +349,12 @@ def _pieces(values: list[bytes]) -> list[list[bytes]]:
 class Departures:
     """The ranks that have left each group, and the number of collectives they had begun there.
 
-    A member that waits too long for another one asks for them. Once all members have left a group, or the world, the
-    group's entries at the server are removed: a run may make many groups.
+    A member that waits too long for another one asks for these ranks. Once every member has left the group or the
+    world, the server removes the group's entries, because a run may make many groups.
 
     Args:
         roster: the members of the generation; a rank that has left the world has left every group.
-        removers: called with the group's name; each removes one kind of entry.
+        removers: functions that take a group's name; each removes one kind of the group's entries.
     """
 
     def __init__(self, roster: Roster, removers: Iterable[Callable[[str], None]]) -> None:

@@ -1,8 +1,9 @@
 """Stuck collectives: warnings while ranks wait, and at the deadline one report for all ranks.
 
-Part of the server's core, without I/O, one object for each generation. The first rank whose collective has reached its
-deadline starts an inquiry: the server asks every member for its status. After the answers, or after 0.4 s, the
-generation fails with the same report for all. A rank that did not answer is looked at first, because it may be stopped.
+This module is part of the server's core, without I/O; each generation has one `StuckCollectives`. The first rank whose
+collective has reached its deadline starts an inquiry: the server asks every member for its status. After the answers,
+or after 0.4 s, the generation fails with the same report for all. If a rank did not answer, the server first looks at
+its process, which may be stopped (SIGSTOP).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gradsync.rendezvous.roster import Failure, Members, MemberState, Roster, fa
 from gradsync.rendezvous.store import WaitTable
 
 ANSWER_SECONDS = 0.4
-_WARNING_SECONDS = 0.3  # from the first report to the notice: the waiting ranks report one after the other
+_WARNING_SECONDS = 0.3  # the notice comes this long after the first report, because waiting ranks report one by one
 _LOOK_SECONDS = 0.05
 _MAX_WAITS = 1024
 _MAX_NOTICED = 4
@@ -39,9 +40,10 @@ _NO_ANSWERS = {
     ProcessState.UNKNOWN: "(it did not answer; its process cannot be seen from the server)",
 }
 
-#: The last collectives of one rank, by group: number, digest, description, and whether the rank is still in it.
+#: The last collectives of one rank, by group; for each its number, digest, description, and whether the rank is still
+#: in it.
 Calls = Mapping[str, Sequence[tuple[int, int, str, bool]]]
-#: A rank's answer to an inquiry, by group: the number of collectives it has begun, and the last ones.
+#: A rank's answer to an inquiry, by group: the number of collectives that it has begun, and the last of them.
 Status = Mapping[str, tuple[int, Sequence[tuple[int, int, str, bool]]]]
 
 
@@ -62,7 +64,7 @@ class StuckCollective:
 
 @dataclass(frozen=True, slots=True)
 class WaitReport:
-    """A rank's report that it waits in a collective: which one, for how long, and for which ranks, if it knows.
+    """A rank's report that it waits in a collective: which collective, for how long, and for which ranks if known.
 
     The position is OF_MESSAGES for a send or receive.
     """
@@ -78,7 +80,10 @@ class WaitReport:
 
 @dataclass(slots=True)
 class PendingWarning:
-    """The reports of ranks that wait in one collective, or in messages at the same time; logged once, at `due_at`."""
+    """The reports of ranks that wait in one collective, or in sends and receives at the same time.
+
+    They are logged together, once, at `due_at`.
+    """
 
     first: WaitReport
     due_at: float
@@ -123,7 +128,7 @@ class StuckCollectives:
         return min((time_due for time_due in due if time_due is not None), default=None)
 
     def warn(self, wait: WaitReport, now: float) -> None:
-        """Records that a rank waits. A warning is logged 0.3 s later, once for each collective and message."""
+        """Records that a rank waits. A warning is logged 0.3 s later, only once for each collective."""
         key = wait.group, wait.position
         warning = self._warnings.get(key)
         if warning is not None and not (warning.is_sent and wait.position == OF_MESSAGES):
@@ -170,7 +175,7 @@ class StuckCollectives:
                 inquiry.due_at = now
 
     def advance(self, now: float) -> list[Action] | Failure:
-        """Returns the due actions: notices and looks at silent ranks; or the failure that ends the generation."""
+        """Returns the notices and looks at silent ranks that are due, or the failure that ends the generation."""
         actions: list[Action] = [*self._take_notices(now)]
         inquiry = self._inquiry
         if inquiry is None or now < inquiry.due_at:
@@ -218,7 +223,7 @@ class StuckCollectives:
         return Failure(culprit, self._roster.phase, text, missing)
 
     def _all_stuck(self, first: WaitReport, by_rank: dict[int, WaitReport]) -> list[StuckCollective]:
-        """Returns the waiting and missing ranks: of the collective, or of each message."""
+        """Returns the stuck collective, or each stuck send and receive, with its waiting and missing ranks."""
         if first.position != OF_MESSAGES:
             return [self._stuck_in(first, set(by_rank))]
         return [
@@ -245,11 +250,11 @@ class StuckCollectives:
         )
 
     def _by_blame(self, rank: int) -> tuple[bool, int]:
-        """Sorts missing ranks: a rank that waits at the server is delayed by another rank, so it comes last."""
+        """Returns the sort key of a missing rank: those that wait at the server come last, as others delay them."""
         return self._waits.count(self._roster.members[rank].connection) > 0, rank
 
     def _begun(self, wait: WaitReport) -> dict[int, int]:
-        """Returns the number of collectives of the group that each member has begun, where known.
+        """Returns how many collectives of the group each member has begun, for the members of which this is known.
 
         A rank that reports the largest allowed number of groups may have left out this group.
         """
@@ -262,7 +267,7 @@ class StuckCollectives:
 
 
 def _notice_text(roster: Roster, all_stuck: Sequence[StuckCollective]) -> str:
-    """Returns the notice about ranks that wait, in one collective or in messages; of several ranks, a line for each."""
+    """Returns the notice about ranks that wait in one collective, or in messages: one sentence, or a line for each."""
     all_stuck = all_stuck[:_MAX_NOTICED]
     waiting = {rank for stuck in all_stuck for rank in stuck.waiting}
     where = {
@@ -291,11 +296,11 @@ def _report_text(
     states: dict[int, ProcessState],
     disagreements: Sequence[str] = (),
 ) -> str:
-    """Returns the text of the failure: a summary, each rank's own report, the missing ranks last, and what to do.
+    """Returns the text of the failure: a summary, each rank's own report (the missing ranks last), and advice.
 
     Args:
         roster: the members.
-        all_stuck: the stuck collective; for messages, every message that has reached its deadline, the first one first.
+        all_stuck: the stuck collective, or every send and receive that has reached its deadline, the first one first.
         reports: each rank's answer, by rank.
         states: the states of ranks that have not answered.
         disagreements: lines about ranks whose histories differ, and about ranks that wait for each other in a circle.
@@ -340,7 +345,7 @@ def _whereabouts(roster: Roster, rank: int, stuck: StuckCollective) -> str:
 def _grouped(
     roster: Roster, ranks: Sequence[int], reports: dict[int, str], states: dict[int, ProcessState]
 ) -> list[tuple[list[int], str]]:
-    """Returns these ranks' reports, each distinct report once with its ranks."""
+    """Returns the reports of these ranks; equal reports come once, with all ranks that sent them."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         text = reports.get(rank)
@@ -362,7 +367,7 @@ def _heading(roster: Roster, ranks: list[int], stuck: StuckCollective) -> str:
 
 
 def _fit(summary: str, sections: list[tuple[str, str]], tail: str, max_bytes: int) -> str:
-    """Returns summary, sections and tail in at most `max_bytes`; a short section leaves its share to later ones."""
+    """Returns summary, sections and tail in at most `max_bytes`. Bytes that a short section saves go to later ones."""
     room = max_bytes - len((summary + tail).encode())
     parts = [summary]
     for index, (heading, text) in enumerate(sections):
@@ -378,11 +383,11 @@ def _indent(text: str) -> str:
 
 
 def _disagreements(by_rank: Mapping[int, Calls], members: Mapping[str, Members]) -> list[str]:
-    """Returns a line for each group whose ranks differ, and one for ranks that wait for each other in a circle.
+    """Returns a line for each group whose ranks called different collectives, and one for a circle of waiting ranks.
 
     Args:
         by_rank: the last collectives of each rank.
-        members: the members of the known groups, by group.
+        members: the members of each known group.
     """
     groups = sorted({group for of_rank in by_rank.values() for group in of_rank})
     by_group = {

@@ -1,7 +1,7 @@
 """Seals and opens frames of the byte stream; `frames` has the schemas of their fields.
 
 `handshake` derives the keys of a `Session`; then both ends seal and open messages with it. Nothing here reads a socket,
-a clock or a source of randomness. A frame is
+a clock or a source of randomness. A frame has these parts:
 
     length    4 bytes, big endian: the number of bytes after it
     type      1 byte
@@ -31,7 +31,7 @@ from gradsync.rendezvous.frames import SCHEMAS, FieldError, FrameType, Message, 
 MAC_BYTES = 32
 MAX_HANDSHAKE_FRAME_BYTES = 512
 MAX_FRAME_BYTES = 64 * 1024
-#: A frame that takes longer to arrive never will be complete: its length field was altered on the way.
+#: A frame that takes longer to arrive will never be complete, because its length field was altered on the way.
 MAX_FRAME_SECONDS = 5.0
 UNFINISHED = f"its last message has been incomplete for {MAX_FRAME_SECONDS:g} s: the data was altered on the way"
 _BLOCK_BYTES = 64
@@ -45,11 +45,11 @@ _LENGTH_OF_EMPTY = _MIN_FRAME_BYTES - _LENGTH.size
 class Mac:
     """Signs with one key: HMAC-SHA256.
 
-    Hashes the two blocks that depend on the key alone once, as section 4 of RFC 2104 suggests. This takes a third of
-    the time of `hmac.digest`, which prepares them, and the hash function, for every frame.
+    The two blocks that depend only on the key are hashed once, as section 4 of RFC 2104 suggests. This takes a third
+    of the time of `hmac.digest`, which prepares these blocks and the hash function anew for every frame.
 
     Args:
-        key: of any length.
+        key: the key, of any length.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -71,9 +71,9 @@ class FrameError(RendezvousError):
     """The received bytes are not a valid frame; the connection cannot be used any further."""
 
 
-@dataclass(slots=True)  # not frozen: one is made for every frame, and freezing triples the cost
+@dataclass(slots=True)  # not frozen: every frame makes one, and a frozen object takes three times as long to make
 class Frame:
-    """One frame of the stream, its MAC not yet checked; never changed."""
+    """One frame of the stream, whose MAC is not yet checked. Nobody changes a frame."""
 
     type: int
     sequence: int
@@ -86,7 +86,7 @@ class Frame:
 
     @property
     def mac(self) -> bytes:
-        """The sender's signature."""
+        """The sender's signature: the MAC of the bytes before it."""
         return self.raw[-MAC_BYTES:]
 
     @property
@@ -101,7 +101,7 @@ def pack_frame(frame_type: int, sequence: int, body: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames; never holds more than one frame of the current limit and one read.
+    """Cuts a byte stream into frames. It never holds more than one frame of the allowed length and the last read.
 
     Attributes:
         limit_bytes: the longest frame accepted now; the owner raises it once the peer is authenticated.
@@ -139,7 +139,7 @@ class FrameReader:
         """Returns the next whole frame, or None while more bytes are needed.
 
         Raises:
-            FrameError: the announced length is outside of the range accepted now.
+            FrameError: the announced length is outside the range that is accepted now.
         """
         buffer, begin = self._buffer, self._taken
         if len(buffer) - begin < _LENGTH.size:
@@ -163,7 +163,7 @@ class Session:
     Args:
         send_key, receive_key: the direction keys that the handshake derived, 32 bytes each.
         send_sequence, receive_sequence: the sequence of the next frame in each direction.
-        is_server: whether this is the server's side; it decides which frame types are accepted.
+        is_server: whether this is the server's side; the accepted frame types depend on it.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ def _misplaced(number: int) -> str:
 
 
 class _Packers(threading.local):
-    """One packer for each thread: making a packer takes longer than encoding a message."""
+    """One packer for each thread, kept because making a packer takes longer than encoding a message."""
 
     def __init__(self) -> None:
         self.pack: Callable[[tuple[Any, ...]], bytes] = msgpack.Packer(use_bin_type=True).pack
@@ -254,7 +254,7 @@ def _encode(fields: tuple[Any, ...]) -> bytes:
 def _decode(body: bytes) -> tuple[Any, ...]:
     try:
         fields = msgpack.unpackb(body, raw=False, use_list=True)
-    except Exception as error:  # the decoder raises many types; all mean the same here
+    except Exception as error:  # the decoder raises many types of errors, which all mean the same here
         raise FrameError(f"the body of a frame is not msgpack: {type(error).__name__}") from None
     if type(fields) is not list:
         raise FrameError(f"the body of a frame needs to be an array, got {type(fields).__name__}")
