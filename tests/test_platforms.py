@@ -63,7 +63,7 @@ def test_every_public_name_loads_on_macos(tmp_path: Path) -> None:
 
 def test_starting_ranks_on_macos_is_refused(tmp_path: Path) -> None:
     code, shown = run_without_linux(written(tmp_path, START))
-    refusal = "starting ranks takes Linux, this is darwin: run the script as one rank by itself, with "
+    refusal = "starting ranks needs Linux, this is darwin: run the script as one rank by itself, with "
     assert (code, shown) == (0, f"{refusal}GRADSYNC_BACKEND=local\n" * 3)
 
 

@@ -1,1 +1,1 @@
-"""Launching: one supervisor engine and its thin faces."""
+"""Launching: the supervisor, which starts and watches ranks, and the functions and commands that use it."""

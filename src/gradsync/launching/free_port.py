@@ -1,4 +1,4 @@
-"""A port for a server of the user's: free now, and hard to lose until that server binds it."""
+"""Finds a free port for a server of the user, and keeps other programs from taking it before that server binds it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from gradsync.arguments import LARGEST_PORT
 
 _KERNEL_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 _DEFAULT_KERNEL_RANGE = (32768, 60999)
-_LOWEST_PORT = 1024  # below it only root binds
+_LOWEST_PORT = 1024  # only root may bind lower ports
 _ENOUGH_PORTS = 1000
 _MOST_PORTS = 4096
 _MOST_KEPT = 64
 
-# Raw descriptors: they are meant to stay open until the process ends, without a warning about it then.
+# Raw descriptors, because they stay open until the process ends, and socket objects would then warn about that.
 _kept: deque[int] = deque()
 
 
 def free_port() -> int:
     """Returns a TCP port that nobody uses, for a server on any interface of this machine.
 
-    Nothing is bound to the port, so that every kind of server can bind it, with or without SO_REUSEADDR. It stays
-    free until then: the kernel does not choose it by itself, neither for a server that binds port 0 nor for an
-    outgoing connection; and no other call of this function, in any process of this machine or container, returns it
-    while this process lives (for the newest 64 ports of a process). Only a program that asks for this very number
-    can take it. Where the kernel is set to use all ports for itself,
-    it may be faster than the server.
+    Nothing is bound to the port, so that every kind of server can bind it, with or without SO_REUSEADDR. Until then
+    the port stays free, unless a program asks for this very number. The kernel does not choose it, neither for a
+    server that binds port 0 nor for an outgoing connection. No other call of this function, in any process of this
+    machine or container, returns it while this process lives; this holds for the newest 64 ports of a process. If the
+    kernel is set to choose from all ports, it may take the port before the server does.
 
     Raises:
         OSError: no port is free.
@@ -68,7 +67,7 @@ def _take_port() -> tuple[int, int]:
 
 
 def _ports_to_try() -> range:
-    """Returns the ports outside the range of the kernel; those inside where too few are outside."""
+    """Returns the ports outside the range from which the kernel chooses; if these are too few, the ports inside it."""
     try:
         with open(_KERNEL_RANGE) as file:
             low, high = map(int, file.read().split())
@@ -83,9 +82,9 @@ def _ports_to_try() -> range:
 
 
 def _reserve(port: int) -> int | None:
-    """Binds the name that reserves the port, unless another call has bound it.
+    """Binds the abstract socket name that reserves the port; returns None if another call has bound it.
 
-    An abstract name belongs to a network namespace, as ports do, and ends with the process that holds it.
+    An abstract name belongs to a network namespace, as ports do, and disappears with the process that holds it.
     """
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -99,12 +98,12 @@ def _reserve(port: int) -> int | None:
 
 
 def _is_free(port: int) -> bool:
-    """Returns whether a server could bind the port on all interfaces, and so on any."""
+    """Returns whether a server could bind the port on all interfaces, and therefore on any one of them."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.bind(("", port))
         except OSError as error:
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # a machine without this family
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # the machine has this address family
                 return False
     return True

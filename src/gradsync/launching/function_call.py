@@ -1,7 +1,7 @@
-"""A function for the ranks to call: prepared before any process starts; and its results or error for the caller.
+"""Prepares a function call for the ranks before any process starts, and gives its results or error to the caller.
 
-A call travels as bytes, by pickle, and by cloudpickle where pickle refuses; a rank needs `pickle.loads` only, because a
-pickle of cloudpickle imports cloudpickle by itself. Forked ranks have the call already.
+The call is sent as bytes, made by pickle, or by cloudpickle if pickle refuses. A rank only needs `pickle.loads`,
+because the bytes of cloudpickle make it import cloudpickle. Forked ranks inherit the call, so nothing is sent.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def set_start_method(method: str) -> None:
     """Sets the start method of `gs.launch`, and the default of `gs.launcher` and `gs.spawn`.
 
     Args:
-        method: "spawn" (at first): fresh interpreters; the function and its arguments pickle, and a script needs the
-            `if __name__ == "__main__":` guard. "forkserver": forks of a small process that has imported little; the
-            same holds. "fork": copies of this process with its memory: closures and notebook
-            functions work, CUDA must not have been touched, and locks that other threads hold stay held.
+        method: "spawn" (the default) starts fresh interpreters: the function and its arguments must pickle, and a
+            script needs the `if __name__ == "__main__":` guard. "forkserver" forks a small process that has imported
+            little; it has the same conditions. "fork" copies this process with its memory: closures and notebook
+            functions work, but CUDA must not be initialised, and locks that other threads hold are never released in
+            the copies.
 
     Raises:
         InvalidArgument: there is no such method.
@@ -56,7 +57,7 @@ def set_start_method(method: str) -> None:
 
 
 def chosen_start_method(who: str, method: str | None) -> str:
-    """Returns the start method of a call: its own, or that of `set_start_method`.
+    """Returns the start method of a call: the one that the call names, or that of `set_start_method`.
 
     Args:
         who: the caller, for the error.
@@ -84,20 +85,20 @@ def function_target(
     who: str = "the launch",
     start_method: str = "spawn",
 ) -> Target:
-    """Prepares a call, for this process's own children.
+    """Prepares a call for ranks that are children of this process.
 
     Args:
-        function: what each rank calls.
+        function: the function that each rank calls.
         arguments: positional arguments.
         keywords: keyword arguments.
-        name: of the function in errors and `ps`; by default its own.
+        name: the function's name in errors and `ps`; by default its own name.
         who: the caller, for errors.
-        start_method: with "fork" ranks have the call as it is, and nothing needs to pickle; with "spawn" and
-            "forkserver" it is pickled.
+        start_method: with "fork" ranks inherit the call, and nothing needs to pickle; with "spawn" and "forkserver" the
+            call is pickled.
 
     Raises:
-        InvalidArgument: there is no function, the arguments are no sequence, one of them does not pickle, or this
-            process is itself a rank.
+        InvalidArgument: `function` is not callable, the arguments are not a sequence, one of them does not pickle, or
+            this process is itself a rank.
     """
     if not callable(function):
         raise InvalidArgument(f"{who} needs a function, got {function!r}")
@@ -112,15 +113,15 @@ def function_target(
 
 
 def own_backend(who: str, backend: str) -> str:
-    """Returns our backend for that of another system: shm for gloo, with a line in the log."""
+    """Returns our name of a backend: "gloo", of other systems, becomes "shm", with a warning in the log."""
     if backend != "gloo":
         return backend
-    _log.warning("%s: gradsync has no gloo; its ranks take shm, which joins those of one host", who)
+    _log.warning("%s: gradsync has no backend gloo; the ranks use shm, which joins ranks of one host", who)
     return "shm"
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Returns the name of a function in errors and `ps`."""
+    """Returns the name of a function, for errors and `ps`."""
     return getattr(function, "__qualname__", repr(function))
 
 
@@ -133,7 +134,7 @@ def _pickled_target(call: Call, name: str) -> Target:
     ranks_import_main = _has_main(preparation)
     if not ranks_import_main:
         preparation.pop("init_main_from_path", None)
-    # Queues and locks of multiprocessing pickle only while a process is being spawned.
+    # Queues and locks of multiprocessing pickle only while multiprocessing spawns a process, so pretend that it does.
     context.set_spawning_popen(inherited)  # type: ignore[arg-type]
     try:
         record = {
@@ -150,7 +151,7 @@ def _pickled_target(call: Call, name: str) -> Target:
 def _refuse_inside_rank(name: str) -> None:
     if rank_main.is_importing_main():
         raise InvalidArgument(
-            "a rank imports the script that launched it, to find the function in it, and came to the launch "
+            "a rank imports the script that launched it, to find the function, and so reached the launch "
             'again; put the launch under `if __name__ == "__main__":`'
         )
     if rank := os.environ.get(environment.RANK):
@@ -163,7 +164,7 @@ def _refuse_inside_rank(name: str) -> None:
 
 
 class _InheritedDescriptors:
-    """Stands in for the process to be spawned while multiprocessing objects are pickled."""
+    """Takes the place of the process to be spawned while objects of multiprocessing are pickled."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
@@ -189,14 +190,14 @@ class _InheritedDescriptor:
 def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None:
     """Returns the descriptor of this process's resource tracker for the ranks, or None if it has no tracker.
 
-    A rank with a tracker of its own would unlink shared memory that it only attached to.
+    The ranks must share this tracker: one of their own would unlink shared memory that the rank has only attached to.
     """
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     return None if tracker is None else inherited.duplicate_for_child(tracker.getfd())
 
 
 def ranks_can_import_main() -> bool:
-    """Returns whether fresh ranks find this process's `__main__` again; they do not in an interactive session."""
+    """Returns whether fresh ranks can import this process's `__main__`; they cannot if it is an interactive session."""
     from multiprocessing import spawn
 
     return _has_main(spawn.get_preparation_data("main"))
@@ -208,13 +209,13 @@ def _has_main(preparation: Mapping[str, Any]) -> bool:
 
 
 def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
-    """Pickles a call as one object, so that shared parts stay shared.
+    """Pickles a call as one object, so that an object that is part of two arguments stays one object.
 
     Args:
         call: the call.
-        name: of the function, for errors.
-        ranks_import_main: whether ranks can import this process's `__main__`; they cannot when it is an interactive
-            session, and then its functions and classes travel by value.
+        name: the function's name, for errors.
+        ranks_import_main: whether ranks can import this process's `__main__`; they cannot if it is an interactive
+            session; its functions and classes are then pickled with their code, not by name.
 
     Raises:
         InvalidArgument: the function or an argument does not pickle.
@@ -252,20 +253,20 @@ def _plain_dumps(thing: Any, ranks_import_main: bool) -> bytes:
 
 
 def _find_cloudpickle(ranks_import_main: bool) -> _Dumps | None:
-    """Returns a function that pickles by value where a name does not do, if cloudpickle is installed."""
+    """Returns a function that pickles code where a name is not enough; None if cloudpickle is not installed."""
     try:
         import cloudpickle
     except ImportError:
         return None
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        # Connections and locks of multiprocessing know how to travel; read when a pickler is made.
+        # The functions that pickle connections and locks of multiprocessing; a new pickler reads this attribute.
         dispatch_table: ClassVar = ChainMap(
             ForkingPickler(io.BytesIO()).dispatch_table, cloudpickle.Pickler.dispatch_table
         )
 
         def reducer_override(self, thing: Any) -> Any:
-            # cloudpickle would copy these too, and an instance would be of another class than the rank's own.
+            # By default cloudpickle copies these too; an instance would then not be of the rank's own class.
             if ranks_import_main and _is_of_main(thing) and _is_found_by_name(thing):
                 return NotImplemented
             return super().reducer_override(thing)
@@ -295,7 +296,7 @@ def _explain(call: Call, name: str, dumps: _Dumps, error: Exception, remedies: t
         try:
             dumps(thing)
         except Exception as part_error:
-            helps = () if isinstance(part_error, TypeError) else remedies  # what no pickler can do
+            helps = () if isinstance(part_error, TypeError) else remedies  # no pickler can pickle it
             *first, last = remedy, *helps, 'start ranks by fork (gs.set_start_method("fork"))'
             advice = f"{', '.join(first)}, or {last}"
             return f"{part} needs to pickle to reach the ranks: {part_error}; {advice}"
@@ -303,7 +304,7 @@ def _explain(call: Call, name: str, dumps: _Dumps, error: Exception, remedies: t
 
 
 def _parts_of(call: Call, name: str) -> Iterator[tuple[str, Any, str]]:
-    """Yields each part of a call: its name, the part, and a remedy if it does not pickle."""
+    """Yields each part of a call: its name, the part itself, and advice in case it does not pickle."""
     function, arguments, keywords = call
     yield name, function, "define it at the top level of a module or script"
     for position, value in enumerate(arguments):
@@ -316,7 +317,7 @@ def load_result(rank: int, value: ReturnValue) -> Any:
     """Returns the return value of one rank.
 
     Raises:
-        InvalidArgument: it does not unpickle here.
+        InvalidArgument: the value does not unpickle in this process.
     """
     try:
         return value.load()
@@ -327,17 +328,18 @@ def load_result(rank: int, value: ReturnValue) -> Any:
 
 
 def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
-    """Returns the return values, by rank, after a run without a failure; only once.
+    """Returns the return values, by rank, after a run without a failure. It can be called only once.
 
     Args:
-        outcome: of the run; its results are released one by one, so that large ones are not in memory twice.
-        stacklevel: of the warning, as seen from the caller.
+        outcome: the outcome of the run. Its results are released one by one, so that large ones are not in memory
+            twice.
+        stacklevel: the `stacklevel` of the warning, as seen from the caller.
 
     Returns:
         The values; None, with a RuntimeWarning, for a rank that exited without returning one.
 
     Raises:
-        InvalidArgument: a value does not unpickle here.
+        InvalidArgument: a value does not unpickle in this process.
     """
     results: list[Any] = []
     for rank in outcome.ranks:
@@ -353,7 +355,7 @@ def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
 def returned_values(outcome: Outcome) -> dict[int, Any]:
     """Returns the return values of the ranks that have one, for the error about another rank.
 
-    A value that does not unpickle here is left out: the error is about another rank.
+    A value that does not unpickle in this process is left out, because the error is about another rank.
     """
     values = {}
     for rank in outcome.ranks:
@@ -369,8 +371,8 @@ def failure(outcome: Outcome, root: RankOutcome, message: str) -> RankFailed:
     """Returns the error for a run with a failed rank.
 
     Args:
-        outcome: of the run.
-        root: the rank that was the cause.
+        outcome: the outcome of the run.
+        root: the rank whose failure came first.
         message: the error's first line; the rank's traceback follows.
     """
     text = traceback_of(root)
@@ -390,11 +392,11 @@ def traceback_of(rank: RankOutcome) -> str:
 
 
 def raise_for_signal(outcome: Outcome) -> None:
-    """Raises what the signal that ended a run would have raised.
+    """Raises the exception for the signal that ended a run; does nothing if no signal did.
 
     Raises:
-        KeyboardInterrupt: it was SIGINT.
-        SystemExit: it was another one; with 128 and its number.
+        KeyboardInterrupt: the signal was SIGINT.
+        SystemExit: it was another signal; the exit code is 128 + its number.
     """
     if outcome.signal_number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -411,7 +413,7 @@ def _warn_of_no_result(rank: RankOutcome, stacklevel: int) -> None:
 
 
 def check_cuda_untouched(who: str, start_method: str) -> None:
-    """Checks whether this process has initialised CUDA before it starts ranks; warns once.
+    """Checks, before this process starts ranks, whether it has initialised CUDA; warns once if it has.
 
     Args:
         who: the caller, for the message.
@@ -439,13 +441,13 @@ def devices_in_use(driver: Any = None) -> list[int] | None:
     """Returns the devices on which this process has a primary context, as CuPy, PyTorch and the CUDA runtime use.
 
     Args:
-        driver: libcuda, from ctypes; by default the one that this process has loaded.
+        driver: libcuda, as ctypes loads it; by default the libcuda that this process has loaded.
 
     Returns:
-        The devices as this process numbers them; none if a library has only looked for devices. None: CUDA is not
-        initialised, so that a fork does no harm.
+        The devices, as this process numbers them; an empty list if CUDA is initialised without a context. None if CUDA
+        is not initialised, so that a fork does no harm.
 
-    Source: CUDA Driver API: before cuInit every function returns CUDA_ERROR_NOT_INITIALIZED (cuInit);
+    Source: CUDA Driver API. Before cuInit every function returns CUDA_ERROR_NOT_INITIALIZED (page of cuInit), and
     cuDevicePrimaryCtxGetState creates no context.
     """
     driver = driver or _loaded_driver()
@@ -460,7 +462,7 @@ def devices_in_use(driver: Any = None) -> list[int] | None:
 
 
 def _loaded_driver() -> Any:
-    """Returns libcuda if this process has loaded it already."""
+    """Returns libcuda if this process has loaded it already, else None."""
     import ctypes
 
     try:

@@ -1,8 +1,8 @@
-"""Where the ranks of a launch meet: at a port of this process, or at that of the first of several launchers.
+"""The address at which the ranks of a launch meet: a port of this process, or of the first of several launchers.
 
-The secret of several launchers comes from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback it may be
-missing: the first launcher then makes one and leaves it in a file of mode 0600 in the user's runtime directory, as rank
-0 does where no launcher of ours is at work (`rendezvous/hosting.py`).
+Several launchers need a secret, from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback it may be
+missing: the first launcher then makes a secret and writes it to a file of mode 0600 in the user's runtime directory, as
+rank 0 does if gradsync did not launch the ranks (`rendezvous/hosting.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROBE_SECONDS = 1.0
 
 @contextlib.contextmanager
 def own_listener(host: str, port: int, *, if_taken: str = "use port 0 for a free port") -> Iterator[socket.socket]:
-    """Yields a listening socket and closes it when the context ends; with port 0 the kernel picks one.
+    """Yields a listening socket and closes it when the context ends; with port 0 the kernel picks a free port.
 
     Args:
         host, port, if_taken: see `bind_listener`.
@@ -45,7 +45,10 @@ def own_listener(host: str, port: int, *, if_taken: str = "use port 0 for a free
 
 @contextlib.contextmanager
 def own_endpoint(port: int) -> Iterator[tuple[Endpoint, socket.socket]]:
-    """Binds a port of this machine for one start of the ranks; ranks of an earlier start do not know its secret."""
+    """Yields an endpoint with a new secret for one start of the ranks, and its socket, bound to loopback.
+
+    Ranks of an earlier start cannot join, because they do not know this secret.
+    """
     with own_listener("127.0.0.1", port) as listener:
         yield Endpoint(format_address(listener), os.urandom(32)), listener
 
@@ -54,17 +57,17 @@ def own_endpoint(port: int) -> Iterator[tuple[Endpoint, socket.socket]]:
 def launcher_endpoint(
     host: str, port: int, rank_start: int, *, meets_others: bool
 ) -> Iterator[tuple[Endpoint | None, socket.socket | None]]:
-    """Yields where the ranks of one call of `launcher` meet, with the bound socket if this process hosts.
+    """Yields the endpoint where the ranks of one call of `launcher` meet, and the bound socket if this process hosts.
 
-    None where all ranks are of this call, on loopback: the supervisor makes an endpoint then.
+    Both are None if this call starts all ranks, on loopback: then the supervisor makes an endpoint.
 
     Args:
-        host, port: where the first launcher hosts.
+        host, port: the address at which the first launcher hosts the server.
         rank_start: rank of this launcher's first process.
         meets_others: whether other launchers start ranks of the same run.
 
     Raises:
-        AuthenticationError: no secret, and other machines can reach the server.
+        AuthenticationError: there is no secret, and other machines can reach the server.
         RendezvousError: the address cannot be bound.
         RendezvousTimeout: the node with rank_start 0 did not start hosting in time.
     """
@@ -87,7 +90,7 @@ def launcher_endpoint(
         address = format_address(listener)
         if meets_others and port == 0:
             port = listener.getsockname()[1]
-            import logging  # here: start-up counts
+            import logging  # imported here to keep the start short
 
             logging.getLogger("gradsync").warning(
                 "the ranks of this run meet at %s: give port=%d to the launchers of the other nodes", address, port
@@ -97,12 +100,12 @@ def launcher_endpoint(
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server there."""
-    import ipaddress  # here: start-up counts
+    """Returns whether only this machine can reach a server at this host."""
+    import ipaddress  # imported here to keep the start short
 
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # the host is a name
         return False
 
 
@@ -125,7 +128,7 @@ def _find_secret(address: str, rank_start: int) -> bytes:
     while (found := wait_for(path, stale, deadline)) is not None:
         if _is_there(address):
             return found.secret
-        stale = found  # an earlier run's: the first node binds the port before it writes the file
+        stale = found  # an earlier run left this file: the first node binds the port before it writes its own file
     raise RendezvousTimeout(
         f"launcher with rank_start {rank_start}: the node with rank_start 0 did not start hosting {address} "
         f"within {_MEETING_SECONDS:g} s (nothing new at {path}); start it on this machine, or name the secret of both "

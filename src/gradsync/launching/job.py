@@ -1,4 +1,4 @@
-"""The request of a launch: the program, the number of processes, and the conditions."""
+"""The request of a launch: the program, the number of processes, and the options."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _WHO = "the launch"
 
 @dataclass(frozen=True)
 class Target:
-    """The program of the ranks, for `rank_main`.
+    """The program that `rank_main` runs in each rank.
 
     Attributes:
-        record: the start record, of types that `marshal` knows.
-        command_line: shown by `ps` on the rank's command line.
+        record: the start record, made of types that `marshal` can write.
+        command_line: the arguments that `ps` shows for the rank.
         descriptors: file descriptors that the ranks inherit.
-        call: function, positional and keyword arguments, if the ranks are forked and inherit them.
+        call: the function with its positional and keyword arguments, if the ranks are forked and inherit the call.
     """
 
     record: dict[str, Any]
@@ -39,10 +39,10 @@ class Target:
         """Returns the command that starts the ranks over MPI; only MPI's own launcher can do that.
 
         Args:
-            world_size: how many ranks.
-            hosts: "host:ranks" of each machine; none for this one alone.
+            world_size: the number of ranks.
+            hosts: "host:ranks" for each machine; empty for a run on this machine alone.
         """
-        import shlex  # here: start-up counts
+        import shlex  # imported here to keep the start short
         import shutil
 
         on_hosts = ("--host", ",".join(hosts)) if hosts else ()
@@ -54,12 +54,12 @@ class Target:
 
 @dataclass(frozen=True)
 class NodePlace:
-    """This machine among those of a run, each with a launcher of its own.
+    """The place of this machine among the machines of a run, each of which has a launcher of its own.
 
     Attributes:
-        node_rank: its number.
-        nnodes: how many there are.
-        run_name: of the run, the same on all of them.
+        node_rank: this machine's number.
+        nnodes: the number of machines.
+        run_name: the name of the run, the same on all machines.
     """
 
     node_rank: int
@@ -72,8 +72,8 @@ class Network:
     """The network interface by which this machine reaches the others.
 
     Attributes:
-        interface: its name.
-        is_ipv6: whether it uses IPv6.
+        interface: the interface's name.
+        is_ipv6: whether the address on it is IPv6.
     """
 
     interface: str
@@ -87,28 +87,28 @@ class Job:
     Attributes:
         target: the program of each rank.
         n_ranks: number of processes on this machine.
-        world_size: number of ranks of the run; 0: up to the last rank on this machine.
+        world_size: number of ranks of the run; 0 means that the last rank of this machine is the last of the run.
         rank_start: rank of the first process on this machine.
         backend: the choice of `init_process_group("auto")` in the ranks.
         master_addr: MASTER_ADDR in the ranks, for the user's own use.
         master_port: MASTER_PORT in the ranks, for the user's own use; None, like 0, takes a free one.
         rendezvous_port: port of the rendezvous server on 127.0.0.1; 0 takes a free one.
-        endpoint: of the rendezvous server, if several launchers start the ranks; by default this launcher hosts one.
-        listener: the bound socket of that address, where this process runs the server.
+        endpoint: the rendezvous server, if several launchers start the ranks; by default this launcher hosts one.
+        listener: the bound socket of the endpoint, if this process runs the server.
         start_method: "spawn", "fork" or "forkserver".
-        gpus: CUDA_VISIBLE_DEVICES of each process; by default that of this process, for all.
+        gpus: CUDA_VISIBLE_DEVICES of each process; by default every process inherits this process's value.
         stdin_rank: the rank that gets this process's standard input; the others read /dev/null.
-        grace_seconds: between SIGTERM and SIGKILL.
-        max_restarts: how often all ranks are started again after a failure.
-        state_dir: folder for the state of the ranks across restarts; GRADSYNC_STATE_DIR in the ranks.
+        grace_seconds: the time between SIGTERM and SIGKILL.
+        max_restarts: how many times at most all ranks are started again after a failure.
+        state_dir: folder where ranks keep their state across restarts; GRADSYNC_STATE_DIR in the ranks.
         removed_variables: names of variables of this process that ranks do not inherit.
-        variables: further variables of the ranks.
+        variables: further environment variables of the ranks.
         node: this machine's place in a run on several machines.
-        network: the network to the other machines, if there are any and it is known.
+        network: the network to the other machines; None if there are none, or the network is not known.
 
     Raises:
         InvalidArgument: a number is out of its range, or the start method is unknown.
-        BackendUnavailable: this is not Linux.
+        BackendUnavailable: the system is not Linux.
     """
 
     target: Target
@@ -135,7 +135,7 @@ class Job:
     def __post_init__(self) -> None:
         if sys.platform != "linux":
             raise BackendUnavailable(
-                f"starting ranks takes Linux, this is {sys.platform}: run the script as one rank by itself, with "
+                f"starting ranks needs Linux, this is {sys.platform}: run the script as one rank by itself, with "
                 "GRADSYNC_BACKEND=local"
             )
         self._check_numbers()

@@ -29,9 +29,9 @@ class WorkerError(GradsyncError, ProcessError):
     Its first line reads "worker[1] failed with exitcode=2".
 
     Attributes:
-        msg: what happened, and the worker's traceback where there is one.
-        exitcode: its exit code; negative: the signal that killed it.
-        worker_id: its rank.
+        msg: the failure in words, and the worker's traceback if there is one.
+        exitcode: the worker's exit code; a negative number is the signal that killed it.
+        worker_id: the worker's rank.
         results: the return values of other workers, by rank.
     """
 
@@ -49,7 +49,7 @@ class MainProcessError(GradsyncError, ProcessError):
     """A signal to the launching process ended the run; all workers were ended first.
 
     Attributes:
-        signal_no: the signal.
+        signal_no: the signal's number.
     """
 
     def __init__(self, msg: str, *, signal_no: int = 0) -> None:
@@ -66,29 +66,31 @@ def launch(
 ) -> list[Any]:
     """Calls `func(args)`, or `func()` without args, in `nprocs` processes on this machine, and waits for them.
 
-    Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
-    environment, and all that `init_process_group()` needs, which the function calls by itself. The
-    environment of the calling process stays as it is. Processes are spawned, unless `gs.set_start_method` says
-    otherwise: a script that calls this then needs the `if __name__ == "__main__":` guard.
+    Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
+    and the variables that `init_process_group()` needs. The function must call `init_process_group()` itself. The
+    environment of the calling process does not change. Processes are spawned unless `gs.set_start_method` has chosen
+    another method; with "spawn" and "forkserver" a script that calls `launch` needs the `if __name__ == "__main__":`
+    guard.
 
     Args:
-        func: a function at the top level of a module or script; any other one with cloudpickle installed, or with
-            the start method "fork".
-        args: its one argument, of any type, which pickles unless forked; several are
-            `gs.launch(functools.partial(func, a, b), nprocs=2)`.
+        func: a function at the top level of a module or script. Any other function needs cloudpickle, or the start
+            method "fork".
+        args: the one argument of the function, of any type. It must pickle, unless the start method is "fork". For
+            several arguments write `gs.launch(functools.partial(func, a, b), nprocs=2)`.
         nprocs: number of processes; by default one per visible GPU, or per usable core where there is no GPU.
         master_addr: MASTER_ADDR, for the function's own use.
         master_port: MASTER_PORT, for the function's own use; a free port by default.
 
     Returns:
-        The return values, by rank; None, with a RuntimeWarning, for a process that exited with 0 before returning one.
+        The return values, by rank. A process that exits with code 0 without returning has None, with a RuntimeWarning.
 
     Raises:
-        InvalidArgument: args is a tuple that was meant as several arguments (as before 0.2: a tuple of one, or of as
-            many as func needs), the function or its argument does not pickle, `nprocs` is no positive integer, the
-            `__main__` guard is missing, or forked ranks could not use CUDA, which this process has initialised.
+        InvalidArgument: args is a tuple that seems meant as several arguments (before 0.2 this was allowed; a tuple of
+            one, or of as many as func needs), the function or its argument does not pickle, `nprocs` is not a positive
+            integer, the `__main__` guard is missing, or ranks would be forked although this process has initialised
+            CUDA.
         WorkerError: a worker failed.
-        MainProcessError: SIGINT, SIGTERM or SIGHUP came to this process (in its main thread).
+        MainProcessError: this process received SIGINT, SIGTERM or SIGHUP (only if its main thread called `launch`).
     """
     method = chosen_start_method("launch", None)
     target = function_target(func, _arguments(func, args), {}, who="launch", start_method=method)
@@ -108,10 +110,10 @@ def launch(
 
 
 def _arguments(func: object, args: Any) -> tuple[Any, ...]:
-    """Returns the arguments of the call: args as one argument, or none.
+    """Returns the arguments of the call: `args` as one argument, or none without `args`.
 
     Raises:
-        InvalidArgument: args is a tuple, as `func(*args)` took it before 0.2.
+        InvalidArgument: args is a tuple, which `launch` passed as `func(*args)` before 0.2.
     """
     if not isinstance(args, tuple):
         return (args,)
@@ -125,7 +127,7 @@ def _arguments(func: object, args: Any) -> tuple[Any, ...]:
 
 
 def _count_required(func: Callable[..., Any]) -> int:
-    """Counts the positional parameters without a default; 0 if that is not known."""
+    """Counts the positional parameters without a default; returns 0 if the parameters are not known."""
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):  # some builtins

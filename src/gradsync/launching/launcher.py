@@ -1,6 +1,6 @@
-"""`gs.launcher`: a decorator that makes calling a function run it on several ranks, over the supervisor.
+"""`gs.launcher`: a decorator; a call of the decorated function runs it on several ranks, over the supervisor.
 
-Ranks import a script's decorated functions too, so what starts ranks loads only when one is called.
+Ranks import a script's decorated functions too, so the modules that start ranks are imported only at such a call.
 """
 
 from __future__ import annotations
@@ -66,36 +66,37 @@ def launcher(
 ) -> Callable[..., Any]:
     """Makes a call of the decorated function run it in `n_gpus` processes of this machine, one per rank.
 
-    With or without arguments: `@gs.launcher` or `@gs.launcher(n_gpus=2)`, or called: `gs.launcher(func, 2)`.
-    In each rank the process group is initialised before the function runs (`gs.get_communicator()` gives it) and
-    destroyed after it. With the start methods "spawn" and "forkserver" a script that calls the function needs the
-    `if __name__ == "__main__":` guard. Nothing starts, and no port is bound, before the call.
+    It can be used as `@gs.launcher`, as `@gs.launcher(n_gpus=2)`, or as a call: `gs.launcher(func, 2)`. In each rank
+    the process group is initialised before the function runs (`gs.get_communicator()` gives it) and destroyed after it.
+    With the start methods "spawn" and "forkserver" a script that calls the function needs the `if __name__ ==
+    "__main__":` guard. Nothing starts, and no port is bound, before the call.
 
-    Several machines: every one calls the function with the same `world_size`, `master_ip` and `port`, and its own
-    `rank_start`. The ranks wait for all others after the group is initialised and before they leave it. The one with
-    rank_start 0 hosts the rendezvous server at `master_ip`:`port`. Where other machines can reach that, each needs the
-    secret of the run: a file of mode 0600, named in GRADSYNC_SECRET_FILE.
+    For a run on several machines, every machine calls the function with the same `world_size`, `master_ip` and `port`,
+    and its own `rank_start`. All ranks wait for each other after the group is initialised and before they leave it.
+    The machine with rank_start 0 hosts the rendezvous server at `master_ip`:`port`. If other machines can reach this
+    address, every machine needs the secret of the run: a file of mode 0600, named in GRADSYNC_SECRET_FILE.
 
     Args:
         func: the function. Lambdas, closures and functions of a notebook work with cloudpickle installed, or with the
             start method "fork".
         n_gpus: number of processes on this machine; by default one per visible GPU, or per usable core where there is
-            no GPU, and at most what is left of `world_size`.
+            no GPU, and at most `world_size` - `rank_start`.
         world_size: number of ranks in the run; by default `n_gpus`.
         rank_start: rank of this machine's first process.
         master_ip: address or name of the machine with rank_start 0; "localhost" is loopback.
         port: port of the rendezvous server; 0, on the machine with rank_start 0 only, takes a free one.
-        device_type: "auto", "cpu" or "gpu"; with "auto" as backend "cpu" takes shm and "gpu" takes nccl.
-        backend: what `init_process_group` is given; "gloo", of other systems, is "shm", and the log says so.
-        start_method: "spawn", "fork" or "forkserver"; by default what `gs.set_start_method` says, at first "spawn".
+        device_type: "auto", "cpu" or "gpu". If `backend` is "auto", "cpu" selects shm and "gpu" selects nccl.
+        backend: the backend for `init_process_group`; "gloo", of other systems, becomes "shm", with a warning.
+        start_method: "spawn", "fork" or "forkserver"; by default that of `gs.set_start_method`, initially "spawn".
 
     Returns:
-        The function; a call of it returns what it returned on each rank of this machine, by local rank (None, with a
-        RuntimeWarning, for a process that exits with 0 before). The call raises InvalidArgument when the function or an
-        argument does not pickle, or forked ranks could not use CUDA; RankFailed when a rank fails (with its rank, exit
-        code and traceback, and what had been returned on the others); AuthenticationError when the secret is
-        missing; RendezvousError when the port is taken; RendezvousTimeout when the machine with rank_start 0 does
-        not come; KeyboardInterrupt after Ctrl-C, and SystemExit(128 + n) after SIGTERM or SIGHUP.
+        The decorated function. A call of it returns the return values of the ranks of this machine, by local rank; a
+        process that exits with code 0 without returning has None, with a RuntimeWarning. The call raises
+        InvalidArgument if the function or an argument does not pickle, or forked ranks could not use CUDA; RankFailed
+        if a rank fails (with its rank, exit code and traceback, and the values that other ranks had returned);
+        AuthenticationError if the secret is missing; RendezvousError if the port is taken; RendezvousTimeout if the
+        machine with rank_start 0 does not host the server in time; KeyboardInterrupt after Ctrl-C; and
+        SystemExit(128 + n) after SIGTERM or SIGHUP, with the signal's number n.
 
     Raises:
         InvalidArgument: an argument is out of its range, or does not fit the others.
@@ -124,7 +125,7 @@ def launcher(
         def run(*args: Any, **kwargs: Any) -> list[Any]:
             return _run_on_ranks(
                 *(function, args, kwargs, n_gpus or default_process_count(device_type), world_size, rank_start),
-                host="127.0.0.1" if master_ip == "localhost" else master_ip,  # every rank binds the same address
+                host="127.0.0.1" if master_ip == "localhost" else master_ip,  # every rank then uses the same address
                 port=port,
                 backend=_DEVICE_BACKENDS[device_type] if backend == "auto" else backend,
                 start_method=start_method,
@@ -137,7 +138,7 @@ def launcher(
 
 
 def _check_place(n_gpus: int | None, world_size: int | None, rank_start: int, master_ip: object, port: int) -> None:
-    """Checks that the ranks of this node are in the run, and that the node has the address of the others."""
+    """Checks that the ranks of this node are within world_size, and that the node knows where the others meet."""
     if not isinstance(master_ip, str) or not master_ip:
         raise InvalidArgument(f"launcher needs master_ip to be an address or a host's name, got {master_ip!r}")
     if rank_start > 0 and world_size is None:
@@ -192,7 +193,7 @@ def _run_on_ranks(
             from gradsync.launching.rank_environment import network_towards
 
             network = network_towards(*parse_address(endpoint.address))
-            master_port = port_beside(parse_address(endpoint.address)[1])  # the port beside that of the rendezvous
+            master_port = port_beside(parse_address(endpoint.address)[1])  # the port next to the rendezvous port
         job = Job(
             target,
             count,
@@ -217,7 +218,7 @@ def _run_on_ranks(
 
 
 def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., Any]:
-    """Returns the name by which a fresh rank finds the function, or the function itself if it has no such name."""
+    """Returns the name by which a fresh rank finds the function; the function itself if it has no such name."""
     from gradsync.launching.function_call import ranks_can_import_main
 
     named = NamedFunction(getattr(function, "__module__", ""), getattr(function, "__qualname__", ""))
@@ -227,14 +228,14 @@ def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., An
 
 
 class NamedFunction(NamedTuple):
-    """The name by which a rank finds a function, even if the name is bound to a decorated version.
+    """The name by which a rank finds a function, even if the name is bound to a decorated version of it.
 
-    A decorator binds the name to its own result, so that pickle refuses the function itself. A rank removes the
-    decorators again.
+    A decorator binds the name to its own result, so pickle refuses the function itself. A rank takes the function out
+    of its decorators again.
 
     Attributes:
         module: the module.
-        name: the name in it, with dots for members of a class.
+        name: the name in the module, with dots for members of a class.
     """
 
     module: str
@@ -268,7 +269,7 @@ class NamedFunction(NamedTuple):
         layer = found
         while layer is not None and _MARK not in getattr(layer, "__dict__", {}):
             layer = getattr(layer, "__wrapped__", None)
-        # Not marked: `run = launcher(function)` leaves the name bound to the plain function.
+        # `run = launcher(function)` leaves the name bound to the plain function, which has no mark.
         function: Callable[..., Any] = found if layer is None else layer.__wrapped__
         return function
 
@@ -276,14 +277,14 @@ class NamedFunction(NamedTuple):
 def call_in_group(
     function: NamedFunction | Callable[..., Any], backend: str, meets_others: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a function as one rank of a group, and destroys the group; runs in a rank.
+    """Calls a function as one rank of a process group, then destroys the group. It runs in a rank.
 
     Args:
-        function: the function, or where to find it.
-        backend: for `init_process_group`.
-        meets_others: whether other machines take part: then no rank begins before all have joined, and none leaves
+        function: the function, or the name by which to find it.
+        backend: the backend for `init_process_group`.
+        meets_others: whether other machines take part. If so, no rank begins before all have joined, and none leaves
             before all have finished.
-        args, kwargs: for the function.
+        args, kwargs: the arguments of the function.
 
     Returns:
         The function's return value.
@@ -301,5 +302,5 @@ def call_in_group(
                 group_barrier()  # does nothing if the function has destroyed the group itself
         return result
     finally:
-        if is_initialized():  # the function has made another one
+        if is_initialized():  # the function may have made another group
             destroy_process_group()

@@ -1,1 +1,1 @@
-"""What runs inside a rank process, beside its guard and around the user's code."""
+"""The code that runs inside a rank process: the guard, and the code that runs the user's script or function."""

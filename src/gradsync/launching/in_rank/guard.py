@@ -1,9 +1,9 @@
 """The guard: a small process between the launcher and one rank, so that nothing of a rank outlives either of them.
 
-Each rank process forks at its very start. The parent becomes the guard: it adopts whatever the rank leaves behind
-(it is a child subreaper: programs that the rank started end up as its children, double-forked ones too), forwards
-the launcher's signals, and tells how the rank ended. When the rank ends, or the launcher dies, however it dies, the
-guard ends all that is left. The child is the rank: its process id is the one that users see.
+Each rank process forks at its very start. The parent becomes the guard. It forwards the launcher's signals, and tells
+the launcher how the rank ended. It is a child subreaper: if a program that the rank started ends first, the children of
+that program become the guard's, also double-forked ones. When the rank ends, or the launcher dies in any way, the guard
+kills all processes that are left. The child of the fork is the rank; users see its process id.
 
 This file runs before anything else in a rank process, so it imports next to nothing.
 """
@@ -18,18 +18,19 @@ import struct
 import time
 from typing import NamedTuple, NoReturn
 
-#: The guard's messages on the status pipe: the rank's process id; its exit code and its peak memory in bytes.
+#: The guard's messages on the status pipe: first the rank's process id; at the end its exit code and peak memory in
+#: bytes.
 STARTED = struct.Struct("<cq")
 ENDED = struct.Struct("<ciq")
 STARTED_KIND, ENDED_KIND = b"S", b"E"
-#: Exit code of a guard that could not end all its processes.
+#: Exit code of a guard that could not end all processes of its rank.
 GAVE_UP = 71
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # if the guard itself receives them
-_SWEEP_SECONDS = 1.5  # a process that is left then hangs in the kernel
+_SWEEP_SECONDS = 1.5  # a process that is left after this time hangs in the kernel
 _SWEEP_WAIT_SECONDS = 0.02
 
 
@@ -37,11 +38,11 @@ class GuardDescriptors(NamedTuple):
     """The descriptors that a rank process gets from its launcher.
 
     Attributes:
-        status: write end of the pipe on which the guard tells the rank's start and end.
-        command: read end of the pipe on which the launcher writes signals, one byte each; its end, too, is the
-            launcher's death.
+        status: write end of the pipe on which the guard reports the rank's start and end.
+        command: read end of the pipe on which the launcher writes signals, one byte each. The end of this pipe means
+            that the launcher has died.
         report: write end of the pipe on which the rank reports its result or its error.
-        result_file: an empty file in memory, for what the rank returns.
+        result_file: an empty file in memory, for the rank's return value.
     """
 
     status: int
@@ -54,12 +55,12 @@ def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
     """Forks: returns in the child, which is the rank; the parent guards it and never returns.
 
     Args:
-        rank: for the guard's name in `ps`.
-        launcher_pid: whose death ends the rank.
+        rank: the rank, for the guard's name in `ps`.
+        launcher_pid: the launcher's process id; the guard ends the rank when the launcher dies.
         descriptors: the guard keeps `status` and `command`, the rank `report` and `result_file`.
         others: descriptors that only the rank needs.
     """
-    import ctypes  # here, as below: the launcher imports this module too, and its start-up counts
+    import ctypes  # imported here, as below, because the launcher imports this module too and has to start fast
 
     status, command, report, result_file = descriptors
     libc = ctypes.CDLL(None)
@@ -71,12 +72,12 @@ def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # before the rank can leave a child behind
     pid = os.fork()
     if pid == 0:
-        if of_program is not None:  # it was set from Python
+        if of_program is not None:  # the handler was set from Python
             signal.signal(signal.SIGCHLD, of_program)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(status)
         os.close(command)
-        os.setsid()  # a process group of its own, which is signalled as a whole
+        os.setsid()  # a process group of its own, which signals reach as a whole
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != guard_pid:  # the guard died before the call
             os.kill(os.getpid(), signal.SIGKILL)
@@ -93,8 +94,8 @@ class _Guard:
     """Guards one rank.
 
     Args:
-        rank_pid: a child of this process, which is not reaped before the end.
-        launcher_pid, status, command: as `stand_guard` says.
+        rank_pid: the process id of the rank, a child of this process that is reaped only at the end.
+        launcher_pid, status, command: see `stand_guard`.
     """
 
     def __init__(self, rank_pid: int, launcher_pid: int, status: int, command: int) -> None:
@@ -109,7 +110,7 @@ class _Guard:
         """Waits until the rank has ended or the launcher is gone, ends all processes of the rank, and exits."""
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *_FORWARDED):
-            signal.signal(number, lambda *_: None)  # the wake-up pipe reports them
+            signal.signal(number, lambda *_: None)  # the wake-up pipe reports these signals
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._tell(STARTED.pack(STARTED_KIND, self._rank_pid))
         _let_go_of_standard_input()
@@ -144,14 +145,14 @@ class _Guard:
         try:
             os.killpg(self._rank_pid, number)
         except ProcessLookupError:
-            os.kill(self._rank_pid, number)  # not reaped: no other process has the number
+            os.kill(self._rank_pid, number)  # the rank is not reaped, so no other process has its number
         except PermissionError:
-            return  # it runs as another user now
+            return  # the rank runs as another user now
         if number == signal.SIGTERM:
-            self._signal_rank(signal.SIGCONT)  # a stopped rank could not answer
+            self._signal_rank(signal.SIGCONT)  # a rank stopped by SIGSTOP could not react
 
     def _rank_has_ended(self) -> bool:
-        """Reaps orphans of the rank; returns whether the rank itself is a zombie, and leaves it so."""
+        """Reaps orphans of the rank; returns whether the rank itself has ended, but does not reap it."""
         while True:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
@@ -167,7 +168,7 @@ class _Guard:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         while self._reap_all() and time.monotonic() < deadline:
             for child in _children_of(os.getpid()):
-                os.kill(child, signal.SIGKILL)  # our own child: no other process has its number
+                os.kill(child, signal.SIGKILL)  # it is our own child, so no other process has its number
             signal.sigtimedwait({signal.SIGCHLD}, _SWEEP_WAIT_SECONDS)
         os._exit(0 if self._rank_is_reaped else GAVE_UP)
 
@@ -207,7 +208,7 @@ def _children_of(parent: int) -> list[int]:
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 state, parent_of_it = file.read().rpartition(b")")[2].split()[:2]
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if int(parent_of_it) == parent and state not in b"ZX":
             children.append(int(name))

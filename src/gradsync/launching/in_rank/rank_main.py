@@ -1,7 +1,7 @@
 """Inside a rank process: runs the user's script, module or function, and reports how it ended.
 
-`rank_process` starts the process, which comes here by `main` or `enter`, puts itself under guard, and goes on as the
-rank. Until the user's code runs this file imports almost nothing, because every rank waits for it.
+`rank_process` starts the process. It enters here by `main` or `enter`, starts its guard, and goes on as the rank. This
+file imports almost nothing before the user's code runs, because imports delay the start of every rank.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gradsync.launching.in_rank.result import ERROR, Returned, UnsendableResult,
 if TYPE_CHECKING:
     from traceback import StackSummary
 
-#: Exit code of a rank, and of the command, that Ctrl-C has ended: 128 and the number of SIGINT, as shells have it.
+#: Exit code of a rank or a command that Ctrl-C has ended: 128 + the number of SIGINT, as in shells.
 EXIT_CODE_INTERRUPTED = 130
-#: What a function needs for a rank to find it, which imports the script under another name.
+#: Advice for a function that a rank does not find. A rank imports the script under another name than `__main__`.
 HOW_TO_DEFINE = "define it above the `if __name__` line, at the top level of its module"
 #: A function and its positional and keyword arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -32,7 +32,7 @@ _keep: list[Any] = []
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 
-# Modules between the interpreter and the user's code: in a traceback they only hide the user's own lines.
+# Modules between the interpreter and the user's code. A traceback leaves them out, to show the user's own lines.
 _SHIM_MODULES = frozenset(
     {
         "gradsync.launching.in_rank.rank_main",
@@ -42,7 +42,7 @@ _SHIM_MODULES = frozenset(
         "runpy",
     }
 )
-# What the surviving ranks raise when another one is gone: shown only where no rank tells more.
+# Errors that the other ranks raise when a rank is gone. They are shown only if no rank reports the cause.
 _CONSEQUENCES = (
     "RankFailed",
     "CommunicatorClosed",
@@ -53,7 +53,7 @@ _CONSEQUENCES = (
 
 
 def main() -> NoReturn:
-    """Runs this rank to its end, in a fresh interpreter; called by the shim, once."""
+    """Runs this rank to its end, in a fresh interpreter. The shim calls it once."""
     rank, launcher_pid, record, *pipes = (int(text) for text in sys.argv[1].split(","))
     descriptors = GuardDescriptors(*pipes)
     stand_guard(rank, launcher_pid, descriptors, record)
@@ -66,7 +66,7 @@ def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: i
     Args:
         rank, launcher_pid, descriptors: see `stand_guard`.
         record: descriptor of the start record.
-        call: the function and its arguments, for functions.
+        call: the function and its arguments; None for a script or module.
     """
     stand_guard(rank, launcher_pid, descriptors, record)
     code = 1
@@ -81,7 +81,7 @@ def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: i
 
 
 def _finish_forked(code: int) -> NoReturn:
-    """Ends as the interpreter would: threads, exit handlers, streams; without the exit handlers of the parent."""
+    """Ends this process as the interpreter would, with threads, exit handlers (not the parent's) and streams."""
     import atexit
     import threading
 
@@ -107,7 +107,7 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
     try:
         _accept_interrupts()
         if start["shows_lines"] and hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(line_buffering=True)  # a pipe: else the launcher would get the lines at the end
+            sys.stdout.reconfigure(line_buffering=True)  # else Python would hold lines for a pipe back
         from gradsync.environment import hold_secret
 
         hold_secret(start["secret"])
@@ -128,8 +128,8 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
         sys.exit(EXIT_CODE_INTERRUPTED)
     except BaseException as error:
         if os.getpid() != process_id:
-            raise  # in a process that the user's code has forked, not this rank
-        if isinstance(error, UnsendableResult):  # no failure of the run: the other ranks go on
+            raise  # this is a process that the user's code has forked, not the rank
+        if isinstance(error, UnsendableResult):  # this is no failure of the run, so the other ranks go on
             report_error(report, error.refusal, is_unsendable=True)
         else:
             _remember(error)
@@ -149,7 +149,7 @@ def runs_function() -> bool:
 
 
 def _read_start(descriptor: int) -> dict[str, Any]:
-    """Reads the start record; all ranks share the file, so its position must not change."""
+    """Reads the start record without moving the file's position, because all ranks share the file."""
     size = os.fstat(descriptor).st_size
     content = b""
     while len(content) < size:  # one call reads at most 2 GiB
@@ -160,7 +160,7 @@ def _read_start(descriptor: int) -> dict[str, Any]:
 
 
 def _accept_interrupts() -> None:
-    """Unblocks SIGINT, which the launcher blocked so that none arrives outside of the try in `main`."""
+    """Unblocks SIGINT. The launcher blocked it, so that none arrives outside the `try` of `_run`."""
     import signal
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -193,7 +193,7 @@ def _run_module(start: dict[str, Any]) -> None:
 def _run_as_main(name: str, *, is_module: bool) -> None:
     import runpy
 
-    # As the interpreter does: run_module() would not leave the module in place as __main__.
+    # The interpreter uses this function too; run_module() would not leave the module in place as __main__.
     runpy._run_module_as_main(name, alter_argv=is_module)  # type: ignore[attr-defined]
 
 
@@ -222,7 +222,7 @@ def _run_forked(call: Call) -> Returned:
     """Calls a function that the fork has inherited."""
     import atexit
 
-    atexit._clear()  # these are the parent's; the rank's own exit handlers run
+    atexit._clear()  # these exit handlers are the parent's; handlers that the rank adds still run
     group = sys.modules.get("gradsync.process_group")
     if group is not None:
         atexit.register(group._leave_at_exit)
@@ -232,21 +232,21 @@ def _run_forked(call: Call) -> Returned:
 
 
 def _begin_as_multiprocessing_does() -> None:
-    """Gives a forked rank queues and processes of multiprocessing of its own, which end with it."""
+    """Gives a forked rank its own state of multiprocessing, so that its queues and processes end with it."""
     util: Any = sys.modules.get("multiprocessing.util")
     if util is not None:
         import atexit
 
-        sys.modules["multiprocessing.process"].__dict__["_children"] = set()  # else the rank would end its siblings
+        sys.modules["multiprocessing.process"].__dict__["_children"] = set()  # otherwise it would end its siblings
         util._finalizer_registry.clear()
         util._run_after_forkers()
-        atexit.register(util._exit_function)  # waits until the contents of queues are sent
+        atexit.register(util._exit_function)  # it waits until the contents of queues are sent
 
 
 def _load_call(start: dict[str, Any]) -> Any:
     """Makes this process like its launcher (sys.path, `__main__`), then unpickles the call.
 
-    The environment was there before the interpreter, so that what the unpickling imports sees it.
+    The environment is set before the interpreter starts, so that modules that the unpickling imports see it.
     """
     global _importing_main
     import pickle
@@ -256,14 +256,14 @@ def _load_call(start: dict[str, Any]) -> Any:
         resource_tracker._resource_tracker._fd = start["tracker_descriptor"]  # type: ignore[attr-defined]
     _keep.append(sys.modules["__main__"])
     current: Any = process.current_process()
-    # multiprocessing then refuses to start processes from a script without the __main__ guard; so do we.
+    # With this flag multiprocessing refuses to start processes from a script without the __main__ guard; so do we.
     current._inheriting = _importing_main = True
     try:
         spawn.prepare(pickle.loads(start["preparation"]))
         return pickle.loads(start["call"])
     except AttributeError as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise  # the user's own module raised it, not pickle
+            raise  # the user's own module raised the error, not pickle
         from gradsync.errors import InvalidArgument
 
         raise InvalidArgument(f"{error}; {HOW_TO_DEFINE}") from None
@@ -280,18 +280,18 @@ _RUNNERS: dict[str, Callable[[dict[str, Any]], Returned | None]] = {
 
 
 def _remember(error: BaseException) -> None:
-    """Stores an error where the interpreter would: the exit hook of the process group reports it to the others."""
+    """Stores an error where the interpreter would, so that the process group reports it to other ranks at exit."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
 
 
 def report_error(descriptor: int, error: BaseException, *, is_unsendable: bool = False) -> None:
-    """Sends an error as text: it arrives even if the exception does not unpickle.
+    """Sends an error as text, so that it arrives even if the exception does not unpickle.
 
     Args:
         descriptor: the report pipe.
-        error: its traceback loses the frames between the interpreter and the user's code.
+        error: the error. The frames between the interpreter and the user's code are left out of its traceback.
         is_unsendable: whether only the function's result could not be sent.
     """
     import json
@@ -320,7 +320,7 @@ def report_error(descriptor: int, error: BaseException, *, is_unsendable: bool =
     try:
         write_frame(descriptor, ERROR, json.dumps(body).encode())
     except OSError:
-        sys.stderr.write(text)  # the launcher is gone and cannot show it
+        sys.stderr.write(text)  # the launcher is gone and cannot show the text
 
 
 def _is_told_by_gradsync(error: BaseException) -> bool:
@@ -329,7 +329,7 @@ def _is_told_by_gradsync(error: BaseException) -> bool:
 
 
 def _outer_frames(stack: StackSummary) -> int:
-    """Counts the frames up to the user's last one: frames inside gradsync do not help where it raises on purpose."""
+    """Counts the frames up to the user's last one: if gradsync raises on purpose, its own frames do not help."""
     ours = (_PACKAGE, contextlib.__file__)
     count = len(stack)
     while count and stack[count - 1].filename.startswith(ours):
@@ -338,7 +338,7 @@ def _outer_frames(stack: StackSummary) -> int:
 
 
 def _consequence_in(error: BaseException | None) -> BaseException | None:
-    """Returns the error, or the cause of it, that reports another rank as gone; None if there is none."""
+    """Returns the error, or the one among its causes, that reports another rank as gone; None if there is none."""
     errors = sys.modules.get("gradsync.errors")
     kinds: tuple[type[BaseException], ...] = tuple(getattr(errors, name) for name in _CONSEQUENCES) if errors else ()
     seen: set[int] = set()

@@ -1,10 +1,11 @@
 """Inside a rank process: the return value of the user's function, or its error, as bytes for the launcher.
 
-One frame on the report pipe ends a rank: one kind byte, eight bytes of length (little endian) and the body. `RESULT`
-says where the return value lies in a file in memory that the launcher has given the rank; `ERROR` holds an exception
-as JSON. A value is pickled, by cloudpickle where pickle refuses: a class that a notebook has defined came to the rank
-by value, and goes back that way. Large arrays are copied once, from the rank's memory into the file, which the
-launcher maps (`rank_report`). Imported by every rank at start-up, so it imports next to nothing.
+At its end a rank writes one frame to the report pipe: one kind byte, eight bytes of length (little endian) and the
+body. The kind `RESULT` says where the return value is in a file in memory, which the launcher has given to the rank;
+`ERROR` holds an exception as JSON. The value is pickled, by cloudpickle if pickle refuses: a notebook's class came to
+the rank with its code, and goes back in the same way. Large arrays are copied once, from the rank's memory into the
+file, which the launcher maps (`rank_report`). This file imports next to nothing, because every rank imports it at its
+start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ RESULT = b"R"
 #: The body is a JSON object with the attributes of `rank_report.ErrorReport`.
 ERROR = b"E"
 
-#: Begin and end of a part of the result file.
+#: The begin and the end of a part of the result file, in bytes.
 BOUNDS = struct.Struct("<QQ")
 
 _ARRAY_FROM_BYTES = 256 * 1024  # smaller arrays are pickled with the rest
@@ -31,8 +32,8 @@ def write_frame(descriptor: int, kind: bytes, body: bytes | bytearray) -> None:
 
     Args:
         descriptor: write end of the pipe.
-        kind: one byte.
-        body: its length may be 0.
+        kind: the kind of the frame, one byte.
+        body: the content, which may be empty.
 
     Raises:
         OSError: the launcher is gone.
@@ -49,7 +50,7 @@ def write_all(descriptor: int, parts: Iterable[bytes | bytearray | memoryview]) 
 
 
 class UnsendableResult(Exception):
-    """The function has ended well, but its result cannot be sent to the launcher."""
+    """The function has returned, but its result cannot be sent to the launcher."""
 
     def __init__(self, refusal: Exception) -> None:
         super().__init__(refusal)
@@ -57,28 +58,28 @@ class UnsendableResult(Exception):
 
 
 class _FileRefused(BaseException):
-    """The result file cannot grow. Not an Exception: `__reduce__` of an object may catch those."""
+    """The result file cannot grow. It is no Exception, because an object's `__reduce__` may catch Exceptions."""
 
 
 class Returned:
     """The return value of the function.
 
     Args:
-        value: what it returned.
+        value: the return value.
     """
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def send(self, report: int, file: int) -> None:
-        """Pickles the value into the result file, and reports that.
+        """Pickles the value into the result file, and reports its place there to the launcher.
 
         Args:
             report: the report pipe.
             file: the result file, empty.
 
         Raises:
-            UnsendableResult: it does not pickle, or there is no room for it.
+            UnsendableResult: the value does not pickle, or there is no room for it.
             OSError: the launcher is gone.
         """
         try:
@@ -102,7 +103,7 @@ class _Stream:
         """Writes bytes, or an object with a buffer; returns how many bytes."""
         import pickle
 
-        content = pickle.PickleBuffer(data).raw()  # in one dimension
+        content = pickle.PickleBuffer(data).raw()  # the bytes as one dimension
         try:
             write_all(self._file, (content,))
         except OSError as error:
@@ -126,10 +127,10 @@ def _write(value: Any, file: int) -> bytes:
 
 
 def _pickle(value: Any, stream: _Stream, file: int, large: list[memoryview]) -> None:
-    """Pickles a value, but for the contents of large arrays, which come into the list.
+    """Pickles a value without the contents of large arrays, and appends these contents to `large`.
 
     Raises:
-        UnsendableResult: it does not pickle.
+        UnsendableResult: the value does not pickle.
     """
     import pickle
 
@@ -149,7 +150,7 @@ def _pickle(value: Any, stream: _Stream, file: int, large: list[memoryview]) -> 
             import cloudpickle
 
             cloudpickle.dump(value, stream, buffer_callback=stays)
-        except Exception:  # not installed, or it refuses too: what pickle said is the news
+        except Exception:  # cloudpickle is not installed, or refuses too: report the error of pickle
             refusal = f"needs to pickle to reach the launcher, got {type(value).__name__}: {error}"
             raise _unsendable(refusal) from None
 
@@ -160,7 +161,7 @@ def _empty(file: int) -> None:
 
 
 def _lift_own_limit() -> None:
-    """Allows as large files as the hard limit does: the function may have set itself a lower one, and has ended."""
+    """Raises the limit of the file size to the hard limit: the function may have lowered it, and has ended now."""
     import resource
 
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
