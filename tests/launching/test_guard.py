@@ -194,7 +194,7 @@ def wait_until_stopped(pid):
 @pytest.mark.parametrize(
     ("seconds_to_meet", "told"),
     [
-        (1, "stood still, stopped by a signal"),
+        (1, "was paused by a signal"),
         (60, r"RankFailed: rank 0/2: .*rank 1/2 \(pid \d+\) was stopped \(SIGSTOP\?\) before it joined"),
     ],
 )

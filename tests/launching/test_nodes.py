@@ -189,7 +189,7 @@ def test_a_signal_to_one_launcher_ends_all(nodes, victim, number):
     ends = run.end_all()
     assert [code for code, _ in ends] == [128 + number] * 2
     for _, err in ends:
-        assert re.search(rf"gradsync: node {victim} \(\S+ 127.0.0.1\) was stopped by {number.name}$", err), err
+        assert re.search(rf"gradsync: node {victim} \(\S+ 127.0.0.1\) was ended by {number.name}$", err), err
 
 
 def listens(host, port):
@@ -225,7 +225,7 @@ def test_a_signal_to_a_launcher_whose_ranks_are_done(nodes):
     ends = run.end_all()
     assert "gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)" in ends[0][1]
     assert [code for code, _ in ends] == [130, 130]
-    assert "was stopped by SIGINT" in ends[1][1]
+    assert "was ended by SIGINT" in ends[1][1]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

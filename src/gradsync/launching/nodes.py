@@ -1,11 +1,11 @@
-"""A run on several machines, as the launcher of one of them goes through it: meet, start, end together, try again.
+"""A run on several machines: the launcher of each machine meets the others, starts ranks, ends with them, restarts.
 
 Node 0 hosts one server, for the launchers and for their ranks. For every start of the ranks the launchers form a new
-generation there, so that a lost launcher, started again by hand, takes part in the next start. The launchers exchange
+generation there, so that a lost launcher that a user starts again takes part in the next start. The launchers exchange
 their records, begin the start, and report the starts and ends of their ranks. When ranks fail, the first launcher that
-sees it reports it; at the end each launcher reports how its ranks ended. Threads wait for the other launchers, and put
-numbers into the inbox of signals, so that the supervisor's loop never waits for the network. The server reports a
-launcher that dies, or whose machine is cut off.
+sees the failure reports it; at the end each launcher reports how its ranks ended. Threads wait for the other launchers,
+and put numbers into the inbox of signals, so that the supervisor's loop never waits for the network. The server reports
+a launcher that dies, or whose machine is cut off.
 """
 
 from __future__ import annotations
@@ -54,23 +54,24 @@ from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.server import RendezvousServer
 from gradsync.rendezvous.sockets import look_up
 
-_NOTICE_SECONDS = 4.0  # out of step with the notices of the server, which would miss a launcher that only asks again
+_NOTICE_SECONDS = 4.0  # not 5 s, as between the server's notices: these would name a launcher that is asking again
 _RETRY_SECONDS = 0.5
-_EXCHANGE_SECONDS = 30.0  # for the records of all launchers that have joined
-_LEAVING_SECONDS = 5.0  # for the other launchers to leave, once all have reported how their ranks ended
+_EXCHANGE_SECONDS = 30.0  # to wait for the records of all launchers that have joined
+_LEAVING_SECONDS = 5.0  # node 0 waits this long for the other launchers to leave after all reports have come
 _LEAVING_AFTER_LOSS_SECONDS = 0.5
-_TERMINAL_SECONDS = 1.0  # for a blocked terminal
-_REPORTS_SECONDS = 60.0  # after a failure: more than ranks take that have to be killed
+_TERMINAL_SECONDS = 1.0  # to wait for a blocked terminal
+_REPORTS_SECONDS = 60.0  # to wait for reports after a failure; ranks that have to be killed take less
 _REPORTS_NOTICE_SECONDS = 5.0  # how often a launcher that waits for reports looks whether the run has failed
 _TEXT_SECONDS = 5.0
 _AS_LONG_AS_IT_TAKES_SECONDS = 1e8  # the heartbeats end a wait for a launcher that is gone
 _THREAD_SECONDS = 1.0
-_MAX_TEXT_BYTES = 40 * 1024  # in a value of at most 60 KiB
+_MAX_TEXT_BYTES = 40 * 1024  # the text is part of a value of at most 60 KiB
 _START_BYTES = 8
 _WHAT_IS_REPORTED = "the report of another launcher"
 
-# How near to the cause an end is. A signal to a launcher comes first, then the loss of a launcher: no failure of a rank
-# causes these. Then come the failures of ranks, as `distance_from_cause` sorts them.
+# Levels of ends by their distance from the cause, the nearest first: a signal to a launcher, then the loss of a
+# launcher, because no failure of a rank causes these. Then come the failures of ranks, with the levels of
+# `distance_from_cause`.
 _SIGNALLED, _LOST, _SUFFERING = -2, -1, 2
 
 _Told = TypeVar("_Told")
@@ -82,11 +83,11 @@ class NodeOptions:
 
     Attributes:
         nnodes: number of machines.
-        node_rank: number of this one.
+        node_rank: number of this machine.
         rendezvous: host:port of the server, as the user wrote it.
-        secret: of the run.
+        secret: the secret of the run.
         join_timeout_seconds: how long a launcher waits for the others.
-        node_address: this machine's address, where the user names it.
+        node_address: this machine's address, if the user gave it; else None.
     """
 
     nnodes: int
@@ -113,7 +114,7 @@ def check_node_options(
     """Checks the options of a run on several machines.
 
     Raises:
-        InvalidArgument: one is missing, malformed or out of its range, or the secret cannot be read.
+        InvalidArgument: an option is missing, malformed or out of its range, or the secret cannot be read.
     """
     check_seconds("gradsync run", "--join-timeout", join_timeout_seconds)
     if nnodes > MAX_RANKS:
@@ -148,10 +149,10 @@ def _check_rendezvous(rendezvous: str) -> None:
 
 
 def _check_host(option: str, host: str) -> None:
-    """Refuses addresses that mean a different machine on each machine."""
+    """Refuses addresses that stand for another machine on each machine, such as localhost."""
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:  # a name
+    except ValueError:  # the host is a name
         return
     if address.is_unspecified or (address.version == 6 and address.is_link_local):
         raise InvalidArgument(
@@ -162,11 +163,11 @@ def _check_host(option: str, host: str) -> None:
 
 @contextlib.contextmanager
 def _hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServer | None]:
-    """Runs the server of the launchers and the ranks, on node 0; gives None on the others.
+    """Runs the server of the launchers and the ranks if this is node 0; yields None on other nodes.
 
     Raises:
-        InvalidArgument: the name stands for no particular machine.
-        RendezvousError: the address is not this machine's, or the port is taken.
+        InvalidArgument: the address in --rendezvous stands for no particular machine.
+        RendezvousError: the address does not belong to this machine, or the port is taken.
     """
     if options.node_rank != 0:
         yield None
@@ -215,17 +216,17 @@ class NodeRecord:
     """The record that a launcher sends to the others before a start.
 
     Attributes:
-        node: its number.
-        host: its host's name.
-        pid: its process.
-        address: by which its machine reaches the rendezvous.
-        interface: that has this address, where it is known.
-        n_ranks: how many ranks it starts.
-        n_gpus: how many GPUs it may use.
-        restart: number of this restart, as far as this launcher knows; 0 is the first start.
+        node: the launcher's number.
+        host: the name of its host.
+        pid: its process id.
+        address: its machine's address on the way to the rendezvous.
+        interface: the network interface that has this address; None if it is not known.
+        n_ranks: the number of ranks that it starts.
+        n_gpus: the number of GPUs that it may use.
+        restart: the number of this restart, as far as this launcher knows; 0 is the first start.
         max_restarts: the limit of restarts.
-        master_port: MASTER_PORT; of node 0's record, like the next.
-        start: the name of the start.
+        master_port: MASTER_PORT. All launchers use that of node 0's record.
+        start: the name of the start. All launchers use that of node 0's record.
     """
 
     node: int
@@ -250,7 +251,7 @@ class NodeRecord:
         """Returns the record of a node's launcher.
 
         Raises:
-            RendezvousError: the data is no record of this node.
+            RendezvousError: the data is not a record of this node.
         """
         record = decode(cls, data, f"the record of node {node}")
         if record.node != node or record.n_ranks < 1 or not 0 <= record.master_port <= LARGEST_PORT:
@@ -261,14 +262,14 @@ class NodeRecord:
 
 def encode(told: NodeRecord | NodeReport) -> bytes:
     """Returns a record or report as bytes for another launcher."""
-    return json.dumps(asdict(told), separators=(",", ":")).encode()  # short: thousands of nodes have room for one each
+    return json.dumps(asdict(told), separators=(",", ":")).encode()  # short, for exchanges of thousands of nodes
 
 
 def decode(kind: type[_Told], data: bytes, what: str) -> _Told:
     """Returns a record or report that another launcher has encoded.
 
     Raises:
-        RendezvousError: the bytes are something else.
+        RendezvousError: the bytes are not such a record or report.
     """
     try:
         return from_json(kind, data)
@@ -282,7 +283,7 @@ def _unreadable(what: str, why: str) -> RendezvousError:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The launchers of a run, joined for one start.
+    """The launchers of a run that have met for one start.
 
     Attributes:
         client: this launcher's client.
@@ -296,12 +297,12 @@ class Meeting:
 
     @property
     def restart(self) -> int:
-        """The number of restarts: a launcher that was lost does not know it itself."""
+        """The number of restarts, from all records: a launcher that was lost and started again does not know it."""
         return max(record.restart for record in self.nodes)
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are on all machines."""
+        """The number of ranks on all machines."""
         return sum(record.n_ranks for record in self.nodes)
 
     def mpi_command(self, job: Job) -> str:
@@ -310,7 +311,12 @@ class Meeting:
         return job.target.mpi_command(self.world_size, hosts)
 
     def job(self, job: Job, secret: bytes) -> Job:
-        """Returns the job of this machine's ranks, from that of a machine alone."""
+        """Returns the job of this machine's ranks within the run.
+
+        Args:
+            job: the job as it would be if this machine were alone.
+            secret: the secret of the run.
+        """
         own, first = self.own, self.nodes[0]
         return replace(
             job,
@@ -325,20 +331,20 @@ class Meeting:
 
 
 def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notices: Notices) -> int:
-    """Runs the ranks of this machine, together with those of the others.
+    """Runs the ranks of this machine, together with those of the other machines.
 
     Args:
-        options: this machine among the others.
-        job: what to run on this machine, as if it were alone.
+        options: this machine's options in the run.
+        job: the job of this machine, as it would be if the machine were alone.
         make_output: see `Supervisor`.
-        notices: where the launcher prints what happens.
+        notices: prints the launcher's notices.
 
     Returns:
         The exit code, the same on all machines.
 
     Raises:
-        InvalidArgument: the options do not fit this machine, or those of the others.
-        AuthenticationError, RendezvousError, RendezvousTimeout: the launchers do not meet.
+        InvalidArgument: the options do not fit this machine, or differ from those of the other machines.
+        AuthenticationError, RendezvousError, RendezvousTimeout: the launchers could not meet.
     """
     with _ended_by_signals(), _hosting(options, notices) as server:
         return _NodeRun(options, job, make_output, notices, server).run()
@@ -346,9 +352,9 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Makes signals end this launcher in order, also while it waits for the other launchers.
+    """Makes signals raise an exception in this launcher, also while it waits for the other launchers.
 
-    By default a signal would end it at once, and leave behind what it has made, such as the state directory.
+    By default a signal would end it at once, and its files, such as the state directory, would stay behind.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -357,7 +363,7 @@ def _ended_by_signals() -> Iterator[None]:
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # else it is ignored, or the program has a handler
+            if signal.getsignal(number) == signal.SIG_DFL:  # otherwise it is ignored, or the program has a handler
                 previous[number] = signal.signal(number, end)
     try:
         yield
@@ -383,7 +389,7 @@ class _NodeRun:
         self._notices = notices
         self._server = server
         self._address = options.rendezvous if server is None else server.address
-        self._restart = 0  # how often this launcher has started its ranks again
+        self._restart = 0  # the number of times that this launcher has started its ranks again
 
     def run(self) -> int:
         """Starts the ranks, and restarts them as often as needed; returns the exit code."""
@@ -403,12 +409,12 @@ class _NodeRun:
             self._notices.print(f"gradsync: starting all ranks again{when} ({how_often})")
 
     def _leave(self, verdict: Verdict) -> None:
-        """Lets the others leave before node 0 does; a launcher that is cut off never leaves."""
+        """Lets the other launchers leave before node 0, but not for long after a loss: a lost launcher never leaves."""
         if self._server is not None:
             self._server.wait_until_empty(_LEAVING_AFTER_LOSS_SECONDS if verdict.is_lost else _LEAVING_SECONDS)
 
     def _start(self) -> tuple[Verdict, str]:
-        """Goes through one start; returns the verdict and the report."""
+        """Runs one start of the ranks to its end; returns the verdict and the report."""
         with contextlib.ExitStack() as stack:
             master_port = 0 if self._server is None else stack.enter_context(reserved_port())
             meeting = self._meet(master_port)
@@ -434,7 +440,7 @@ class _NodeRun:
         """Joins the next generation of the launchers, exchanges their records, and begins a start.
 
         Raises:
-            RendezvousTimeout: not all launchers came in time; the text has the names.
+            RendezvousTimeout: not all launchers joined in time; the text names the missing ones.
             AuthenticationError: the secrets differ.
             RendezvousError: the rendezvous refused this launcher, or is gone.
             InvalidArgument: the options of the launchers differ.
@@ -464,7 +470,7 @@ class _NodeRun:
                 except BaseException:
                     client.abandon()
                     raise
-            except RankFailed as error:  # a launcher had joined, and died before it sent its record
+            except RankFailed as error:  # a launcher died after it had joined, and before it sent its record
                 self._notices.print(f"gradsync: {self._options.name} waits for others anew: {error}")
 
     def _own_record(self, address: str, master_port: int) -> NodeRecord:
@@ -483,10 +489,10 @@ class _NodeRun:
         )
 
     def _join(self) -> RendezvousClient:
-        """Joins, and prints every few seconds who is missing; on node 0 the server prints it."""
+        """Joins, and prints every few seconds which launchers are missing; on node 0 the server prints this."""
         options = self._options
         deadline = time.monotonic() + options.join_timeout_seconds
-        last = ""  # who is missing, as node 0 said last: it may stop waiting first
+        last = ""  # the missing launchers, as node 0 last named them: node 0 may give up first
         while True:
             left_seconds = max(deadline - time.monotonic(), 0.0)
             try:
@@ -539,7 +545,7 @@ class _NodeRun:
 
 
 def _check_own(node_address: str) -> str:
-    """Returns the address that the user names, in figures: checked before it joins, and others rely on it."""
+    """Returns the address that the user gave, in figures, after checking that it belongs to this machine."""
     try:
         address = str(look_up(node_address, 0)[0][4][0])
     except OSError as error:
@@ -559,10 +565,10 @@ def _check_alike(nodes: tuple[NodeRecord, ...]) -> None:
 
 
 def _reason(error: RendezvousTimeout, last: str) -> str:
-    """Returns who is missing, or why node 0 cannot be reached, and who was missing when it could."""
+    """Returns which launchers are missing; if node 0 cannot be reached, why, and which ones it named before."""
     if error.missing:
         return f"missing: {error.missing}"
-    cause = (error.cause or str(error)).removeprefix("no answer").lstrip()  # the text below says it
+    cause = (error.cause or str(error)).removeprefix("no answer").lstrip()  # the text below says this itself
     return f"missing: node 0 (no answer{' ' if cause.startswith('to ') else ': '}{cause}){_before_that(last)}"
 
 
@@ -571,7 +577,7 @@ def _before_that(last: str) -> str:
 
 
 def _report(verdict: Verdict, outcome: Outcome, meeting: Meeting) -> str:
-    """Returns why a start failed, in the same words on all machines, after the other failures on this machine."""
+    """Returns the other failures on this machine, then the cause of the failed start, the same on all machines."""
     cause = verdict.cause
     if cause is None:
         return ""
@@ -585,8 +591,8 @@ class Verdict(NamedTuple):
     """How a start of the ranks ended on all machines.
 
     Attributes:
-        cause: the report on the machine that was the cause; None where all ended well.
-        text: its report on its ranks, whole lines.
+        cause: the report of the machine where the cause was; None if all ranks ended well.
+        text: that machine's report on its ranks, in whole lines; "" if there is none.
         is_lost: whether a launcher is gone, or has not reported.
         may_retry: whether the ranks may be started again.
     """
@@ -598,12 +604,12 @@ class Verdict(NamedTuple):
 
 
 class NodeLink:
-    """This launcher's connection to the others during one start; a context, which ends it.
+    """This launcher's connection to the others during one start. It is a context manager; leaving it disconnects.
 
     Args:
         meeting: the launchers that have met.
-        signals: the inbox of this launcher, entered.
-        notices: where a line answers a Ctrl-C.
+        signals: the inbox of this launcher, which is entered already.
+        notices: prints the answer to a Ctrl-C.
     """
 
     def __init__(self, meeting: Meeting, signals: SignalInbox, notices: Notices) -> None:
@@ -612,13 +618,13 @@ class NodeLink:
         self._node = meeting.own.node
         self._signals = signals
         self._notices = notices
-        # The report of the first launcher whose ranks fail. Its `how` is empty, unless the ranks had ended before.
+        # The report of the first launcher whose ranks fail. Its `how` is empty if those ranks had not yet ended.
         self._first: NodeReport | None = None
         self._loss: NodeReport | None = None
         self._reports: list[NodeReport] = []
         self._has_gathered = False
         self._waking = threading.Lock()
-        self._is_over = False  # then the inbox is about to close
+        self._is_over = False  # True when the inbox is about to close
         self._is_incomplete = False  # whether a launcher has not reported how its ranks ended
         self._threads: list[threading.Thread] = []
 
@@ -641,7 +647,7 @@ class NodeLink:
             self._is_over = True
 
     def report_stopping(self, only_suffers: bool) -> None:
-        """Reports to the other launchers that the ranks here fail, and end; returns at once.
+        """Reports to the other launchers that the ranks here fail and will end; returns at once.
 
         Args:
             only_suffers: whether all known failures follow from a rank on another machine.
@@ -650,13 +656,14 @@ class NodeLink:
         self._run(lambda: self._say_first(report))
 
     def gather(self, report: NodeReport, text: str) -> Verdict:
-        """Reports how the ranks here have ended, and waits for the reports of the others, or the loss of one.
+        """Reports how the ranks here have ended, and waits until all other launchers have reported, or one is lost.
 
-        A signal meanwhile ends the others; a second one ends the wait. After a failure the wait lasts a minute at most.
+        A signal meanwhile ends the ranks on the other machines; a second one ends the wait. After a failure the wait
+        lasts a minute at most.
 
         Args:
             report: how the ranks here have ended.
-            text: the report on them, whole lines.
+            text: the report on these ranks, in whole lines.
         """
         self._run(lambda: self._exchange_reports(report, text))
         interrupted: NodeReport | None = None
@@ -702,7 +709,7 @@ class NodeLink:
         except CommunicatorClosed:
             return
         except GradsyncError as error:
-            if self._client.has_failed():  # else the others have finished, and left
+            if self._client.has_failed():  # otherwise the other launchers have finished and left
                 self._lose(error)
             return
         self._first = first
@@ -712,8 +719,8 @@ class NodeLink:
             self._wake(SUFFERED_ELSEWHERE if first.only_suffers else FAILED_ELSEWHERE)
 
     def _say_first(self, report: NodeReport) -> None:
-        """Reports that the ranks here fail, unless a launcher has done so before: one report ends all ranks."""
-        with contextlib.suppress(GradsyncError):  # the thread in `_listen` gets it too
+        """Reports that the ranks here fail, unless another launcher has: one report ends all ranks."""
+        with contextlib.suppress(GradsyncError):  # the thread of `_listen` gets the same error, and handles it
             self._client.set("first", encode(report), replace=False)
 
     def _exchange_reports(self, report: NodeReport, text: str) -> None:
@@ -742,7 +749,7 @@ class NodeLink:
         self._wake(NEWS_ELSEWHERE)
 
     def _stop_waiting(self, missing: tuple[int, ...]) -> None:
-        """Goes on without the missing reports: a launcher may be stopped, or its terminal blocked."""
+        """Goes on without the missing reports: a launcher may be paused (SIGSTOP), or its terminal blocked."""
         silent = self._nodes[missing[0] if missing else 0]
         self._notices.print(
             f"gradsync: {silent.name} has not reported how its ranks ended within {_REPORTS_SECONDS:g} s of a failure; "
@@ -784,9 +791,9 @@ class NodeReport:
 
     Attributes:
         node: the machine's number.
-        level: distance from the cause, the lowest is nearest; None where nothing failed.
-        how: what happened to the node; the words follow its name.
-        exit_code: of all launchers, if this report is the cause.
+        level: the distance from the cause, the lowest is nearest; None if nothing failed.
+        how: how the node ended, in words that follow its name.
+        exit_code: the exit code of all launchers if this report has the cause.
         may_retry: whether the ranks may be started again.
     """
 
@@ -808,7 +815,7 @@ class NodeReport:
 
 
 def report_of(node: int, outcome: Outcome) -> NodeReport:
-    """Returns the report on the ranks of this machine."""
+    """Returns the report on the outcome of a machine's ranks."""
     root = outcome.root_cause
     if outcome.signal_number is not None:
         return signal_report(node, outcome.signal_number)
@@ -819,7 +826,7 @@ def report_of(node: int, outcome: Outcome) -> NodeReport:
 
 def signal_report(node: int, number: int) -> NodeReport:
     """Returns the report of a launcher that a signal ended."""
-    return NodeReport(node, _SIGNALLED, f"was stopped by {signal_name(number)}", 128 + number, may_retry=False)
+    return NodeReport(node, _SIGNALLED, f"was ended by {signal_name(number)}", 128 + number, may_retry=False)
 
 
 def loss_report(node: int, how: str) -> NodeReport:
@@ -828,10 +835,10 @@ def loss_report(node: int, how: str) -> NodeReport:
 
 
 def cause_of(reports: Iterable[NodeReport], first_node: int | None) -> NodeReport | None:
-    """Returns the cause; None where nothing failed.
+    """Returns the report that has the cause; None if nothing failed.
 
     Args:
-        reports: of all machines, as far as known.
+        reports: the reports of all machines, as far as they are known.
         first_node: the node that reported a failure first, if one did.
     """
     failed = [report for report in reports if report.level is not None]

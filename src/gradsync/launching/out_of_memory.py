@@ -1,7 +1,8 @@
 """Recognises failures by lack of memory: the kernel's out-of-memory killer, and exceptions that mean the same.
 
-That killer sends SIGKILL, as anybody may. It counts what it ends: for each control group (memory.events in version 2,
-memory.oom_control in version 1), and for the whole machine (/proc/vmstat).
+That killer sends SIGKILL, which other programs may send too. But the kernel counts the processes that this killer ends:
+for each control group (memory.events in version 2, memory.oom_control in version 1), and for the whole machine
+(/proc/vmstat).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _GPU_MEMORY = re.compile(
 
 
 class OomWatch:
-    """Counts the processes that the kernel's out-of-memory killer ends from now on. An unreadable counter is 0.
+    """Counts the processes that the kernel's out-of-memory killer ends from now on; 0 if that cannot be read.
 
     Args:
         proc: where the proc file system is mounted.
@@ -33,14 +34,14 @@ class OomWatch:
         self._hits_before = [group.limit_hits() or 0 for group in self._groups]
 
     def kills(self) -> int:
-        """Returns how many processes it has ended, in our control group, or else on the machine.
+        """Returns the number of processes that it has ended in our control group, or without a group on the machine.
 
-        Not of the groups above ours, whose counts have our neighbours in them.
+        Counts of the groups above ours are not used, because they include other programs.
         """
         return max(0, self._killed() - self._killed_before)
 
     def describe(self) -> str:
-        """Returns the reason that follows "rank 1 was killed by SIGKILL: "; empty if it has ended no process."""
+        """Returns the reason that follows "rank 1 was killed by SIGKILL: "; "" if the killer has ended no process."""
         if self.kills() == 0:
             return ""
         if not self._groups:
@@ -60,14 +61,14 @@ def kind_of_memory(summary: str) -> str | None:
     """Returns which memory was too small, according to an exception.
 
     Args:
-        summary: its type, with or without the module, and its message: the last line of its traceback.
+        summary: the last line of the exception's traceback: its type, with or without the module, and its message.
 
     Returns:
-        "host memory", "GPU memory", or None when it speaks of neither.
+        "host memory", "GPU memory", or None if the exception is about neither.
     """
     type_name, _, message = summary.partition(": ")
     name = type_name.strip().rpartition(".")[2]
-    # CuPy's and PyTorch's; the CUDA libraries raise a RuntimeError or an error of their own.
+    # CuPy and PyTorch have this type; the CUDA libraries raise a RuntimeError or an error of their own.
     if name == "OutOfMemoryError" or _GPU_MEMORY.search(summary):
         return "GPU memory"
     if name in ("MemoryError", "_ArrayMemoryError") or (name == "OSError" and message.startswith("[Errno 12]")):
@@ -76,5 +77,5 @@ def kind_of_memory(summary: str) -> str | None:
 
 
 def _size(count: int) -> str:
-    """Returns "24.0 GiB" for that many bytes."""
+    """Returns a number of bytes as text, such as "24.0 GiB"."""
     return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.1f} MiB"

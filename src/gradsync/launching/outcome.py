@@ -24,15 +24,15 @@ class RankOutcome:
     Attributes:
         rank: the rank.
         pid: its process id.
-        exit_code: its exit code; negative: the signal that killed it; None: it could not be killed.
-        result: the return value, for functions.
+        exit_code: its exit code; a negative number is the signal that killed it; None if it could not be killed.
+        result: the return value, if the rank ran a function.
         error: the exception that ended it, if it reported one.
-        order: position among the failures, in the order of their detection; None when it did not fail.
-        was_stopped: whether it failed only after the supervisor had asked it to stop.
-        memory_kill: how the kernel's out-of-memory killer ended it, if it did.
-        was_found_stopped: whether a signal such as SIGSTOP held it when the first rank failed.
+        order: its position among the failures, in the order of their detection; None if it did not fail.
+        was_stopped: whether it failed only after the supervisor had asked it to end.
+        memory_kill: how the kernel's out-of-memory killer ended it; None if it did not.
+        was_found_stopped: whether the rank was paused by a signal such as SIGSTOP when the first rank failed.
         peak_bytes: its peak memory.
-        last_lines: the end of its output, if the launcher shows it.
+        last_lines: the end of its output, if the launcher shows the output.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class Outcome:
 
     Attributes:
         ranks: each rank's end, by rank.
-        signal_number: the signal that ended the run, when one was sent to the launcher.
+        signal_number: the number of the signal to the launcher that ended the run; None if none did.
     """
 
     ranks: tuple[RankOutcome, ...]
@@ -84,19 +84,19 @@ class Outcome:
 
     @property
     def root_cause(self) -> RankOutcome | None:
-        """The rank whose failure came first and was not caused by another's; None when none failed."""
+        """The rank whose failure came first and did not follow from another rank's; None if no rank failed."""
         failed = [rank for rank in self.ranks if rank.order is not None]
         return min(failed, key=distance_from_cause, default=None)
 
     @property
     def may_be_tried_again(self) -> bool:
-        """Whether a rank failed, and all have ended: one that cannot be killed would still hold what it holds."""
+        """Whether a rank failed, and all have ended. A rank that cannot be killed may still hold files or GPUs."""
         root = self.root_cause
         return self.signal_number is None and root is not None and all(r.exit_code is not None for r in self.ranks)
 
     @property
     def exit_code(self) -> int:
-        """Exit code for the launcher: 128 + n for a signal, the failing rank's, or 0."""
+        """The exit code for the launcher: 128 + n after signal n, else that of the failed rank, or 0."""
         if self.signal_number is not None:
             return 128 + self.signal_number
         root = self.root_cause
@@ -116,10 +116,12 @@ def signal_name(number: int) -> str:
 
 
 def distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
-    """Sorts failures: own ones, own ones reported late, consequences, ends that we caused, unsendable results.
+    """Returns the sort key of a failure: failures nearest to the cause come first.
 
     Returns:
-        0 to 4 for these, and the position among the failures.
+        The level, and the position among the failures. Level 0 is a failure of the rank itself, 1 such a failure that
+        came after the ranks were asked to end, 2 a consequence of another rank's failure, 3 an end that the launcher
+        asked for, 4 a result that cannot be sent.
     """
     if rank.is_unsendable:
         return 4, rank.order or 0
@@ -135,7 +137,7 @@ def failure_text(outcome: Outcome) -> str:
     """Returns the report of a failed run: other failures, one line for equal errors, then the cause with its traceback.
 
     Returns:
-        Whole lines; none where nothing failed, or ranks only ended as they were asked to.
+        The report in whole lines; "" if nothing failed, or ranks only ended as they were asked to.
     """
     root = outcome.root_cause
     if root is None:
@@ -152,12 +154,12 @@ def failure_text(outcome: Outcome) -> str:
         if rank.exit_code == 0 and rank.rank in _missed_ranks(outcome)
     ]
     lines += [
-        f"gradsync: rank {rank.rank} (pid {rank.pid}) stood still, stopped by a signal (SIGSTOP?)\n"
+        f"gradsync: rank {rank.rank} (pid {rank.pid}) was paused by a signal (SIGSTOP?)\n"
         for rank in others
         if rank.was_found_stopped
     ]
     text = root.error.text if root.error else ""
-    if len(outcome.ranks) > 1:  # the output of a single rank is right above
+    if len(outcome.ranks) > 1:  # a single rank's output is right above the report
         lines += _last_output(root)
     if len(alike) > 1:
         how = f"{name_ranks([rank.rank for rank in alike])} failed with the same error; this is the one of {root.name}"
@@ -168,7 +170,7 @@ def failure_text(outcome: Outcome) -> str:
 
 
 def _raised_the_same(rank: RankOutcome, root: RankOutcome) -> bool:
-    """Whether a rank raised the root cause's error too, and not in consequence of it: a PlanMismatch, for example."""
+    """Returns whether a rank raised the same error as the root cause by itself, as all ranks do with PlanMismatch."""
     if rank.error is None or root.error is None or rank.error.is_consequence or root.error.is_consequence:
         return False
     return rank.exit_code is not None and _error_text(rank, rank.error) == _error_text(root, root.error)
@@ -180,13 +182,13 @@ def _error_text(rank: RankOutcome, error: ErrorReport) -> str:
 
 
 def lines_on_others(outcome: Outcome) -> str:
-    """Returns the failures on this machine, if the cause was on another one: whole lines, without tracebacks."""
+    """Returns the failures on this machine in whole lines, without tracebacks; for a cause on another machine."""
     hanging = [f"gradsync: {rank.describe()}\n" for rank in outcome.ranks if rank.exit_code is None]
     return "".join([f"gradsync: {line}\n" for line in _also_failed(outcome.ranks)] + hanging)
 
 
 def _last_output(rank: RankOutcome) -> list[str]:
-    """Returns the end of a rank's output, which may be far above, among that of other ranks."""
+    """Returns the end of a rank's output, because it may be far above, among the output of other ranks."""
     if not rank.last_lines:
         return []
     shown = [f"    {line}\n" for line in rank.last_lines[-_LAST_LINES:]]
@@ -194,14 +196,14 @@ def _last_output(rank: RankOutcome) -> list[str]:
 
 
 def _how_to_see_where(rank: RankOutcome) -> str:
-    """Returns how to get the Python stack of a fault in machine code, unless faulthandler has printed it."""
+    """Returns advice for getting the Python stack of a crash in machine code; "" if faulthandler has printed it."""
     is_fault = rank.exit_code is not None and -rank.exit_code in _FAULTS
     was_shown = any(_FAULTHANDLER_SAYS in line for line in rank.last_lines)
     return "; with PYTHONFAULTHANDLER=1 Python tells where" if is_fault and not was_shown else ""
 
 
 def _on_whose_account(rank: RankOutcome) -> str:
-    """Returns the rank whose absence made this rank fail, in words, or nothing."""
+    """Returns, in words, the rank whose absence made this rank fail; "" if there is none."""
     if rank.error is None or not rank.error.is_consequence or rank.error.missed_rank in (None, rank.rank):
         return ""
     return f", because of rank {rank.error.missed_rank}"
@@ -227,7 +229,7 @@ def _missed_ranks(outcome: Outcome) -> set[int | None]:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Returns "0, 2-15" for these numbers."""
+    """Returns numbers as text with ranges, such as "0, 2-15"."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number - 1:

@@ -1,4 +1,4 @@
-"""The environment variables of a rank: our own, those that scripts written for torchrun read, and its GPU."""
+"""The environment variables of a rank: gradsync's, those that scripts written for torchrun read, and its GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradsync.launching.job import Job, Network
 from gradsync.machine import address_towards, blas_thread_variables, count_gpus, interface_of, visible_gpus
 from gradsync.rendezvous.secret_files import Endpoint
 
-# As CUDA_VISIBLE_DEVICES takes them: a number, a UUID or its beginning, a MIG instance in either notation.
+# GPUs as in CUDA_VISIBLE_DEVICES: a number, a UUID or the beginning of one, or a MIG instance in either notation.
 _GPU = re.compile(r"\d+|GPU-[0-9a-fA-F-]+|MIG-[0-9a-fA-F-]+|MIG-GPU-[0-9a-fA-F-]+/\d+/\d+")
 
 
@@ -27,14 +27,14 @@ def rank_environment(
     restart: int = 0,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Returns the variables of one rank: those of this process, and the rank's own.
+    """Returns the variables of one rank: those that it inherits from this process, and its own.
 
     Args:
         job: the job.
         local_rank: number of the process on this machine.
-        endpoint: where the ranks meet.
-        master_port: MASTER_PORT.
-        restart: how often the ranks have been started again.
+        endpoint: the rendezvous server at which the ranks meet.
+        master_port: the value of MASTER_PORT.
+        restart: the number of times that the ranks have been started again.
         environ: the variables of this process.
     """
     rank = str(job.rank_start + local_rank)
@@ -62,7 +62,7 @@ def rank_environment(
         own[environment.STATE_DIR] = os.path.abspath(job.state_dir)
     if job.gpus is not None:
         own["CUDA_VISIBLE_DEVICES"] = job.gpus[local_rank]
-    # A secret in this environment belongs to another run, and variables of mpiexec are about this process.
+    # Not inherited: a secret here belongs to another run, and the variables of mpiexec describe this process.
     removed = job.removed_variables | {
         environment.SECRET,
         environment.SECRET_FILE,
@@ -76,12 +76,12 @@ def rank_environment(
 
 
 def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> None:
-    """Logs the variables that the launcher adds for its ranks, beside their place, where the user has not set them."""
+    """Logs the variables that the launcher adds because the user has not set them, beside those of ranks' places."""
     environment.configure_logging(environ)
     added = _nccl_variables(job) | blas_thread_variables(job.n_ranks, environ)
     names = " ".join(f"{name}={value}" for name, value in added.items() if name not in environ)
     if names:
-        import logging  # here: start-up counts
+        import logging  # imported here to keep the start short
 
         logging.getLogger("gradsync").info("ranks find, unless you set them yourself: %s", names)
 
@@ -91,13 +91,13 @@ def _nccl_variables(job: Job) -> dict[str, str]:
     if job.network is None:
         return {}
     family = {"NCCL_SOCKET_FAMILY": "AF_INET6"} if job.network.is_ipv6 else {}
-    return {"NCCL_SOCKET_IFNAME": f"={job.network.interface}"} | family  # "=": exactly this one
+    return {"NCCL_SOCKET_IFNAME": f"={job.network.interface}"} | family  # "=" means exactly this interface
 
 
 def _torchrun_variables(job: Job, rank: str, restart: int) -> dict[str, str]:
-    """Returns the other variables of torchrun, for scripts that read them."""
+    """Returns further variables that torchrun sets, for scripts that read them."""
     world_size = str(job.world_size)
-    # torchrun's groups are machines; where nobody has told, each has as many ranks as this one.
+    # A group of torchrun is a machine. If the other machines are not known, each has as many ranks as this one.
     group, groups = job.rank_start // job.n_ranks, -(-job.world_size // job.n_ranks)
     if job.node is not None:
         group, groups = job.node.node_rank, job.node.nnodes
@@ -110,24 +110,24 @@ def _torchrun_variables(job: Job, rank: str, restart: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "TORCHELASTIC_RUN_ID": f"gradsync-{os.getpid() if job.node is None else job.node.run_name}",
-        # So rank 0 hosts PyTorch's store at MASTER_PORT: there is no agent of torchrun that does.
+        # This makes rank 0 host PyTorch's store at MASTER_PORT, because no agent of torchrun hosts it.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
 
 
 def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
-    """Reads a list of GPUs: "4,5", [4, 5], "GPU-8932f937,MIG-GPU-8932f937/1/0".
+    """Reads a list of GPUs, such as "4,5", [4, 5] or "GPU-8932f937,MIG-GPU-8932f937/1/0".
 
     Args:
-        gpus: numbers as CUDA counts all GPUs of the machine (by PCI address where CUDA_DEVICE_ORDER=PCI_BUS_ID),
-            UUIDs or MIG instances.
+        gpus: UUIDs, MIG instances, or CUDA's numbers of the machine's GPUs (by PCI address if
+            CUDA_DEVICE_ORDER=PCI_BUS_ID).
 
     Returns:
         The GPUs, each as CUDA_VISIBLE_DEVICES takes it.
 
     Raises:
-        InvalidArgument: it is empty, an entry is no GPU, or a GPU comes twice.
+        InvalidArgument: the list is empty, an entry does not name a GPU, or a GPU is named twice.
     """
     if not isinstance(gpus, str | Sequence) or isinstance(gpus, bytes):
         raise InvalidArgument(f'gpus needs to be text such as "0,1" or a list of GPUs, got {gpus!r}')
@@ -148,19 +148,19 @@ def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
 def choose_gpus(
     gpus: str | Sequence[int | str], n_ranks: int, environ: Mapping[str, str], *, allow_shared: bool = False
 ) -> list[str]:
-    """Returns each rank of this machine its GPU.
+    """Returns the GPU of each rank of this machine.
 
     Args:
         gpus: the GPUs, in the order of the ranks; see `parse_gpus`.
         n_ranks: number of ranks.
-        environ: the variables of this process; each GPU must be in its CUDA_VISIBLE_DEVICES, where that is set.
+        environ: the variables of this process; if CUDA_VISIBLE_DEVICES is set there, it must have each GPU.
         allow_shared: whether ranks may share GPUs, if there are fewer GPUs than ranks.
 
     Returns:
-        The value of CUDA_VISIBLE_DEVICES in each rank.
+        The value of CUDA_VISIBLE_DEVICES for each rank, in the order of the ranks.
 
     Raises:
-        InvalidArgument: too few or too many GPUs, or one that this process must not use or does not have.
+        InvalidArgument: there are too few or too many GPUs, or a GPU does not exist or is not visible to this process.
     """
     names = parse_gpus(gpus)
     if len(names) > n_ranks or (len(names) < n_ranks and not allow_shared):
@@ -174,7 +174,7 @@ def choose_gpus(
 
 
 def _name_of(entry: int | str, gpus: str | Sequence[int | str]) -> str:
-    """Returns an entry as CUDA_VISIBLE_DEVICES takes it."""
+    """Returns an entry of the list in the form of CUDA_VISIBLE_DEVICES."""
     number = entry if isinstance(entry, str) else integer_of(entry)
     if number is None:
         raise InvalidArgument(f"gpus needs numbers or names of GPUs, got {entry!r} in {gpus!r}")
@@ -205,16 +205,16 @@ def _is_same(name: str, entry: str) -> bool:
     """Returns whether two entries name one GPU, as far as their text shows."""
     if entry.isdigit() or name.isdigit():
         return entry.isdigit() and name.isdigit() and int(entry) == int(name)
-    # CUDA accepts the beginning of a UUID.
+    # CUDA also accepts the beginning of a UUID.
     return entry.startswith(name) or name.startswith(entry)
 
 
 def network_towards(host: str, port: int) -> Network | None:
-    """Returns the network by which this machine reaches a host, which may be itself; None if not known.
+    """Returns the network by which this machine reaches a host, which may be this machine itself; None if not known.
 
     Args:
-        host: its name or address.
-        port: of a server there.
+        host: the host's name or address.
+        port: the port of a server on the host.
     """
     address = address_towards(host, port)
     interface = None if address is None else interface_of(address)

@@ -1,4 +1,4 @@
-"""Log files on request: one for each rank, with its output."""
+"""Log files, if the user asks for them: one for each rank, with the rank's output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RankLog:
 
     Args:
         path: the file.
-        streams: how many streams write to it; each closes it once.
+        streams: the number of streams that write to the file; each calls `close` once.
     """
 
     def __init__(self, path: Path, streams: int = 1) -> None:
@@ -65,10 +65,10 @@ def prepare_log_directory(log_dir: str | Path, attempt: int | None, ranks_elsewh
 
     Args:
         log_dir: as the user named it.
-        attempt: number of the start, in a run that may restart; each has a directory of its own, and the first one
-            removes those of an earlier run.
-        ranks_elsewhere: ranks of other launchers, which may share the directory: these launchers remove their own
-            logs, and may have begun new ones.
+        attempt: the number of the start, in a run that may restart. Each start has a directory of its own, and the
+            first start removes the directories of an earlier run.
+        ranks_elsewhere: ranks of other launchers. Their logs stay, because the launchers may share the directory, and
+            each removes the old logs of its own ranks.
 
     Returns:
         The directory.

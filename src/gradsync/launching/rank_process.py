@@ -1,9 +1,9 @@
 """One rank's process, as the launcher sees it: start, signals, report, end.
 
 A rank starts in one of three ways: spawned as a fresh interpreter, or forked from this process or from a fork server.
-All three continue in `rank_main`, the fresh interpreter in its `main`, the forks in `enter`: the process forks once
-more, and the parent guards the child. The fresh interpreter has the rank's environment from the beginning; the forks
-change theirs.
+All three continue in `rank_main`: a fresh interpreter in its `main`, a fork in its `enter`. There the process forks
+once more, and the parent guards the child. A fresh interpreter has the rank's environment from the beginning; a fork
+changes its environment.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from gradsync.launching.rank_report import ErrorReport, FrameReader, ReturnValue
 from gradsync.launching.signals import kept_in_fork, no_other_fork, own_descriptors
 from gradsync.machine import read_stat
 
-_READS_PER_TURN = 64  # of a report that is larger than the pipe
+_READS_PER_TURN = 64  # at most, of a report that is larger than the pipe
 
 # The rank must import the launcher's own gradsync, whatever the current directory holds.
 _PACKAGE_PARENT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 _preparing = threading.Lock()
-_OUT_OF_THE_WAY = 256  # a number above those of a process that has opened little
+_OUT_OF_THE_WAY = 256  # higher than the descriptors of a process that has opened few files
 _SHIM = f"""\
 import sys
 if sys.path[:1] == ['']: del sys.path[0]
@@ -43,11 +43,11 @@ main()"""
 def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> int:
     """Writes the record that every rank reads at its start into an anonymous file.
 
-    A pipe could fill up, and one rank would wait for the start of another.
+    It is no pipe, because a pipe could fill up, and then one rank would wait for the start of another.
 
     Args:
         target: the program of the ranks.
-        secret: of the run.
+        secret: the secret of the run.
         shows_lines: whether the launcher shows the ranks' output line by line.
 
     Returns:
@@ -68,15 +68,16 @@ class RankProcess:
         local_rank: its number among the ranks that this launcher started.
         pid: its process id, which is also its session and process group; 0 until the guard has reported it.
         status: descriptor of the guard's pipe; it closes when the rank and all its processes have ended.
-        sentinel: descriptor that is readable when the guard has ended, even if another process holds its pipe; -1 where
-            the kernel has none.
+        sentinel: descriptor that is readable when the guard has ended, even if another process holds the guard's pipe
+            open; -1 if the kernel gives none.
         report: descriptor of the report pipe.
         result: the return value, once it has arrived.
         error: the exception that ended the rank, once it has arrived.
-        exit_code: once it has ended; negative: the signal that killed it; None: it could not be killed.
+        exit_code: the exit code, once the rank has ended; a negative number is the signal that killed it; None if the
+            rank runs, or could not be killed.
         peak_bytes: the peak memory of the rank, or of a program that it waited for; 0 until it has ended.
-        sent_kill: whether the launcher has sent it SIGKILL.
-        memory_kill: how the kernel's out-of-memory killer ended it, if it did.
+        sent_kill: whether the launcher has sent SIGKILL to the rank.
+        memory_kill: how the kernel's out-of-memory killer ended the rank; None if it did not.
     """
 
     def __init__(self, rank: int, local_rank: int) -> None:
@@ -187,19 +188,19 @@ class RankProcess:
                     os.write(self._command, bytes([number]))
             if self.sentinel >= 0 and number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    signal.pidfd_send_signal(self.sentinel, signal.SIGCONT)  # a guard that was stopped ends nothing
+                    signal.pidfd_send_signal(self.sentinel, signal.SIGCONT)  # a paused guard could not end its rank
 
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the rank, so that it reports nothing until it is continued."""
+        """Whether a signal such as SIGSTOP has paused the rank, so that it reports nothing until it is continued."""
         found = read_stat(self.pid)
         return found is not None and found.state == "T"
 
     def reap(self) -> None:
-        """Handles the end of a rank whose status pipe has closed; nothing of it is left then."""
+        """Handles the end of a rank whose status pipe has closed; no process of the rank is left then."""
         self.read_report(None)
         code = 0 if self._guard is None else self._guard.reap()
         if self.exit_code is None and code != GAVE_UP:
-            # Its guard never began, or was killed, and the rank with it.
+            # The guard never began, or was killed and the rank died with it.
             self.exit_code = code or -signal.SIGKILL
             if self.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -207,10 +208,10 @@ class RankProcess:
         self._close()
 
     def abandon(self) -> None:
-        """Abandons a rank that could not be killed; should its guard hang, the kernel kills the rank after it."""
+        """Abandons a rank that could not be killed. It kills the guard, after which the kernel kills the rank."""
         if self._guard is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self._guard.pid, signal.SIGKILL)  # not reaped: the number is still its own
+                os.kill(self._guard.pid, signal.SIGKILL)  # the guard is not reaped, so the number is still its own
         self._close()
 
     def _close(self) -> None:
@@ -251,7 +252,7 @@ class StartedProcess(NamedTuple):
 
     Attributes:
         pid: its process id.
-        reap: waits for its end and gives its exit code.
+        reap: a function that waits for the end of the process and returns its exit code.
     """
 
     pid: int
@@ -262,7 +263,7 @@ def _spawn(start: RankStart) -> StartedProcess:
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     numbers = ",".join(map(str, (start.rank, os.getpid(), start.record, *start.descriptors)))
     standard_input, output, error = start.streams
-    # The rank inherits the mask, and unblocks SIGINT where it can handle it.
+    # The rank inherits the mask, and unblocks SIGINT when it can handle the signal.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
@@ -282,7 +283,7 @@ def _spawn(start: RankStart) -> StartedProcess:
 
 def _fork(start: RankStart) -> StartedProcess:
     launcher_pid = os.getpid()
-    for stream in (sys.stdout, sys.stderr):  # else each rank would write the contents of its copy of the buffer
+    for stream in (sys.stdout, sys.stderr):  # otherwise each rank would write its copy of the buffered output
         with contextlib.suppress(Exception):
             stream.flush()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -302,7 +303,7 @@ def _fork(start: RankStart) -> StartedProcess:
 def _reap_child(pid: int) -> int:
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:  # the program waits for its children itself, or ignores SIGCHLD
+    except ChildProcessError:  # the program waits for its children by itself, or ignores SIGCHLD
         return 0
 
 
@@ -329,7 +330,7 @@ def _fork_from_server(start: RankStart) -> StartedProcess:
 
 @contextlib.contextmanager
 def _no_import_of_main() -> Iterator[None]:
-    """Keeps multiprocessing from importing `__main__`: the rank does so, guarded and with its own environment."""
+    """Keeps multiprocessing from importing `__main__`: the rank does so, under its guard and in its environment."""
     from multiprocessing import spawn
 
     def prepare_otherwise(name: str) -> dict[str, Any]:
@@ -347,7 +348,7 @@ def _no_import_of_main() -> Iterator[None]:
 
 
 class _Passed:
-    """A descriptor as an argument of a process of the fork server; unpickled, it is the number of the copy there."""
+    """A descriptor as an argument of a process of the fork server, where it unpickles as the number of the copy."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -370,13 +371,13 @@ def _enter_from_server(
 
     Args:
         rank, launcher_pid, environ: as in `RankStart`.
-        numbers: of the target's descriptors in the launcher, and in the pickled call.
-        passed: copies of these descriptors, and of those of a `RankStart`, in its order.
+        numbers: the numbers that the target's descriptors have in the launcher, and in the pickled call.
+        passed: copies of these descriptors and of those of a `RankStart`, in its order.
     """
     import fcntl
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # To high numbers first: a copy may have a number that another one needs.
+    # First move all copies to high numbers, because a copy may have a number that another one needs.
     moved = [fcntl.fcntl(d, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for d in passed]
     for descriptor in passed:
         os.close(descriptor)
