@@ -129,8 +129,8 @@ def raise_refused() -> None:
             raise _again(error).with_traceback(None) from error
 
 
-class Untold(Protocol):
-    """A failure that is logged unless some code gets it."""
+class LogEntry(Protocol):
+    """The log entry of a failure, which is written unless some code gets the failure."""
 
     def forget(self) -> None:
         """Drops the log entry: some code has got the failure."""
@@ -155,8 +155,8 @@ class CollectiveEnd:
     __slots__ = (
         "_callbacks",
         "_error",
+        "_log_entry",
         "_made_by",
-        "_untold",
         "_waiting",
         "completion",
         "has_begun",
@@ -175,7 +175,7 @@ class CollectiveEnd:
         self.was_asked = False
         self.has_begun = False
         self._error: BaseException | None = None
-        self._untold: Untold | None = None
+        self._log_entry: LogEntry | None = None
         # A lock for each waiting thread, released at the end. Not one Event for all: its inner lock stays held if
         # Ctrl-C arrives as a wait begins, and then the thread that ends the collective would block for ever.
         self._waiting: tuple[threading.Lock, ...] = ()
@@ -222,7 +222,7 @@ class CollectiveEnd:
         value: Any,
         error: BaseException | None,
         completion: Completion | None = None,
-        untold: Untold | None = None,
+        log_entry: LogEntry | None = None,
     ) -> None:
         """Ends it, unless it has ended: with a value, with an error, or for a launch with its completion.
 
@@ -230,15 +230,15 @@ class CollectiveEnd:
             value: the collective's result.
             error: the failure, or None.
             completion: the completion of a launch, or None.
-            untold: logs the error if no code asks for it.
+            log_entry: logs the error if no code asks for it.
         """
         with _lock:
             callbacks, waiting = self._callbacks, self._waiting
             if callbacks is None:
-                if untold is not None:
-                    untold.forget()
+                if log_entry is not None:
+                    log_entry.forget()
                 return
-            self.value, self._error, self.completion, self._untold = value, error, completion, untold
+            self.value, self._error, self.completion, self._log_entry = value, error, completion, log_entry
             self._callbacks, self._waiting = None, ()
             self.has_result = error is None and completion is None
         for at_the_end in waiting:
@@ -268,17 +268,17 @@ class CollectiveEnd:
                 return error
         return self._error
 
-    def tell_failure(self) -> BaseException | None:
-        """Returns the error as `failure`, for code that asks a future; then it is not logged any more."""
-        if self._untold is not None:
-            self._untold.forget()
+    def take_failure(self) -> BaseException | None:
+        """Returns the error as `failure` does, for code that asks a future; then the error is not logged any more."""
+        if self._log_entry is not None:
+            self._log_entry.forget()
         return self.failure()
 
     def raise_error(self) -> None:
         """Raises the error of the launch, if there is one."""
         if self._error is not None:
-            if self._untold is not None:
-                self._untold.forget()
+            if self._log_entry is not None:
+                self._log_entry.forget()
             raise _again(self._error)
 
     def _run_when_over(self, call: Callable[[], None]) -> None:
@@ -393,7 +393,7 @@ class CollectiveFuture:
         """Returns the collective's error, or None if it succeeded; raises FutureNotReady before it is done."""
         if not self.done():
             raise self._not_ready("exception()")
-        return self._end.tell_failure()
+        return self._end.take_failure()
 
     def add_done_callback(self, function: Callable[[Self], None]) -> None:
         """Calls function(self) once the future is done; if it is done, at once in the calling thread.

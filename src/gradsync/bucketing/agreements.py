@@ -115,14 +115,14 @@ class StepEvents:
         of_it = (event, self._op, self.local_passes)
         content = event.specs if isinstance(event, Bucket) else tuple(event)
         digest = digest_of("gradients", index, self._op, content, self.local_passes)
-        kind, describe, summarise, tell = _TEXTS[type(event)]
+        kind, describe, summarise, make_facts = _TEXTS[type(event)]
         passes = (f"local_passes {self.local_passes}",) if self.local_passes else ()
         agreement = Agreement(
             digest,
             partial(describe, *of_it),
             index,
             partial(summarise, *of_it),
-            tell=partial(tell, *of_it),
+            make_facts=partial(make_facts, *of_it),
             kind=kind,
             settings=self._settings + passes,
             so_far=None if self.arrived is None else partial(_so_far, self.arrived, event),
@@ -235,7 +235,7 @@ class KnownCallback(NamedTuple):
             digest=digest_of(agreement.digest, self.number),
             describe=partial(self._describe, agreement),
             summarise=partial(self._summarise, agreement),
-            tell=partial(self._tell, agreement),
+            make_facts=partial(self._make_facts, agreement),
             callback=self._called,
         )
 
@@ -263,7 +263,7 @@ class KnownCallback(NamedTuple):
         shown = self._shown(self._has_others())
         return f"{agreement.headline()}{f' (callback {shown})' if shown else ''}"
 
-    def _tell(self, agreement: Agreement) -> dict[str, Any]:
+    def _make_facts(self, agreement: Agreement) -> dict[str, Any]:
         shown = self._shown(self._has_others())
         return agreement.facts() | ({"callback": shown} if shown else {})
 

@@ -93,7 +93,7 @@ class Agreement(NamedTuple):
             line of the description. Neither function keeps an array alive.
         is_message: whether it is a message between two ranks, which does not count among the group's collectives.
         item: the name of each line of the description after the first, with {} for its number.
-        tell: returns the fields for the flight recorder's dumps; None if there are none.
+        make_facts: returns the fields for the flight recorder's dumps; None if there are none.
         kind: "bucket" or "flush" of a step of gradients, or a callback's "first use"; "" otherwise. For the advice
             after a mismatch, like `callback`.
         callback: returns the callback's name in errors; None or "" if there is only one callback.
@@ -107,7 +107,7 @@ class Agreement(NamedTuple):
     summarise: Callable[[], str] | None = None
     is_message: bool = False
     item: str = "gradient {} of the bucket"
-    tell: Callable[[], dict[str, Any]] | None = None
+    make_facts: Callable[[], dict[str, Any]] | None = None
     kind: str = ""
     callback: Callable[[], str] | None = None
     settings: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ class Agreement(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         """Returns the fields of the event, for the flight recorder's dumps."""
-        return {} if self.tell is None else self.tell()
+        return {} if self.make_facts is None else self.make_facts()
 
     def text_for_others(self, place: str | None = None) -> str:
         """Returns the text that `Description.parse` reads on other ranks; only the lines at its end may be cut off.
@@ -174,7 +174,11 @@ def agreement_on(
     digest = digest_of(collective, shape, str(dtype), detail)
     of_it = (collective, shape, dtype, detail)
     return Agreement(
-        digest, lambda: text, summarise=partial(_summary, *of_it), is_message=is_message, tell=partial(_facts, *of_it)
+        digest,
+        lambda: text,
+        summarise=partial(_summary, *of_it),
+        is_message=is_message,
+        make_facts=partial(_facts, *of_it),
     )
 
 

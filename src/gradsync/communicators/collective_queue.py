@@ -154,11 +154,11 @@ class Job:
         try:
             result = self._run()
         except BaseException as error:
-            self.end.finish(None, error, untold=self._prepare_to_tell(error))
+            self.end.finish(None, error, log_entry=self._prepare_to_raise(error))
         else:
             self.end.finish(result, None)
 
-    def _prepare_to_tell(self, error: BaseException) -> LostFailure | None:
+    def _prepare_to_raise(self, error: BaseException) -> LostFailure | None:
         """Prepares an error for the future; returns the log entry in case no code asks the future."""
         traceback.clear_frames(error.__traceback__)  # they hold the caller's arrays
         if error.__traceback__ is not None:

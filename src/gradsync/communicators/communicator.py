@@ -1027,13 +1027,14 @@ class Communicator:
         Raises:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
         """
-        was_told, raised = self._lifetime.was_told, self._lifetime.raised.copy()  # before draining, which adds failures
+        # Read before draining, which adds failures.
+        was_raised, raised = self._lifetime.was_raised, self._lifetime.raised.copy()
         failure = None if self.closed else self._backend.drain()
         try:
             self._lifetime.close()
         finally:
             self._backend.await_announced()
-        if failure is not None and not was_told and not raised.has(failure):
+        if failure is not None and not was_raised and not raised.has(failure):
             raise failure
 
     def abort(self, reason: str, *, culprit: int | None = None) -> None:
@@ -1616,7 +1617,7 @@ class Asynchronous:
                     move(source, result, agreement)
         except Exception as error:
             closed = isinstance(error, CommunicatorClosed)  # the failure that closed the communicator was reported
-            end.finish(None, error, untold=None if closed else LostFailure(name, error, communicator._lifetime))
+            end.finish(None, error, log_entry=None if closed else LostFailure(name, error, communicator._lifetime))
         else:
             end.finish(result, None, launch)
         return CollectiveFuture(name, end)

@@ -132,7 +132,7 @@ class Lifetime:
         raised: the failures that calls have raised; shared with the family once the communicator belongs to one.
         ended_because: the reason why the communicator cannot be used; None while it can be used.
         is_inherited: whether the communicator belongs to the parent of this forked process.
-        was_told: whether a failure was raised to the caller outside of a collective.
+        was_raised: whether a failure was raised to the caller outside of a collective.
         submitting: a lock, held while a collective of the communicator is submitted.
         last_job: the last submitted collective, until that is over; see collective_queue.py.
     """
@@ -146,14 +146,14 @@ class Lifetime:
         self._make_locks()
         self._announcement: Callable[[], None] | None = None  # still to be sent to the other ranks
         self._is_closed_only = False  # whether it has ended by close() only
-        self.was_told = False
+        self.was_raised = False
         self.last_job: Job | None = None
         self._turn = Turn(self)
         self._what = ""  # the current collective
         self._released = False
         self.ended_because: str | None = None
         self.is_inherited = False
-        self._untold: BaseException | None = None  # a failure that no call has raised yet
+        self._unraised: BaseException | None = None  # a failure that no call has raised yet
         self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         with _registering:
             _of_this_process.add(self)
@@ -192,8 +192,8 @@ class Lifetime:
         self._announce()
         self._end_use()
         log_lost(self)
-        if self._untold is not None:
-            error, self._untold = self._untold, None
+        if self._unraised is not None:
+            error, self._unraised = self._unraised, None
             if not self.raised.has(error):
                 raise error
 
@@ -205,27 +205,27 @@ class Lifetime:
         self._announce()
         self._end_use()
 
-    def fail(self, error: BaseException, *, told: bool) -> None:
+    def fail(self, error: BaseException, *, is_raised: bool) -> None:
         """Ends the communicator because of a failure found between collectives, or by another thread.
 
         Args:
             error: the failure; the next call raises it, once.
-            told: whether it is being raised already.
+            is_raised: whether the failure is being raised already.
         """
         with self._claiming:
             if self.ended_because is None:
                 # Set before the reason, because a call that sees the reason looks for the error.
-                self._untold = None if told or self.was_told else error
+                self._unraised = None if is_raised or self.was_raised else error
                 self.ended_because = f"it failed: {headline(error)}"
         dump_at_failure(error)
         self._end_use()
 
-    def note_told(self, error: BaseException) -> None:
+    def note_raised(self, error: BaseException) -> None:
         """Notes that a future raises the failure, outside of a collective, so that closing does not raise it again."""
         self.raised.add(error)
         with self._claiming:
-            self.was_told = True
-            self._untold = None
+            self.was_raised = True
+            self._unraised = None
 
     def observe_end(self, observer: Observer) -> None:
         """Registers an observer of the communicator's end, by a weak reference."""
@@ -326,8 +326,8 @@ class Lifetime:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError: the failure that ended it, if no call has raised it.
             CommunicatorClosed: the communicator has ended, and no failure is left to raise.
         """
-        if self._untold is not None:
-            error, self._untold = self._untold, None
+        if self._unraised is not None:
+            error, self._unraised = self._unraised, None
             self.raised.add(error)
             raise error
         if self.ended_because is not None:
@@ -346,8 +346,8 @@ class Lifetime:
         If Ctrl-C interrupts this method, the next call does the rest: see _clean_up_interrupted.
         """
         if error is not None:
-            if self._untold is not None and str(error) == str(self._untold):
-                self._untold = None  # this call has raised it
+            if self._unraised is not None and str(error) == str(self._unraised):
+                self._unraised = None  # this call has raised it
             if not isinstance(error, PlanMismatch) or error.broken:
                 self.raised.add(error)
                 self._abort_inside(headline(error), culprit_of(error))

@@ -99,7 +99,7 @@ class Launch:
     Args:
         label: this rank's name in errors.
         check: raises the error that has broken the communicator, if any.
-        note_told: is called with an error that is raised.
+        note_raised: is called with each error that `wait` or `order` raises.
         nccl: NCCL's communicator.
         events: the events of the communicator's device.
         timeout_seconds: how long `wait` waits if it gets no timeout.
@@ -118,7 +118,7 @@ class Launch:
         self,
         label: str,
         check: Callable[[], None],
-        note_told: Callable[[BaseException], None],
+        note_raised: Callable[[BaseException], None],
         nccl: Nccl,
         events: Events,
         timeout_seconds: float,
@@ -126,7 +126,7 @@ class Launch:
     ) -> None:
         self._label = label
         self._check = check
-        self._note_told = note_told
+        self._note_raised = note_raised
         self._nccl = nccl
         self._events = events
         self._timeout_seconds = timeout_seconds
@@ -307,7 +307,7 @@ class Launch:
 
     def _raise_error(self) -> None:
         if self.error is not None:
-            self._note_told(self.error)
+            self._note_raised(self.error)
             raise copy.copy(self.error)
 
     def _call(self, function: Callable[[], None]) -> None:

@@ -347,7 +347,7 @@ class Nccl:
             try:
                 return getattr(self._raw, name)(*arguments)
             except (self.binding.NcclError, KeyError) as error:
-                raise self._told(error, f"nccl{name[0].upper()}{name[1:]}") from error
+                raise self._nccl_error(error, f"nccl{name[0].upper()}{name[1:]}") from error
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
@@ -400,11 +400,11 @@ class Nccl:
         try:
             yield
         except (self.binding.NcclError, KeyError) as error:
-            raise self._told(error, call) from error
+            raise self._nccl_error(error, call) from error
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
             raise NcclError(f"{self.label}: {call}: {error}", code=1, name=RESULT_NAMES[1]) from error
 
-    def _told(self, error: Exception, call: str) -> NcclError:
+    def _nccl_error(self, error: Exception, call: str) -> NcclError:
         if isinstance(error, KeyError):  # CuPy's NcclError does not know results 7 and 8
             return self.error(error.args[0] if error.args and error.args[0] in (7, 8) else 0, call)
         return self.error(int(error.status), call)  # type: ignore[attr-defined]

@@ -40,7 +40,7 @@ from gradsync.reduction import ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
 
 _DRAIN_SECONDS = 10.0  # how long close() waits for running collectives
-_TELL_SECONDS = 1.0  # how long close() waits until the server knows of a failure
+_REPORT_SECONDS = 1.0  # how long close() waits until the server knows of a failure
 
 # The last launch on each device, of any communicator of this process: the event of its end, its stream, its thread. A
 # collective occupies a part of the GPU while it waits for the other ranks. If collectives of two communicators run side
@@ -99,7 +99,7 @@ class NcclBackend(Backend):
         self._last: Launch | None = None
         self._failure: BaseException | None = None
         self._failing = threading.RLock()  # reentrant, because a signal's handler may run in the thread that holds it
-        self._telling: threading.Event | None = None  # set when the server knows of this rank's failure
+        self._reporting: threading.Event | None = None  # set when the server knows of this rank's failure
         self._watched = Watched(
             nccl,
             client,
@@ -304,7 +304,7 @@ class NcclBackend(Backend):
         """Raises the reason why this rank must not launch, or the error of an earlier wrong launch."""
         if isinstance(error, PlanMismatch):
             if error.broken:
-                self._fail(error, told=True)
+                self._fail(error, is_raised=True)
             raise error
         self._raise_failure()  # the server may only have reported that this rank has failed
         if self._agreements.were_overtaken:  # the rank that found the mismatch has left; the watcher will raise it
@@ -355,8 +355,8 @@ class NcclBackend(Backend):
             _follow(cupy.cuda.get_current_stream(), marks)
 
     def await_announced(self) -> None:
-        if self._telling is not None:
-            self._telling.wait(_TELL_SECONDS)
+        if self._reporting is not None:
+            self._reporting.wait(_REPORT_SECONDS)
 
     def connect_group(self, members: tuple[int, ...], name: str) -> NcclBackend:
         deadline = time.monotonic() + self.timeout_seconds
@@ -376,7 +376,7 @@ class NcclBackend(Backend):
         try:
             nccl = self._nccl.split(self.client, color, key, self.timeout_seconds)
         except GradsyncError as error:
-            self._fail(error, told=True)
+            self._fail(error, is_raised=True)
             raise
         if nccl is None:
             return None
@@ -437,7 +437,7 @@ class NcclBackend(Backend):
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            self.lifetime.note_told(self._failure)
+            self.lifetime.note_raised(self._failure)
             raise copy.copy(self._failure)
 
     def _has_failed(self) -> bool:
@@ -454,19 +454,19 @@ class NcclBackend(Backend):
             self._failure = error  # last: then every launch has ended
         return True
 
-    def _fail(self, error: GradsyncError, *, told: bool = False) -> None:
+    def _fail(self, error: GradsyncError, *, is_raised: bool = False) -> None:
         """Ends the communicator because of a failure that the watcher, or an agreement, has found."""
         if not self._begin_to_fail(error):
             return
-        self.lifetime.fail(error, told=told)
+        self.lifetime.fail(error, is_raised=is_raised)
         # The server reports its failures to all ranks; a failure that only this rank knows must be reported.
         own = isinstance(error, (CollectiveTimeout, NcclError)) and self._failures.failure() is None
         self._begin_abort(describe(error) if own else None)
 
     def _begin_abort(self, reason: str | None, culprit: int | None = None) -> None:
         """Aborts on another thread, because the server or NCCL may block, and this thread must not wait."""
-        self._telling = threading.Event()
-        self._nccl.abort(partial(_tell_others, self.client, reason, culprit, self._telling))
+        self._reporting = threading.Event()
+        self._nccl.abort(partial(_report_failure, self.client, reason, culprit, self._reporting))
 
     def drain(self) -> GradsyncError | None:
         try:
@@ -504,7 +504,7 @@ class _Launching:
             self.launch = launch = Launch(
                 backend.label,
                 backend._raise_failure,
-                backend.lifetime.note_told,
+                backend.lifetime.note_raised,
                 backend._nccl,
                 backend._events,
                 backend.timeout_seconds,
@@ -564,13 +564,15 @@ def _follow(stream: Any, marks: Sequence[Any]) -> None:
         stream.wait_event(event)
 
 
-def _tell_others(client: RendezvousClient, reason: str | None, culprit: int | None, told: threading.Event) -> None:
+def _report_failure(
+    client: RendezvousClient, reason: str | None, culprit: int | None, reported: threading.Event
+) -> None:
     """Reports a failure that only this rank knows of to the server, then sets the event."""
     try:
         if reason is not None and client.world_size > 1:
             client.report_failure(reason, culprit=culprit)
     finally:
-        told.set()
+        reported.set()
 
 
 def _end_rest(watched: Watched, agreements: NcclAgreements, client: RendezvousClient) -> None:
