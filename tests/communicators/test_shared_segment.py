@@ -8,6 +8,7 @@ import resource
 import secrets
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -76,7 +77,9 @@ def test_too_large_is_a_clear_error_and_leaks_nothing() -> None:
     assert open_descriptors() == before
 
 
-def test_hand_over_to_peers_with_the_token_only() -> None:
+def test_hand_over_to_peers_with_the_token_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And through no file: a killed rank would leave it behind."""
+    monkeypatch.chdir(tmp_path)
     before = open_descriptors()
     descriptor = create_segment(4096)
     offer = SegmentOffer()
@@ -93,6 +96,7 @@ def test_hand_over_to_peers_with_the_token_only() -> None:
     assert not os.get_inheritable(taken)
     for fd in (taken, descriptor):
         os.close(fd)
+    assert list(tmp_path.iterdir()) == []
     offer.close()
     assert open_descriptors() == before
 
