@@ -52,7 +52,7 @@ def test_groups_of_one_process() -> None:
 def test_a_closed_communicator_makes_no_group() -> None:
     with gs.init_process_group("local") as comm:
         comm.close()
-        with pytest.raises(gs.CommunicatorClosed, match="new_group on a local communicator"):
+        with pytest.raises(gs.CommunicatorClosed, match="new_group was called on a local communicator"):
             comm.new_group([0])
         with pytest.raises(gs.CommunicatorClosed, match="split"):
             comm.split(0)

@@ -1,4 +1,4 @@
-"""Queues of asynchronous collectives: each runs them one after the other in its own thread, in order of submission.
+"""Queues of asynchronous collectives. A queue runs its collectives in its own thread, in the order of submission.
 
 Each thread that submits has a queue. The collectives of a thread run in the program's order, and a blocking collective
 waits until the thread's queue is empty. Collectives of different threads have no order that is the same on every rank,
@@ -301,7 +301,7 @@ def submit(lifetime: Submitter, what: str, run: Callable[[], Any]) -> Collective
         run: runs the collective and returns its result.
 
     Raises:
-        InvalidArgument: in a done-callback, or after a done-callback was refused a collective; see check_may_call.
+        InvalidArgument: this is a done-callback, or a done-callback has tried to run a collective; see check_may_call.
     """
     if pending:
         check_may_call(lifetime.label, what)
@@ -317,7 +317,7 @@ def await_earlier(lifetime: Submitter, what: str) -> None:
     wait.
 
     Raises:
-        InvalidArgument: as for submit; also if a done-callback was refused a collective during the wait.
+        InvalidArgument: as for submit; also if a done-callback has tried to run a collective during the wait.
     """
     if here.is_serving and not is_in_callback():
         return  # the queue has its own order, and refusals of done-callbacks are raised on the program's threads

@@ -127,7 +127,7 @@ class Communicator:
     Attributes:
         rank: this process's number, 0 <= rank < world_size.
         world_size: number of ranks.
-        ranks: for each rank of this communicator its rank in the world; errors use the ranks of the world.
+        ranks: the world rank of each rank of this communicator; errors use world ranks.
         label: this rank's name in errors: "rank 1/4".
         backend: "local", "shm", "nccl" or "mpi".
         device: the device of its arrays: "cpu", or a CUDA device such as "cuda:0".
@@ -461,8 +461,8 @@ class Communicator:
             known = self._checked_sizes(what, "sizes", sizes, row_bytes=row_bytes)
             if known[self.rank] != rows:
                 raise InvalidArgument(
-                    f"{self.label}: {what}: sizes {list(known)} give this rank {known[self.rank]} rows, its array has "
-                    f"{rows}"
+                    f"{self.label}: {what}: sizes {list(known)} give this rank {known[self.rank]} rows, but its array "
+                    f"has {rows}"
                 )
             detail = _joined(f"rows {list(known)}", to_root)
             agreement = agreement_on(what, (ROWS, *rest), source.dtype, detail)
@@ -1076,7 +1076,7 @@ class Communicator:
         self._backend.agree_always()
 
     def _broadcast_list(self, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
-        """Copies the root's arrays into those of the other ranks, in place, as one collective.
+        """Copies the root's arrays into the arrays of the other ranks, in place, as one collective.
 
         Every rank must call it with arrays of the same shapes and dtypes. The arguments are not checked.
 
@@ -1317,7 +1317,7 @@ class Communicator:
         *,
         in_place: bool = False,
     ) -> None:
-        """Stores the backend's plan, if there is one, for `_find_known`. Called within the turn."""
+        """Stores the backend's plan, if there is one, for `_find_known`. Call it within the turn."""
         if run is not None:
             if len(self._known) >= _MAX_KNOWN:
                 del self._known[next(iter(self._known))]  # the oldest
@@ -1371,7 +1371,7 @@ class Communicator:
             )
         if total is not None and sum(checked) != total:
             raise InvalidArgument(
-                f"{self.label}: {what}: {name} {list(checked)} are {sum(checked)} rows, the array has {total}"
+                f"{self.label}: {what}: {name} {list(checked)} add up to {sum(checked)} rows, but the array has {total}"
             )
         return checked
 

@@ -36,7 +36,7 @@ _WORD_BY_ITEMSIZE: dict[int, np.dtype[Any]] = {
 
 
 def word_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype to copy elements of `dtype` as: the unsigned integer of their size, if there is one."""
+    """Returns the unsigned integer dtype of the same item size, for copies; `dtype` itself if there is none."""
     return _WORD_BY_ITEMSIZE.get(dtype.itemsize, dtype)
 
 

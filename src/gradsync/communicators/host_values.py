@@ -136,7 +136,7 @@ def _halves_finite(piece: Array, infinity: int) -> bool:
 
 
 def _sum_of_squares(piece: Array) -> float:
-    """Sums each row in its own precision, where BLAS is fastest, and the sums of the rows in float64."""
+    """Sums each row in the row's own precision, because BLAS is fastest there, and then the rows' sums in float64."""
     rows, rest = piece.size // _ROW_ELEMENTS, piece.size % _ROW_ELEMENTS
     table = piece[: piece.size - rest].reshape(rows, _ROW_ELEMENTS)
     tail = piece[piece.size - rest :].astype(np.float64)

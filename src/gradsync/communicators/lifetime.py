@@ -169,7 +169,7 @@ class Lifetime:
         The call first waits for collectives that were submitted before.
 
         Raises:
-            InvalidArgument: in a done-callback, or after a done-callback was refused a collective; see check_may_call.
+            InvalidArgument: this is a done-callback, or one has tried to run a collective; see check_may_call.
         """
         if pending:  # before `what` is stored, because other collectives run while this one waits
             await_earlier(self, what)
@@ -300,8 +300,8 @@ class Lifetime:
         is_own = _runs_in(frame_of(), self._occupancy.get(None))
         who = "this very thread, as from a signal's handler," if is_own else "another thread"
         raise InvalidArgument(
-            f"{self._backend.label}: {what} while {who} is inside {self._what} of this communicator: only one thread "
-            "at a time may use it, for one collective"
+            f"{self._backend.label}: {what} was called while {who} is inside {self._what} of this communicator: only "
+            "one thread at a time may use a communicator, for one collective"
         )
 
     def _clean_up_interrupted(self) -> bool:
@@ -336,7 +336,7 @@ class Lifetime:
     def ended_error(self, what: str) -> CommunicatorClosed:
         """Returns the error of a collective, named `what`, that is called after the communicator's end."""
         return CommunicatorClosed(
-            f"{self._backend.label}: {what} on a {self._backend.name} communicator that cannot "
+            f"{self._backend.label}: {what} was called on a {self._backend.name} communicator that cannot "
             f"be used: {self.ended_because}"
         )
 

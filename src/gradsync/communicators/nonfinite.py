@@ -21,8 +21,8 @@ class NonFinite(NamedTuple):
     """The non-finite values that this rank has found in the reduction of one list.
 
     Attributes:
-        firsts: by rank, the number of its first element that is not finite, counted over the whole list; NOWHERE if
-            there is none.
+        firsts: for each rank the number, in the whole list, of the rank's first element that is not finite; NOWHERE if
+            all are finite.
         has_results: whether a result is not finite.
     """
 

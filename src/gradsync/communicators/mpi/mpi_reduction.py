@@ -223,7 +223,7 @@ class MpiReduction:
     # -- By MPI ------------------------------------------------------------------------------------------------
 
     def _native(self, op: ReduceOp, dtype: np.dtype[Any]) -> _Native | None:
-        """Returns MPI's own reduction; None with few ranks, and if MPI has none, or would lose NaN."""
+        """Returns MPI's own reduction; None if the ranks are few, or if MPI's result could differ from NumPy's."""
         if self._requests.is_direct:
             return None
         return _native_reduction(self._requests.mpi, op, dtype, self._world_size)

@@ -1,4 +1,4 @@
-"""Collectives that NCCL lacks, or has for some cases only, built from its own collectives.
+"""Collectives that NCCL does not have, or has for some cases only, built from NCCL's own collectives.
 
 NCCL gathers equal parts only, and CuPy has no gather, scatter or all-to-all. So these collectives, and the all-gather
 of unequal parts, are messages in one group, which NCCL launches as one kernel. An empty part needs no message on either

@@ -47,8 +47,8 @@ def has_driver() -> bool:
 def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shared_gpu: bool) -> int:
     """Returns CUDA's number of the device for this rank, as this process sees its devices.
 
-    A launcher that gives each rank its own CUDA_VISIBLE_DEVICES leaves one visible device, number 0; else the ranks
-    of a host take the visible devices in the order of LOCAL_RANK.
+    If a launcher gives each rank its own CUDA_VISIBLE_DEVICES, only one device is visible, number 0. Otherwise the
+    ranks of a host take the visible devices in the order of LOCAL_RANK.
 
     Args:
         wanted: "cuda", "cuda:N", or None.

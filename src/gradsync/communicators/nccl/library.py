@@ -173,7 +173,7 @@ class Nccl:
         )
 
     def last_error(self) -> str:
-        """Returns the text of ncclGetLastError, which CuPy does not expose; empty if there is none.
+        """Returns the text of ncclGetLastError, which CuPy does not expose; "" if there is no text.
 
         NCCL keeps one text for the process and ignores the communicator, so there is a text when ncclCommInitRank has
         failed too. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
@@ -419,7 +419,7 @@ class Nccl:
         """Ends the communicator now, on another thread; running collectives leave undefined data. Returns at once.
 
         Args:
-            before: is called on that thread first; may block.
+            before: a function that is called on that thread first; it may block.
         """
         self._begin_end("abort", before)
 
@@ -436,7 +436,7 @@ class Nccl:
         It takes no lock, because the garbage collector may call it while the thread holds any lock.
 
         Args:
-            before: is called on another thread first, in any case.
+            before: a function that is called on another thread first, even if the communicator has ended.
         """
         self._orders.put(partial(self._leave, before))
 
@@ -461,7 +461,7 @@ class Nccl:
         self._orders.put(partial(self._end, before))
 
     def _obey(self) -> None:
-        """Runs orders that may block, on a thread of its own, until nobody uses the communicator."""
+        """Runs orders, which may block, on a separate thread until nobody uses the communicator."""
         # First: later, another thread may hold the driver's lock (cudaFree waits for a hung kernel).
         self._cupy.cuda.Device(self.device_id).use()
         is_used = True

@@ -39,7 +39,7 @@ class StorePath(HostPath):
         failures: the failures that the server reports.
         timeout_seconds: how long a rank waits for another rank's next piece.
         agree: raises PlanMismatch if the ranks disagree on the collective that begins.
-        look_around: is called while waiting; raises the reason if the other ranks will not come.
+        look_around: a function that is called during waits; it raises the reason if the other ranks will not come.
     """
 
     def __init__(

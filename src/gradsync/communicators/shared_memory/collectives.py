@@ -259,7 +259,7 @@ def _gather(context: ShmContext, bounds: Bounds, root: int | None) -> Movement:
 
 
 def _scatter(context: ShmContext, bounds: Bounds, root: int) -> Movement:
-    """Plans a scatter; in the root's region there is a share for each of the others."""
+    """Plans a scatter; the root's region has a share for each other rank."""
     rank = context.rank
 
     def make(begin: int, end: int) -> Round:
@@ -276,7 +276,7 @@ def _scatter(context: ShmContext, bounds: Bounds, root: int) -> Movement:
 
 
 def _all_to_all(context: ShmContext, send_bounds: Bounds, receive_bounds: Bounds, largest: int) -> Movement:
-    """Plans an all-to-all; in each rank's region there is a share for each of the others."""
+    """Plans an all-to-all; each rank's region has a share for each other rank."""
     rank = context.rank
 
     def make(begin: int, end: int) -> Round:
@@ -314,7 +314,7 @@ def _shares(
 
 
 class ListBroadcast(_Plan):
-    """Copies the root's arrays of bytes into those of the other ranks.
+    """Copies the root's arrays of bytes into the arrays of the other ranks.
 
     Args:
         context: this rank's context.
