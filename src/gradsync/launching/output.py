@@ -1,8 +1,8 @@
 """The output of the launcher and its ranks: lines on the launcher's own streams, with the rank before each line.
 
-Each stream of the launcher has a thread that reads the ranks' pipes and writes: a blocked terminal blocks that thread,
-and never the supervisor. Ranks then wait in their print(), as they would without a launcher. All output is handled as
-bytes: a rank may print bytes that are no text, and they pass unchanged.
+Each stream of the launcher has a thread that reads the ranks' pipes and writes to the stream: a blocked terminal blocks
+that thread, and never the supervisor. Ranks then wait in print(), as they would without a launcher. All output is
+handled as bytes, so that bytes that are not text pass unchanged.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 64 * 1024
 _TAIL_LINES = 20
-# A line without an end is shown when no more of it arrives for this long: it may be a question.
+# A line without an end is shown if no more of it arrives for this long, because it may be a question to the user.
 _PARTIAL_LINE_SECONDS = 0.1
-# For a thread to see that its deadline has passed.
+# The time that a thread gets to see that its deadline has passed.
 _JOIN_SECONDS = 0.1
 
 _ERASE_LINE = b"\r\x1b[K"
 
-# A line up to this length stays whole; a longer one passes in pieces, so that memory stays bounded.
+# A line up to this length stays whole; a longer line passes in pieces, so that memory stays bounded.
 MAX_LINE_BYTES = 256 * 1024
 _MAX_TAIL_LINE_BYTES = 4096
 
@@ -45,16 +45,16 @@ _MAX_TAIL_LINE_BYTES = 4096
 # No red: it looks like a failure.
 RANK_COLOURS = (31, 130, 133, 64, 63, 162, 29, 97)
 
-# Not a line end before a lone \r: there is no line between the two.
+# A line end directly before a lone \r does not count, because no line is between the two.
 _LINE_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?!\r(?!\n))")
 _LONE_RETURNS = re.compile(rb"\r+(?!\n)")
 
 
 class Notices:
-    """Prints what the launcher does; `print` never waits for a blocked terminal, and neither method fails without one.
+    """Prints the launcher's notices. `print` does not wait for a blocked terminal, and a lost terminal is no error.
 
     Args:
-        stream: where to print; None prints nothing.
+        stream: the stream to print to; None prints nothing.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -75,7 +75,7 @@ class Notices:
 
 
 def _takes_text(stream: TextIO, wait_seconds: float) -> bool:
-    """Whether a write would not block; a stream without a descriptor never blocks."""
+    """Returns whether a write would not block; a stream without a descriptor never blocks."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
@@ -89,10 +89,10 @@ class OutputPump:
     """Passes the output of ranks on, in a thread for each stream of the launcher.
 
     Args:
-        stdout: where the ranks' stdout goes; None, Python's value for a closed stream, drops it.
-        stderr: the same for stderr.
-        prefix: whether each line begins with its rank; otherwise whole lines pass unchanged.
-        log_dir: where to keep a log file `rank-N.log` for each rank, see `prepare_log_directory`.
+        stdout: the stream for the ranks' stdout; None, Python's value for a closed stream, drops this output.
+        stderr: the stream for the ranks' stderr, likewise.
+        prefix: whether each line begins with its rank; otherwise lines pass unchanged.
+        log_dir: the folder for a log file `rank-N.log` for each rank, see `prepare_log_directory`.
         attempt, ranks_elsewhere: see `prepare_log_directory`.
 
     Raises:
@@ -117,14 +117,14 @@ class OutputPump:
         first, last = _screens_for(stdout, stderr)
         print_once = _print_once_on(last)
         self._writers = [_Writer(screen, prefix, print_once) for screen in dict.fromkeys((first, last))]
-        self._writers[0].prints_loss = True  # of stdout: the ranks only see that nobody reads their pipe
+        self._writers[0].prints_loss = True  # only for stdout: ranks see only that nobody reads their pipe
         self._tails: dict[int, Tail] = {}
 
     def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
         """Adds the read ends of a rank's output, and closes them at the end; call it before the start.
 
         Args:
-            rank: the rank; each once.
+            rank: the rank, which is added only once.
             stdout_fd: read end of its stdout.
             stderr_fd: read end of its stderr.
         """
@@ -158,7 +158,7 @@ class OutputPump:
         return self._end(time.monotonic() + timeout_seconds, timeout_seconds + _JOIN_SECONDS)
 
     def drain(self, wait_seconds: float) -> bool:
-        """Waits for the same, but drops nothing: a reader may be slow. Call it again, or `close`."""
+        """Waits as `close` does, but drops nothing, because a reader may be slow. Then call it again, or `close`."""
         return self._end(math.inf, wait_seconds)
 
     def _end(self, deadline: float, wait_seconds: float) -> bool:
@@ -189,7 +189,7 @@ class _RankStream:
             return os.read(self.descriptor, _READ_BYTES)
         except BlockingIOError:
             return None
-        except OSError:  # the end of a pseudo-terminal
+        except OSError:  # a pseudo-terminal reports its end in this way
             return b""
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class _RankStream:
 
 
 class _Writer(threading.Thread):
-    """The thread of one screen: reads its ranks' pipes, and blocks in its writes.
+    """The thread of one screen. It reads the ranks' pipes and writes to the screen, where it may block.
 
     Attributes:
         prints_loss: whether to print why nothing can be written to the screen any more.
@@ -214,14 +214,14 @@ class _Writer(threading.Thread):
         self._has_prefix = prefix
         self._print_once = print_once
         self.prints_loss = False
-        self._streams: list[_RankStream] = []  # those that have not ended
+        self._streams: list[_RankStream] = []  # the streams that have not ended
         self._label_width = 0
         # poll() takes any descriptor; epoll refuses files, and /dev/null.
         self._selector = selectors.PollSelector()
-        self._lock = threading.Lock()  # guards the two that follow
+        self._lock = threading.Lock()  # guards the next two attributes
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._has_ended = False
-        self._deadline: float | None = None  # once it is to end
+        self._deadline: float | None = None  # set when the thread is to end
         own_descriptors.add(self._wake)
         self._selector.register(self._wake, selectors.EVENT_READ)
 
@@ -243,19 +243,19 @@ class _Writer(threading.Thread):
     def run(self) -> None:
         """Passes lines on until all streams have ended, or the deadline."""
         for stream in self._streams:
-            self._log(stream, b"")  # a rank that prints nothing has a log file too
+            self._log(stream, b"")  # so that a rank that prints nothing has a log file too
         while (deadline := self._deadline) is None or (self._streams and time.monotonic() < deadline):
             ready = {key.fd: key.data for key, _ in self._selector.select(self._seconds_to_wait(deadline))}
             for stream in ready.values():
-                if stream in self._streams:  # else the screen was lost meanwhile
+                if stream in self._streams:  # otherwise the screen was lost meanwhile
                     self._read(stream)
             for stream in list(self._streams):
                 if stream.due is not None and stream.due <= time.monotonic():
                     stream.due = None
                     self._pass_on(stream, stream.lines.take_characters())
                 elif deadline is not None and stream.descriptor not in ready:
-                    self._end(stream)  # it has nothing more to read
-        for stream in list(self._streams):  # of processes that outlive the run, or dropped at the deadline
+                    self._end(stream)  # the stream has nothing more to read
+        for stream in list(self._streams):  # of processes that outlive the run, or unread at the deadline
             self._forget(stream)
         self._selector.close()
         with self._lock:
@@ -301,10 +301,10 @@ class _Writer(threading.Thread):
     def _end(self, stream: _RankStream) -> None:
         """Closes a stream at its end."""
         self._pass_on(stream, stream.lines.take_rest())
-        if stream in self._streams:  # else the screen was lost just now
+        if stream in self._streams:  # otherwise the screen was lost just now
             self._forget(stream)
             is_last = not any(self._owner(other) == self._owner(stream) for other in self._streams)
-            # Without prefixes bytes for a file or a pipe pass as they are.
+            # Without prefixes, bytes for a file or a pipe pass unchanged.
             if is_last and (self._has_prefix or self._screen.is_terminal):
                 self._screen.end_line(self._owner(stream))
 
@@ -348,20 +348,20 @@ def _print_once_on(screen: Screen) -> Callable[[str, str], None]:
 
 
 class Screen:
-    """One output of the launcher: a terminal, pipe or file, or a text stream without descriptor (a notebook).
+    """One output of the launcher: a terminal, pipe or file, or a notebook's text stream without a descriptor.
 
     Args:
-        stream: where to write; None, Python's value for a closed stream, drops the output.
+        stream: the stream to write to; None, Python's value for a closed stream, drops the output.
 
     Attributes:
-        loss: why nothing can be written any more.
+        loss: the error after which nothing can be written any more, or None.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._write = _write_to(stream)
         self._lock = threading.Lock()  # the thread of stdout prints on stderr why it has ended
         self._owner: object = None  # the owner that wrote last
-        self._last_byte = b"\n"  # of that
+        self._last_byte = b"\n"  # the last byte that this owner wrote
         self._bars: set[object] = set()  # owners whose open line is a progress bar
         self.is_terminal = _is_terminal(stream)
         self.colour = wants_colour(self.is_terminal)
@@ -372,8 +372,8 @@ class Screen:
         """Writes lines, or a part of one, however long that takes.
 
         Args:
-            owner: of the lines: only the owner of an open line continues it.
-            prefix: what each line begins with.
+            owner: the owner of the lines; only the owner of an open line can continue it.
+            prefix: the beginning of each line.
             data: at least one byte.
         """
         with self._lock:
@@ -398,21 +398,21 @@ class Screen:
     def _put(self, data: bytes) -> None:
         try:
             self._write(data)
-        except Exception as error:  # no reader, a full disk; a stream of the caller may raise anything
+        except Exception as error:  # e.g. no reader, or a full disk; a stream of the caller may raise any error
             self.loss = error
 
     def _break_before(self, data: bytes) -> bytes:
-        """Returns the newline or erasure that goes before the data where another owner's line is open."""
+        """Returns the newline or erasure that goes before the data if another owner's line is open."""
         if self._last_byte == b"\n":
             return b""
         if self._can_erase and self._owner in self._bars:
-            return _ERASE_LINE  # its next state follows soon: a line for each would fill the terminal
-        # Progress bars may overwrite each other, as they do without a launcher: else each step would take a line.
+            return _ERASE_LINE  # the bar's next state follows soon; a line for each state would fill the terminal
+        # Progress bars may overwrite each other, as without a launcher; otherwise each step would take a line.
         is_bar_after_bar = self._last_byte == b"\r" and data.endswith(b"\r") and b"\n" not in data
         return b"" if is_bar_after_bar else b"\n"
 
     def _note_bar(self, owner: object, data: bytes) -> None:
-        r"""Records which owners' open lines use \r: a later state of such a bar may come without."""
+        r"""Records whether the owner's open line uses \r, because a later state of its bar may come without \r."""
         _, newline, open_line = data.rpartition(b"\n")
         if b"\r" in open_line:
             self._bars.add(owner)
@@ -432,12 +432,12 @@ def _write_to(stream: TextIO | None) -> Callable[[bytes], Any]:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    # Past Python's buffer: a thread that waits inside that would make the interpreter abort at its end.
+    # Not through Python's buffer: a thread that waits in it would make the interpreter abort at exit.
     rest = memoryview(data)
     while rest:
         try:
             rest = rest[os.write(descriptor, rest) :]
-        except BlockingIOError:  # another process has made it non-blocking
+        except BlockingIOError:  # another process has made the descriptor non-blocking
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
             poll.poll()
@@ -457,7 +457,7 @@ def _write_text(stream: TextIO, data: bytes) -> None:
 def _screens_for(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Screen, Screen]:
     """Returns the screens of two streams; one screen if both go to the same file."""
     for stream in (stdout, stderr):
-        # First, the launcher's own output.
+        # First write the launcher's own buffered output.
         with contextlib.suppress(OSError, ValueError):
             if stream is not None:
                 stream.flush()
@@ -467,7 +467,7 @@ def _screens_for(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Screen, 
 
 
 def _describe_loss(error: Exception) -> str:
-    """Returns why standard output is no longer written to."""
+    """Returns the reason, in words, why nothing more can be written to standard output."""
     if isinstance(error, OSError) and error.errno == errno.EPIPE:
         return "the reader of standard output has gone"
     reason = error.strerror if isinstance(error, OSError) else None
@@ -520,8 +520,8 @@ class LineCutter:
     def feed(self, data: bytes) -> bytes:
         r"""Adds a chunk; returns the lines that are now complete, or a piece of a line that is too long.
 
-        A \r at the very end waits for the next chunk: it may be half of \r\n. So does a \r at the beginning: it ends no
-        line, but belongs to the state of a progress bar that follows.
+        A \r at the very end waits for the next chunk, because it may be half of \r\n. A \r at the beginning waits too:
+        it ends no line, but belongs to the state of a progress bar that follows.
         """
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
         if end == 0 and not (data and self._rest.endswith(b"\r")):
@@ -559,7 +559,7 @@ class Tail:
 
     def feed(self, stream: object, data: bytes) -> None:
         """Adds a chunk of a stream."""
-        parts = data.rsplit(b"\n", self._size + 1)  # never all of its lines: a rank may print a million a second
+        parts = data.rsplit(b"\n", self._size + 1)  # not all lines, because a rank may print a million of them a second
         with self._lock:
             parts[0] = self._open.pop(stream, b"") + parts[0]
             self._lines.extend(_last_state(line) for line in parts[:-1])
@@ -576,10 +576,10 @@ class Tail:
 def begin_lines_with(prefix: bytes, data: bytes, *, is_inside_line: bool = False) -> bytes:
     r"""Puts the prefix before every line of the data.
 
-    A \r with nothing before it is no line. At the very beginning it is left out: it would not move the cursor.
+    A \r with nothing before it ends no line. At the very beginning it is left out: the cursor is there already.
 
     Args:
-        prefix: the prefix; where it is empty, the data passes as it is.
+        prefix: the prefix; if it is empty, the data passes unchanged.
         data: whole lines, or a part of one.
         is_inside_line: whether the data continues a line that has its prefix.
     """

@@ -27,19 +27,19 @@ T = TypeVar("T")
 class FrameReader:
     """Reads frames from a non-blocking pipe, in whatever pieces they arrive.
 
-    A body is read straight into memory, which grows with the bytes that have arrived: an error may hold any text, and
-    an announced length may be wrong.
+    The memory for a body grows with the bytes that have arrived, because an error may hold a text of any length, and
+    the announced length may be wrong.
 
     Attributes:
         ended: whether the pipe has ended.
-        refused_bytes: the length of a body for which the machine has no memory, which ends the reading; else 0.
+        refused_bytes: the length of a body for which the machine has no memory; the reading then ends. 0 if none is.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._header = bytearray()
-        self._body: bytearray | None = None  # of the frame whose header is complete
-        self._length = 0  # of that body
+        self._body: bytearray | None = None  # the body of the frame whose header is complete
+        self._length = 0  # the length of that body
         self._filled = 0
         self.ended = False
         self.refused_bytes = 0
@@ -98,11 +98,10 @@ class ErrorReport:
     Attributes:
         text: the traceback, without our own frames.
         summary: its last line.
-        is_consequence: whether it only tells that another rank is gone.
-        missed_rank: the rank that it says is gone, where it names one.
+        is_consequence: whether it only reports that another rank is gone.
+        missed_rank: the rank that it reports as gone, if it names one.
         is_unsendable: whether only the function's result could not be sent.
-        is_of_silence: whether it only tells that another rank was silent, or did not come in time: that one has nothing
-            to tell.
+        is_of_silence: whether it only reports that another rank was silent or late. That rank will report no error.
     """
 
     text: str
@@ -123,7 +122,7 @@ def read_error(kind: bytes, body: bytearray) -> ErrorReport:
 
 
 def unreadable(why: str) -> ErrorReport:
-    """Returns the error for a report that no rank would send: the end of that rank is not known."""
+    """Returns the error for a report that no rank would send, after which the rank's own end is unknown."""
     text = f"what this rank reported cannot be read ({why}): something in it wrote to a descriptor that is not its own"
     return ErrorReport(f"gradsync: {text}\n", text, is_consequence=False)
 
@@ -133,14 +132,14 @@ class ReturnValue:
 
     Args:
         file: descriptor of the file; this object closes it.
-        told: bounds of the pickled value in it, then of each buffer: pairs of BOUNDS.
+        told: the bounds of the pickled value in the file, then those of each buffer, packed as BOUNDS.
 
     Raises:
         ValueError, OSError: the file does not have these parts; the caller closes the descriptor.
     """
 
     def __init__(self, file: int, told: bytearray) -> None:
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # else reading past a new end would kill this process
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # else it could shrink, and reading kill us
         size = os.fstat(file).st_size
         if not told or len(told) % BOUNDS.size:
             raise ValueError(f"{len(told)} bytes are no bounds of a result")
@@ -152,10 +151,10 @@ class ReturnValue:
         self._close = weakref.finalize(self, os.close, file)
 
     def load(self) -> Any:
-        """Returns a new copy of the value. Raises the exception of its unpickling."""
-        import pickle  # here, as below: start-up counts
+        """Returns a new copy of the value. Raises the exception of unpickling if that fails."""
+        import pickle  # imported here, like others below, to keep the start short
 
-        # Private: a value that is loaded twice is two, and a process that is forked later shares none of it.
+        # A private mapping: each load gives a separate value, which a process forked later does not share.
         content = memoryview(map_privately(self._file, self._size_bytes))
         pickled, *buffers = [content[begin:end] for begin, end in self._bounds]
         return pickle.loads(pickled, buffers=buffers)
@@ -166,21 +165,21 @@ class ReturnValue:
 
 
 def map_privately(file: int, size_bytes: int) -> mmap.mmap:
-    """Maps a file so that a write copies a page, which the file does not see.
+    """Maps a file so that a write copies a page, and the file does not change.
 
     `mmap.mmap(file)` would keep a descriptor of its own until the last array in it is gone.
 
     Args:
         file: descriptor of the file; may be closed afterwards.
-        size_bytes: of the file; one at least.
+        size_bytes: the size of the file, at least 1.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: there is no room for the mapping.
     """
     import ctypes
     import mmap
 
-    place = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # unmapped with the last view
+    place = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # unmapped with its last view
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -213,7 +212,7 @@ def from_json(kind: type[T], data: bytes | bytearray) -> T:
     if lacking or told.keys() - names:
         raise ValueError(f"needs the attributes {sorted(names)}, got {sorted(told)}")
     for name, value in told.items():
-        # A bool is an int to Python, and not here.
+        # In Python a bool is an int too, but not here.
         if not isinstance(value, types[name]) or (isinstance(value, bool) and types[name] is not bool):
             raise ValueError(f"{name} needs to be {types[name]}, got {type(value).__name__}")
     return kind(**told)

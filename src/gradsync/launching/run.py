@@ -23,7 +23,7 @@ from gradsync.machine import count_gpus, default_process_count
 if TYPE_CHECKING:
     from gradsync.launching.nodes import NodeOptions
 
-_MANY_RANKS = 8  # more than a user who gives no number may expect
+_MANY_RANKS = 8  # a user who gives no number may not expect more ranks than this
 _REPORT_SECONDS = 1.0  # for a blocked terminal to take the report of a failure before a restart
 
 
@@ -128,11 +128,11 @@ def run_command(
 
 
 def _print_failure(outcome: Outcome, notices: Notices) -> None:
-    """Prints why the job failed, after all other output."""
+    """Prints the report of the failed job, after all other output."""
     text = failure_text(outcome)
     if not text:
         return
-    if outcome.signal_number is not None:  # the user wants to stop: a blocked terminal must not delay that
+    if outcome.signal_number is not None:  # the user wants the job to end, so a blocked terminal must not delay this
         notices.print(text.rstrip("\n"), wait_seconds=_REPORT_SECONDS)
         return
     with contextlib.suppress(OSError):  # the pipe has no reader
@@ -151,7 +151,7 @@ def _node_options(
     """Returns the options of a run on several machines; None for a run on this machine alone.
 
     Raises:
-        InvalidArgument: an option is missing, wrong, or only for several machines.
+        InvalidArgument: an option is missing, wrong, or allowed only for several machines.
     """
     if nnodes is not None and nnodes > 1:
         from gradsync.launching.nodes import check_node_options
@@ -211,7 +211,7 @@ def script_target(path: str, arguments: Sequence[str] = ()) -> Target:
     """Prepares a script.
 
     Raises:
-        InvalidArgument: there is no such file, or it is the interpreter.
+        InvalidArgument: the file does not exist or cannot be read, or it is the Python interpreter.
     """
     is_interpreter = os.path.basename(path).rstrip(".0123456789") == "python" and not os.path.isdir(path)
     if is_interpreter and (not os.path.exists(path) or os.access(path, os.X_OK)):
@@ -233,7 +233,8 @@ def module_target(name: str, arguments: Sequence[str] = ()) -> Target:
     Raises:
         InvalidArgument: the top-level package does not exist, or the name is malformed.
     """
-    # Deeper names would import their parents in the launcher: the ranks report errors in those.
+    # Only the top level: a look-up of a deeper name would import its parents in the launcher. The ranks report errors
+    # there.
     top = name.partition(".")[0]
     if not _module_exists(top):
         raise InvalidArgument(f"module {name!r} does not exist (no {top!r} in {os.getcwd()} or sys.path)")

@@ -1,7 +1,8 @@
 """Signals to the launcher as bytes on a pipe, so that the supervisor's one loop can wait for them.
 
-Python writes the bytes (signal.set_wakeup_fd) at the moment at which a signal arrives. A handler in Python runs only
-between two instructions of the main thread: a signal just before the loop begins to wait would not end the wait.
+Python writes the bytes (signal.set_wakeup_fd) at the moment when a signal arrives. Handlers would not be enough: they
+run only between two instructions of the main thread, so a signal just before the loop begins to wait would not end the
+wait.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ _LAST_STANDARD_DESCRIPTOR = 2
 # Reports of other machines use the same pipe, with numbers that no signal has.
 #: The run has failed on another machine.
 FAILED_ELSEWHERE = 254
-#: It has failed there, as far as known because of a rank of another machine, which may still report its own failure.
+#: The run has failed on another machine, but only because of a rank of yet another one, which may still report its own
+#: failure.
 SUFFERED_ELSEWHERE = 253
-#: There is something new to read.
+#: The launcher's threads have something new for its loop to read.
 NEWS_ELSEWHERE = 252
 
 #: Descriptors of this process that end with it: a forked rank must not keep them open.
@@ -33,13 +35,13 @@ own_descriptors: set[int] = set()
 class SignalInbox:
     """While entered in the main thread, collects SIGINT, SIGTERM, SIGHUP and SIGTSTP instead of letting them act.
 
-    Other threads cannot install handlers: there the inbox stays empty. A signal that the process ignores
-    (nohup, a background job) stays ignored; but for SIGCHLD, because with that ignored the kernel throws exit codes
-    away, and a failed rank would look like a good one. A signal that was not read acts on leaving.
+    Other threads cannot install handlers, so in them the inbox stays empty. A signal that the process ignores (nohup, a
+    background job) stays ignored. SIGCHLD is an exception: if it were ignored, the kernel would throw exit codes away,
+    and a failed rank would look like a good one. On leaving, a signal that was not read takes its usual effect.
 
     Args:
-        installs_handlers: False for a job that is watched while the program goes on: signals act as ever, and the
-            inbox holds only the numbers that `put` adds.
+        installs_handlers: False for a job that is watched while the program goes on: signals then have their
+            usual effect, and the inbox holds only the numbers that `put` adds.
     """
 
     def __init__(self, *, installs_handlers: bool = True) -> None:
@@ -56,7 +58,7 @@ class SignalInbox:
         _entered.append(self)
         try:
             self._install()
-        except BaseException:  # raised by a handler of the program that was not replaced yet
+        except BaseException:  # a handler of the program, not replaced yet, has raised it
             self.__exit__(None, None, None)
             raise
         return self
@@ -121,10 +123,10 @@ def _is_in_the_pipe(_number: int, _frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def no_other_fork() -> Iterator[None]:
-    """Surrounds the start of a process by this thread: forks of other threads wait.
+    """Makes forks of other threads wait while this thread starts a process.
 
-    Their children would hold copies of descriptors that are closed here in a moment, such as the pipe whose end tells
-    `subprocess.Popen` that its program runs: it would wait for as long as such a child lives.
+    The children of such forks would hold copies of descriptors that this thread closes in a moment, such as the pipe
+    whose end tells `subprocess.Popen` that its program runs. Popen would then wait for as long as such a child lives.
     """
     with _fork_lock:
         yield
@@ -132,7 +134,7 @@ def no_other_fork() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_in_fork(descriptors: Iterable[int]) -> Iterator[None]:
-    """Surrounds a fork by this thread whose child keeps these descriptors of ours."""
+    """Makes the child of a fork by this thread keep these descriptors, which other forks' children close."""
     global _kept
     with _fork_lock:
         _kept = threading.get_ident(), frozenset(descriptors)
@@ -152,9 +154,9 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """In the child of any fork, also of the user: restores its signal handling, apart from this process.
+    """Restores the signal handling in the child of any fork, also of the user's, and closes its copies of descriptors.
 
-    Its copies of our descriptors would hide the end of a run from those who wait for it.
+    Such copies would hide the end of a run from the processes that wait for it.
     """
     global _fork_lock
     _fork_lock = threading.RLock()
@@ -162,7 +164,7 @@ def _after_fork_in_child() -> None:
         inbox._restore()
     _entered.clear()
     thread, kept = _kept
-    if thread == threading.get_ident():  # a rank: its signals must not wake asyncio in this process
+    if thread == threading.get_ident():  # the child becomes a rank, whose signals must not wake asyncio in the parent
         signal.set_wakeup_fd(-1)
     else:
         kept = frozenset()

@@ -40,7 +40,7 @@ from gradsync.machine import Latch, default_process_count
 _PROXIES = ("http_proxy", "https_proxy")
 
 _KNOWN = ("start_method", "gpus", "ips", "backend", "print_config")
-# The present name of each deprecated option; None: there is none.
+# The present name of each deprecated option; None if no option replaces it.
 _DEPRECATED = {
     "selected_devices": "gpus",
     "cluster_node_ips": "ips",
@@ -61,35 +61,36 @@ def spawn(
     """Calls `func(*args)` in `nprocs` processes on this machine.
 
     Each process gets an environment of its own, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT and all that `init_process_group()` needs, which the function calls by itself; http_proxy and
-    https_proxy are left out. When a process fails, the others are ended. With the start methods "spawn" and
-    "forkserver" a script that calls this needs the `if __name__ == "__main__":` guard.
+    MASTER_PORT and the variables that `init_process_group()` needs, but without http_proxy and https_proxy. The
+    function must call `init_process_group()` itself. When a process fails, the others are ended. With the start methods
+    "spawn" and "forkserver" a script that calls this needs the `if __name__ == "__main__":` guard.
 
     Args:
-        func: a function at the top level of a module or script; any other one with cloudpickle installed, or with
-            the start method "fork".
-        args: its positional arguments; they pickle, unless forked.
-        nprocs: number of processes; -1: one per entry of `gpus`, else per visible GPU, else per usable core.
-        join: whether to wait for all of them. Otherwise a thread watches them while the caller continues.
-        daemon: with `join=False`: whether this program ends without waiting for the processes, which then end too.
+        func: a function at the top level of a module or script. Any other function needs cloudpickle, or the start
+            method "fork".
+        args: the function's positional arguments. They must pickle, unless the start method is "fork".
+        nprocs: number of processes; -1 means one per entry of `gpus`, else per visible GPU, else per usable core.
+        join: whether to wait for all processes. Otherwise a thread watches them while the caller continues.
+        daemon: with `join=False`, whether this program ends without waiting for the processes, which then end too.
         **options: start_method: "spawn", "fork" or "forkserver"; by default that of `gs.set_start_method`, initially
-            "spawn". gpus: such as "4,5", one for each process, within CUDA_VISIBLE_DEVICES where that is set. ips:
-            addresses of this machine. backend: what `init_process_group("auto")` takes; "auto" goes by the devices,
-            and "gloo" means shm. print_config: True prints the settings. Deprecated, with a DeprecationWarning:
-            selected_devices (gpus), cluster_node_ips and node_ip (ips), started_port (where the ranks meet),
-            use_paddlecloud.
+            "spawn". gpus: one GPU for each process, such as "4,5"; if CUDA_VISIBLE_DEVICES is set, it must have them.
+            ips: addresses of this machine. backend: the backend for `init_process_group("auto")`; "auto" depends on
+            the devices, and "gloo" means shm. print_config: True prints the settings. Deprecated, with a
+            DeprecationWarning: selected_devices (gpus), cluster_node_ips and node_ip (ips), started_port (where the
+            ranks meet), use_paddlecloud.
 
     Returns:
         The processes, their results and errors, and `join(timeout)`.
 
     Raises:
-        InvalidArgument: an option is unknown or does not fit, the function or an argument does not pickle, the
-            `__main__` guard is missing, or forked ranks could not use CUDA, which this process has initialised.
-        RankFailed: with `join`: a process failed; "Process 1 terminated with the following error:" and its traceback,
-            or with which signal or exit code. A process that Ctrl-C has ended has no traceback.
+        InvalidArgument: an option is unknown or has a wrong value, the function or an argument does not pickle, the
+            `__main__` guard is missing, or ranks would be forked although this process has initialised CUDA.
+        RankFailed: a process failed (only with `join`). The text is "Process 1 terminated with the following error:"
+            and the traceback, or it names the signal or the exit code. A process that Ctrl-C has ended has no
+            traceback.
         RendezvousError: started_port is taken.
-        KeyboardInterrupt: with `join`, after Ctrl-C, when all processes have ended.
-        SystemExit: with `join`, after SIGTERM or SIGHUP; with 128 and the signal's number.
+        KeyboardInterrupt: after Ctrl-C, when all processes have ended (only with `join`).
+        SystemExit: after SIGTERM or SIGHUP (only with `join`); the exit code is 128 + the signal's number.
     """
     given = _translate(options, stacklevel=2)
     _check_ips(given.get("ips"))
@@ -135,7 +136,7 @@ def _table(job: Job) -> str:
 
 
 def _translate(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
-    """Returns the options under their present names; an option of value None counts as not given."""
+    """Returns the options under their present names; an option with the value None is treated as not given."""
     given = {name: value for name, value in options.items() if name in _KNOWN and value is not None}
     for name, value in options.items():
         if name in _DEPRECATED:
@@ -183,12 +184,12 @@ def _check_ips(ips: str | Sequence[str] | None) -> None:
 
 
 def _is_here(host: str) -> bool:
-    """Returns whether a host is this machine, which can bind only its own addresses."""
+    """Returns whether a host is this machine, by binding its address: a machine can bind only its own addresses."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
-    except (OSError, ValueError):  # no address of this machine, or no address at all
+    except (OSError, ValueError):  # not an address of this machine, or not an address at all
         return False
     return bool(host)
 
@@ -205,9 +206,9 @@ class MultiprocessContext:
     """The ranks that `gs.spawn` has started.
 
     Args:
-        job: what to run.
-        joins: whether `run` is called next; else a thread watches the ranks.
-        daemon: whether this program ends without waiting for them.
+        job: the job.
+        joins: whether the caller calls `run` next; otherwise a thread watches the ranks.
+        daemon: whether this program ends without waiting for the ranks.
 
     Attributes:
         processes: a `SpawnedProcess` per rank.
@@ -222,12 +223,12 @@ class MultiprocessContext:
         self._pid = os.getpid()
         self.processes: list[SpawnedProcess] = []
         try:
-            # A Ctrl-C meanwhile waits: between two steps it would leave ranks behind that no thread watches.
+            # The inbox holds a Ctrl-C back: between two steps it would leave ranks behind that no thread watches.
             with contextlib.nullcontext() if joins else SignalInbox():
                 try:
                     self._start(job, joins=joins, daemon=daemon)
                 except BaseException:
-                    self._end.set()  # no thread watches the ranks
+                    self._end.set()  # because no thread will watch the ranks
                     raise
         except KeyboardInterrupt:
             self._interrupt()
@@ -313,11 +314,11 @@ class MultiprocessContext:
         finally:
             for process in self.processes:
                 process.end()  # also a process that cannot be killed
-            del self._supervisor  # it refers to this object: the cycle would keep the sentinels open
+            del self._supervisor  # it refers to this object, and the cycle would keep the sentinels open
             self._end.set()
 
     def _take_news(self, rank: RankProcess) -> None:
-        if self.processes:  # empty if a start failed
+        if self.processes:  # it is empty if a start failed
             self.processes[rank.local_rank].take_news()
 
     def _refuse_signals(self) -> None:
@@ -331,10 +332,10 @@ class MultiprocessContext:
                 self._signals.put(signal.SIGINT)
 
     def _interrupt(self) -> None:
-        """Ends the ranks as a Ctrl-C to them would, and waits for it."""
+        """Ends the ranks as a Ctrl-C would, and waits for their end."""
         while not self._end.is_set:
             self._put_interrupt()
-            with contextlib.suppress(KeyboardInterrupt):  # it goes into the inbox too, and kills the ranks
+            with contextlib.suppress(KeyboardInterrupt):  # the signal goes into the inbox too, and kills the ranks
                 self._end.wait()
 
     def _raise_failure(self) -> None:
@@ -348,7 +349,7 @@ class MultiprocessContext:
             raise failure(outcome, root, _headline(root))
 
     def _print_failure(self) -> None:
-        """Prints a failure at the end of the program, if the program has not asked for it."""
+        """Prints a failure at the end of the program, unless the program has got it from `join`."""
         if self._outcome is not None:
             sys.stderr.write(failure_text(self._outcome))
 
@@ -358,7 +359,7 @@ _is_registered = False
 
 
 def _end_with_program(context: MultiprocessContext) -> None:
-    """Makes the context's ranks end with a program that Ctrl-C ends: a terminal's Ctrl-C does not reach them."""
+    """Makes the context's ranks end if Ctrl-C ends the program: a terminal's Ctrl-C does not reach the ranks."""
     global _is_registered
     _watched.add(context)
     if not _is_registered:
@@ -367,10 +368,10 @@ def _end_with_program(context: MultiprocessContext) -> None:
 
 
 def _end_if_interrupted() -> None:
-    """Called before the interpreter waits for its threads."""
+    """Ends the ranks if Ctrl-C ends the program. Called before the interpreter waits for its threads."""
     if getattr(sys, "last_type", None) is KeyboardInterrupt:
         for context in list(_watched):
-            if context._pid == os.getpid():  # not in a process that was forked since
+            if context._pid == os.getpid():  # not in a process that this one has forked since
                 context._put_interrupt()
 
 
@@ -392,7 +393,7 @@ class RankQueue:
     has been taken.
 
     Args:
-        convert: makes the result of `get` from the object.
+        convert: a function that makes the result of `get` from the object.
     """
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
@@ -404,7 +405,7 @@ class RankQueue:
         """Removes and returns the object that the rank has sent.
 
         Args:
-            block: whether to wait for it.
+            block: whether to wait for the object.
             timeout: how many seconds to wait at most.
 
         Raises:
@@ -440,10 +441,10 @@ class SpawnedProcess:
         rank: its rank.
         name: "gradsync-rank-1" for rank 1.
         daemon: whether this program ends without waiting for it.
-        sentinel: a descriptor that `multiprocessing.connection.wait` takes: readable once the process has ended, and
-            all that it has started.
-        return_queue: gets the return value of the function.
-        error_queue: gets the traceback, as text, of the exception that ended it.
+        sentinel: a descriptor for `multiprocessing.connection.wait`. It is readable once the process, and all processes
+            that it has started, have ended.
+        return_queue: a queue that gets the return value of the function.
+        error_queue: a queue that gets the traceback, as text, of the exception that ended the process.
     """
 
     def __init__(self, rank: RankProcess, *, daemon: bool) -> None:
@@ -471,18 +472,18 @@ class SpawnedProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """Its exit code once it has ended; negative: the signal that killed it; None: it runs, or cannot be killed."""
+        """Its exit code; negative for the signal that killed it; None if it still runs or cannot be killed."""
         if not self._ended.is_set:
             return None
-        # As in the error: a rank that has reported an exception has failed with 1.
+        # As in the error, a rank that has reported an exception has exit code 1.
         return self._rank.exit_code if self._rank.error is None else 1
 
     def is_alive(self) -> bool:
-        """Whether it, or a process that it has started, still runs."""
+        """Whether the process, or a process that it has started, still runs."""
         return not self._ended.is_set
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for its end.
+        """Waits for the end of the process.
 
         Args:
             timeout: how many seconds to wait at most.
@@ -490,11 +491,11 @@ class SpawnedProcess:
         self._ended.wait(timeout)
 
     def terminate(self) -> None:
-        """Sends SIGTERM to it and to the processes that it has started."""
+        """Sends SIGTERM to the process and to the processes that it has started."""
         self._rank.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL to it and to the processes that it has started."""
+        """Sends SIGKILL to the process and to the processes that it has started."""
         self._rank.send_signal(signal.SIGKILL)
 
     def take_news(self) -> None:

@@ -1,8 +1,8 @@
-"""The one engine of launching: starts the ranks of a job, watches them, and stops them all when one fails.
+"""The one engine of launching: starts the ranks of a job, watches them, and ends all ranks when one fails.
 
-`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` are thin faces over it. Its loop waits for the end of a rank
-(which its guard reports), the report of a rank, a signal to the launcher, and the next step of stopping. Nothing is
-polled.
+`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` use it. Its loop waits for the end of a rank (which the rank's
+guard reports), the report of a rank, a signal to the launcher, and the time of the next step of ending the ranks.
+Nothing is polled.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
 
 _LEAVING_SECONDS = 5.0  # how long a server waits for the ranks that other launchers have started
-_LAST_OUTPUT_SECONDS = 2.0  # for the last output, where the terminal is blocked and the run is to end
+_LAST_OUTPUT_SECONDS = 2.0  # to wait for a blocked terminal to take the last output when the run ends
 _LOOK_FOR_SIGNALS_SECONDS = 0.2
-_FILES_OF_A_RANK = 9  # pipes for status, report, commands and output, its result, and its connection to the server
-_RANKS_BEFORE_SERVER = 8  # whose start hides that of the server
+_FILES_OF_A_RANK = 9  # pipes for status, report, commands and output; the result; the connection to the server
+_RANKS_BEFORE_SERVER = 8  # these ranks start while the server starts
 
-# After a failure the rendezvous reports it to the other ranks: they may first end by themselves. Where the failure only
-# follows from that of another rank, the launcher waits longer, so that the other rank can still report its own.
+# After a failure the launcher first waits: the rendezvous reports the failure to the other ranks, which may end by
+# themselves. If a failure only follows from that of another rank, the launcher waits longer, so that the other rank can
+# still report its own failure.
 _SETTLE_SECONDS = 0.1
 _ROOT_CAUSE_SECONDS = 1.0
-_AFTER_SILENCE_SECONDS = 0.05  # all ranks that waited for a silent one fail at the same moment
-_UNKILLABLE_SECONDS = 1.8  # a little more than the guard tries
+_AFTER_SILENCE_SECONDS = 0.05  # because all ranks that waited for a silent rank fail at the same moment
+_UNKILLABLE_SECONDS = 1.8  # a little longer than the guard tries
 
-# A step of stopping: seconds to wait after the previous one, then the signal to send.
+# A step of ending the ranks: the seconds to wait after the previous step, and the signal to send then.
 _Step = tuple[float, int]
-_GIVE_UP = 0  # stands among the signals of the steps
+_GIVE_UP = 0  # in the place of a signal in a step
 
 #: Makes the pump that shows the output of one start of the ranks. Arguments: the job, and the number of restarts.
 MakeOutput = Callable[[Job, int], "OutputPump"]
@@ -70,16 +71,16 @@ def supervise(
     this process are forwarded to the ranks and end the job; the outcome has the number of the signal.
 
     Args:
-        job: what to run.
-        make_output: makes the pump that shows the ranks' output; without it they write to this process's own streams.
-        notices: where a line answers a Ctrl-C.
-        on_restart: called before all ranks are started again, with the outcome and how many restarts there were.
+        job: the job.
+        make_output: makes the pump that shows the ranks' output. Without it ranks write to this process's own streams.
+        notices: prints the answer to a Ctrl-C.
+        on_restart: called before all ranks are started again, with the outcome and the number of restarts.
 
     Returns:
-        How every rank ended. A failing rank is no exception here.
+        How every rank ended. A failed rank does not raise an exception here.
 
     Raises:
-        BackendUnavailable: the system allows no more processes, or open files.
+        BackendUnavailable: the system allows no more processes or open files.
         RendezvousError: the job's rendezvous port is taken.
     """
     with SignalInbox() as signals, Supervisor(job, signals, make_output=make_output, notices=notices) as supervisor:
@@ -94,12 +95,12 @@ class Supervisor:
 
     Args:
         job, make_output, notices: see `supervise`.
-        signals: an entered inbox; a number that is put there ends the job.
-        server: receives the starts and ends of the ranks, where the launchers of several machines share a server. By
-            default that of each start, which this process hosts, does.
+        signals: an entered inbox; a number that is put into it ends the job.
+        server: the client of a server that launchers of several machines share; it gets the starts and ends of the
+            ranks. By default the server that this process hosts for each start gets them.
         on_news: called, in the thread that calls `finish`, with a rank that has begun, reported or ended.
-        on_stopping: likewise, when the launcher first asks the ranks to stop, or the last one has failed. Its argument
-            says whether all known failures follow from a rank of another launcher.
+        on_stopping: called in the same thread, when the launcher first asks the ranks to end, or the last rank has
+            failed. Its argument says whether all known failures follow from a rank of another launcher.
 
     Attributes:
         ranks: the rank processes of the last start.
@@ -132,10 +133,10 @@ class Supervisor:
         self.ranks: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
         self._named_to_server: set[int] = set()  # ranks whose start the server knows
-        # rank -> (position among the failures, whether the ranks had been told to stop)
+        # rank -> (position among the failures, whether the ranks had been asked to end)
         self._failures: dict[int, tuple[int, bool]] = {}
-        self._found_stopped: set[int] = set()  # ranks that SIGSTOP or its like held when another rank failed
-        self._signal_number: int | None = None  # of the signal that ends the job, once one has come
+        self._found_stopped: set[int] = set()  # ranks that were paused (SIGSTOP) when another rank failed
+        self._signal_number: int | None = None  # the signal that ends the job, once one has come
         self._has_failed_elsewhere = False
         self._steps: list[_Step] = []
         self._step_time = 0.0
@@ -147,14 +148,14 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-        if self._output is not None:  # an exception came between
+        if self._output is not None:  # an exception came before the output was closed
             self._output.close(_LAST_OUTPUT_SECONDS)
 
     def start(self, restart: int = 0) -> None:
-        """Starts all rank processes; returns while they boot.
+        """Starts all rank processes; returns while their interpreters start.
 
         Args:
-            restart: how often they have been started before.
+            restart: the number of times that the ranks have been started before.
 
         Raises:
             BackendUnavailable: the system allows no more processes, or open files.
@@ -166,7 +167,7 @@ class Supervisor:
         if restart == 0:
             log_added_variables(job)
         if job.n_ranks > _RANKS_BEFORE_SERVER:
-            from gradsync.rendezvous.sockets import raise_limit  # here: few ranks have room, and start-up counts
+            from gradsync.rendezvous.sockets import raise_limit  # imported here to keep the start of few ranks short
 
             raise_limit(_FILES_OF_A_RANK * job.n_ranks)
         self._begin()
@@ -183,7 +184,7 @@ class Supervisor:
         self._selector.register(self._signals.descriptor, selectors.EVENT_READ)
         self._stack.callback(self._end_watching)
         self._output = None if self._make_output is None else self._make_output(job, restart)
-        # Threads first would be copied into forked ranks.
+        # Forked ranks start before the server, because a fork would copy its threads' locks.
         ranks_before_server = job.n_ranks if job.start_method == "fork" else min(job.n_ranks, _RANKS_BEFORE_SERVER)
         with _start_record(job, endpoint, shows_lines=self._output is not None) as record:
             for local_rank, environ in enumerate(environs):
@@ -193,7 +194,8 @@ class Supervisor:
                 except OSError as error:
                     raise BackendUnavailable(_refusal(rank.rank, error)) from error
                 self._watch(rank)
-                # The first ranks boot meanwhile; an early connection waits in the listener's backlog, but not for ever.
+                # The first ranks start meanwhile; an early connection waits in the listener's backlog, but not for
+                # ever.
                 if len(self.ranks) == ranks_before_server and listener is not None:
                     self._stack.enter_context(self._serving(endpoint, listener))
                 if self._is_asked_to_end():
@@ -202,7 +204,7 @@ class Supervisor:
             self._output.start()
 
     def finish(self, on_restart: Callable[[Outcome, int], None] | None = None) -> Outcome:
-        """Watches the ranks to their end, starting all of them again as often as the job says."""
+        """Watches the ranks to their end; after a failure starts all again, at most as often as the job allows."""
         restarts = 0
         while True:
             outcome = self.finish_start()
@@ -216,7 +218,7 @@ class Supervisor:
     def finish_start(self) -> Outcome:
         """Watches the ranks of this start to their end; for a caller that restarts them by itself."""
         self._wait_for_ends()
-        if self._failures and not self._asked_to_stop and self._on_stopping is not None:  # no rank was left to stop
+        if self._failures and not self._asked_to_stop and self._on_stopping is not None:  # no rank was left to end
             self._on_stopping(self._only_suffers())
         outcome = self._with_last_output(Outcome(tuple(map(self._outcome_of, self.ranks)), self._signal_number))
         self._stack.close()
@@ -233,13 +235,13 @@ class Supervisor:
                 theirs.callback(os.close, streams[1])
                 error_reader, streams[2] = os.pipe()
                 theirs.callback(os.close, streams[2])
-                self._output.add(rank.rank, output_reader, error_reader)  # the pump closes them, in any case
+                self._output.add(rank.rank, output_reader, error_reader)  # from here on the pump closes these ends
             rank.start(self._job.start_method, self._job.target, record, environ, tuple(streams))
 
     @contextlib.contextmanager
     def _serving(self, endpoint: Endpoint, listener: socket.socket) -> Iterator[None]:
         """Runs the rendezvous server of this start in a thread of this process."""
-        from gradsync.rendezvous.server import RendezvousServer  # here: the ranks boot while it loads
+        from gradsync.rendezvous.server import RendezvousServer  # imported here, because ranks start meanwhile
 
         job = self._job
         server = RendezvousServer(job.world_size, secret=endpoint.secret, listener=listener)
@@ -264,7 +266,7 @@ class Supervisor:
                 self._selector.register(descriptor, selectors.EVENT_READ, rank)
 
     def _end_watching(self) -> None:
-        # Normally nothing is left to do; after an exception in the launcher itself the ranks end here.
+        # Normally nothing is left to do. After an exception in the launcher itself, this ends the ranks.
         if self._running and not self._gave_up:
             self._plan_kill()
             self._wait_for_ends()
@@ -273,13 +275,13 @@ class Supervisor:
         self._selector.close()
 
     def _is_asked_to_end(self) -> bool:
-        """Handles the signals that have arrived; returns whether one ends the job. For phases outside the loop."""
+        """Handles the signals that have arrived, outside the loop; returns whether one of them ends the job."""
         for number in self._signals.read():
             self._handle_signal(number)
         return self._signal_number is not None or self._has_failed_elsewhere
 
     def _wait_for_ends(self) -> None:
-        """Waits until all ranks have ended, stopping them when one fails or a signal comes."""
+        """Waits until all ranks have ended; ends them when one fails or a signal comes."""
         while self._running and not self._gave_up:
             timeout = max(0.0, self._step_time - time.monotonic()) if self._steps else None
             for key, _ in self._selector.select(timeout):
@@ -303,7 +305,7 @@ class Supervisor:
             return
         if not rank.read_report():
             self._selector.unregister(descriptor)
-        if rank.error is not None:  # at once: threads of the rank may keep its process alive
+        if rank.error is not None:  # recorded at once, because threads of the rank may keep its process alive
             self._record_failure(rank)
 
     def _handle_end(self, rank: RankProcess) -> None:
@@ -316,7 +318,7 @@ class Supervisor:
 
     def _reap(self, rank: RankProcess) -> None:
         for descriptor in (rank.status, rank.report, rank.sentinel):
-            with contextlib.suppress(KeyError, ValueError):  # ended before, or never there
+            with contextlib.suppress(KeyError, ValueError):  # its watch has ended, or never began
                 self._selector.unregister(descriptor)
         del self._running[rank.rank]
         rank.reap()
@@ -326,7 +328,7 @@ class Supervisor:
             self._stop_after(0.0)
 
     def _report_news(self, rank: RankProcess) -> None:
-        """Reports the start or end of a rank's process, to the server too: other ranks wait for it to join."""
+        """Reports the start or end of a rank's process, also to the server, where other ranks may wait for the rank."""
         if self._server is not None:
             if rank.pid and rank.rank not in self._named_to_server:
                 self._named_to_server.add(rank.rank)
@@ -338,7 +340,7 @@ class Supervisor:
             self._on_news(rank)
 
     def _record_failure(self, rank: RankProcess) -> None:
-        """Records a failure, and plans to stop the other ranks."""
+        """Records a failure, and plans to end the other ranks."""
         if rank.rank in self._failures:
             return
         self._failures[rank.rank] = (len(self._failures), self._asked_to_stop)
@@ -369,7 +371,7 @@ class Supervisor:
         output, self._output = self._output, None
         if output is None:
             return outcome
-        # The reader of the output may be slow, until a signal comes.
+        # Wait for a slow reader of the output, but only until a signal comes.
         while outcome.signal_number is None and not output.drain(_LOOK_FOR_SIGNALS_SECONDS):
             if self._is_asked_to_end():
                 outcome = replace(outcome, signal_number=self._signal_number)
@@ -416,7 +418,7 @@ class Supervisor:
             if self._asked_to_stop:  # the ranks are on their way out already
                 self._plan_kill()
             elif number == signal.SIGINT:
-                half = grace_seconds / 2  # a script that ignores Ctrl-C may end at SIGTERM
+                half = grace_seconds / 2  # then comes SIGTERM, for a script that ignores Ctrl-C
                 self._plan((0.0, number), (half, signal.SIGTERM), (half, signal.SIGKILL))
                 if self._running:
                     them = "it" if len(self._running) == 1 else "them"
@@ -430,14 +432,14 @@ class Supervisor:
     def _suspend(self) -> None:
         """Suspends the ranks and this process at Ctrl-Z, and continues the ranks when the shell continues this process.
 
-        The ranks first: a rank that runs while its launcher is stopped would take the launcher for dead.
+        The ranks are suspended first: a rank that runs while its launcher is stopped would take the launcher for dead.
         """
         self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
 
     def _stop_after(self, settle_seconds: float) -> None:
-        """Plans to ask the ranks to stop after this time, unless an earlier time is planned."""
+        """Plans to ask the ranks to end after this time, unless an earlier time is planned."""
         if not self._steps:
             self._plan((settle_seconds, signal.SIGTERM), (self._job.grace_seconds, signal.SIGKILL))
         elif not self._asked_to_stop:
@@ -447,12 +449,12 @@ class Supervisor:
         self._plan((0.0, signal.SIGKILL))
 
     def _plan(self, *steps: _Step) -> None:
-        """Plans the steps of stopping. The last one kills; a rank that survives it is abandoned."""
+        """Plans the steps of ending the ranks. The last step kills; a rank that survives it is abandoned."""
         self._steps = [*steps, (_UNKILLABLE_SECONDS, _GIVE_UP)]
         self._step_time = time.monotonic() + steps[0][0]
 
     def _send_due_signal(self) -> None:
-        """Sends the next signal of stopping, once it is due."""
+        """Sends the signal of the next step, once it is due."""
         if not self._steps or not self._running or time.monotonic() < self._step_time:
             return
         number = self._steps.pop(0)[1]
