@@ -40,7 +40,7 @@ def check_integer(who: str, name: str, value: Any, lowest: int, highest: int | N
         highest: the largest allowed value; None is no limit.
 
     Raises:
-        InvalidArgument: it is not an integer, or out of range.
+        InvalidArgument: the value is not an integer, or is out of range.
     """
     number = integer_of(value)
     if number is None or number < lowest or (highest is not None and number > highest):
@@ -53,7 +53,7 @@ def check_port(who: str, name: str, value: Any) -> int:
     """Returns a port as an int, if it is valid; 0 means any free port.
 
     Raises:
-        InvalidArgument: it is not a port number.
+        InvalidArgument: the value is not a port number.
     """
     return check_integer(who, name, value, 0, LARGEST_PORT)
 
@@ -68,11 +68,11 @@ def refuse_words(
         given: the unknown arguments by name.
         known: the names of the function's arguments.
         removed: advice for arguments of earlier versions, by name.
-        foreign: the arguments that do what those of other systems do, by the names there.
+        foreign: the function's argument for each argument of other systems, by the name there.
 
     Raises:
         InvalidArgument: an earlier version had the argument.
-        TypeError: no version had it.
+        TypeError: no version had the argument.
     """
     for name in given:
         if name in removed:
@@ -98,7 +98,7 @@ def check_seconds(who: str, name: str, value: Any) -> None:
     """Checks that a value is a finite number of seconds, 0 or more.
 
     Raises:
-        InvalidArgument: it is not.
+        InvalidArgument: the value is not such a number.
     """
     if not is_number(value) or not 0 <= value < float("inf"):
         raise InvalidArgument(f"{who} needs {name} to be a number of seconds, 0 or more, got {value!r}")
@@ -147,5 +147,5 @@ def join_address(host: str, port: int) -> str:
 
 
 def port_beside(port: int) -> int:
-    """Returns the port after this one, or before the last port: the rendezvous server's, next to MASTER_PORT."""
+    """Returns the next port, or for the last port the one before: the server's port, next to MASTER_PORT."""
     return port + 1 if port < LARGEST_PORT else port - 1

@@ -1,8 +1,8 @@
 """Chooses the backend for the ranks, "auto" or by name, and makes the communicator over it.
 
 A named backend is checked before the ranks join. "auto" is decided by rank 0 after they have joined, because one rank
-cannot know whether every other rank has a GPU of its own. An error of one rank is raised on all ranks, which would
-otherwise wait for it.
+cannot know whether every other rank has a GPU of its own. An error of one rank is raised on all ranks; the
+other ranks would otherwise wait for that rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # The files of a backend are imported where they are needed: most processes use one backend, and should start fast.
 
-_YES, _NO = "+", "-"  # the first character of an offer: "+" and the GPU's identity, or "-" and the reason against
+_YES, _NO = "+", "-"  # an offer begins with "+" and then has the GPU's identity, or with "-" and the reason against
 _MAX_OFFER_BYTES = 4096
 _MPIEXEC = "mpiexec -n 8 -hosts a,b python train.py"
 _DEVICE = r"cpu|cuda(:\d+)?"
@@ -61,7 +61,7 @@ def choose_before_meeting(wanted: str, settings: WorldSettings) -> str:
         settings: the world's settings.
 
     Raises:
-        InvalidArgument: the backend does not run on the device, or "local" for several ranks.
+        InvalidArgument: the backend does not run on the device, or is "local" for several ranks.
         BackendUnavailable: the backend cannot run here; the text has the reason.
     """
     place, device = settings.place, settings.device
@@ -91,7 +91,7 @@ def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[st
     """Returns the best backend for ranks with these offers of GPUs, and the reason.
 
     Raises:
-        BackendUnavailable: no backend can join them; the text has the reason.
+        BackendUnavailable: no backend can join these ranks; the text has the reason.
     """
     place = settings.place
     no_gpus = _why_not(offers, settings)
@@ -113,7 +113,7 @@ def _check_shm() -> None:
 
 
 def _check_mpi(place: RankEnvironment) -> None:
-    """Checks that MPI can join the ranks of the run; initialises it."""
+    """Initialises MPI, and checks that it can join the ranks of the run."""
     from gradsync.communicators.mpi.mpi_job import check_place, load_mpi
 
     if place.source == "gradsync":  # our launcher removes mpiexec's variables for its ranks
@@ -158,8 +158,8 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
     """Returns the backend for all ranks of the world. Every rank must call it, once in a generation.
 
     Raises:
-        InvalidArgument: the ranks ask for different backends, or only some for the debug mode; raised on all ranks.
-        BackendUnavailable: no backend can join them; raised on all ranks.
+        InvalidArgument: the ranks ask for different backends, or only some ask for the debug mode; raised on all ranks.
+        BackendUnavailable: no backend can join the ranks; raised on all ranks.
         RendezvousTimeout, RankFailed: a rank did not call it, or died.
     """
 
@@ -296,13 +296,13 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
     """Makes the communicator of a client's ranks over a backend.
 
     Args:
-        backend: a backend that can join them.
+        backend: a backend that can join the ranks.
         client: the ranks' client; None for "local".
         settings: the world's settings.
-        group: the communicator's name, not used before.
+        group: the communicator's name, which must be new.
 
     Raises:
-        BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: from the connection.
+        BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: the ranks could not connect.
     """
     timeouts = {
         "timeout_seconds": settings.timeout_seconds,

@@ -40,9 +40,9 @@ def get_rank() -> int:
 def get_local_rank() -> int:
     """Returns this process's number among the ranks of its machine, by which to choose a GPU. 0 if not initialised.
 
-    detectron2 needs create_local_process_group() first. Here it is not needed: until then the number is from the
-    launcher, such as LOCAL_RANK of torchrun or `gradsync run` (see environment.py). If the launcher gives none, all
-    ranks count as ranks of one machine.
+    detectron2 needs create_local_process_group() first. Here it is not needed: without that group the number comes
+    from the launcher, such as LOCAL_RANK of torchrun or `gradsync run` (see environment.py). If the launcher gives
+    none, all ranks count as ranks of one machine.
     """
     group = _local_group()
     if group is not None:
@@ -146,7 +146,7 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
         group: the communicator; None is the world.
 
     Raises:
-        InvalidArgument: there is no rank `dst`; or as all_gather.
+        InvalidArgument: there is no rank `dst`, or as for all_gather.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
     """
     communicator = _ranks_of(group, "gather")
@@ -205,7 +205,7 @@ def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
 
 
 def _local_group() -> Communicator | None:
-    """Returns the group of this machine's ranks, or None if it was not made; the same within override_backend()."""
+    """Returns the group of this machine's ranks, also within override_backend(); None if it was not made."""
     world = get_world()
     return _alone if world is None else world._family.local_group
 

@@ -35,13 +35,13 @@ def check_consistency(named_arrays: Any, communicator: Communicator | None = Non
     Args:
         named_arrays: a mapping of names to arrays, or (name, array) pairs, in any order; or only arrays, named
             by their position. Arrays of any shape, layout and dtype, on the communicator's device or the host.
-        communicator: None is the world's.
+        communicator: the communicator; None is the world's.
 
     Raises:
         PlanMismatch: an array differs; the error is the same on all ranks, and names the first such array and the
             difference. The communicator stays usable.
-        InvalidArgument: not arrays, or a name is used twice.
-        RankFailed, CollectiveTimeout, CommunicatorClosed: from the exchange.
+        InvalidArgument: a value is not an array, or a name is used twice.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: the exchange of digests failed.
     """
     communicator = group_or_world(communicator, "check_consistency", "communicator")
     prints = {name: _print_of(native, communicator) for name, native in _named(named_arrays, communicator).items()}
@@ -75,7 +75,7 @@ def _print_of(native: Array, communicator: Communicator) -> _Print:
 
 
 def _difference(communicator: Communicator, different: list[str], count: int, by_rank: list[_Prints]) -> PlanMismatch:
-    """Returns the error, the same on all ranks."""
+    """Returns the error about the different arrays, the same on all ranks."""
     name = different[0]
     shown = {
         rank_in_world: str(of_rank[name]) if name in of_rank else "(none of this name)"

@@ -178,7 +178,7 @@ START = Variable(
     "GRADSYNC_START",
     _text,
     None,
-    "Which start of the ranks this one is of, where the launchers of several machines share a server with them.",
+    "Name of the start that this rank belongs to, if launchers of several machines share a server with their ranks.",
 )
 BACKEND = Variable(
     "GRADSYNC_BACKEND",
@@ -202,10 +202,10 @@ SECRET_FILE = Variable(
     "Path of a file that holds the secret in hexadecimal; must be the user's own, mode 0600.",
 )
 RESTART_COUNT = Variable(
-    "GRADSYNC_RESTART_COUNT", _integer(0), 0, "How often our launcher has started all ranks again."
+    "GRADSYNC_RESTART_COUNT", _integer(0), 0, "Number of times that our launcher has started all ranks again."
 )
 MAX_RESTARTS = Variable(
-    "GRADSYNC_MAX_RESTARTS", _integer(0), 0, "How often our launcher starts all ranks again at most."
+    "GRADSYNC_MAX_RESTARTS", _integer(0), 0, "Number of times at most that our launcher starts all ranks again."
 )
 STATE_DIR = Variable(
     "GRADSYNC_STATE_DIR",
@@ -245,7 +245,7 @@ DEBUG = Variable(
     "GRADSYNC_DEBUG",
     _switch,
     False,
-    '"1" has ranks agree on every collective, and finds gradients that are written to while gradsync has them.',
+    '"1" makes ranks agree on every collective before it, and finds writes to gradients while gradsync has them.',
 )
 
 #: All variables, in the order of the documentation.

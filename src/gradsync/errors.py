@@ -14,7 +14,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-#: The number of ranks that an error names; it counts the rest.
+#: The number of ranks that an error names. Of further ranks it gives only the number.
 MAX_NAMED_RANKS = 16
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
@@ -28,8 +28,8 @@ _earlier_error: BaseException | None = None  # the value of sys.last_value befor
 class GradsyncError(Exception):
     """Base of all errors raised by gradsync.
 
-    The constructor of a subclass takes the message first, and everything else by keyword with a default. So pickling
-    works, which calls the class with the message and then restores the attributes.
+    The constructor of a subclass takes the message first, and everything else by keyword with a default. This is
+    needed for pickle, which calls the class with the message and then restores the attributes.
     """
 
 
@@ -102,9 +102,9 @@ class PlanMismatch(GradsyncError, RuntimeError):
 
 
 class MissingGradient(PlanMismatch):
-    """A step has ended without gradients for some of the callback's `parameters`, the same on all ranks.
+    """A step has ended without gradients for some of the callback's `parameters`. All ranks lack the same ones.
 
-    It derives from PlanMismatch, which all ranks get if only some ranks lack gradients.
+    It derives from PlanMismatch. If only some ranks lack gradients, all ranks get a PlanMismatch itself.
     """
 
 
@@ -125,12 +125,12 @@ class RankFailed(GradsyncError, RuntimeError):
 
     Attributes:
         rank: the rank that failed, or None if it is not known.
-        phase: that rank's phase: "joining" until all ranks have joined, then "running", or "left"; "collective" if the
-            failure was found through shared memory; "function" if a launched function raised.
-        exit_code: its exit code (negative: the signal), if known.
-        traceback_text: its traceback, if known.
+        phase: the failed rank's phase: "joining" until all ranks have joined, then "running", or "left"; "collective"
+            if the failure was found through shared memory; "function" if a launched function raised.
+        exit_code: the failed rank's exit code, if known; a negative number is the signal that killed it.
+        traceback_text: the failed rank's traceback, if known.
         results: the results of a launched function on other ranks, by rank.
-        was_silent: whether the rank was silent for seconds and was found stopped, gone or unreachable.
+        was_silent: whether the rank was silent for seconds and was found stopped (SIGSTOP), gone or unreachable.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class NcclError(GradsyncError, RuntimeError):
 
     Attributes:
         code: the ncclResult_t value; 0 if NCCL gave none.
-        name: its name, e.g. "ncclUnhandledCudaError".
+        name: the name of that value, e.g. "ncclUnhandledCudaError".
     """
 
     def __init__(self, message: str, *, code: int = 0, name: str = "") -> None:
@@ -257,8 +257,8 @@ class Caller(NamedTuple):
 def caller(thread: int | None = None) -> Caller | None:
     """Returns the line of the user's program that a thread executes: its innermost frame outside of gradsync.
 
-    Frames of installed packages, such as torch in its backward pass, are skipped, unless there are no others. None on
-    gradsync's own threads.
+    Frames of installed packages, such as torch in its backward pass, are skipped, unless there are no others. On
+    gradsync's own threads the result is None.
 
     Args:
         thread: the thread's ident; None is the calling thread.
@@ -316,7 +316,7 @@ def shown(value: object) -> str:
 def uncaught_error() -> BaseException | None:
     """Returns the exception that ends this program, which is about to exit; None if it ends without one.
 
-    In an interactive session exceptions do not end the program: None.
+    In an interactive session it returns None, because exceptions do not end the program.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     return None if hasattr(sys, "ps1") or error is _earlier_error else error

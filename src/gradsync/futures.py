@@ -1,8 +1,9 @@
 """Futures: the end of a collective, and the objects that wait for it.
 
-A Completion is the end of launched work on a device; on the CPU a collective has ended when its call returns, and there
-is none. A CollectiveEnd is the end of one collective. A single collective has one future; the gradients of a bucket
-have one each, all with the same end, so that a bucket of ten thousand gradients ends once, not ten thousand times.
+A Completion is the end of launched work on a device. On the CPU there is none, because a collective has ended when its
+call returns. A CollectiveEnd is the end of one collective. A single collective has one future; the gradients of a
+bucket have one each, all with the same end, so that a bucket of ten thousand gradients ends once, not ten thousand
+times.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ class Completion(Protocol):
 
     @property
     def has_host_results(self) -> bool:
-        """Whether it has results in host memory, for which order() waits."""
+        """Whether the collective has results in host memory, for which order() waits."""
 
     def done(self) -> bool:
-        """Whether it has ended, or failed; never waits for the device."""
+        """Whether the collective has ended or failed; never waits for the device."""
 
     def order(self, stream: Any = None) -> None:
-        """Makes a stream wait for it, without blocking the host.
+        """Makes a stream wait for the collective, without blocking the host.
 
-        If it has results in host memory, the host waits until they are complete.
+        If the collective has results in host memory, the host waits until they are complete.
 
         Args:
             stream: a CUDA stream; None is the current one.
         """
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Blocks the host until it has ended.
+        """Blocks the host until the collective has ended.
 
         Args:
             timeout_seconds: bounds this wait only; None leaves it to the collective's own deadline.
@@ -55,13 +56,13 @@ class Completion(Protocol):
         """
 
     def before_done(self, function: Callable[[], None]) -> None:
-        """Calls function() once it has ended, before done() is True, on any thread; at once if done() is True.
+        """Calls function() once the collective has ended, before done() is True, on any thread; at once if it is done.
 
         An exception of the function becomes the collective's failure.
         """
 
     def when_done(self, function: Callable[[], None]) -> None:
-        """Calls function() once it has ended, on a thread of gradsync; at once if it has ended."""
+        """Calls function() once the collective has ended, on a thread of gradsync; at once if it has ended already."""
 
 
 _log = logging.getLogger("gradsync")
@@ -147,7 +148,7 @@ class CollectiveEnd:
         value: the collective's result.
         completion: the completion of a launched collective on a GPU.
         has_result: whether it has succeeded and its result is complete, so that no wait is needed.
-        was_asked: whether a future has shown to some code that it is over.
+        was_asked: whether some code has learnt from a future that the collective is over.
         has_begun: whether the collective (for gradients, that of their bucket) has begun, so that its own deadline
             applies.
     """
@@ -183,7 +184,7 @@ class CollectiveEnd:
 
     @property
     def is_pending(self) -> bool:
-        """Whether it was not launched yet, and has not failed."""
+        """Whether the collective was not launched yet, and has not failed."""
         return self._callbacks is not None
 
     def is_over(self) -> bool:
@@ -191,11 +192,11 @@ class CollectiveEnd:
         return self._callbacks is None and (self.completion is None or self.completion.done())
 
     def is_of_caller(self) -> bool:
-        """Whether the calling thread has made it; for a bucket, only that thread can launch it."""
+        """Whether the calling thread has made this end; only that thread can launch a bucket."""
         return threading.get_ident() == self._made_by
 
     def await_launch(self, seconds: float | None) -> bool:
-        """Waits until it was launched or has failed; returns False after `seconds`."""
+        """Waits until the collective was launched or has failed; returns False after `seconds`."""
         at_the_end = threading.Lock()
         at_the_end.acquire()
         with _lock:
@@ -209,7 +210,7 @@ class CollectiveEnd:
             return self._callbacks is None
 
     def add_callback(self, function: Callable[[Any], None], future: Any) -> None:
-        """Calls function(future) once it is over; if it is, at once in the calling thread."""
+        """Calls function(future) once the collective is over; at once, in the calling thread, if it is over already."""
         call = partial(_run, function, future)
         with _lock:
             if self._callbacks is not None:
@@ -224,7 +225,7 @@ class CollectiveEnd:
         completion: Completion | None = None,
         log_entry: LogEntry | None = None,
     ) -> None:
-        """Ends it, unless it has ended: with a value, with an error, or for a launch with its completion.
+        """Ends the collective, unless it has ended: with a value, with an error, or for a launch with its completion.
 
         Args:
             value: the collective's result.
@@ -407,7 +408,7 @@ class CollectiveFuture:
             function: called with this future.
 
         Raises:
-            InvalidArgument: not a function.
+            InvalidArgument: `function` is not callable.
         """
         if not callable(function):
             given = type(function).__name__

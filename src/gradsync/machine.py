@@ -45,7 +45,7 @@ class ProcessStat(NamedTuple):
     Attributes:
         state: one letter: "R" running, "S" sleeping, "T" stopped, "Z" ended and not waited for.
         parent: its parent's pid; 0 if the parent is not in this pid namespace.
-        start_time: in clock ticks since the boot; differs from that of an earlier process with the same pid.
+        start_time: its start in clock ticks since the boot; it differs between processes that had the same pid.
     """
 
     state: str
@@ -85,10 +85,10 @@ def machine_identity() -> str:
 
 
 class Latch:
-    """Something that threads wait for, and that may come and go.
+    """A flag that threads can wait for, and that can be set and cleared.
 
-    Not an Event: the lock inside one stays taken where Ctrl-C comes as a wait begins, and then the thread that is to
-    set it waits for ever. Here each wait has a lock of its own.
+    It is used instead of an Event, whose inner lock stays held if Ctrl-C comes as a wait begins; the thread that sets
+    the Event would then wait for ever. Here each wait has a lock of its own.
     """
 
     def __init__(self, *, is_set: bool = False) -> None:
@@ -96,18 +96,18 @@ class Latch:
         self._waiting: list[threading.Lock] = []
 
     def set(self) -> None:
-        """Sets the event, and wakes all waiting threads."""
+        """Sets the flag, and wakes all waiting threads."""
         self.is_set = True
         with contextlib.suppress(IndexError):  # none is left
             while True:
                 self._waiting.pop().release()
 
     def clear(self) -> None:
-        """Clears the event."""
+        """Clears the flag."""
         self.is_set = False
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until the event is set; returns False after `seconds`."""
+        """Waits until the flag is set; returns False after `seconds`."""
         waiting = threading.Lock()
         waiting.acquire()
         self._waiting.append(waiting)
@@ -232,7 +232,7 @@ def default_process_count(device_type: str = "auto") -> int:
         device_type: "auto", "cpu" (cores) or "gpu".
 
     Raises:
-        BackendUnavailable: "gpu", and there is none.
+        BackendUnavailable: device_type is "gpu", and there is no GPU.
     """
     gpus = 0 if device_type == "cpu" else count_gpus()
     if device_type == "gpu" and gpus == 0:
@@ -244,7 +244,7 @@ def default_process_count(device_type: str = "auto") -> int:
 
 
 class MemoryGroup(NamedTuple):
-    """A memory control group (cgroup). Values that cannot be read are None. Counts include those of groups inside it.
+    """A memory control group (cgroup). Values that cannot be read are None. Its counts include the groups inside it.
 
     Attributes:
         directory: the folder of its files.
@@ -303,8 +303,8 @@ def memory_groups(proc: str = "/proc") -> list[MemoryGroup]:
 def available_memory_bytes(proc: str = "/proc") -> float:
     """Returns the kernel's estimate of the memory that can be allocated without swapping, within the cgroups' limits.
 
-    Infinity if there is no estimate. Beyond it the kernel does not refuse an allocation, but kills the process at its
-    first use.
+    Returns infinity if there is no estimate. If a process allocates more, the kernel does not refuse the allocation,
+    but kills the process when it first uses the memory.
 
     Args:
         proc: the mount point of the proc file system.
@@ -415,7 +415,7 @@ def address_towards(host: str, port: int) -> str | None:
 def own_addresses() -> list[str]:
     """Returns the numeric addresses at which other machines may reach this one, IPv4 first.
 
-    Without loopback and link-local addresses and those of container bridges, which are equal on many machines.
+    Loopback and link-local addresses and those of container bridges are left out: they are equal on many machines.
     """
     import ipaddress
     import socket

@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need
     from gradsync.rendezvous.hosting import Meeting
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
-_FAILED_JOB_SECONDS = 0.5  # before MPI ends all ranks, so that the others can receive and print the cause
+_FAILED_JOB_SECONDS = 0.5  # the wait before MPI ends all ranks, so that the other ranks can receive and print the cause
 
 _client: RendezvousClient | None = None
 _meeting: Meeting | None = None  # kept for the next generation: other ranks may join it before this rank does
@@ -88,17 +88,19 @@ def init_process_group(
 ) -> Communicator:
     """Joins the other ranks and makes the world's communicator. Every rank must call it.
 
-    Usable with `with`: leaving the block destroys the group; leaving it by an exception also fails the other ranks.
+    It can be used in a `with` statement: leaving the block destroys the group; leaving it by an exception also makes
+    the other ranks fail.
 
     Args:
         backend: "auto", "nccl", "shm", "mpi" or "local". "auto" takes "nccl" if each rank has a GPU. Otherwise it takes
             "local" for a world of one, "shm" if all ranks are on one host, and "mpi" if mpiexec or srun has started
             them on several. The choice and its reason are logged. `with gs.override_backend(name)` or else
             GRADSYNC_BACKEND replaces "auto".
-        rank: 0 to world_size - 1. None, together with world_size, takes the environment's. If nothing there hints at a
-            launcher, this process is a world of one, with a line on standard error.
+        rank: this process's rank, 0 to world_size - 1. If rank and world_size are None, both are read from the
+            environment. If nothing there hints at a launcher, this process is a world of one, and a line on standard
+            error says so.
         world_size: number of ranks.
-        address: host:port at which rank 0 hosts the rendezvous; None takes the environment's.
+        address: host:port at which rank 0 hosts the rendezvous; None takes the address from the environment.
         device: the device of the arrays: "cpu", or for "nccl" "cuda:N" as this process numbers its GPUs. None takes
             the visible GPU of the rank's LOCAL_RANK, or the only visible one. The GPU becomes CuPy's current device.
         timeout_seconds: the deadline for joining the others.
@@ -113,7 +115,9 @@ def init_process_group(
         The world's communicator; gs.get_communicator() returns it too.
 
     Raises:
-        InvalidArgument: initialised already, unknown backend, a rank outside the world, or no rank is known.
+        InvalidArgument: the process group is initialised already, the backend is unknown, the rank is outside the
+        world,
+            or no rank is known.
         BackendUnavailable: the backend cannot run here; the text has the reason.
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks could not join.
     """
@@ -164,7 +168,7 @@ def destroy_process_group() -> None:
     Raises:
         InvalidArgument: gradients were handed over and never reduced, because their backward pass was not ended with
             flush() or `with callback.backward()`; or a done-callback called a collective, and no call has raised that
-            yet. The group has been left all the same, also after the errors below.
+            error yet. Also after this error and those below, the group has been left.
         RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
     """
     global _settings
@@ -226,10 +230,10 @@ def group_barrier(communicator: Communicator | None = None) -> None:
     """Waits until every rank has called it; returns at once if the process group is not initialised.
 
     Args:
-        communicator: None is the world's.
+        communicator: the communicator; None is the world's.
 
     Raises:
-        InvalidArgument: not a communicator.
+        InvalidArgument: `communicator` is not a communicator.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
     """
     if communicator is not None or get_world() is not None:
@@ -237,7 +241,7 @@ def group_barrier(communicator: Communicator | None = None) -> None:
 
 
 def place_on_machine() -> tuple[int, int]:
-    """Returns this rank's number among the ranks of its machine, and their number, from the launcher's variables.
+    """Returns local rank and local world size from the launcher's variables.
 
     Raises:
         InvalidArgument: the process group is not initialised.
@@ -248,7 +252,7 @@ def place_on_machine() -> tuple[int, int]:
 
 
 def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorator: a barrier after the function, for example for a download of data or for a checkpoint.
+    """Decorates a function with a barrier after it, for example for a download of data or for a checkpoint.
 
     Every rank must call the decorated function. With one rank, or without a process group, there is no barrier. If the
     function raises, this rank does not wait; the others get an error when the process group ends.
@@ -288,7 +292,7 @@ def override_backend(name: str) -> Iterator[Communicator | None]:
         A context manager; `with ... as communicator` gives the communicator, or None before init_process_group().
 
     Raises:
-        InvalidArgument: unknown backend, or "local" for several ranks.
+        InvalidArgument: the backend is unknown, or is "local" for several ranks.
         BackendUnavailable: the backend cannot join these ranks; raised on all of them. The process group stays usable.
         CommunicatorClosed: the communicator of an earlier block was closed or aborted, or has failed.
         BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: connecting failed after the ranks had agreed on
@@ -410,7 +414,7 @@ def _world_over(backend: str) -> Communicator | None:
         sibling = _siblings[backend] = _connect_sibling(backend, world, settings)
         sibling._family = world._family
         world._family.add(sibling)
-    # It is not made again: another rank may not know yet that it has ended, and would not join.
+    # An ended communicator is not made again: a rank that does not know yet that it has ended would not join.
     if sibling.closed:
         raise CommunicatorClosed(
             f"{world.label}: override_backend({backend!r}): its communicator cannot be used any more: "
@@ -456,7 +460,7 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
 
 
 def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
-    """Joins the other ranks at the rendezvous; all want the backend `wanted`."""
+    """Joins the other ranks at the rendezvous; `wanted` is the backend that this rank asks for."""
     from gradsync.communicators import status
     from gradsync.rendezvous.hosting import is_sent_over_mpi, join
 
@@ -514,7 +518,7 @@ def _leave_at_exit() -> None:
 
 
 def _forget_after_fork() -> None:
-    """Closes the copies in the child of a fork: they would hide the parent's death from the other ranks."""
+    """Closes the copies of descriptors in the child of a fork: they would hide the parent's death from other ranks."""
     global _client, _meeting
     client, _client = _client, None
     meeting, _meeting = _meeting, None
