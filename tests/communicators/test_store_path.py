@@ -44,14 +44,14 @@ def run_paths(
     """Runs one rank for each work, in threads; returns results or errors by rank."""
 
     def run(rank: int) -> Any:
-        with RendezvousClient.connect(server.address, secret=SECRET, rank=rank, world_size=len(works)) as client:
-            recorder = FlightRecorder("world")
-            recorder.begin(MOVING)
-            path = StorePath(client, "world", FailureMonitor(client, recorder), timeout_seconds, agreed, look_around)
-            try:
-                return works[rank](path, client)
-            except gs.GradsyncError as error:
-                return error
+        try:
+            with RendezvousClient.connect(server.address, secret=SECRET, rank=rank, world_size=len(works)) as client:
+                recorder = FlightRecorder("world")
+                recorder.begin(MOVING)
+                failures = FailureMonitor(client, recorder)
+                return works[rank](StorePath(client, "world", failures, timeout_seconds, agreed, look_around), client)
+        except gs.GradsyncError as error:  # also from connect(): another rank may have failed meanwhile
+            return error
 
     with RendezvousServer(len(works), secret=SECRET) as server, ThreadPoolExecutor(len(works)) as threads:
         return list(threads.map(run, range(len(works))))
