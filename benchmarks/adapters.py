@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import gradsync
-from measurement import Seconds, provenance
+from measurement import Seconds, output_of, provenance
 from peers import systems
 from peers.contenders import TORCH
 
@@ -39,18 +37,9 @@ def run(python: str, rounds: int, models: list[str]) -> dict[str, Any]:
     command = [python, "-W", "ignore", "-m", "gradsync", "run", "--no-prefix", "-n", "2"]
     sources = str(Path(gradsync.__file__).parents[1])
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [*command, str(FOLDER / "adapters_rank.py"), str(rounds), *models],
-            env=os.environ | systems.THREADS | {"PYTHONPATH": sources, "TMPDIR": folder, "GLOO_SOCKET_IFNAME": "lo"},
-            capture_output=True,
-            text=True,
-            timeout=RUN_SECONDS,
-            check=False,
-        )
-    if done.returncode:
-        raise RuntimeError(f"the ranks ended with {done.returncode}:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        variables = {"PYTHONPATH": sources, "TMPDIR": folder, "GLOO_SOCKET_IFNAME": "lo"}
+        command += [str(FOLDER / "adapters_rank.py"), str(rounds), *models]
+        return output_of(command, systems.THREADS | variables, RUN_SECONDS)
 
 
 def rows_of(samples: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:

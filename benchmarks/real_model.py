@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -30,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import gradsync
-from measurement import Seconds, provenance
+from measurement import Seconds, output_of, provenance
 from peers import systems
 from peers.contenders import TORCH
 
@@ -50,18 +48,8 @@ def run(python: str, model: str, steps: int) -> dict[str, Any]:
     sources = str(Path(gradsync.__file__).parents[1])
     with tempfile.TemporaryDirectory() as folder:
         variables = {"PYTHONPATH": sources, "TMPDIR": folder, "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            [*command, str(FOLDER / "real_model_rank.py"), model, str(steps)],
-            env=os.environ | systems.THREADS | variables,
-            capture_output=True,
-            text=True,
-            timeout=RUN_SECONDS,
-            check=False,
-        )
-    if done.returncode:
-        raise RuntimeError(f"the ranks ended with {done.returncode}:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        command += [str(FOLDER / "real_model_rank.py"), model, str(steps)]
+        return output_of(command, systems.THREADS | variables, RUN_SECONDS)
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradsync.machine import BLAS_VARIABLES, usable_cores
-from measurement import Seconds, provenance
+from measurement import Seconds, output_of, provenance
 
 FOLDER = Path(__file__).parent
 MODELS = {"digits": "the example", "larger": "a larger network"}
@@ -56,18 +54,8 @@ def run(model: str, contender: Contender, epochs: int) -> dict[str, Any]:
         RuntimeError: a rank failed; with its standard error.
     """
     command = [sys.executable, "-m", "gradsync", "run", "--no-prefix", "-n", str(contender.ranks)]
-    done = subprocess.run(
-        [*command, str(FOLDER / "training_speed_rank.py"), model, str(epochs)],
-        env=os.environ | dict.fromkeys(BLAS_VARIABLES, str(contender.threads)),
-        capture_output=True,
-        text=True,
-        timeout=RUN_SECONDS,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the ranks ended with {done.returncode}:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    command += [str(FOLDER / "training_speed_rank.py"), model, str(epochs)]
+    return output_of(command, dict.fromkeys(BLAS_VARIABLES, str(contender.threads)), RUN_SECONDS)
 
 
 def measure(models: list[str], rounds: int, epochs: dict[str, int]) -> list[dict[str, Any]]:
