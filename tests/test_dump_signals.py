@@ -23,19 +23,7 @@ from gradsync.diagnostics.dump import FORMAT, read_dumps
 from hanging_files import hanging_files
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
-
-@pytest.fixture(autouse=True)
-def unarmed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("_folder", "_traced_folder"):
-        monkeypatch.setattr(dumps, name, None)
-    for variable in (environment.DUMP_DIR, environment.TRACE):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(dumps, "_interrupted_at", None)
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGINT)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("unarmed")
 
 
 def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:

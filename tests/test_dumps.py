@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -15,24 +14,10 @@ from typing import Any
 import pytest
 
 import gradsync as gs
-from gradsync import environment
 from gradsync.communicators.local import local_communicator
-from gradsync.diagnostics import triggers as dumps
 from gradsync.diagnostics.dump import read_dumps
 
-
-@pytest.fixture(autouse=True)
-def unarmed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("_folder", "_traced_folder"):
-        monkeypatch.setattr(dumps, name, None)
-    for variable in (environment.DUMP_DIR, environment.TRACE):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(dumps, "_interrupted_at", None)
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGINT)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("unarmed")
 
 
 def test_a_file_may_be_named(tmp_path: Path) -> None:
