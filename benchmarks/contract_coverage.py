@@ -60,7 +60,8 @@ def _legend(runs: dict[str, list[Run]]) -> str:
     ran = "; ".join(f"{communicator}: {_all_of(of_communicator)}" for communicator, of_communicator in runs.items())
     reductions = "; ".join(f"{_listed(names)}: {_spaced(OPERATORS[of])}" for of, names in CLASSES.items())
     return (
-        f"Run on {ran}. Every reduction: {reductions}. Every number: those dtypes. Every dtype: those, and "
+        f'The tests ran on these communicators: {ran}. "Every reduction" means these dtypes and operators: '
+        f'{reductions}. "Every number" means these dtypes, without an operator. "Every dtype" means these dtypes and '
         f"{_listed(OTHERS)}."
     )
 

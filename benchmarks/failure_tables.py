@@ -90,9 +90,11 @@ def fault_matrix(results: dict[str, Any]) -> list[str]:
         for cell in results["results"]
         for text in dict.fromkeys(cell["complaints"] + cell["left_behind"])
     ]
-    extent = f"{summary['cells']} cells, {summary['rounds']} runs; not as wanted: {'; '.join(wrong) or 'none'}."
+    extent = (
+        f"{summary['cells']} cells were tested in {summary['rounds']} runs. Failed cells: {'; '.join(wrong) or 'none'}."
+    )
     loads = [results["machine"][f"load_average_{when}"] for when in ("before", "after")]
-    busy = f"{results['settings']['cells_at_a_time']} cells at a time, load average of the machine"
+    busy = f"{results['settings']['cells_at_a_time']} cells ran at a time. The machine had a load average of"
     return [*lines, "", f"{extent} {busy} {loads[0]:.0f} to {loads[1]:.0f}."]
 
 
@@ -125,7 +127,7 @@ def kills(results: dict[str, Any]) -> list[str]:
         counts = (str(by_kind.get((signal, victim), 0)) for signal in signals)
         lines += [f"| a {victim} | {' | '.join(counts)} |"]
     left = summary["left_something_behind"]
-    return [*lines, "", f"{left} of {summary['kills']} left a process, shared memory, a port or a file behind."]
+    return [*lines, "", f"{left} of {summary['kills']} kills left a process, shared memory, a port or a file behind."]
 
 
 def restarts(results: dict[str, Any]) -> list[str]:
@@ -155,4 +157,4 @@ def simulation(results: dict[str, Any]) -> list[str]:
     extent = (
         f"{results['seeds']:,} seeds, {results['events']:,} events, {results['virtual_seconds']:,} s of virtual time"
     )
-    return [*lines, "", f"{extent}; {len(results['violations'])} violations of {len(results['checks'])} checks."]
+    return [*lines, "", f"{extent}. {len(results['checks'])} checks found {len(results['violations'])} violations."]

@@ -58,13 +58,14 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "proof_transcripts": transcripts,
     "proof_hostile": hostile,
 }
-METHOD = "Two ranks", "medians; the programs took turns in one run"
-_AS_PROVEN = "made by `{command}`, and in full by `make prove`"
+METHOD = "The times were measured with two ranks", "The table shows medians. The programs ran alternately in one run"
+_AS_PROVEN = "`{command}` makes the table. `make prove` makes it in full"
+_BOLD = "A time counts from the moment of the failure. Times above their limit are in bold"
 #: The line below a table, before and after the machine; {command} is the command in the file of results.
 METHODS = {
     "all_reduce": (
         METHOD[0],
-        f"{METHOD[1]}. With busy cores a round may meet no busy process: a time below the time on idle cores is noise",
+        f"{METHOD[1]}. With busy cores, some rounds meet no busy process, so a time below that of idle cores is noise",
     ),
     "collectives": (
         METHOD[0],
@@ -73,64 +74,66 @@ METHODS = {
     ),
     "buckets": (
         METHOD[0],
-        f"{METHOD[1]}. Both MPIs: tensor by tensor, and as one flat array. DDP: its backward pass minus the same pass "
-        "in `no_sync()`. Samples and limits are in `benchmarks/results/buckets.json`",
+        f"{METHOD[1]}. MPI reduces the gradients one by one (each), or all of them as one array (flat). The time of "
+        "DDP is its backward pass minus the same pass in `no_sync()`. Samples and limits are in "
+        "`benchmarks/results/buckets.json`",
     ),
-    "buckets.at_a_glance": (
-        METHOD[0],
-        f"{METHOD[1]}; MPI tensor by tensor. More times are in docs/performance.md",
-    ),
+    "buckets.at_a_glance": (METHOD[0], f"{METHOD[1]}. MPI reduces the gradients one by one"),
     "training_speed": (
-        "Measured",
+        "The times were measured",
         f"{METHOD[1]}. All runs train on the same batches to the same accuracy. The last column is the fastest time of "
-        "one process divided by the time of the ranks. Made by `python benchmarks/training_speed.py`",
+        "one process divided by the time of the ranks. `python benchmarks/training_speed.py` makes the table",
     ),
-    "start_up": ("Measured", "medians; the programs took turns in one run"),
-    "over_mpi": ("Two ranks of MPICH", "medians; the programs took turns in one run; made by `make bench-mpi`"),
+    "start_up": ("The times were measured", METHOD[1]),
+    "over_mpi": ("The times were measured with two ranks of MPICH", f"{METHOD[1]}. `make bench-mpi` makes the table"),
     "adapters": (
-        "Two ranks",
-        "the slower rank counts, and contenders alternate in one run. The gradients have the shapes of ResNet-50 and "
-        "exist already, so nothing is computed. Made by `python benchmarks/adapters.py`",
+        METHOD[0],
+        "A time is that of the slower rank. The programs ran alternately in one run. The gradients have the shapes of "
+        "ResNet-50 and exist before the pass, so the times are those of the synchronisation alone. "
+        "`python benchmarks/adapters.py` makes the table",
     ),
     "real_model": (
-        "Two ranks",
-        "medians of the steps after the first, the slower rank counts, and contenders alternate in one run. Batches of "
-        "64 tokens, dropout, AdamW. Made by `python benchmarks/real_model.py`",
+        METHOD[0],
+        "The table shows medians of the steps after the first, on the slower rank. The programs ran alternately in one "
+        "run, with batches of 64 tokens, dropout and AdamW. `python benchmarks/real_model.py` makes the table",
     ),
     "first_edition": (
         METHOD[0],
-        "medians over blocks with a 95 % interval. Noise: the first edition compared with itself. Made by "
-        "`python benchmarks/two_checkouts.py --old FOLDER`",
+        'The table shows medians over blocks with a 95 % interval. The column "noise" compares version 0.1 with '
+        "itself. `python benchmarks/two_checkouts.py --old FOLDER` makes the table",
     ),
-    "nccl_host_cost": ("Measured", "made by `python benchmarks/nccl_host_cost.py --old FOLDER`"),
-    "partition": ("Two machines made of network namespaces,", "made by `python benchmarks/partition.py`"),
+    "nccl_host_cost": ("The times were measured", "`python benchmarks/nccl_host_cost.py --old FOLDER` makes the table"),
+    "partition": (
+        "Two network namespaces stood for the two machines,",
+        "`python benchmarks/partition.py` makes the table",
+    ),
     "rendezvous_scale": (
-        "Simulated ranks",
-        f"{METHOD[1]}; wall time, with the simulated ranks on the same cores; in brackets the processor time of the "
-        "server",
+        "The times were measured with simulated ranks",
+        f"{METHOD[1]}. The times are wall times. The simulated ranks ran on the same cores as the server. The "
+        "processor time of the server is in brackets",
     ),
     "steady_cost": (
         METHOD[0],
-        "lower quartiles of alternating steps, with a 95 % interval. An interval that includes 0 shows no cost above "
-        "the noise. Counted: the time of the part alone, divided by the time of a step. Made by "
-        "`python benchmarks/steady_cost.py`",
+        "The cost compares the lower quartiles of alternating steps. An interval that includes 0 shows no cost above "
+        'the noise. The column "counted" is the time of the part alone, divided by the time of a step. '
+        "`python benchmarks/steady_cost.py` makes the table",
     ),
-    "steady_cost.debug": (METHOD[0], "lower quartiles of alternating steps, with a 95 % interval"),
-    "proof_transcripts": ("Made", "by the command `{command}`"),
-    "proof_hostile": ("Measured", "made by `{command}`; the server in a process of its own"),
-    "detection": ("Measured", "from the moment of the failure; times above their limit are in bold"),
-    "detection.at_a_glance": ("Two ranks", "from the moment of the failure; times above their limit are in bold"),
+    "steady_cost.debug": (METHOD[0], "The cost compares the lower quartiles of alternating steps"),
+    "proof_transcripts": ("The test ran", "`{command}` makes the table"),
+    "proof_hostile": ("The times were measured", "The server runs in its own process. `{command}` makes the table"),
+    "detection": ("The times were measured", _BOLD),
+    "detection.at_a_glance": (METHOD[0], _BOLD),
     "fault_matrix": (
-        "Three ranks",
-        "times above their limit are in bold; made by `{command}`",
+        "The times were measured with three ranks",
+        "Times above their limit are in bold. `{command}` makes the table",
     ),
-    "proof_model_check": ("Searched", _AS_PROVEN),
-    "proof_simulation": ("Played", _AS_PROVEN),
-    "proof_kills": ("Run", _AS_PROVEN),
-    "proof_restarts": ("Three ranks", _AS_PROVEN),
+    "proof_model_check": ("The search ran", _AS_PROVEN),
+    "proof_simulation": ("The simulation ran", _AS_PROVEN),
+    "proof_kills": ("The test ran", _AS_PROVEN),
+    "proof_restarts": ("The test ran with three ranks", _AS_PROVEN),
     "contract": (
-        "Recorded by the checks of `tests/contract*.py`",
-        "made by `python tests/prove/pages/coverage_table.py`",
+        "The tests in `tests/contract*.py` recorded these combinations",
+        "`python tests/prove/pages/coverage_table.py` makes the table",
     ),
 }
 
@@ -149,4 +152,4 @@ def table(name: str) -> str:
     machine, versions = results["machine"], results["versions"]
     where = f"{machine['cpu']}, {machine['usable_cores']} cores, Python {versions['python']}, NumPy {versions['numpy']}"
     made = how[1].format(command=results.get("command", "").partition(" --json ")[0])
-    return "\n".join(lines) + f"\n\n{how[0]} on {where}; {made}.\n"
+    return "\n".join(lines) + f"\n\n{how[0]} on {where}. {made}.\n"

@@ -50,7 +50,7 @@ def adapters(results: dict[str, Any]) -> list[str]:
         lines.append(f"| {row['model']} | {row['what']} | {median:.3g} ms | {lower:.3g} to {upper:.3g} |")
     load, cores = results["machine"]["load_average_before"], results["machine"]["usable_cores"]
     if load > cores:
-        lines += ["", f"Other programs kept the cores busy meanwhile (load average {load:.0f}): only ratios tell much."]
+        lines += ["", f"Other programs kept the cores busy (load average {load:.0f}), so compare the ratios only."]
     return lines
 
 
