@@ -161,8 +161,8 @@ LAMBDAS = [
 
 
 SETTINGS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
-    ({}, {"compression": "float16"}, "(mean)", "(mean, in float16)"),
-    ({"compression": "bfloat16"}, {"compression": "float16"}, "in bfloat16", "in float16"),
+    ({}, {"compression": "float16"}, "(mean)", "(mean, compression float16)"),
+    ({"compression": "bfloat16"}, {"compression": "float16"}, "compression bfloat16", "compression float16"),
     ({"prescale": 2.0}, {}, "prescale 2.0", "(mean)"),
     ({"postscale": 2.0}, {"postscale": 4.0}, "postscale 2.0", "postscale 4.0"),
     ({"nonfinite": "raise"}, {"nonfinite": "skip"}, 'nonfinite "raise"', 'nonfinite "skip"'),

@@ -12,9 +12,8 @@ the first use, the numbers are equal.
 from __future__ import annotations
 
 import gc
-import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ class StepEvents:
 
     Args:
         op: sum or mean.
-        settings: the options on which ranks must agree, as text; "" without any.
+        settings: the options on which the ranks must agree, each as "name value".
 
     Attributes:
         local_passes: the number of local passes before this step.
@@ -47,7 +46,7 @@ class StepEvents:
 
     arrived: WeakMethod[Arrived] | None = None
 
-    def __init__(self, op: ReduceOp, settings: str = "") -> None:
+    def __init__(self, op: ReduceOp, settings: Sequence[str] = ()) -> None:
         self._reduce_op = op
         self._callback: KnownCallback | None = None
         self._others: dict[int, Agreement] = {}
@@ -55,12 +54,11 @@ class StepEvents:
         self._index = 0
         self.change_settings(settings)
 
-    def change_settings(self, settings: str) -> None:
+    def change_settings(self, settings: Sequence[str]) -> None:
         """Changes the settings in later events; call it between steps."""
         op = self._reduce_op.value
-        self._op = f"{op}, {settings}" if settings else op
-        words = re.split(r", (?![^(]*\))", settings) if settings else []  # not the commas within a hook's settings
-        self._settings = (f"reduce_method {op}", *[re.sub(r"^in ", "compression ", word) for word in words])
+        self._op = ", ".join([op, *settings])
+        self._settings = (f"reduce_method {op}", *settings)
         self._known: list[tuple[Bucket | _Flush, int, Agreement]] = []  # of the last step: with its local passes
 
     def change_callback(self, callback: KnownCallback | None) -> None:
@@ -144,15 +142,11 @@ def _so_far(arrived: WeakMethod[Arrived], event: Bucket | _Flush) -> StepSoFar:
         return StepSoFar()
     specs, has_ended, sizes = method()
     own = {spec.name for spec in event.specs} if isinstance(event, Bucket) else set()
-    return StepSoFar(tuple([_line(spec) for spec in specs if spec.name not in own]), has_ended, sizes)
-
-
-def _line(spec: GradientSpec) -> str:
-    return f"{spec.name}: {spec.dtype}{list(spec.shape)}"
+    return StepSoFar(tuple([spec.line for spec in specs if spec.name not in own]), has_ended, sizes)
 
 
 def _describe_bucket(bucket: Bucket, op: str, passes: int) -> str:
-    lines = [_line(spec) for spec in bucket.specs]
+    lines = [spec.line for spec in bucket.specs]
     of_what = f"{_count(len(lines), 'gradient')}, {bucket.size_bytes} bytes"
     return "\n".join([f"all_reduce ({op}) of a bucket of {of_what}{_after(passes)}", *lines])
 

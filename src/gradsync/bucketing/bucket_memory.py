@@ -104,7 +104,7 @@ def _agreement(buckets: Sequence[Bucket]) -> Agreement:
     specs = [bucket.specs for bucket in buckets]
 
     def describe() -> str:
-        lines = [f"{spec.name}: {spec.dtype}{list(spec.shape)}" for of_bucket in specs for spec in of_bucket]
+        lines = [spec.line for of_bucket in specs for spec in of_bucket]
         count = len(lines)
         return "\n".join([f"gradient_buffers of {count} gradients in {len(specs)} buckets", *lines])
 

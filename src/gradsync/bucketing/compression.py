@@ -72,11 +72,11 @@ class WireFormat:
         self._dtype = None if self.dtype_name is None else _half_precision(self.dtype_name)
         self._memory: dict[np.dtype[Any], Array] = {}
 
-    def settings(self) -> str:
-        """Returns the text on which ranks must agree; "" if nothing is changed."""
-        words = [f"in {self.dtype_name}"] if self.dtype_name else []
+    def settings(self) -> list[str]:
+        """Returns the options on which ranks must agree, each as "name value"; none if nothing is changed."""
+        settings = [f"compression {self.dtype_name}"] if self.dtype_name else []
         scales = (("prescale", self.prescale), ("postscale", self.postscale))
-        return ", ".join(words + [f"{name} {scale}" for name, scale in scales if scale != 1.0])
+        return settings + [f"{name} {scale}" for name, scale in scales if scale != 1.0]
 
     def __repr__(self) -> str:
         return f"WireFormat({self.dtype_name!r}, prescale={self.prescale}, postscale={self.postscale})"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.communicators.agreement import Agreement, array_line, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.groups import NonMember
 from gradsync.communicators.host_arrays import overlaps_itself
@@ -242,7 +242,7 @@ def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: 
 
 def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, communicator: Communicator) -> None:
     """Broadcasts arrays once the ranks have agreed on their names, shapes and dtypes."""
-    lines = [f"{name}: {native.dtype}{list(native.shape)}" for name, native in named]
+    lines = [array_line(name, native.dtype, native.shape) for name, native in named]
 
     def describe() -> str:
         return "\n".join([f"{what} of {len(lines)} arrays from root {root}", *lines])

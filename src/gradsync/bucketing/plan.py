@@ -15,6 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 from gradsync.arguments import integer_of
+from gradsync.communicators.agreement import array_line
 from gradsync.errors import InvalidArgument
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
@@ -48,6 +49,11 @@ class GradientSpec(NamedTuple):
         """The name without the quotes of a string."""
         is_quoted = self.name[:1] in ("'", '"') and self.name[:1] == self.name[-1:]
         return self.name[1:-1] if is_quoted else self.name
+
+    @property
+    def line(self) -> str:
+        """The gradient's line in the error of ranks that disagree."""
+        return array_line(self.name, self.dtype, self.shape)
 
     @property
     def size_elements(self) -> int:

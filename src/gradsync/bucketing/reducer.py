@@ -159,11 +159,11 @@ class Reducer:
             raise InvalidArgument(
                 f"a hook decides what travels: make the callback without compression={self._wire.dtype_name!r}"
             )
-        name = "" if hook is None else f"hook {settings_of(hook)}"
         self._hooked = None if hook is None else _HookedBuckets(hook, self._wire)
         self.is_hooked = hook is not None
         self._last.clear()
-        self.events.change_settings(", ".join(filter(None, [self._options.settings(), name])))
+        settings = self._options.settings()
+        self.events.change_settings(settings if hook is None else [*settings, f"hook {settings_of(hook)}"])
 
     def reduction_of(
         self,

@@ -145,8 +145,8 @@ def _plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]
     """Makes the plan of a tree; cached, because loops repeat."""
 
     def describe() -> str:
-        texts = {spec.name: f"{spec.dtype}{list(spec.shape)}" for spec in specs} | dict.fromkeys(absent, "None")
-        return "\n".join([headline, *(f"{path}: {texts[path]}" for path in sorted(texts))])
+        lines = {spec.name: spec.line for spec in specs} | {path: f"{path}: None" for path in absent}
+        return "\n".join([headline, *(lines[path] for path in sorted(lines))])
 
     headline = f"{_WHAT}({op.value}) of {len(specs)} arrays"
     agreement = Agreement(digest_of(_WHAT, op.value, specs, absent), describe, item="array {} of the tree")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -423,23 +423,17 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
             f"the ranks handed over different numbers of gradients: {_by_value(numbers)}: hand over the same gradients "
             "in the same order; give them names to see here which one is missing"
         )
-    for name in dict.fromkeys(name for specs in here.values() for name in specs):
+    names = dict.fromkeys(name for specs in here.values() for name in specs)
+    for name in names:
         specs = {rank: specs[name] for rank, specs in known.items() if name in specs}
         if len(set(specs.values())) > 1:
             return _difference(name, specs)
     if _may_be_prefixes(descriptions) and (advice := _advice_on_settings(descriptions, are_sizes=True)):
         return advice
     firsts = {rank: next(iter(specs), None) for rank, specs in here.items()}
-    absent = {}
-    for name in dict.fromkeys(filter(None, firsts.values())):
-        absent[name] = [rank for rank, specs in known.items() if name not in specs]
-    missing = {name: ranks for name, ranks in absent.items() if ranks}
+    missing = _missing(filter(None, firsts.values()), known)
     if not missing:  # with parameters= the first gradient of a bucket may be there, and a later one missing
-        for name in dict.fromkeys(name for specs in here.values() for name in specs):
-            ranks = [rank for rank, specs in known.items() if name not in specs]
-            if ranks:
-                missing[name] = ranks
-                break
+        missing = dict([*_missing(names, known).items()][:1])
     if not missing:
         if len({tuple(specs) for specs in here.values()}) == 1:
             return ""
@@ -468,6 +462,12 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
     )
 
 
+def _missing(names: Iterable[str], known: Mapping[int, Mapping[str, object]]) -> dict[str, list[int]]:
+    """Returns, by name, the ranks that do not know a gradient; without the names that all ranks know."""
+    ranks = {name: [rank for rank, specs in known.items() if name not in specs] for name in names}
+    return {name: absent for name, absent in ranks.items() if absent}
+
+
 def _difference(name: str, specs: Mapping[int, tuple[str, str]]) -> str:
     """Returns e.g. "'b2' has another shape on rank 1 than on ranks 0 and 2"."""
     dtypes = {rank: dtype for rank, (dtype, _) in specs.items()}
@@ -486,13 +486,18 @@ def _may_be_prefixes(descriptions: Mapping[int, Description]) -> bool:
     return all(each == longest[: len(each)] for each in lines)
 
 
+def array_line(name: str, dtype: object, shape: Sequence[int]) -> str:
+    """Returns the line of an array in a description: "'w': float32[3, 4]"; see _is_spec and _parsed."""
+    return f"{name}: {dtype}{list(shape)}"
+
+
 def _is_spec(line: str) -> bool:
-    """Whether a line of a bucket is whole; the last one may be cut off."""
+    """Whether a line of array_line is whole; the last line of a description may be cut off."""
     return line.endswith("]")
 
 
 def _parsed(line: str) -> tuple[str, tuple[str, str]]:
-    """Returns the name, dtype and shape in a line such as "'w': float32[3, 4]"."""
+    """Returns the name, and the dtype and shape, in a line of array_line."""
     name, _, spec = line.rpartition(": ")
     dtype, bracket, shape = spec.partition("[")
     return name, (dtype, bracket + shape)
