@@ -44,8 +44,8 @@ SAME_EVERYWHERE = [
     (r"(?<=, )[\d.]+ m?s ago", "6.0 s ago"),
     (r"(?<=, )[\d.]+ [mu]?s before the dump", "6.0 s before the dump"),
     (r"\brunning for [\d.]+ m?s", "running for 6.0 s"),
-    (r"\bsince [\d.]+ s\b", "since 5 s"),
-    (r"\bwaited [\d.]+ s\b", "waited 6 s"),
+    (r"\bhas waited [\d.]+ s\b", "has waited 5 s"),
+    (r"(?<!has )\bwaited [\d.]+ s\b", "waited 6 s"),
 ]
 
 

@@ -15,7 +15,7 @@ from failures.scene import Scene, SceneFailed
 LAUNCHER = "launcher"
 _SMALL_BYTES = 512 << 20
 _STOPPED_SECONDS = 20.0  # far above what it takes the ranks to see it
-WARNING = re.compile(r"rank 0 waits .* for rank 1 since")
+WARNING = re.compile(r"rank 0 has waited .* for rank 1;")
 _STOPPING = "Ctrl-C again kills"
 _ENTER_AND_RUN = "import os, sys; open(sys.argv[1], 'w').write('0'); os.execv(sys.executable, sys.argv[2:])"
 

@@ -170,7 +170,7 @@ def test_launcher_of_another_node_must_be_given_the_port():
 
 # Once there is a group, the launcher tells of every wait. Rank 2 waits for the test: when it is about to leave
 # init_process_group, and at work. On a busy machine others are late, too.
-NOTICE = re.compile(r"gradsync: ranks? .* waits? in barrier #(\d+) for ranks? (.+) since ")
+NOTICE = re.compile(r"gradsync: ranks? .* (?:has|have) waited \S+ s in barrier #(\d+) for ranks? ([^;\n]+)")
 NODE = """
     import os, sys
     import gradsync as gs

@@ -161,4 +161,4 @@ def test_waiting_is_told_once_to_the_operator(caplog) -> None:
     finally:
         log.removeHandler(listener)
     [text] = [record.getMessage() for record in caplog.records if "wait" in record.getMessage()]
-    assert text.startswith("gradsync: rank 0 waits in barrier #4 for rank 1 since 5 s; rank 1 (pid ")
+    assert text.startswith("gradsync: rank 0 has waited 5 s in barrier #4 for rank 1; rank 1 (pid ")

@@ -91,10 +91,10 @@ def test_operator_is_told_once_who_waits_for_whom() -> None:
     bench.wait_in(1, [2])
     bench.wait(20)
     assert bench.notices[:1] == [
-        "ranks 0, 1 and 3 wait in all_reduce #57 for rank 2 since 5 s; "
+        "ranks 0, 1 and 3 have waited 5 s in all_reduce #57 for rank 2; "
         "rank 2 (pid 1002) is running, and has begun 56 collectives"
     ]
-    assert not any(" wait" in notice for notice in bench.notices[1:])
+    assert not any(" waited " in notice for notice in bench.notices[1:])
 
 
 def test_server_works_out_who_is_missing_from_the_heartbeats() -> None:
@@ -103,7 +103,7 @@ def test_server_works_out_who_is_missing_from_the_heartbeats() -> None:
     bench.come_to(58, 1)  # launched ahead, on a GPU
     bench.wait_in(0)
     bench.wait(1)
-    assert bench.notices == ["ranks 0 and 1 wait in all_reduce #57 for rank 2 since 5 s; rank 2 (pid 1002) is running"]
+    assert bench.notices == ["ranks 0 and 1 have waited 5 s in all_reduce #57 for rank 2; rank 2 (pid 1002) is running"]
 
 
 def test_wait_in_which_nobody_is_missing_says_so() -> None:
@@ -111,7 +111,7 @@ def test_wait_in_which_nobody_is_missing_says_so() -> None:
     bench.come_to(57, 0, 1)
     bench.wait_in(0)
     bench.wait(1)
-    assert bench.notices == ["ranks 0 and 1 wait in all_reduce #57 since 5 s; every rank has begun it"]
+    assert bench.notices == ["ranks 0 and 1 have waited 5 s in all_reduce #57, which every rank has begun"]
 
 
 def in_message(rank: int, peer: int, line: int) -> str:
@@ -129,14 +129,14 @@ def test_ranks_that_wait_for_each_other_in_messages_are_told_with_their_lines() 
     bench.send(0, FrameType.STUCK, "world", None, OF_MESSAGES, in_message(0, 1, 60), 5000, [1], False)
     bench.wait(1)
     told = (
-        f"rank 0 waits in {in_message(0, 1, 41)} for rank 1 since 5 s\n"
-        f"  rank 1 waits in {in_message(1, 0, 50)} for rank 0 since 5.01 s"
+        f"rank 0 has waited 5 s in {in_message(0, 1, 41)} for rank 1\n"
+        f"  rank 1 has waited 5.01 s in {in_message(1, 0, 50)} for rank 0"
     )
     alone = (
-        f"rank 0 waits in {in_message(0, 1, 60)} for rank 1 since 5 s; "
+        f"rank 0 has waited 5 s in {in_message(0, 1, 60)} for rank 1; "
         "rank 1 (pid 1001) is running, and has begun 3 collectives"
     )
-    assert [notice for notice in bench.notices if " waits " in notice] == [told, told, alone]
+    assert [notice for notice in bench.notices if " waited " in notice] == [told, told, alone]
 
 
 def test_the_verdict_on_messages_has_all_that_reached_the_deadline() -> None:
@@ -384,7 +384,7 @@ def test_only_members_of_the_group_can_be_missing() -> None:
     bench.come_to(99, 1, 2)  # of the world
     bench.wait_in(0, group="pair", ranks=[0, 3])
     bench.wait(1)
-    assert bench.notices == ["rank 0 waits in all_reduce #57 for rank 3 since 5 s; rank 3 (pid 1003) is running"]
+    assert bench.notices == ["rank 0 has waited 5 s in all_reduce #57 for rank 3; rank 3 (pid 1003) is running"]
 
 
 def test_verdict_on_a_group_goes_to_all_and_names_its_members() -> None:

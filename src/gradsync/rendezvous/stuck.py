@@ -276,17 +276,9 @@ def _notice_text(roster: Roster, all_stuck: Sequence[StuckCollective]) -> str:
         for rank in stuck.missing[:_MAX_NOTICED]
         if rank not in waiting
     }
-    parts = [*map(_noticed, all_stuck), *where.values()]
+    noticed = [_waited(stuck, "has waited" if len(stuck.waiting) == 1 else "have waited") for stuck in all_stuck]
+    parts = [*noticed, *where.values()]
     return ("; " if len(all_stuck) == 1 and len(where) < 2 else "\n  ").join(parts)
-
-
-def _noticed(stuck: StuckCollective) -> str:
-    verb = "waits" if len(stuck.waiting) == 1 else "wait"
-    since = f"since {stuck.waited_seconds:.3g} s"
-    who = f"{name_ranks(stuck.waiting)} {verb} in {stuck.what}"
-    if not stuck.missing:
-        return f"{who} {since}; every rank has begun it"
-    return f"{who} for {name_ranks(stuck.missing)} {since}"
 
 
 def _report_text(
@@ -311,7 +303,7 @@ def _report_text(
     shown_missing = of_missing[:_MAX_REPORTS]
     shown = [*of_others[: _MAX_REPORTS - len(shown_missing)], *shown_missing]
     left_out = len(of_missing) + len(of_others) - len(shown)
-    summary = clip_text("\n".join([*map(_summary, all_stuck), *disagreements]), _MAX_SUMMARY_BYTES)
+    summary = clip_text("\n".join([*map(_waited, all_stuck), *disagreements]), _MAX_SUMMARY_BYTES)
     tail = f"\n\nand {left_out} more reports, left out here" if left_out else ""
     if stuck.missing and not disagreements:
         tail += (
@@ -322,8 +314,9 @@ def _report_text(
     return _fit(summary, sections, tail, failure_room_bytes(len(stuck.missing)))
 
 
-def _summary(stuck: StuckCollective) -> str:
-    text = f"{name_ranks(stuck.waiting)} waited {stuck.waited_seconds:.3g} s in {stuck.what}"
+def _waited(stuck: StuckCollective, verb: str = "waited") -> str:
+    """Returns e.g. "rank 0 waited 5 s in all_reduce #57 for rank 1"."""
+    text = f"{name_ranks(stuck.waiting)} {verb} {stuck.waited_seconds:.3g} s in {stuck.what}"
     return f"{text} for {name_ranks(stuck.missing)}" if stuck.missing else f"{text}, which every rank has begun"
 
 
