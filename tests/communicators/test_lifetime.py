@@ -15,6 +15,7 @@ import pytest
 import gradsync as gs
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.lifetime import Lifetime
 from gradsync.communicators.local import LocalBackend, local_communicator
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
@@ -55,7 +56,7 @@ def interrupted_between(comm: Any) -> str:
     if comm.rank == 0:
 
         def interrupt(frame: FrameType, event: str, _: object) -> None:
-            if event == "call" and frame.f_code.co_name == "leave":
+            if event == "call" and frame.f_code is Lifetime.__exit__.__code__:
                 sys.settrace(None)
                 raise KeyboardInterrupt
 
@@ -134,3 +135,18 @@ def test_who_comes_again_from_within_is_not_taken_for_another_thread() -> None:
         comm.barrier()
     comm.barrier()
     assert comm.heard == []
+
+
+# -- Failures that a call has raised already -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "is_same"), [(1, True), (2, False)])
+def test_closing_raises_a_failure_unless_a_call_has_raised_it_in_other_words(rank: int, is_same: bool) -> None:
+    comm = local_communicator()
+    comm._lifetime.raised.add(gs.RankFailed("rank 0/4: rank 1 died", rank=1))
+    comm._lifetime.fail(gs.RankFailed(f"rank 0/2 of group 'a': rank {rank} died", rank=rank), is_raised=False)
+    if is_same:
+        comm.close()
+    else:
+        with pytest.raises(gs.RankFailed, match="rank 2 died"):
+            comm.close()

@@ -32,6 +32,8 @@ from gradsync.errors import (
 from gradsync.futures import pending
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from gradsync.rendezvous.client import RendezvousClient
 
 
@@ -69,21 +71,31 @@ class RaisedFailures:
 
     def __init__(self) -> None:
         self.was_aborted = False
-        self._texts: set[str] = set()
+        self._failures: list[_Failure] = []
 
     def add(self, error: BaseException) -> None:
         """Notes that a call has raised this failure, which may have ended the other communicators of the world too."""
-        self._texts.add(str(error))
+        if not self.has(error):
+            self._failures.append(_failure_of(error))
 
     def has(self, error: BaseException) -> bool:
         """Whether closing need not raise the failure: a call has raised it, or the program has aborted."""
-        return self.was_aborted or str(error) in self._texts
+        return self.was_aborted or _failure_of(error) in self._failures
 
     def copy(self) -> RaisedFailures:
         """Returns a copy."""
         copied = RaisedFailures()
-        copied.was_aborted, copied._texts = self.was_aborted, set(self._texts)
+        copied.was_aborted, copied._failures = self.was_aborted, self._failures.copy()
         return copied
+
+
+#: One failure in all of its copies: the class of the error, and the error's fields.
+_Failure = tuple[type[BaseException], dict[str, object]]
+
+
+def _failure_of(error: BaseException) -> _Failure:
+    """Returns the failure that an error reports. Copies of an error, and errors for other groups, report the same."""
+    return type(error), {name: value for name, value in vars(error).items() if not name.startswith("_")}
 
 
 class Occupancy(dict[None, FrameType]):
@@ -100,28 +112,10 @@ class Occupancy(dict[None, FrameType]):
         return None if frame is None or _is_running(frame) else frame
 
 
-class Turn:
-    """The context of a collective. A communicator uses one Turn for all of them, because collectives do not nest."""
-
-    __slots__ = ("_lifetime", "agreement", "what")
-
-    agreement: Agreement
-
-    def __init__(self, lifetime: Lifetime) -> None:
-        self._lifetime = lifetime
-        self.what = ""
-
-    def __enter__(self) -> None:
-        self._lifetime.enter(frame_of(1), self.what, self.agreement)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lifetime.leave(error)
-
-
 class Lifetime:
-    """The state of one communicator between its making and its release.
+    """The state of one communicator between its making and its release; also the context of each collective.
+
+    One context is enough for all collectives of a communicator, because they do not nest: see `turn`.
 
     Args:
         backend: the communicator's backend; its flight recorder is written.
@@ -137,6 +131,9 @@ class Lifetime:
         last_job: the last submitted collective, until that is over; see collective_queue.py.
     """
 
+    _next_what: str
+    _next_agreement: Agreement
+
     def __init__(self, backend: Ending, communicator: object) -> None:
         self._backend = backend
         self._communicator = communicator
@@ -148,7 +145,6 @@ class Lifetime:
         self._is_closed_only = False  # whether it has ended by close() only
         self.was_raised = False
         self.last_job: Job | None = None
-        self._turn = Turn(self)
         self._what = ""  # the current collective
         self._released = False
         self.ended_because: str | None = None
@@ -163,20 +159,63 @@ class Lifetime:
         """Whether the communicator has ended other than by close()."""
         return self.ended_because is not None and not self._is_closed_only
 
-    def turn(self, what: str, agreement: Agreement) -> Turn:
-        """Returns a context that holds the communicator for one collective, named `what` in errors.
+    def turn(self, what: str, agreement: Agreement) -> Self:
+        """Returns the context of one collective: `with lifetime.turn("all_reduce", agreement):`.
 
-        The call first waits for collectives that were submitted before.
+        The call first waits for collectives that were submitted before. The context holds the communicator for this
+        collective, and makes its entry in the flight recorder.
+
+        Args:
+            what: the collective's name in errors.
+            agreement: the collective's agreement.
 
         Raises:
-            InvalidArgument: this is a done-callback, or one has tried to run a collective; see check_may_call.
+            InvalidArgument: this is a done-callback, or one has tried to run a collective; see check_may_call. Or,
+                when the context begins, another thread, or this one, runs a collective already.
+            CommunicatorClosed: when the context begins, the communicator has ended.
         """
         if pending:  # before `what` is stored, because other collectives run while this one waits
             await_earlier(self, what)
-        turn = self._turn
-        turn.what = what
-        turn.agreement = agreement
-        return turn
+        self._next_what = what
+        self._next_agreement = agreement
+        return self
+
+    def __enter__(self) -> None:
+        frame = frame_of(1)  # the function with the `with` block
+        what = self._next_what
+        while self._occupancy.setdefault(None, frame) is not frame:
+            if not self._clean_up_interrupted():
+                self._refuse(what)
+        try:
+            self._what = what
+            if self.ended_because is not None:  # checked while holding the lock: close() releases only if it is free
+                self.check_usable(what)
+            self._recorder.begin(self._next_agreement)
+        except BaseException:
+            self._recorder.end(failed=True)
+            self.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends a collective; a failed collective ends the communicator for all ranks.
+
+        If Ctrl-C interrupts this method, the next call does the rest: see _clean_up_interrupted.
+        """
+        if error is not None:
+            if self._unraised is not None and _failure_of(error) == _failure_of(self._unraised):
+                self._unraised = None  # this call has raised it
+            if not isinstance(error, PlanMismatch) or error.broken:
+                self.raised.add(error)
+                self._abort_inside(headline(error), culprit_of(error))
+        self._what = ""
+        self._recorder.end(error is not None)
+        self._occupancy.clear()
+        if error is not None:
+            dump_at_failure(error)
+        if self.ended_because is not None:
+            self._end_use()
 
     @property
     def label(self) -> str:
@@ -269,31 +308,6 @@ class Lifetime:
         self.last_job = None  # the thread that would run it does not exist here
         self._notify_observers()
 
-    def enter(self, frame: FrameType, what: str, agreement: Agreement) -> None:
-        """Begins a collective, and its entry in the flight recorder.
-
-        Args:
-            frame: the frame of the function that runs the collective.
-            what: the collective's name in errors.
-            agreement: the collective's agreement.
-
-        Raises:
-            CommunicatorClosed: the communicator has ended.
-            InvalidArgument: another thread, or this one, runs a collective already.
-        """
-        while self._occupancy.setdefault(None, frame) is not frame:
-            if not self._clean_up_interrupted():
-                self._refuse(what)
-        try:
-            self._what = what
-            if self.ended_because is not None:  # checked while holding the lock: close() releases only if it is free
-                self.check_usable(what)
-            self._recorder.begin(agreement)
-        except BaseException:
-            self._recorder.end(failed=True)
-            self.leave(None)
-            raise
-
     def _refuse(self, what: str) -> NoReturn:
         if self.ended_because is not None:  # another thread is releasing the communicator
             raise self.ended_error(what)
@@ -339,25 +353,6 @@ class Lifetime:
             f"{self._backend.label}: {what} was called on a {self._backend.name} communicator that cannot "
             f"be used: {self.ended_because}"
         )
-
-    def leave(self, error: BaseException | None) -> None:
-        """Ends a collective; a failed collective ends the communicator for all ranks.
-
-        If Ctrl-C interrupts this method, the next call does the rest: see _clean_up_interrupted.
-        """
-        if error is not None:
-            if self._unraised is not None and str(error) == str(self._unraised):
-                self._unraised = None  # this call has raised it
-            if not isinstance(error, PlanMismatch) or error.broken:
-                self.raised.add(error)
-                self._abort_inside(headline(error), culprit_of(error))
-        self._what = ""
-        self._recorder.end(error is not None)
-        self._occupancy.clear()
-        if error is not None:
-            dump_at_failure(error)
-        if self.ended_because is not None:
-            self._end_use()
 
     def _abort_inside(self, reason: str, culprit: int | None) -> None:
         """Ends the communicator because a collective failed midway: the other ranks wait in the collective, or will."""
