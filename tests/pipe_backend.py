@@ -21,6 +21,7 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, raise_if_left
+from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import RankFailed
 from gradsync.machine import run_with_timeout
 from gradsync.reduction import Array, ReduceOp, reduce_into
@@ -28,6 +29,20 @@ from gradsync.rendezvous.client import RendezvousClient
 
 DIGEST, TEXT, DATA, OFFER, ANSWER, MESSAGE = b"D", b"T", b"d", b"o", b"a", b"m"
 _LOOK_EVERY_SECONDS = 0.05
+
+
+def check(_place: RankEnvironment) -> None:
+    """See BackendModule."""
+
+
+def offer(_settings: WorldSettings) -> str:
+    """See BackendModule."""
+    return ""
+
+
+def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> PipeBackend:
+    """See BackendModule."""
+    return connect_pipes(client, group=group, timeout_seconds=settings.collective_timeout_seconds)
 
 
 def connect_pipes(client: RendezvousClient, *, group: str, timeout_seconds: float) -> PipeBackend:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import gradsync as gs
-from gradsync.backends import WorldSettings, suitable_backend
-from gradsync.environment import RankEnvironment
+from gradsync.backend_choice import suitable_backend
+from gradsync.environment import RankEnvironment, WorldSettings
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 A, B = "+host boot 0000:01:00.0", "+host boot 0000:02:00.0"
@@ -58,3 +63,33 @@ def test_a_rank_that_was_told_and_one_that_was_not() -> None:
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome.error, gs.InvalidArgument)
         assert f"rank {rank}/2: rank 1 asks for backend 'shm', rank 0 for 'auto'" in str(outcome.error)
+
+
+ROW = """
+from gradsync import backends
+
+backends.TABLE["pipes"] = backends.BackendRow("pipe_backend")
+backends.BACKENDS = ("auto", *backends.TABLE)  # as if the row were in the file
+"""
+SCRIPT = """
+import numpy as np
+import gradsync as gs
+
+with gs.init_process_group() as world:
+    total = world.all_reduce(np.ones(2))
+    if world.rank == 0:
+        print(world.backend, *total)
+    with gs.override_backend("shm"), gs.override_backend("pipes") as communicator:
+        assert communicator is world
+"""
+
+
+def test_a_row_of_the_table_adds_a_backend(tmp_path: Path) -> None:
+    """The row and the module are enough: docs/architecture.md says so."""
+    (tmp_path / "sitecustomize.py").write_text(ROW)  # every process of this run executes it first
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parent}"}
+    command = [sys.executable, "-m", "gradsync", "run", "-n", "2", "--backend", "pipes", str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert "pipes 2.0 2.0" in done.stdout, done.stderr
+    assert done.returncode == 0

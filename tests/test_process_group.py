@@ -92,7 +92,7 @@ def test_the_variable_names_the_backend_of_a_process_that_nobody_started(monkeyp
     with gs.init_process_group(rank=0, world_size=1) as comm:
         assert comm.backend == "shm"
     monkeypatch.setenv(environment.BACKEND, "loco")
-    with pytest.raises(gs.InvalidArgument, match="unknown backend 'loco' in GRADSYNC_BACKEND: use one of auto, nccl"):
+    with pytest.raises(gs.InvalidArgument, match="unknown backend 'loco' in GRADSYNC_BACKEND: use one of auto, local"):
         gs.init_process_group()
     monkeypatch.setenv(environment.BACKEND, "mpi")
     with pytest.raises(gs.GradsyncError, match=r"`mpiexec -n 2 python script.py`|pip install mpi4py"):

@@ -59,7 +59,7 @@ def time_alone(scale: Scale) -> tuple[dict[str, Samples], str | None, dict[str, 
     """Runs on the only rank. Returns the samples by model, why PyTorch does not take part, and loaded versions."""
     # Before CuPy loads NCCL: PyTorch was built against a certain one, CuPy takes what is there.
     no_ddp = why_no_ddp()
-    with gs.init_process_group("nccl") as world, _pytorch_group(no_ddp), _that_packs(world) as communicator:
+    with gs.init_process_group("nccl"), _pytorch_group(no_ddp), _that_packs() as communicator:
         samples = {
             model: _time_model(shapes, scale, communicator, with_ddp=no_ddp is None)
             for model, shapes in scale.models.items()
@@ -67,13 +67,15 @@ def time_alone(scale: Scale) -> tuple[dict[str, Samples], str | None, dict[str, 
         return samples, no_ddp, versions() | ({} if no_ddp else _pytorch_versions())
 
 
-def _that_packs(world: gs.Communicator) -> gs.Communicator:
+def _that_packs() -> gs.Communicator:
     """Returns a communicator of the same rank that packs although it is alone."""
-    from gradsync.communicators.nccl.connect import connect_nccl
+    from gradsync.communicators.nccl.connect import connect
 
     client = process_group._client
+    settings = process_group._settings
     assert client is not None
-    return gs.Communicator(connect_nccl(client, local_rank=world.rank, group="packing", force_packing=True))
+    assert settings is not None
+    return gs.Communicator(connect(client, settings, "packing", force_packing=True))
 
 
 def time_shared(scale: Scale) -> dict[str, list[Sample]]:

@@ -10,8 +10,9 @@ import click
 
 from gradsync import __version__
 from gradsync.arguments import DEFAULT_GRACE_SECONDS, LARGEST_PORT
+from gradsync.backends import BACKENDS, TABLE
 from gradsync.bench.command import bench
-from gradsync.environment import BACKEND, BACKENDS, SECRET_FILE, STATE_DIR
+from gradsync.environment import BACKEND, SECRET_FILE, STATE_DIR
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ Exit codes:
 GRADSYNC_BACKEND in the environment asks for a backend as --backend does. Nothing is changed on the machine.
 """,
 )
-@click.option("--backend", type=click.Choice(("local", "shm", "mpi", "nccl")), help="The one that has to work.")
+@click.option("--backend", type=click.Choice(tuple(TABLE)), help="The one that has to work.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
 @click.option(
     "--timeout",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Generic, NamedTuple, TypeVar
 
 from gradsync.arguments import check_address
+from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.errors import InvalidArgument
 from gradsync.launchers import (
     TORCHRUN,
@@ -27,8 +28,6 @@ from gradsync.launchers import (
     variables_of_mpi,
 )
 
-#: The names of the backends.
-BACKENDS = ("auto", "nccl", "shm", "mpi", "local")
 HOW_TO_MAKE_A_SECRET_FILE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > gradsync.secret)"
 _PREFIX = "GRADSYNC_"
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -74,7 +73,7 @@ def _seconds(name: str, text: str) -> float:
 
 def _backend(name: str, text: str) -> str:
     if text not in BACKENDS:
-        raise InvalidArgument(f"unknown backend {text!r} in {name}: use one of {', '.join(BACKENDS)}")
+        raise InvalidArgument(unknown_backend(text, f" in {name}"))
     return text
 
 
@@ -184,7 +183,7 @@ BACKEND = Variable(
     "GRADSYNC_BACKEND",
     _backend,
     "auto",
-    'Backend that `init_process_group("auto")` takes: auto, shm, nccl, mpi or local.',
+    f'Backend that `init_process_group("auto")` takes: {", ".join(BACKENDS)}.',
 )
 ALLOW_SHARED_GPU = Variable(
     "GRADSYNC_ALLOW_SHARED_GPU", _switch, False, '"1" lets several ranks share a GPU through NCCL; for tests.'
@@ -407,6 +406,23 @@ class RankEnvironment(NamedTuple):
     def __repr__(self) -> str:
         shown = (f"{name}={value!r}" for name, value in self._asdict().items() if name != "secret")
         return f"RankEnvironment({', '.join(shown)})"
+
+
+class WorldSettings(NamedTuple):
+    """The arguments of init_process_group(), completed from the environment.
+
+    Attributes:
+        place: this process's rank and its launcher's variables.
+        address, device, timeout_seconds, collective_timeout_seconds, allow_shared_gpu, debug: see init_process_group.
+    """
+
+    place: RankEnvironment
+    address: str | None
+    device: str | None
+    timeout_seconds: float
+    collective_timeout_seconds: float
+    allow_shared_gpu: bool
+    debug: bool = False
 
 
 def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvironment | None:

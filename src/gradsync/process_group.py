@@ -1,7 +1,7 @@
 """The process group: joins the ranks of the world, makes its communicator, and ends it.
 
 Holds the rendezvous client, the server if this rank hosts it, and the world's communicator (in communicators/world.py).
-backends.py chooses the backend, rendezvous/hosting.py the address of the rendezvous.
+backend_choice.py chooses the backend, rendezvous/hosting.py the address of the rendezvous.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from gradsync.arguments import integer_of, is_number
-from gradsync.backends import WorldSettings, agree_on_another, agree_on_backend, choose_before_meeting, connect
+from gradsync.backend_choice import agree_on_another, agree_on_backend, choose_before_meeting, connect
+from gradsync.backends import BACKENDS, TABLE, unknown_backend
 from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.groups import NonMember
@@ -33,10 +34,10 @@ from gradsync.diagnostics import arm, dump_at_exception, dump_because, write_tra
 from gradsync.environment import (
     ALLOW_SHARED_GPU,
     BACKEND,
-    BACKENDS,
     COLLECTIVE_TIMEOUT_SECONDS,
     DEBUG,
     RankEnvironment,
+    WorldSettings,
     alone,
     alone_without_launcher,
     check_removed_variables,
@@ -298,9 +299,8 @@ def override_backend(name: str) -> Iterator[Communicator | None]:
         BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: connecting failed after the ranks had agreed on
             the backend; then the process group has failed.
     """
-    names = [backend for backend in BACKENDS if backend != "auto"]
-    if name not in names:
-        raise InvalidArgument(f"unknown backend {name!r}: use one of {', '.join(names)}")
+    if name not in TABLE:
+        raise InvalidArgument(f"unknown backend {name!r}: use one of {', '.join(TABLE)}")
     with overriding(name, _world_over(name)) as communicator:
         yield communicator
 
@@ -327,7 +327,7 @@ def _read_settings(
 ) -> tuple[WorldSettings, str]:
     """Returns the checked arguments of init_process_group(), completed from the environment, and the backend."""
     if backend not in BACKENDS:
-        raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
+        raise InvalidArgument(unknown_backend(backend))
     if backend == "auto":
         backend = overriding_backend() or BACKEND.read()
     check_removed_variables()

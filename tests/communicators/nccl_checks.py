@@ -23,7 +23,7 @@ import numpy as np
 import gradsync as gs
 from contract import expect, wait_until
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.nccl.connect import connect_nccl
+from gradsync.communicators.nccl.connect import connect
 from kits import bring_to_rest
 
 SIZE = 5000
@@ -582,7 +582,7 @@ def count_calls_of_a_steady_step(comm: Any) -> dict[str, int]:
         calls.watch(cupy.cuda.MemoryPool, "malloc")
         calls.watch(cupy.ndarray, "get")
         calls.watch(cupy.cuda.runtime, "streamSynchronize", "deviceSynchronize")
-    backend = connect_nccl(client, local_rank=comm.rank, group="counted", allow_shared_gpu=True)
+    backend = connect(client, process_group._settings._replace(allow_shared_gpu=True), "counted")
     with Communicator(backend) as counted:
         calls.watch(counted._backend._nccl, "call")
         callback = gs.AllreduceCallback("mean", counted, threshold_bytes=2 * 4 * SIZE)

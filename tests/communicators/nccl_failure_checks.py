@@ -437,8 +437,8 @@ def forget_without_closing(comm: Any) -> None:
     """A communicator that is collected ends by itself, its threads too; the world's goes on."""
     before = watchers()
     for number in range(3):
-        backend = connect.connect_nccl(
-            client(), local_rank=comm.rank, group=f"forgotten {number}", allow_shared_gpu=True
+        backend = connect.connect(
+            client(), process_group._settings._replace(allow_shared_gpu=True), f"forgotten {number}"
         )
         forgotten = Communicator(backend)
         del backend

@@ -22,14 +22,14 @@ import gradsync as gs
 from gradsync import process_group
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.nccl import nccl_backend as nccl
-from gradsync.communicators.nccl.connect import connect_nccl
+from gradsync.communicators.nccl.connect import connect
 
 nccl._DRAIN_SECONDS = 0.3
 world = gs.init_process_group("nccl", timeout_seconds=30, allow_shared_gpu=True)
 client = process_group._client
 used = world
 if "forget" in sys.argv:
-    used = Communicator(connect_nccl(client, local_rank=world.rank, group="forgotten", allow_shared_gpu=True))
+    used = Communicator(connect(client, process_group._settings, "forgotten"))
 callback = gs.AllreduceCallback("sum", used)
 
 

@@ -24,7 +24,7 @@ def count_resources(comm: Any) -> list[tuple[int, int, int]]:
     counts = []
     client = process_group._client
     for cycle in range(12):
-        with Communicator(shared_memory.connect_shared_memory(client, group=f"cycle {cycle}")) as extra:
+        with Communicator(shared_memory.connect_shared_memory(client, f"cycle {cycle}", 60.0, 60.0)) as extra:
             array = np.full(300_000, float(extra.rank))
             extra.all_reduce(array)
             del array

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from gradsync.backends import BACKENDS
 from gradsync.doctor.checks import CHECKS, Status
 from gradsync.doctor.command import examine
 from gradsync.doctor.facts import Facts, Interface, Package
-from gradsync.environment import BACKENDS
 
 GIGABYTE = 1024**3
 CUPY_FILE = "/site/cupy/__init__.py"

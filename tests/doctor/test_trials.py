@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from gradsync.backends import TABLE
 from gradsync.doctor import command as doctor_command
 from gradsync.doctor.checks import ok, unusable
 from gradsync.doctor.command import Report, Trial, try_backend, why_not
@@ -98,7 +99,7 @@ def test_backends_are_tried_at_the_same_time(monkeypatch, capsys):
         meeting.wait(30)
         return Trial(backend, True, 2, "works")
 
-    monkeypatch.setattr(doctor_command, "BACKENDS", ("shm", "mpi"))
+    monkeypatch.setattr(doctor_command, "TABLE", {name: TABLE[name] for name in ("shm", "mpi")})
     monkeypatch.setattr(doctor_command, "look_around", lambda _: Facts())
     monkeypatch.setattr(doctor_command, "try_backend", wait_for_the_other)
     doctor_command.doctor(backend=None, as_json=True, deadline_seconds=1.0, tries=True, verbose=False)
@@ -116,7 +117,7 @@ def test_ctrl_c_does_not_wait_for_a_trial_that_hangs(monkeypatch, tmp_path):
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor_command, "BACKENDS", ("local", "shm"))
+    monkeypatch.setattr(doctor_command, "TABLE", {name: TABLE[name] for name in ("local", "shm")})
     monkeypatch.setattr(doctor_command, "look_around", lambda _: Facts())
     monkeypatch.setattr(doctor_command, "try_backend", interrupt_the_other)
     began = time.monotonic()

@@ -128,9 +128,9 @@ def address_and_secrets():
 
 def backend(gpus=0):
     """Gives the backend of a process group, on a machine that seems to have so many GPUs."""
-    from gradsync import backends
+    from gradsync import backend_choice
 
-    backends.count_gpus = lambda: gpus
+    backend_choice.count_gpus = lambda: gpus
     with gs.init_process_group() as communicator:
         communicator.barrier()  # the stand-in's ranks end together
         return communicator.backend

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from gradsync.backends import BACKENDS
 from gradsync.errors import InvalidArgument
 
 #: Options of the first edition, and what to do instead.
@@ -78,7 +79,7 @@ is not measured on GPUs.
 )
 @click.option(
     "--backend",
-    type=click.Choice(("auto", "shm", "mpi", "nccl", "local")),
+    type=click.Choice(BACKENDS),
     default="auto",
     show_default=True,
     help="How data moves; mpi is started by mpiexec.",
@@ -138,7 +139,7 @@ The exit code is 1 where elements are wrong.
 )
 @click.option(
     "--backend",
-    type=click.Choice(("auto", "shm", "mpi", "nccl", "local")),
+    type=click.Choice(BACKENDS),
     default="auto",
     show_default=True,
     help="How data moves; mpi is started by mpiexec.",

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import gradsync as gs
+from gradsync.backends import TABLE
 from gradsync.communicators.communicator import Communicator
 from gradsync.environment import launched_world_size, without_launcher
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RankFailed
@@ -54,14 +55,16 @@ def count_ranks(nprocs: int | None, backend: str) -> int:
     """
     if (launched := _launched_ranks(nprocs)) is not None:
         return launched
-    on_gpus = backend == "nccl" or (backend == "auto" and count_gpus() > 1)
-    ranks = nprocs or (1 if backend == "local" else count_gpus() if on_gpus else _RANKS_WITHOUT_GPU)
-    if backend == "nccl" and count_gpus() == 0:
-        raise BackendUnavailable("backend 'nccl' cannot run here: no GPU is visible; use 'shm' on one host")
-    if backend == "mpi" and find_mpiexec() is None:
-        raise BackendUnavailable("backend 'mpi' needs mpiexec on the PATH: pip install mpi4py mpich")
-    if backend == "local" and ranks != 1:
-        raise InvalidArgument(f"backend 'local' is for one rank, got -n {ranks}")
+    row = TABLE.get(backend)  # None for "auto"
+    if row is None:
+        return nprocs or (count_gpus() if count_gpus() > 1 else _RANKS_WITHOUT_GPU)
+    ranks = nprocs or (1 if row.single_rank else count_gpus() if row.on_gpus else _RANKS_WITHOUT_GPU)
+    if row.on_gpus and count_gpus() == 0:
+        raise BackendUnavailable(f"backend {backend!r} cannot run here: no GPU is visible; use 'shm' on one host")
+    if row.under_mpiexec and find_mpiexec() is None:
+        raise BackendUnavailable(f"backend {backend!r} needs mpiexec on the PATH: pip install mpi4py mpich")
+    if row.single_rank and ranks != 1:
+        raise InvalidArgument(f"backend {backend!r} is for one rank, got -n {ranks}")
     return ranks
 
 
@@ -90,7 +93,7 @@ def run_as_ranks(
     # The variables of a launcher that this shell has inherited would give the new ranks wrong places.
     for name in set(os.environ) - set(without_launcher()):
         del os.environ[name]
-    if backend == "mpi":
+    if backend in TABLE and TABLE[backend].under_mpiexec:
         _run_under_mpiexec(ranks)
         return None
     try:

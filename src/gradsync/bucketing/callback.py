@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from gradsync.arguments import refuse_words
+from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.bucketing.agreements import CallbackIdentity
 from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.compression import WireFormat
@@ -26,7 +27,6 @@ from gradsync.communicators import world
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import culprit_of
 from gradsync.communicators.world import group_or_world
-from gradsync.environment import BACKENDS
 from gradsync.errors import GradientCancelled, InvalidArgument, describe
 from gradsync.futures import GradientFuture
 from gradsync.reduction import parse_reduce_method
@@ -110,7 +110,7 @@ class AllreduceCallback:
         self,
         reduce_method: Literal["mean", "sum"] | str = "mean",
         group: Communicator | None = None,
-        backend: Literal["auto", "nccl", "shm", "mpi", "local"] | None = None,
+        backend: str | None = None,
         *,
         name: str | None = None,
         threshold_bytes: int | str | None = None,
@@ -132,7 +132,7 @@ class AllreduceCallback:
             refuse_words("AllreduceCallback", removed, signature(AllreduceCallback).parameters, _REMOVED, _FOREIGN)
         self.op = parse_reduce_method(reduce_method)
         if backend is not None and backend not in BACKENDS:
-            raise InvalidArgument(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
+            raise InvalidArgument(unknown_backend(backend))
         if group is not None:
             group_or_world(group, "AllreduceCallback")
         self._backend = backend

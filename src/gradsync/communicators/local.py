@@ -10,12 +10,30 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_copy import pack_words, split_words, word_dtype
+from gradsync.environment import RankEnvironment, WorldSettings
+from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, ReduceOp
 
 
 def local_communicator(*, collective_timeout_seconds: float = 300.0, force_packing: bool = False) -> Communicator:
     """Returns a communicator of one rank; arguments as for LocalBackend."""
     return Communicator(LocalBackend(collective_timeout_seconds, force_packing=force_packing))
+
+
+def check(place: RankEnvironment) -> None:
+    """See BackendModule; raises InvalidArgument for several ranks."""
+    if place.world_size != 1:
+        raise InvalidArgument(f"backend 'local' needs a world_size of 1, got {place.world_size}")
+
+
+def offer(_settings: WorldSettings) -> str:
+    """See BackendModule."""
+    return ""
+
+
+def connect(_client: None, settings: WorldSettings, _group: str) -> LocalBackend:
+    """See BackendModule."""
+    return LocalBackend(settings.collective_timeout_seconds)
 
 
 class LocalBackend(Backend):

@@ -59,7 +59,7 @@ def overriding_backend() -> str | None:
 
 @contextmanager
 def overriding(backend: str, communicator: Communicator | None) -> Iterator[Communicator | None]:
-    """Replaces the world's communicator within a block. For backends.py."""
+    """Replaces the world's communicator within a block. For process_group.py."""
     override = _Override(backend, communicator)
     _overrides.append(override)
     _update()

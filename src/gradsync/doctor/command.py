@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradsync.backends import TABLE
 from gradsync.bench.report import print_table
 from gradsync.doctor.checks import CHECKS, Check, Finding, Status, warning
 from gradsync.doctor.facts import Facts, look_around
@@ -25,7 +26,6 @@ from gradsync.doctor.probes import call, kill_called
 from gradsync.environment import BACKEND
 from gradsync.machine import count_gpus
 
-BACKENDS = ("local", "shm", "mpi", "nccl")
 _OPTIONS = ("-b", "16M", "-e", "16M", "--iters", "1", "-w", "0", "--blocks", "1")
 
 
@@ -54,7 +54,7 @@ def try_backend(backend: str, here: Facts, findings: Sequence[Finding], deadline
     """Runs an all-reduce over a backend, unless the findings say that it cannot work.
 
     Args:
-        backend: one of BACKENDS.
+        backend: the name of a backend of the table.
         here: the facts.
         findings: of the checks.
         deadline_seconds: for the whole trial, whose processes are killed then.
@@ -71,20 +71,20 @@ def try_backend(backend: str, here: Facts, findings: Sequence[Finding], deadline
 
 def why_not(backend: str, here: Facts, findings: Sequence[Finding]) -> str | None:
     """Returns why a backend is not tried; None where it is."""
-    if backend == "nccl" and not here.has_gpu:
+    row = TABLE[backend]
+    if row.on_gpus and not here.has_gpu:
         return "no NVIDIA GPU is here"
-    wanted = {"nccl": ("GPUs", "CuPy", "NCCL"), "mpi": ("MPI",), "shm": ("Python",)}.get(backend, ())
     for finding in findings:
-        if finding.what in wanted and finding.status is Status.UNUSABLE:
+        if finding.what in row.doctor_lines and finding.status is Status.UNUSABLE:
             return f"see {finding.what}"
     return None
 
 
 def _ranks(backend: str, here: Facts) -> int:
-    """Returns two; one for local, and for NCCL with a single GPU."""
-    if backend == "nccl":
+    """Returns two; one for "local", and for a backend on GPUs with a single GPU."""
+    if TABLE[backend].on_gpus:
         return min(2, max(count_gpus(here.environ), 1))
-    return 1 if backend == "local" else 2
+    return 1 if TABLE[backend].single_rank else 2
 
 
 def _run(backend: str, ranks: int, output: str, deadline_seconds: float) -> Trial:
@@ -103,7 +103,7 @@ def _run(backend: str, ranks: int, output: str, deadline_seconds: float) -> Tria
     if wrong := sum(form["wrong"] or 0 for form in row["forms"].values()):
         return Trial(backend, False, ranks, f"{wrong:,} elements of the result are wrong", "please report this")
     if ranks == 1:
-        alone = "" if backend == "local" else "; there is one GPU, and each rank needs its own"
+        alone = "" if TABLE[backend].single_rank else "; there is one GPU, and each rank needs its own"
         return Trial(backend, True, ranks, f"works with one rank{alone}")
     return Trial(backend, True, ranks, f"works: {ranks} ranks have summed 16 MB")
 
@@ -147,7 +147,9 @@ class Report:
             return False
         if not self.trials:  # --no-try
             return True
-        return self.asked_for in self.working if self.asked_for else bool(set(self.working) - {"local"})
+        if self.asked_for:
+            return self.asked_for in self.working
+        return any(not TABLE[name].single_rank for name in self.working)
 
     def verdict(self) -> str:
         """Returns the last line."""
@@ -244,7 +246,7 @@ def doctor(*, backend: str | None, as_json: bool, deadline_seconds: float, tries
     here = look_around(_PROBE_SECONDS)
     findings = examine(here)
     asked_for = backend or _asked_for_in(here.environ.get(BACKEND, ""))
-    backends = (backend,) if backend else BACKENDS
+    backends = (backend,) if backend else tuple(TABLE)
     trials: list[Trial] = []
     if tries:
         with ThreadPoolExecutor(len(backends)) as pool:  # most of a trial is the start of its processes
@@ -263,4 +265,4 @@ def doctor(*, backend: str | None, as_json: bool, deadline_seconds: float, tries
 
 def _asked_for_in(value: str) -> str | None:
     """Returns the backend that GRADSYNC_BACKEND names, if it names one."""
-    return value if value in BACKENDS else None
+    return value if value in TABLE else None

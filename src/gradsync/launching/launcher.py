@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 from gradsync.arguments import check_integer, check_port, integer_of, parse_address, port_beside
-from gradsync.environment import BACKENDS
+from gradsync.backends import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.machine import default_process_count
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradsync.arguments import check_integer, check_port, integer_of
-from gradsync.environment import BACKENDS
+from gradsync.backends import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.launching.function_call import (
     check_cuda_untouched,

@@ -27,7 +27,8 @@ from gradsync.communicators.mpi.mpi_reduction import MpiReduction
 from gradsync.communicators.mpi.waiting import MpiRequests, pieces
 from gradsync.communicators.pieces import cuts, pieces_between
 from gradsync.diagnostics import tracing
-from gradsync.errors import CollectiveTimeout, GradsyncError
+from gradsync.environment import RankEnvironment, WorldSettings
+from gradsync.errors import BackendUnavailable, CollectiveTimeout, GradsyncError
 from gradsync.futures import Completion
 from gradsync.machine import run_with_timeout
 from gradsync.reduction import Array, ReduceOp
@@ -47,22 +48,24 @@ _SHOWN_LINES = 20
 _TAG_OF_SENDER, _TAG_OF_RECEIVER = 2, 4
 
 
-def connect_mpi(
-    client: RendezvousClient,
-    *,
-    group: str = "world",
-    timeout_seconds: float = 120.0,
-    collective_timeout_seconds: float = 300.0,
-) -> MpiBackend:
-    """Builds the backend of all ranks of a rendezvous. Every rank must call it with the same group.
+def check(place: RankEnvironment) -> None:
+    """See BackendModule. Initialises MPI; raises BackendUnavailable if MPI cannot join the ranks of the run."""
+    if place.source == "gradsync":  # our launcher removes mpiexec's variables for its ranks
+        raise BackendUnavailable(
+            "backend 'mpi' needs ranks that mpiexec or srun has started, but gradsync has started these. Start the "
+            f"script with `mpiexec -n {place.world_size} python script.py`"
+        )
+    check_place(load_mpi(), place.rank, place.world_size)
 
-    The caller must report a failure to the other ranks, which would otherwise wait for this one.
 
-    Args:
-        client: this rank's client.
-        group: a name not used before in this generation.
-        timeout_seconds: the deadline for connecting.
-        collective_timeout_seconds: how long a collective waits for a rank.
+def offer(settings: WorldSettings) -> str:
+    """See BackendModule; raises as check."""
+    check(settings.place)
+    return ""
+
+
+def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> MpiBackend:
+    """See BackendModule. The caller must report a failure to the other ranks, which would otherwise wait for this one.
 
     Raises:
         BackendUnavailable: no mpi4py, or these are not the ranks that mpiexec or srun has started.
@@ -71,8 +74,8 @@ def connect_mpi(
     """
     mpi = load_mpi()
     check_place(mpi, client.rank, client.world_size)
-    comm = _create_comm(mpi, client, group, timeout_seconds)
-    return MpiBackend(mpi, comm, client, group, collective_timeout_seconds)
+    comm = _create_comm(mpi, client, group, settings.timeout_seconds)
+    return MpiBackend(mpi, comm, client, group, settings.collective_timeout_seconds)
 
 
 def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds: float) -> Any:

@@ -9,6 +9,7 @@ import time
 
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.nccl.library import Nccl
+from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable, InvalidArgument
 from gradsync.machine import boot_id
 from gradsync.rendezvous.client import RendezvousClient
@@ -83,50 +84,57 @@ def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shar
     )
 
 
-def connect_nccl(
-    client: RendezvousClient,
-    *,
-    local_rank: int,
-    device: str | None = None,
-    group: str = "world",
-    timeout_seconds: float = 120.0,
-    collective_timeout_seconds: float = 300.0,
-    allow_shared_gpu: bool = False,
-    force_packing: bool = False,
-) -> Backend:
-    """Builds the backend of all ranks of a rendezvous. Every rank must call it with the same group.
+def check(_place: RankEnvironment) -> None:
+    """See BackendModule; raises BackendUnavailable without CuPy, NCCL or a GPU."""
+    try:
+        Nccl()
+        if count_devices() == 0:
+            raise BackendUnavailable("no GPU is visible")
+    except BackendUnavailable as error:
+        raise BackendUnavailable(f"backend 'nccl' cannot run here: {error}; use 'shm' on one host") from None
 
-    The caller must report a failure to the other ranks, which would otherwise wait for this one.
+
+def offer(settings: WorldSettings) -> str:
+    """See BackendModule; raises BackendUnavailable without CuPy or NCCL, or without a GPU for this rank."""
+    library = Nccl()
+    return device_identity(_device_for(settings), library.version)
+
+
+def connect(client: RendezvousClient, settings: WorldSettings, group: str, *, force_packing: bool = False) -> Backend:
+    """See BackendModule. The caller must report a failure to the other ranks, which would otherwise wait for this one.
 
     Args:
         client: this rank's connection to the rendezvous server.
-        local_rank: this rank's number on its host.
-        device: "cuda:N", or None for the device with the number `local_rank`.
+        settings: the world's settings; `timeout_seconds` is for all steps, including ncclCommInitRank.
         group: a name not used before in this generation.
-        timeout_seconds: the time limit for all steps, including ncclCommInitRank.
-        collective_timeout_seconds: how long a collective waits for a rank.
-        allow_shared_gpu: whether ranks may share a GPU: for tests.
         force_packing: see Backend.
 
     Raises:
         BackendUnavailable: no CuPy, NCCL or GPU, or ranks share a GPU without allow_shared_gpu.
         NcclError: NCCL failed.
-        RendezvousTimeout, RankFailed: a rank did not arrive, or died.
+        RendezvousTimeout, RankFailed: a rank did not call it, or died.
     """
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + settings.timeout_seconds
     nccl = Nccl()  # raises without CuPy, which the imports below need
-    device_id = choose_device(device, local_rank, count_devices(), allow_shared_gpu=allow_shared_gpu)
-    if allow_shared_gpu:
+    device_id = _device_for(settings)
+    if settings.allow_shared_gpu:
         _let_ranks_share(nccl.version, client.rank)
     import cupy
 
     cupy.cuda.Device(device_id).use()  # as torch.cuda.set_device does: the script's arrays go there
     identity = device_identity(device_id, nccl.version)
-    _check_devices(client, identity, group, deadline, allow_shared_gpu=allow_shared_gpu)
+    _check_devices(client, identity, group, deadline, allow_shared_gpu=settings.allow_shared_gpu)
     from gradsync.communicators.nccl.nccl_backend import NcclBackend
 
     joined = nccl.join(client, device_id, group, deadline)
-    return NcclBackend.take_over(joined, client, group, collective_timeout_seconds, force_packing=force_packing)
+    seconds = settings.collective_timeout_seconds
+    return NcclBackend.take_over(joined, client, group, seconds, force_packing=force_packing)
+
+
+def _device_for(settings: WorldSettings) -> int:
+    """Returns CUDA's number of the device for this rank; raises as choose_device."""
+    wanted, rank = None if settings.device == "cpu" else settings.device, settings.place.local_rank
+    return choose_device(wanted, rank, count_devices(), allow_shared_gpu=settings.allow_shared_gpu)
 
 
 def _check_devices(

@@ -33,6 +33,7 @@ from gradsync.communicators.shared_memory.segment import (
     populate,
     take_segment,
 )
+from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable
 from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp
@@ -221,7 +222,7 @@ class ShmBackend(Backend):
 
     def connect_group(self, members: tuple[int, ...], name: str) -> ShmBackend:
         client, seconds = self.client.group(members, name), self.timeout_seconds
-        return connect_shared_memory(client, group=name, timeout_seconds=seconds, collective_timeout_seconds=seconds)
+        return connect_shared_memory(client, name, seconds, seconds)
 
     def look_for_ended(self, missing: list[int]) -> None:
         with contextlib.suppress(ValueError):  # another thread has released the memory; the next check finds the end
@@ -272,21 +273,31 @@ def create_shared_memory(world_size: int) -> int:
     return create_segment(segment_bytes(world_size))
 
 
-def check_memory(world_size: int) -> None:
-    """Checks that there is memory for a communicator, by allocating and freeing it.
+def check(_place: RankEnvironment) -> None:
+    """See BackendModule; raises BackendUnavailable outside Linux on x86-64."""
+    check_platform()
 
-    Raises:
-        BackendUnavailable: there is not enough memory, or the kernel has no memfd.
-    """
-    os.close(create_shared_memory(world_size))
+
+def offer(settings: WorldSettings) -> str:
+    """See BackendModule; raises BackendUnavailable without enough memory, or where ranks are on several hosts."""
+    place = settings.place
+    check(place)
+    if place.local_world_size != place.world_size:
+        raise BackendUnavailable(
+            f"it needs all ranks on one host; {place.local_world_size} of {place.world_size} ranks are on this one"
+        )
+    if place.rank == 0:  # rank 0 makes the memory for all
+        os.close(create_shared_memory(place.world_size))
+    return ""
+
+
+def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> ShmBackend:
+    """See BackendModule; raises as connect_shared_memory."""
+    return connect_shared_memory(client, group, settings.timeout_seconds, settings.collective_timeout_seconds)
 
 
 def connect_shared_memory(
-    client: RendezvousClient,
-    *,
-    group: str = "world",
-    timeout_seconds: float = 120.0,
-    collective_timeout_seconds: float = 300.0,
+    client: RendezvousClient, group: str, timeout_seconds: float, collective_timeout_seconds: float
 ) -> ShmBackend:
     """Builds the backend of all ranks of a rendezvous. Every rank must call it with the same group.
 

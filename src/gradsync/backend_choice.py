@@ -1,0 +1,265 @@
+"""Chooses the backend of the ranks, and makes the communicator over it; the backends are in the table of backends.py.
+
+A named backend is checked before the ranks join. "auto" is decided by rank 0 after they have joined, because one rank
+cannot know whether every other rank has a GPU of its own. An error of one rank is raised on all ranks; the
+other ranks would otherwise wait for that rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from gradsync.backends import TABLE
+from gradsync.communicators.backend import Backend
+from gradsync.communicators.communicator import Communicator
+from gradsync.environment import BACKEND, DEBUG, RankEnvironment, WorldSettings
+from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
+from gradsync.launchers import SOURCES_WITH_MPI
+from gradsync.machine import count_gpus
+
+if TYPE_CHECKING:
+    from gradsync.rendezvous.client import RendezvousClient
+
+_YES, _NO = "+", "-"  # an offer begins with "+" and then has the GPU's identity, or with "-" and the reason against
+_MAX_OFFER_BYTES = 4096
+_MPIEXEC = "mpiexec -n 8 -hosts a,b python train.py"
+_DEVICE = r"cpu|cuda(:\d+)?"
+_ERRORS: dict[str, type[GradsyncError]] = {error.__name__: error for error in (InvalidArgument, BackendUnavailable)}
+
+_log = logging.getLogger("gradsync")
+
+
+class BackendModule(Protocol):
+    """The functions that the module of a backend has."""
+
+    def check(self, place: RankEnvironment, /) -> None:
+        """Checks, before the ranks join, that this process can use the backend.
+
+        Raises:
+            BackendUnavailable, InvalidArgument: it cannot; the text has the reason and what to do.
+        """
+
+    def offer(self, settings: WorldSettings, /) -> str:
+        """Checks, when the ranks have joined, all that this rank can check without the others.
+
+        Returns:
+            The identity of the GPU that this rank will use, which no other rank may use; "" for a backend without GPUs.
+
+        Raises:
+            BackendUnavailable: this rank cannot use the backend; the text has the reason.
+        """
+
+    def connect(self, client: Any, settings: WorldSettings, group: str, /) -> Backend:
+        """Makes the backend of the ranks of a RendezvousClient. Every rank of the client calls it with the same group.
+
+        Args:
+            client: the ranks' client; None for a world of one rank.
+            settings: the world's settings.
+            group: the name of the communicator, which must be new.
+        """
+
+
+def load(backend: str) -> BackendModule:
+    """Imports the module of a backend of the table."""
+    return cast("BackendModule", importlib.import_module(TABLE[backend].module))
+
+
+# -- Before the ranks meet --------------------------------------------------------------------------------------------
+
+
+def choose_before_meeting(wanted: str, settings: WorldSettings) -> str:
+    """Returns the named backend, checked, or the backend for a single rank; else "auto".
+
+    Args:
+        wanted: one of BACKENDS; "auto" with a CUDA device means "nccl".
+        settings: the world's settings.
+
+    Raises:
+        InvalidArgument: the backend does not run on the device, or is "local" for several ranks.
+        BackendUnavailable: the backend cannot run here; the text has the reason.
+    """
+    place, device = settings.place, settings.device
+    if device is not None and not (isinstance(device, str) and re.fullmatch(_DEVICE, device)):
+        raise InvalidArgument(f"device needs to be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
+    if wanted == "auto" and device is not None and device != "cpu":
+        wanted = "nccl"
+    if wanted != "auto":
+        if not TABLE[wanted].on_gpus and device not in (None, "cpu"):
+            raise InvalidArgument(f"backend {wanted!r} needs device 'cpu', got {device!r}")
+        load(wanted).check(place)
+    elif place.world_size == 1:
+        wanted, reason = suitable_backend([_offer_of_gpu(settings)], settings)
+        _log_choice(place, wanted, reason)
+    elif place.local_world_size != place.world_size and count_gpus() == 0:
+        _check_mpi_instead(place, "no GPU is visible")
+    return wanted
+
+
+def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[str, str]:
+    """Returns the best backend for ranks with these offers of GPUs, and the reason.
+
+    Raises:
+        BackendUnavailable: no backend can join these ranks; the text has the reason.
+    """
+    place = settings.place
+    no_gpus = _why_not(offers, settings)
+    if not no_gpus:
+        return "nccl", "each rank has a GPU"
+    if place.world_size == 1:
+        return "local", f"one rank; {no_gpus}"
+    if place.local_world_size != place.world_size:
+        _check_mpi_instead(place, no_gpus)
+        return "mpi", f"{place.source} has started ranks on several hosts; {no_gpus}"
+    load("shm").check(place)
+    return "shm", f"all ranks are on this host; {no_gpus}"
+
+
+def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
+    """Checks that MPI can join ranks on several hosts without a GPU for each; the error has advice."""
+    instead = f"start them with mpiexec or srun, as in {_MPIEXEC}; if all are on one machine, set {BACKEND}=shm"
+    if place.source in SOURCES_WITH_MPI:
+        try:
+            load("mpi").check(place)
+            return
+        except BackendUnavailable as error:
+            instead = str(error)
+    raise BackendUnavailable(
+        f"no backend for {place.world_size} ranks with {place.local_world_size} on this host: NCCL needs a GPU for "
+        f"each rank ({no_gpus}); on the CPU, ranks of several hosts communicate over MPI: {instead}"
+    )
+
+
+# -- After the ranks have joined --------------------------------------------------------------------------------------
+
+
+def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSettings) -> str:
+    """Returns the backend for all ranks of the world. Every rank must call it, once in a generation.
+
+    Raises:
+        InvalidArgument: the ranks ask for different backends, or only some ask for the debug mode; raised on all ranks.
+        BackendUnavailable: no backend can join the ranks; raised on all ranks.
+        RendezvousTimeout, RankFailed: a rank did not call it, or died.
+    """
+
+    def decide(offers: Sequence[str]) -> str:
+        for rank, (its_wanted, debug, _) in enumerate(offer.split("\n", 2) for offer in offers):
+            if debug != str(settings.debug):
+                raise InvalidArgument(
+                    f"rank 0 has debug={settings.debug}, rank {rank} has debug={debug}: all ranks need the same, by "
+                    f"init_process_group or {DEBUG}"
+                )
+            if its_wanted != wanted:
+                raise InvalidArgument(
+                    f"rank {rank} asks for backend {its_wanted!r}, rank 0 for {wanted!r}: all ranks need the same, by "
+                    f"init_process_group or {BACKEND}"
+                )
+        if wanted != "auto":
+            return f"{wanted}\nasked for"
+        return "\n".join(suitable_backend([offer.split("\n", 2)[2] for offer in offers], settings))
+
+    mine = _offer_of_gpu(settings) if wanted == "auto" else _YES
+    decision = _decide_together(client, f"{wanted}\n{settings.debug}\n{mine}", decide, settings)
+    chosen, _, reason = decision.partition("\n")
+    _log_choice(settings.place, chosen, reason)
+    return chosen
+
+
+def agree_on_another(client: RendezvousClient, backend: str, settings: WorldSettings) -> None:
+    """Checks that another backend can join the ranks of a client. Every rank must call it, once for each client.
+
+    Args:
+        client: the ranks' client, used for nothing else.
+        backend: a backend of the table for several ranks.
+        settings: the world's settings.
+
+    Raises:
+        BackendUnavailable: a rank cannot use the backend; raised on all ranks.
+        RendezvousTimeout, RankFailed: a rank did not call it, or died.
+    """
+
+    def decide(offers: Sequence[str]) -> str:
+        if reason := _why_not(offers, settings):
+            raise BackendUnavailable(f"backend {backend!r} cannot join these ranks: {reason}")
+        return ""
+
+    _decide_together(client, _offer(backend, settings), decide, settings)
+
+
+def _decide_together(
+    client: RendezvousClient, offer: str, decide: Callable[[Sequence[str]], str], settings: WorldSettings
+) -> str:
+    """Lets rank 0 decide from the offers of all ranks; returns its decision, or raises its error, on every rank."""
+    from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES  # imported here: a single rank does not need it
+
+    room_bytes = min(_MAX_OFFER_BYTES, MAX_EXCHANGED_BYTES // client.world_size)
+    offers = client.exchange("backend/offers", offer.encode()[:room_bytes], timeout_seconds=settings.timeout_seconds)
+    if client.rank == 0:
+        try:
+            decision = f"\n{decide([offer.decode(errors='replace') for offer in offers])}"
+        except (InvalidArgument, BackendUnavailable) as error:
+            decision = f"{type(error).__name__}\n{error}"
+        client.set("backend", decision.encode())
+    else:
+        decision = client.get("backend", from_rank=0, timeout_seconds=settings.timeout_seconds).decode()
+    refused, _, text = decision.partition("\n")
+    if refused:
+        raise _ERRORS[refused](f"{client.label}: {text}")
+    return text
+
+
+def _offer(backend: str, settings: WorldSettings) -> str:
+    """Returns whether this rank can use a backend: _YES and the identity of its GPU, or _NO and the reason."""
+    try:
+        return f"{_YES}{load(backend).offer(settings)}"
+    except GradsyncError as error:
+        return f"{_NO}{error}"
+
+
+def _offer_of_gpu(settings: WorldSettings) -> str:
+    """As _offer("nccl"), but loads CuPy, which takes long, only if this rank may have a GPU."""
+    if settings.device == "cpu":
+        return f"{_NO}device='cpu' was asked for"
+    if count_gpus() == 0:
+        return f"{_NO}no GPU is visible"
+    return _offer("nccl", settings)
+
+
+def _why_not(offers: Sequence[str], settings: WorldSettings) -> str:
+    """Returns the reason why a backend cannot join ranks with these offers; "" if it can."""
+    for rank, offer in enumerate(offers):
+        if not offer.startswith(_YES):
+            reason = offer.removeprefix(_NO)
+            return reason if len(set(offers)) == 1 else f"rank {rank}: {reason}"
+    gpus = [offer for offer in offers if offer != _YES]
+    if len(set(gpus)) < len(gpus) and not settings.allow_shared_gpu:
+        return f"{len(gpus)} ranks for {len(set(gpus))} visible GPUs"
+    return ""
+
+
+def connect(backend: str, client: RendezvousClient | None, settings: WorldSettings, group: str) -> Communicator:
+    """Makes the communicator of a client's ranks over a backend.
+
+    Args:
+        backend: a backend that can join the ranks.
+        client: the ranks' client; None for "local".
+        settings: the world's settings.
+        group: the communicator's name, which must be new.
+
+    Raises:
+        BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: the ranks could not connect.
+    """
+    communicator = Communicator(load(backend).connect(client, settings, group))
+    if settings.debug:
+        communicator._use_debug_mode()
+    return communicator
+
+
+def _log_choice(place: RankEnvironment, chosen: str, reason: str) -> None:
+    # An unused GPU is worth a warning; any other choice is logged at level INFO.
+    unused_gpu = chosen != "nccl" and reason != "asked for" and place.rank == 0 and count_gpus() > 0
+    level = logging.WARNING if unused_gpu else logging.INFO
+    _log.log(level, "rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)
