@@ -315,3 +315,15 @@ def test_a_signal_of_the_programs_own_reaches_its_wake_up_descriptor():
         signal.signal(signal.SIGUSR1, handler)
         os.close(reader)
         os.close(writer)
+
+
+def test_a_thread_may_put_a_signal_after_the_inbox_has_been_left():
+    with SignalInbox() as inbox:
+        pass
+    reader, writer = os.pipe()  # with the descriptors that the inbox had
+    try:
+        inbox.put(signal.SIGINT)
+        assert select.select([reader], [], [], 0) == ([], [], [])
+    finally:
+        os.close(reader)
+        os.close(writer)

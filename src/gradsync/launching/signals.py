@@ -46,6 +46,8 @@ class SignalInbox:
 
     def __init__(self, *, installs_handlers: bool = True) -> None:
         self._installs_handlers = installs_handlers
+        self._writing = threading.Lock()  # `put` in another thread must not write to a descriptor that is closed here
+        self._writer = -1
         self._previous: dict[signal.Signals, Callable[..., Any] | int] = {}
         self._previous_wakeup: int | None = None
 
@@ -86,16 +88,19 @@ class SignalInbox:
         finally:
             _entered.remove(self)
             unread = [number for number in self.read() if number in self._previous]
-            for descriptor in (self.descriptor, self._writer):
+            with self._writing:
+                writer, self._writer = self._writer, -1
+            for descriptor in (self.descriptor, writer):
                 own_descriptors.discard(descriptor)
                 os.close(descriptor)
             for number in unread:
                 signal.raise_signal(number)
 
     def put(self, number: int) -> None:
-        """Adds a signal as if it had arrived; safe in any thread."""
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._writer, bytes([number]))
+        """Adds a signal as if it had arrived. Any thread may call it; it does nothing once the inbox has been left."""
+        with self._writing, contextlib.suppress(BlockingIOError):
+            if self._writer >= 0:
+                os.write(self._writer, bytes([number]))
 
     def read(self) -> list[int]:
         """Returns the signals that arrived since the last call, without waiting."""

@@ -215,11 +215,9 @@ class MultiprocessContext:
     """
 
     def __init__(self, job: Job, *, joins: bool, daemon: bool) -> None:
-        self._lock = threading.Lock()
         self._end = Latch()
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
-        self._takes_signals = True
         self._pid = os.getpid()
         self.processes: list[SpawnedProcess] = []
         try:
@@ -240,7 +238,6 @@ class MultiprocessContext:
             self._supervisor = stack.enter_context(Supervisor(job, self._signals, on_news=self._take_news))
             self._supervisor.start()
             self.processes = [SpawnedProcess(rank, daemon=daemon) for rank in self._supervisor.ranks]
-            stack.callback(self._refuse_signals)
             self._resources = stack.pop_all()
         if not joins:
             # Not a daemon by default: as with multiprocessing, a program waits for its processes at its end.
@@ -321,20 +318,10 @@ class MultiprocessContext:
         if self.processes:  # it is empty if a start failed
             self.processes[rank.local_rank].take_news()
 
-    def _refuse_signals(self) -> None:
-        """Keeps other threads from the inbox, which is about to close."""
-        with self._lock:
-            self._takes_signals = False
-
-    def _put_interrupt(self) -> None:
-        with self._lock:
-            if self._takes_signals:
-                self._signals.put(signal.SIGINT)
-
     def _interrupt(self) -> None:
         """Ends the ranks as a Ctrl-C would, and waits for their end."""
         while not self._end.is_set:
-            self._put_interrupt()
+            self._signals.put(signal.SIGINT)
             with contextlib.suppress(KeyboardInterrupt):  # the signal goes into the inbox too, and kills the ranks
                 self._end.wait()
 
@@ -372,7 +359,7 @@ def _end_if_interrupted() -> None:
     if getattr(sys, "last_type", None) is KeyboardInterrupt:
         for context in list(_watched):
             if context._pid == os.getpid():  # not in a process that this one has forked since
-                context._put_interrupt()
+                context._signals.put(signal.SIGINT)
 
 
 def _headline(root: RankOutcome) -> str:
