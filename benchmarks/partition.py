@@ -70,7 +70,7 @@ def reports(run: Nodes, sides: list[int], began: float) -> dict[int, float]:
             for key, _ in ready:
                 text = os.read(key.fd, 65536).decode()
                 told[key.data] += text
-                if re.search(rf"^gradsync: node {1 - key.data} \(.* is gone since", told[key.data], re.MULTILINE):
+                if re.search(rf"^gradsync: node {1 - key.data} \(.* was lost at", told[key.data], re.MULTILINE):
                     found[key.data] = time.monotonic() - began
                 if not text or key.data in found:
                     selector.unregister(key.fileobj)

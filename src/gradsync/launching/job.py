@@ -53,34 +53,6 @@ class Target:
 
 
 @dataclass(frozen=True)
-class NodePlace:
-    """The place of this machine among the machines of a run, each of which has a launcher of its own.
-
-    Attributes:
-        node_rank: this machine's number.
-        nnodes: the number of machines.
-        run_name: the name of the run, the same on all machines.
-    """
-
-    node_rank: int
-    nnodes: int
-    run_name: str
-
-
-@dataclass(frozen=True)
-class Network:
-    """The network interface by which this machine reaches the others.
-
-    Attributes:
-        interface: the interface's name.
-        is_ipv6: whether the address on it is IPv6.
-    """
-
-    interface: str
-    is_ipv6: bool
-
-
-@dataclass(frozen=True)
 class Job:
     """The request of a launch.
 
@@ -103,8 +75,8 @@ class Job:
         state_dir: folder where ranks keep their state across restarts; GRADSYNC_STATE_DIR in the ranks.
         removed_variables: names of variables of this process that ranks do not inherit.
         variables: further environment variables of the ranks.
-        node: this machine's place in a run on several machines.
-        network: the network to the other machines; None if there are none, or the network is not known.
+        own_address: this machine's address on the way to the other machines; None if there are none, or the address
+            is not known.
 
     Raises:
         InvalidArgument: a number is out of its range, or the start method is unknown.
@@ -129,8 +101,7 @@ class Job:
     state_dir: str | None = None
     removed_variables: frozenset[str] = frozenset()
     variables: Mapping[str, str] = field(default_factory=dict)
-    node: NodePlace | None = None
-    network: Network | None = None
+    own_address: str | None = None
 
     def __post_init__(self) -> None:
         if sys.platform != "linux":

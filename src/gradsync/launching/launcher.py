@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 from gradsync.arguments import check_integer, check_port, integer_of, parse_address, port_beside
 from gradsync.backends import BACKENDS
 from gradsync.errors import InvalidArgument
-from gradsync.machine import default_process_count
+from gradsync.machine import address_towards, default_process_count
 
 _DEVICE_BACKENDS = {"auto": "auto", "cpu": "shm", "gpu": "nccl"}
 _MARK = "_gradsync_launcher"
@@ -188,11 +188,9 @@ def _run_on_ranks(
     target = function_call.function_target(call, args, kwargs, name, start_method=method)
     function_call.check_cuda_untouched(name, method)
     with launcher_endpoint(host, port, rank_start, meets_others=meets_others) as (endpoint, listener):
-        master_port = network = None
+        master_port = own_address = None
         if endpoint is not None and meets_others:
-            from gradsync.launching.rank_environment import network_towards
-
-            network = network_towards(*parse_address(endpoint.address))
+            own_address = address_towards(*parse_address(endpoint.address))
             master_port = port_beside(parse_address(endpoint.address)[1])  # the port next to the rendezvous port
         job = Job(
             target,
@@ -205,7 +203,7 @@ def _run_on_ranks(
             rendezvous_port=port,
             endpoint=endpoint,
             listener=listener,
-            network=network,
+            own_address=own_address,
             start_method=method,
         )
         outcome = supervise(job)

@@ -1,11 +1,16 @@
-"""A run on several machines: the launcher of each machine meets the others, starts ranks, ends with them, restarts.
+"""A run on several machines: one launcher on each machine; the launchers start, end and restart the ranks together.
 
-Node 0 hosts one server, for the launchers and for their ranks. For every start of the ranks the launchers form a new
-generation there, so that a lost launcher that a user starts again takes part in the next start. The launchers exchange
-their records, begin the start, and report the starts and ends of their ranks. When ranks fail, the first launcher that
-sees the failure reports it; at the end each launcher reports how its ranks ended. Threads wait for the other launchers,
-and put numbers into the inbox of signals, so that the supervisor's loop never waits for the network. The server reports
-a launcher that dies, or whose machine is cut off.
+Node 0 hosts one server, for the launchers and for their ranks. Each start of the ranks has four steps:
+
+1. The launchers join a new generation at the server and exchange their records (`_NodeRun._join`). A launcher that was
+   lost, and that the user has started again, takes part in the next start.
+2. Each launcher starts its ranks and watches them (`Supervisor`).
+3. The first launcher whose ranks fail reports that to the others, which then end their ranks (`NodeLink`).
+4. When its ranks have ended, each launcher sends a report and waits for the others' reports. All launchers find the
+   same cause in these reports, so they print the same cause and return the same exit code, or start the ranks again.
+
+The server reports a launcher that dies, or whose machine is cut off. Threads wait for the other launchers, and put
+numbers into the inbox of signals, so that the supervisor's loop never waits for the network.
 """
 
 from __future__ import annotations
@@ -15,7 +20,6 @@ import errno
 import ipaddress
 import json
 import os
-import re
 import select
 import signal
 import socket
@@ -40,11 +44,11 @@ from gradsync.errors import (
 )
 from gradsync.launching.free_port import reserved_port
 from gradsync.launching.hosting import own_listener
-from gradsync.launching.job import Job, Network, NodePlace
+from gradsync.launching.job import Job
 from gradsync.launching.outcome import Outcome, distance_from_cause, failure_text, lines_on_others, signal_name
 from gradsync.launching.output import Notices
 from gradsync.launching.rank_report import from_json
-from gradsync.launching.signals import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
+from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
 from gradsync.launching.supervisor import MakeOutput, Supervisor
 from gradsync.machine import count_gpus, interface_of
 from gradsync.rendezvous.client import RendezvousClient
@@ -54,27 +58,27 @@ from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.server import RendezvousServer
 from gradsync.rendezvous.sockets import look_up
 
-_NOTICE_SECONDS = 4.0  # not 5 s, as between the server's notices: these would name a launcher that is asking again
+_JOIN_NOTICE_SECONDS = 4.0  # not 5 s, as between the server's notices: these would name a launcher that is asking again
 _RETRY_SECONDS = 0.5
 _EXCHANGE_SECONDS = 30.0  # to wait for the records of all launchers that have joined
 _LEAVING_SECONDS = 5.0  # node 0 waits this long for the other launchers to leave after all reports have come
 _LEAVING_AFTER_LOSS_SECONDS = 0.5
 _TERMINAL_SECONDS = 1.0  # to wait for a blocked terminal
 _REPORTS_SECONDS = 60.0  # to wait for reports after a failure; ranks that have to be killed take less
-_REPORTS_NOTICE_SECONDS = 5.0  # how often a launcher that waits for reports looks whether the run has failed
+_LOOK_FOR_FAILURE_SECONDS = 5.0  # how often a launcher that waits for reports looks whether the run has failed
 _TEXT_SECONDS = 5.0
-_AS_LONG_AS_IT_TAKES_SECONDS = 1e8  # the heartbeats end a wait for a launcher that is gone
-_THREAD_SECONDS = 1.0
+_NO_LIMIT_SECONDS = 1e8  # the heartbeats end a wait for a launcher that is gone
 _MAX_TEXT_BYTES = 40 * 1024  # the text is part of a value of at most 60 KiB
 _START_BYTES = 8
-_WHAT_IS_REPORTED = "the report of another launcher"
 
-# Levels of ends by their distance from the cause, the nearest first: a signal to a launcher, then the loss of a
-# launcher, because no failure of a rank causes these. Then come the failures of ranks, with the levels of
-# `distance_from_cause`.
-_SIGNALLED, _LOST, _SUFFERING = -2, -1, 2
+# Levels of `NodeReport` nearer to the cause than any failure of a rank, because no such failure causes them: a signal
+# to a launcher, then the loss of a launcher.
+_SIGNALLED, _LOST = -2, -1
 
 _Told = TypeVar("_Told")
+
+
+# -- Options -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -128,9 +132,13 @@ def check_node_options(
             f"--nnodes {nnodes} needs --rendezvous HOST:PORT, the same on every machine: an address of the machine "
             "with --node-rank 0, and a port that is free there"
         )
-    _check_rendezvous(rendezvous)
+    try:
+        host, _ = parse_address(rendezvous)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--rendezvous: {error}") from None
+    _check_particular("--rendezvous", host, host)
     if node_address is not None:
-        _check_host("--node-address", node_address)
+        _check_particular("--node-address", node_address, node_address)
     secret = take_secret() if secret_file is None else read_secret_option(secret_file)
     if secret is None:
         raise InvalidArgument(
@@ -140,25 +148,204 @@ def check_node_options(
     return NodeOptions(nnodes, node_rank, rendezvous, secret, join_timeout_seconds, node_address)
 
 
-def _check_rendezvous(rendezvous: str) -> None:
-    try:
-        host, _ = parse_address(rendezvous)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"--rendezvous: {error}") from None
-    _check_host("--rendezvous", host)
+def _check_particular(option: str, given: str, address: str) -> None:
+    """Refuses an address that does not belong to one particular machine, such as 0.0.0.0; a name passes.
 
-
-def _check_host(option: str, host: str) -> None:
-    """Refuses addresses that stand for another machine on each machine, such as localhost."""
+    Args:
+        option: the option, for the error.
+        given: the value of the option, for the error.
+        address: the same address in figures, if it is known.
+    """
     try:
-        address = ipaddress.ip_address(host)
-    except ValueError:  # the host is a name
+        known = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:  # it is a name
         return
-    if address.is_unspecified or (address.version == 6 and address.is_link_local):
+    if known.is_unspecified or (known.version == 6 and known.is_link_local):
+        stands_for = "" if given == address else f" ({address})"
         raise InvalidArgument(
-            f"{option} needs an address by which the other machines reach this one or node 0, got {host!r}, which "
-            "names no particular machine"
+            f"{option} needs an address by which the other machines reach this one or node 0, got {given!r}"
+            f"{stands_for}, which names no particular machine"
         )
+
+
+def _check_own(node_address: str) -> str:
+    """Returns the address that the user gave, in figures, after checking that it belongs to this machine."""
+    try:
+        address = str(look_up(node_address, 0)[0][4][0])
+    except OSError as error:
+        raise InvalidArgument(f"--node-address {node_address!r} is not known on this machine: {error}") from None
+    if interface_of(address) is None:
+        raise InvalidArgument(f"--node-address {node_address!r} is no address of this machine; see: ip address")
+    return address
+
+
+# -- Messages between launchers ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """The record that a launcher sends to the others before a start.
+
+    Attributes:
+        node: the launcher's number.
+        host: the name of its host.
+        pid: its process id.
+        address: its machine's address on the way to the rendezvous.
+        interface: the network interface that has this address; None if it is not known.
+        n_ranks: the number of ranks that it starts.
+        n_gpus: the number of GPUs that it may use.
+        restart: the number of this restart, as far as this launcher knows; 0 is the first start.
+        max_restarts: the limit of restarts.
+        master_port: MASTER_PORT. All launchers use the port in node 0's record.
+        start: the name of the start. All launchers use the name in node 0's record.
+    """
+
+    node: int
+    host: str
+    pid: int
+    address: str
+    interface: str | None
+    n_ranks: int
+    n_gpus: int
+    restart: int
+    max_restarts: int
+    master_port: int
+    start: str
+
+    @property
+    def name(self) -> str:
+        """The name of this node in messages."""
+        return f"node {self.node} ({self.host}, {self.address})"
+
+    @classmethod
+    def from_bytes(cls, node: int, data: bytes) -> NodeRecord:
+        """Returns the record of a node's launcher.
+
+        Raises:
+            RendezvousError: the data is not a record of this node.
+        """
+        record = decode(cls, data, f"the record of node {node}")
+        if record.node != node or record.n_ranks < 1 or not 0 <= record.master_port <= LARGEST_PORT:
+            what = f"node {record.node}, {record.n_ranks} ranks, port {record.master_port}"
+            raise _unreadable(f"the record of node {node}", what)
+        return record
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """How a start of the ranks ended on one machine.
+
+    Attributes:
+        node: the machine's number.
+        level: the distance from the cause, see `distance_from_cause`; also `_SIGNALLED` or `_LOST`. None if nothing
+            failed, or it is not known yet what failed.
+        how: how the node ended, in words that follow its name.
+        exit_code: the exit code of all launchers if this report has the cause.
+        may_retry: whether the ranks may be started again.
+    """
+
+    node: int
+    level: int | None = None
+    how: str = ""
+    exit_code: int = 0
+    may_retry: bool = True
+
+
+def report_of(node: int, outcome: Outcome) -> NodeReport:
+    """Returns the report on the outcome of a machine's ranks."""
+    root = outcome.root_cause
+    if outcome.signal_number is not None:
+        return signal_report(node, outcome.signal_number)
+    if root is None:
+        return NodeReport(node)
+    return NodeReport(node, distance_from_cause(root)[0], "failed", outcome.exit_code, outcome.may_be_tried_again)
+
+
+def signal_report(node: int, number: int) -> NodeReport:
+    """Returns the report of a launcher that a signal ended."""
+    return NodeReport(node, _SIGNALLED, f"was ended by {signal_name(number)}", 128 + number, may_retry=False)
+
+
+def loss_report(node: int, how: str) -> NodeReport:
+    """Returns the report on a lost launcher, which cannot report itself."""
+    return NodeReport(node, _LOST, how, exit_code=1)
+
+
+def cause_of(reports: Iterable[NodeReport], first_node: int | None) -> NodeReport | None:
+    """Returns the report that has the cause; None if nothing failed.
+
+    Args:
+        reports: the reports of all machines, as far as they are known.
+        first_node: the node that reported a failure first, if one did.
+    """
+    failed = [report for report in reports if report.level is not None]
+    return min(failed, key=lambda report: (report.level, report.node != first_node, report.node), default=None)
+
+
+def encode(told: NodeRecord | NodeReport) -> bytes:
+    """Returns a record or report as bytes for another launcher."""
+    return json.dumps(asdict(told), separators=(",", ":")).encode()  # short, for exchanges of thousands of nodes
+
+
+def decode(kind: type[_Told], data: bytes, what: str) -> _Told:
+    """Returns a record or report that another launcher has encoded.
+
+    Raises:
+        RendezvousError: the bytes are not such a record or report.
+    """
+    try:
+        return from_json(kind, data)
+    except ValueError as error:
+        raise _unreadable(what, str(error)) from None
+
+
+def _unreadable(what: str, why: str) -> RendezvousError:
+    return RendezvousError(f"{what} cannot be read: {why}; run the same version of gradsync on every machine")
+
+
+# -- The run -----------------------------------------------------------------------------------------------------------
+
+
+def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notices: Notices) -> int:
+    """Runs the ranks of this machine, together with those of the other machines.
+
+    Args:
+        options: this machine's options in the run.
+        job: the job of this machine, as it would be if the machine were alone.
+        make_output: see `Supervisor`.
+        notices: prints the launcher's notices.
+
+    Returns:
+        The exit code, the same on all machines.
+
+    Raises:
+        InvalidArgument: the options do not fit this machine, or differ from those of the other machines.
+        AuthenticationError, RendezvousError, RendezvousTimeout: the launchers could not join each other.
+    """
+    with _ended_by_signals(), _hosting(options, notices) as server:
+        return _NodeRun(options, job, make_output, notices, server).run()
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Makes signals raise an exception in this launcher, also while it waits for the other launchers.
+
+    By default a signal would end it at once, and its files, such as the state directory, would stay behind.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # otherwise it is ignored, or the program has a handler
+                previous[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -198,12 +385,8 @@ def _resolve(host: str, port: int, notices: Notices) -> str:
             f"--rendezvous: node 0 needs to know the address of {host!r}: {error}; give an address in figures, or name "
             "this machine's by --node-address"
         ) from None
-    address = ipaddress.ip_address(found.partition("%")[0])
-    if address.is_unspecified or (address.version == 6 and address.is_link_local):
-        raise InvalidArgument(
-            f"--rendezvous: {host!r} stands for {found}, which other machines cannot use; name another"
-        )
-    if address.is_loopback and host != "localhost" and host != found:
+    _check_particular("--rendezvous", host, found)
+    if host not in ("localhost", found) and ipaddress.ip_address(found.partition("%")[0]).is_loopback:
         notices.print(
             f"gradsync: warning: {host!r} stands for {found} on this machine, where no other machine can reach it; "
             "name an address in figures, or this machine's by --node-address"
@@ -212,81 +395,11 @@ def _resolve(host: str, port: int, notices: Notices) -> str:
 
 
 @dataclass(frozen=True)
-class NodeRecord:
-    """The record that a launcher sends to the others before a start.
+class NodeStart:
+    """One start of the ranks: the launchers that take part in it.
 
     Attributes:
-        node: the launcher's number.
-        host: the name of its host.
-        pid: its process id.
-        address: its machine's address on the way to the rendezvous.
-        interface: the network interface that has this address; None if it is not known.
-        n_ranks: the number of ranks that it starts.
-        n_gpus: the number of GPUs that it may use.
-        restart: the number of this restart, as far as this launcher knows; 0 is the first start.
-        max_restarts: the limit of restarts.
-        master_port: MASTER_PORT. All launchers use that of node 0's record.
-        start: the name of the start. All launchers use that of node 0's record.
-    """
-
-    node: int
-    host: str
-    pid: int
-    address: str
-    interface: str | None
-    n_ranks: int
-    n_gpus: int
-    restart: int
-    max_restarts: int
-    master_port: int
-    start: str
-
-    @property
-    def name(self) -> str:
-        """The name of this node in messages."""
-        return f"node {self.node} ({self.host}, {self.address})"
-
-    @classmethod
-    def from_bytes(cls, node: int, data: bytes) -> NodeRecord:
-        """Returns the record of a node's launcher.
-
-        Raises:
-            RendezvousError: the data is not a record of this node.
-        """
-        record = decode(cls, data, f"the record of node {node}")
-        if record.node != node or record.n_ranks < 1 or not 0 <= record.master_port <= LARGEST_PORT:
-            what = f"node {record.node}, {record.n_ranks} ranks, port {record.master_port}"
-            raise _unreadable(f"the record of node {node}", what)
-        return record
-
-
-def encode(told: NodeRecord | NodeReport) -> bytes:
-    """Returns a record or report as bytes for another launcher."""
-    return json.dumps(asdict(told), separators=(",", ":")).encode()  # short, for exchanges of thousands of nodes
-
-
-def decode(kind: type[_Told], data: bytes, what: str) -> _Told:
-    """Returns a record or report that another launcher has encoded.
-
-    Raises:
-        RendezvousError: the bytes are not such a record or report.
-    """
-    try:
-        return from_json(kind, data)
-    except ValueError as error:
-        raise _unreadable(what, str(error)) from None
-
-
-def _unreadable(what: str, why: str) -> RendezvousError:
-    return RendezvousError(f"{what} cannot be read: {why}; run the same version of gradsync on every machine")
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """The launchers of a run that have met for one start.
-
-    Attributes:
-        client: this launcher's client.
+        client: this launcher's client of the server.
         own: this launcher's record.
         nodes: the records of all launchers, by node.
     """
@@ -318,6 +431,11 @@ class Meeting:
             secret: the secret of the run.
         """
         own, first = self.own, self.nodes[0]
+        groups = {
+            "GROUP_RANK": str(own.node),
+            "GROUP_WORLD_SIZE": str(len(self.nodes)),
+            "TORCHELASTIC_RUN_ID": f"gradsync-{first.start[:8]}",
+        }
         return replace(
             job,
             world_size=self.world_size,
@@ -325,51 +443,9 @@ class Meeting:
             master_addr=first.address,
             master_port=first.master_port,
             endpoint=Endpoint(self.client.address, secret, first.start),
-            node=NodePlace(own.node, len(self.nodes), run_name=first.start[:8]),
-            network=None if own.interface is None else Network(own.interface, ":" in own.address),
+            own_address=own.address,
+            variables={**groups, **job.variables},
         )
-
-
-def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notices: Notices) -> int:
-    """Runs the ranks of this machine, together with those of the other machines.
-
-    Args:
-        options: this machine's options in the run.
-        job: the job of this machine, as it would be if the machine were alone.
-        make_output: see `Supervisor`.
-        notices: prints the launcher's notices.
-
-    Returns:
-        The exit code, the same on all machines.
-
-    Raises:
-        InvalidArgument: the options do not fit this machine, or differ from those of the other machines.
-        AuthenticationError, RendezvousError, RendezvousTimeout: the launchers could not meet.
-    """
-    with _ended_by_signals(), _hosting(options, notices) as server:
-        return _NodeRun(options, job, make_output, notices, server).run()
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Makes signals raise an exception in this launcher, also while it waits for the other launchers.
-
-    By default a signal would end it at once, and its files, such as the state directory, would stay behind.
-    """
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # otherwise it is ignored, or the program has a handler
-                previous[number] = signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 class _NodeRun:
@@ -394,7 +470,7 @@ class _NodeRun:
     def run(self) -> int:
         """Starts the ranks, and restarts them as often as needed; returns the exit code."""
         while True:
-            verdict, report = self._start()
+            verdict, report = self._run_start()
             if verdict.cause is None:
                 self._leave(verdict)
                 return 0
@@ -413,31 +489,30 @@ class _NodeRun:
         if self._server is not None:
             self._server.wait_until_empty(_LEAVING_AFTER_LOSS_SECONDS if verdict.is_lost else _LEAVING_SECONDS)
 
-    def _start(self) -> tuple[Verdict, str]:
+    def _run_start(self) -> tuple[Verdict, str]:
         """Runs one start of the ranks to its end; returns the verdict and the report."""
         with contextlib.ExitStack() as stack:
             master_port = 0 if self._server is None else stack.enter_context(reserved_port())
-            meeting = self._meet(master_port)
-            self._restart = meeting.restart
+            start = self._join(master_port)
+            self._restart = start.restart
             signals = stack.enter_context(SignalInbox())
-            link = stack.enter_context(NodeLink(meeting, signals, self._notices))
-            job = self._job_of(meeting)
+            link = stack.enter_context(NodeLink(start, signals, self._notices))
             supervisor = Supervisor(
-                job,
+                self._job_of(start),
                 signals,
                 make_output=self._make_output,
                 notices=self._notices,
-                server=meeting.client,
+                server=start.client,
                 on_stopping=link.report_stopping,
             )
             with supervisor:
-                supervisor.start(meeting.restart)
+                supervisor.start(start.restart)
                 outcome = supervisor.finish_start()
-            verdict = link.gather(report_of(meeting.own.node, outcome), failure_text(outcome))
-        return verdict, _report(verdict, outcome, meeting)
+            verdict = link.gather(report_of(start.own.node, outcome), failure_text(outcome))
+        return verdict, _report(verdict, outcome, start)
 
-    def _meet(self, master_port: int) -> Meeting:
-        """Joins the next generation of the launchers, exchanges their records, and begins a start.
+    def _join(self, master_port: int) -> NodeStart:
+        """Joins the next generation of the launchers, exchanges the records, and begins a start.
 
         Raises:
             RendezvousTimeout: not all launchers joined in time; the text names the missing ones.
@@ -446,32 +521,63 @@ class _NodeRun:
             InvalidArgument: the options of the launchers differ.
         """
         node_address = self._options.node_address
-        named = None if node_address is None else _check_own(node_address)
+        own_address = None if node_address is None else _check_own(node_address)
         while True:
+            client = self._connect()
             try:
-                client = self._join()
-                try:
-                    own = self._own_record(named or client.own_host, master_port)
-                    told = client.exchange("nodes", encode(own), timeout_seconds=_EXCHANGE_SECONDS)
-                    meeting = Meeting(
-                        client, own, tuple(NodeRecord.from_bytes(node, data) for node, data in enumerate(told))
-                    )
-                    _check_alike(meeting.nodes)
-                    if self._job.backend == "mpi":
-                        command = meeting.mpi_command(self._job)
-                        raise InvalidArgument(
-                            f"--backend mpi needs ranks that MPI's own launcher starts; type once: {command}"
-                        )
-                    client.begin_start(meeting.nodes[0].start, meeting.world_size)
-                    return meeting
-                except InvalidArgument:
-                    client.close()
-                    raise
-                except BaseException:
-                    client.abandon()
-                    raise
+                own = self._own_record(own_address or client.own_host, master_port)
+                told = client.exchange("nodes", encode(own), timeout_seconds=_EXCHANGE_SECONDS)
+                nodes = tuple(NodeRecord.from_bytes(node, data) for node, data in enumerate(told))
+                start = NodeStart(client, own, nodes)
+                self._check_start(start)
+                client.begin_start(nodes[0].start, start.world_size)
+                return start
+            except InvalidArgument:
+                client.close()
+                raise
             except RankFailed as error:  # a launcher died after it had joined, and before it sent its record
-                self._notices.print(f"gradsync: {self._options.name} waits for others anew: {error}")
+                client.abandon()
+                self._notices.print(f"gradsync: {self._options.name} waits for the others again: {error}")
+            except BaseException:
+                client.abandon()
+                raise
+
+    def _connect(self) -> RendezvousClient:
+        """Waits until all launchers have joined; prints every few seconds which are missing.
+
+        On node 0 the server prints this.
+        """
+        options = self._options
+        deadline = time.monotonic() + options.join_timeout_seconds
+        while True:
+            left_seconds = max(deadline - time.monotonic(), 0.0)
+            try:
+                return RendezvousClient.connect(
+                    self._address,
+                    secret=options.secret,
+                    rank=options.node_rank,
+                    world_size=options.nnodes,
+                    timeout_seconds=min(left_seconds, _JOIN_NOTICE_SECONDS) if options.node_rank else left_seconds,
+                    noun="node",
+                )
+            except AuthenticationError as error:
+                raise AuthenticationError(f"{error}; --secret-file needs to hold the same on every machine") from None
+            except RendezvousTimeout as error:
+                reason = f"missing: {error.missing or f'node 0 ({error.cause or error})'}"
+            except RankFailed as error:
+                reason = f"a node left while others joined ({error})"
+                time.sleep(_RETRY_SECONDS)
+            except RendezvousError as error:
+                if not self._restart and not isinstance(error.__cause__, StreamEnded):
+                    raise RendezvousError(f"{error} (--nnodes, --node-rank, --rendezvous)") from None
+                reason = str(error)
+                time.sleep(_RETRY_SECONDS)
+            if time.monotonic() + _RETRY_SECONDS >= deadline:
+                raise RendezvousTimeout(
+                    f"{options.name}: not all nodes joined at {options.rendezvous} within "
+                    f"{options.join_timeout_seconds:g} s (--join-timeout): {reason}"
+                )
+            self._notices.print(f"gradsync: {options.name} waits for others at {options.rendezvous}: {reason}")
 
     def _own_record(self, address: str, master_port: int) -> NodeRecord:
         return NodeRecord(
@@ -488,103 +594,51 @@ class _NodeRun:
             start=os.urandom(_START_BYTES).hex(),
         )
 
-    def _join(self) -> RendezvousClient:
-        """Joins, and prints every few seconds which launchers are missing; on node 0 the server prints this."""
-        options = self._options
-        deadline = time.monotonic() + options.join_timeout_seconds
-        last = ""  # the missing launchers, as node 0 last named them: node 0 may give up first
-        while True:
-            left_seconds = max(deadline - time.monotonic(), 0.0)
-            try:
-                return RendezvousClient.connect(
-                    self._address,
-                    secret=options.secret,
-                    rank=options.node_rank,
-                    world_size=options.nnodes,
-                    timeout_seconds=min(left_seconds, _NOTICE_SECONDS) if options.node_rank else left_seconds,
-                    noun="node",
+    def _check_start(self, start: NodeStart) -> None:
+        """Refuses options that differ between the launchers, and the backend that needs MPI's own launcher."""
+        first = start.nodes[0]
+        for record in start.nodes:
+            if record.max_restarts != first.max_restarts:
+                raise InvalidArgument(
+                    f"all machines need the same --max-restarts, node 0 has {first.max_restarts}, "
+                    f"{record.name} {record.max_restarts}"
                 )
-            except AuthenticationError as error:
-                raise AuthenticationError(f"{error}; --secret-file needs to hold the same on every machine") from None
-            except RendezvousTimeout as error:
-                reason = _reason(error, last)
-                last = reason if error.missing_ranks else last
-            except RankFailed as error:
-                reason = f"one left while others joined ({error})"
-                time.sleep(_RETRY_SECONDS)
-            except RendezvousError as error:
-                if not self._restart and not isinstance(error.__cause__, StreamEnded):
-                    raise RendezvousError(f"{error} (--nnodes, --node-rank, --rendezvous)") from None
-                reason = f"{error}{_before_that(last)}"
-                time.sleep(_RETRY_SECONDS)
-            if time.monotonic() + _RETRY_SECONDS >= deadline:
-                raise RendezvousTimeout(
-                    f"{options.name}: not all nodes met at {options.rendezvous} within "
-                    f"{options.join_timeout_seconds:g} s (--join-timeout): {reason}"
-                )
-            self._notices.print(f"gradsync: {options.name} waits for others at {options.rendezvous}: {reason}")
+        if self._job.backend == "mpi":
+            command = start.mpi_command(self._job)
+            raise InvalidArgument(f"--backend mpi needs ranks that MPI's own launcher starts; type once: {command}")
 
-    def _job_of(self, meeting: Meeting) -> Job:
+    def _job_of(self, start: NodeStart) -> Job:
         """Returns the job of this machine's ranks in this start, and prints which ranks these are."""
         stdin_rank = self._job.stdin_rank
-        if stdin_rank is not None and stdin_rank >= meeting.world_size:
-            raise InvalidArgument(f"--stdin needs a rank from 0 to {meeting.world_size - 1}, or none, got {stdin_rank}")
-        own, job = meeting.own, meeting.job(self._job, self._options.secret)
+        if stdin_rank is not None and stdin_rank >= start.world_size:
+            raise InvalidArgument(f"--stdin needs a rank from 0 to {start.world_size - 1}, or none, got {stdin_rank}")
+        own, job = start.own, start.job(self._job, self._options.secret)
         ranks = f"rank {job.rank_start}" if job.n_ranks == 1 else f"ranks {job.rank_start} to {job.ranks[-1]}"
         self._notices.print(
-            f"gradsync: node {own.node} of {len(meeting.nodes)} ({own.host}): {ranks} of {job.world_size}, at "
+            f"gradsync: node {own.node} of {len(start.nodes)} ({own.host}): {ranks} of {job.world_size}, at "
             f"{own.address} ({own.interface or 'no interface known'}); rendezvous at {self._options.rendezvous}"
         )
-        without_gpu = [node.name for node in meeting.nodes if node.n_gpus == 0]
+        without_gpu = [node.name for node in start.nodes if node.n_gpus == 0]
         if job.backend == "auto" and without_gpu and own.node == 0:
             self._notices.print(
                 f"gradsync: no GPU on {without_gpu[0]}: gs.init_process_group() will fail, because ranks of several "
-                f"machines need a GPU each, or MPI; for MPI type once: {meeting.mpi_command(job)}"
+                f"machines need a GPU each, or MPI; for MPI type once: {start.mpi_command(job)}"
             )
         return job
 
 
-def _check_own(node_address: str) -> str:
-    """Returns the address that the user gave, in figures, after checking that it belongs to this machine."""
-    try:
-        address = str(look_up(node_address, 0)[0][4][0])
-    except OSError as error:
-        raise InvalidArgument(f"--node-address {node_address!r} is not known on this machine: {error}") from None
-    if interface_of(address) is None:
-        raise InvalidArgument(f"--node-address {node_address!r} is no address of this machine; see: ip address")
-    return address
-
-
-def _check_alike(nodes: tuple[NodeRecord, ...]) -> None:
-    for record in nodes:
-        if record.max_restarts != nodes[0].max_restarts:
-            raise InvalidArgument(
-                f"all machines need the same --max-restarts, node 0 has {nodes[0].max_restarts}, "
-                f"{record.name} {record.max_restarts}"
-            )
-
-
-def _reason(error: RendezvousTimeout, last: str) -> str:
-    """Returns which launchers are missing; if node 0 cannot be reached, why, and which ones it named before."""
-    if error.missing:
-        return f"missing: {error.missing}"
-    cause = (error.cause or str(error)).removeprefix("no answer").lstrip()  # the text below says this itself
-    return f"missing: node 0 (no answer{' ' if cause.startswith('to ') else ': '}{cause}){_before_that(last)}"
-
-
-def _before_that(last: str) -> str:
-    return f"; before that, {last}" if last else ""
-
-
-def _report(verdict: Verdict, outcome: Outcome, meeting: Meeting) -> str:
+def _report(verdict: Verdict, outcome: Outcome, start: NodeStart) -> str:
     """Returns the other failures on this machine, then the cause of the failed start, the same on all machines."""
     cause = verdict.cause
     if cause is None:
         return ""
-    is_told_below = cause.node == meeting.own.node and not verdict.is_lost
+    is_told_below = cause.node == start.own.node and not verdict.is_lost
     before = "" if is_told_below else lines_on_others(outcome)
-    head = f"gradsync: {meeting.nodes[cause.node].name} {cause.how}"
+    head = f"gradsync: {start.nodes[cause.node].name} {cause.how}"
     return f"{before}{head}{':' if verdict.text else ''}\n{verdict.text}".rstrip("\n")
+
+
+# -- The end of a start ------------------------------------------------------------------------------------------------
 
 
 class Verdict(NamedTuple):
@@ -607,29 +661,26 @@ class NodeLink:
     """This launcher's connection to the others during one start. It is a context manager; leaving it disconnects.
 
     Args:
-        meeting: the launchers that have met.
+        start: the start.
         signals: the inbox of this launcher, which is entered already.
         notices: prints the answer to a Ctrl-C.
     """
 
-    def __init__(self, meeting: Meeting, signals: SignalInbox, notices: Notices) -> None:
-        self._client = meeting.client
-        self._nodes = meeting.nodes
-        self._node = meeting.own.node
+    def __init__(self, start: NodeStart, signals: SignalInbox, notices: Notices) -> None:
+        self._client = start.client
+        self._nodes = start.nodes
+        self._node = start.own.node
         self._signals = signals
         self._notices = notices
-        # The report of the first launcher whose ranks fail. Its `how` is empty if those ranks had not yet ended.
+        # The first report that a launcher ends its ranks. It has a level only if a signal came after they had ended.
         self._first: NodeReport | None = None
         self._loss: NodeReport | None = None
         self._reports: list[NodeReport] = []
         self._has_gathered = False
-        self._waking = threading.Lock()
-        self._is_over = False  # True when the inbox is about to close
         self._is_incomplete = False  # whether a launcher has not reported how its ranks ended
-        self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> NodeLink:
-        self._run(self._listen)
+        _run_in_thread(self._listen)
         return self
 
     def __exit__(
@@ -641,19 +692,10 @@ class NodeLink:
             self._client.close()
         else:
             self._client.abandon()
-        for thread in self._threads:
-            thread.join(_THREAD_SECONDS)
-        with self._waking:
-            self._is_over = True
 
-    def report_stopping(self, only_suffers: bool) -> None:
-        """Reports to the other launchers that the ranks here fail and will end; returns at once.
-
-        Args:
-            only_suffers: whether all known failures follow from a rank on another machine.
-        """
-        report = NodeReport(self._node, _SUFFERING if only_suffers else 0)
-        self._run(lambda: self._say_first(report))
+    def report_stopping(self) -> None:
+        """Reports to the other launchers that the ranks here fail and will end; returns at once."""
+        _run_in_thread(lambda: self._report_first(NodeReport(self._node)))
 
     def gather(self, report: NodeReport, text: str) -> Verdict:
         """Reports how the ranks here have ended, and waits until all other launchers have reported, or one is lost.
@@ -665,7 +707,7 @@ class NodeLink:
             report: how the ranks here have ended.
             text: the report on these ranks, in whole lines.
         """
-        self._run(lambda: self._exchange_reports(report, text))
+        _run_in_thread(lambda: self._exchange_reports(report, text))
         interrupted: NodeReport | None = None
         poll = select.poll()
         poll.register(self._signals.descriptor, select.POLLIN)
@@ -674,79 +716,78 @@ class NodeLink:
             for number in self._signals.read():
                 if number == signal.SIGTSTP:
                     os.kill(os.getpid(), signal.SIGSTOP)
-                elif number < signal.NSIG and (interrupted is not None or report.is_signalled):
+                elif number != FAILED_ELSEWHERE and (interrupted is not None or report.level == _SIGNALLED):
                     self._has_gathered = True
-                elif number < signal.NSIG:
+                elif number != FAILED_ELSEWHERE:
                     interrupted = self._interrupt(number)
-        first = self._first if self._first is not None and self._first.how else None
-        known = [*self._reports, report, interrupted, first, self._loss]
+        known = [*self._reports, report, interrupted, self._first, self._loss]
         return self._judge([one for one in known if one is not None], text)
 
     def _interrupt(self, number: int) -> NodeReport:
         """Ends the ranks of the other machines, after those of this machine have ended."""
         report = signal_report(self._node, number)
         self._notices.print("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
-        self._run(lambda: self._say_first(report))
+        _run_in_thread(lambda: self._report_first(report))
         return report
 
     def _judge(self, reports: list[NodeReport], own_text: str) -> Verdict:
-        is_lost = self._loss is not None or self._is_incomplete
         cause = cause_of(reports, None if self._first is None else self._first.node)
         text = ""
-        if cause is not None and cause.node == self._node:
-            text = own_text if cause.level != _LOST else ""
-        elif cause is not None and not is_lost:
-            with contextlib.suppress(GradsyncError):
-                text = self._client.get(f"text/{cause.node}", timeout_seconds=_TEXT_SECONDS).decode(errors="replace")
+        if cause is not None and cause.level != _LOST:
+            text = own_text if cause.node == self._node else self._text_of(cause.node)
+        is_lost = self._loss is not None or self._is_incomplete
         may_retry = cause is not None and not self._is_incomplete and all(report.may_retry for report in reports)
         return Verdict(cause, text, is_lost, may_retry)
+
+    def _text_of(self, node: int) -> str:
+        """Returns another machine's report on its ranks; "" if it cannot be had."""
+        try:
+            return self._client.get(f"text/{node}", timeout_seconds=_TEXT_SECONDS).decode(errors="replace")
+        except GradsyncError:
+            return ""
+
+    # The following methods run in threads.
 
     def _listen(self) -> None:
         """Waits until a launcher reports that its ranks fail, or is lost."""
         try:
-            data = self._client.get("first", timeout_seconds=_AS_LONG_AS_IT_TAKES_SECONDS)
-            first = decode(NodeReport, data, _WHAT_IS_REPORTED)
+            data = self._client.get("first", timeout_seconds=_NO_LIMIT_SECONDS)
+            self._first = decode(NodeReport, data, "the report of another launcher")
         except CommunicatorClosed:
             return
         except GradsyncError as error:
             if self._client.has_failed():  # otherwise the other launchers have finished and left
                 self._lose(error)
             return
-        self._first = first
-        if first.node == self._node:
-            self._wake(NEWS_ELSEWHERE)
-        else:
-            self._wake(SUFFERED_ELSEWHERE if first.only_suffers else FAILED_ELSEWHERE)
+        if self._first.node != self._node:
+            self._signals.put(FAILED_ELSEWHERE)
 
-    def _say_first(self, report: NodeReport) -> None:
+    def _report_first(self, report: NodeReport) -> None:
         """Reports that the ranks here fail, unless another launcher has: one report ends all ranks."""
         with contextlib.suppress(GradsyncError):  # the thread of `_listen` gets the same error, and handles it
             self._client.set("first", encode(report), replace=False)
 
     def _exchange_reports(self, report: NodeReport, text: str) -> None:
-        """Sends the report, and waits for the reports of the others."""
-        give_up_at: float | None = None
+        """Sends the report and the text, and waits for the reports of the others."""
+        waited_seconds = 0.0  # since the first failure
         try:
             if report.level is not None:
-                self._say_first(NodeReport(self._node, report.level))
+                self._report_first(NodeReport(self._node))
             self._client.set(f"text/{self._node}", _clipped(text))
-            while not self._reports:
+            while not self._reports and not self._is_incomplete:
                 try:
-                    told = self._client.exchange("reports", encode(report), timeout_seconds=_REPORTS_NOTICE_SECONDS)
-                    self._reports = [decode(NodeReport, data, _WHAT_IS_REPORTED) for data in told]
+                    told = self._client.exchange("reports", encode(report), timeout_seconds=_LOOK_FOR_FAILURE_SECONDS)
+                    self._reports = [decode(NodeReport, data, "the report of another launcher") for data in told]
                 except RendezvousTimeout as error:
-                    if self._first is None and report.level is None:
-                        continue
-                    give_up_at = give_up_at or time.monotonic() + _REPORTS_SECONDS - _REPORTS_NOTICE_SECONDS
-                    if time.monotonic() >= give_up_at:
+                    waited_seconds += 0.0 if self._first is None else _LOOK_FOR_FAILURE_SECONDS
+                    if waited_seconds >= _REPORTS_SECONDS:
                         self._stop_waiting(error.missing_ranks)
-                        break
         except CommunicatorClosed:
             return
         except GradsyncError as error:
             self._lose(error)
         self._has_gathered = True
-        self._wake(NEWS_ELSEWHERE)
+        self._signals.put(FAILED_ELSEWHERE)  # to end the poll of `gather`
 
     def _stop_waiting(self, missing: tuple[int, ...]) -> None:
         """Goes on without the missing reports: a launcher may be paused (SIGSTOP), or its terminal blocked."""
@@ -759,90 +800,16 @@ class NodeLink:
 
     def _lose(self, error: GradsyncError) -> None:
         """Records that a launcher is gone: the one that the server names, or node 0, which hosts the server."""
-        node = error.rank if isinstance(error, RankFailed) and error.rank is not None else 0
         if self._loss is None:
-            why = str(error).partition(": ")[2]
-            if not isinstance(error, RankFailed):
-                why = f"the rendezvous that it hosts is gone, or this machine is cut off: {why}"
-            since = time.strftime("%H:%M:%S", time.localtime(time.time() - _silent_seconds(why)))
-            self._loss = loss_report(node, f"is gone since {since}: {why}")
-        self._wake(FAILED_ELSEWHERE)
-
-    def _wake(self, number: int) -> None:
-        with self._waking:
-            if not self._is_over:
-                self._signals.put(number)
-
-    def _run(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name="gradsync nodes", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+            node, why = 0, f"the rendezvous that it hosts is gone, or this machine is cut off: {error}"
+            if isinstance(error, RankFailed) and error.rank is not None:
+                node, why = error.rank, str(error)
+            self._loss = loss_report(node, f"was lost at {time.strftime('%H:%M:%S')}: {why}")
+        self._signals.put(FAILED_ELSEWHERE)
 
 
-def _silent_seconds(why: str) -> float:
-    """Returns how long a lost launcher had been silent, read from the error's text; 0 if its connection closed."""
-    found = re.search(r"no sign of life for ([\d.]+) s", why)
-    return 0.0 if found is None else float(found[1])
-
-
-@dataclass(frozen=True)
-class NodeReport:
-    """How a start of the ranks ended on one machine.
-
-    Attributes:
-        node: the machine's number.
-        level: the distance from the cause, the lowest is nearest; None if nothing failed.
-        how: how the node ended, in words that follow its name.
-        exit_code: the exit code of all launchers if this report has the cause.
-        may_retry: whether the ranks may be started again.
-    """
-
-    node: int
-    level: int | None = None
-    how: str = ""
-    exit_code: int = 0
-    may_retry: bool = True
-
-    @property
-    def is_signalled(self) -> bool:
-        """Whether a signal ended the launcher."""
-        return self.level == _SIGNALLED
-
-    @property
-    def only_suffers(self) -> bool:
-        """Whether all known failures of its ranks follow from a rank on another machine."""
-        return self.level is not None and self.level >= _SUFFERING
-
-
-def report_of(node: int, outcome: Outcome) -> NodeReport:
-    """Returns the report on the outcome of a machine's ranks."""
-    root = outcome.root_cause
-    if outcome.signal_number is not None:
-        return signal_report(node, outcome.signal_number)
-    if root is None:
-        return NodeReport(node)
-    return NodeReport(node, distance_from_cause(root)[0], "failed", outcome.exit_code, outcome.may_be_tried_again)
-
-
-def signal_report(node: int, number: int) -> NodeReport:
-    """Returns the report of a launcher that a signal ended."""
-    return NodeReport(node, _SIGNALLED, f"was ended by {signal_name(number)}", 128 + number, may_retry=False)
-
-
-def loss_report(node: int, how: str) -> NodeReport:
-    """Returns the report on a lost launcher, which cannot report itself."""
-    return NodeReport(node, _LOST, how, exit_code=1)
-
-
-def cause_of(reports: Iterable[NodeReport], first_node: int | None) -> NodeReport | None:
-    """Returns the report that has the cause; None if nothing failed.
-
-    Args:
-        reports: the reports of all machines, as far as they are known.
-        first_node: the node that reported a failure first, if one did.
-    """
-    failed = [report for report in reports if report.level is not None]
-    return min(failed, key=lambda report: (report.level, report.node != first_node, report.node), default=None)
+def _run_in_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="gradsync nodes", daemon=True).start()
 
 
 def _clipped(text: str) -> bytes:

@@ -11,8 +11,8 @@ from gradsync.arguments import integer_of
 from gradsync.environment import ALLOW_SHARED_GPU
 from gradsync.errors import InvalidArgument
 from gradsync.launchers import variables_of_mpi
-from gradsync.launching.job import Job, Network
-from gradsync.machine import address_towards, blas_thread_variables, count_gpus, interface_of, visible_gpus
+from gradsync.launching.job import Job
+from gradsync.machine import blas_thread_variables, count_gpus, interface_of, visible_gpus
 from gradsync.rendezvous.secret_files import Endpoint
 
 # GPUs as in CUDA_VISIBLE_DEVICES: a number, a UUID or the beginning of one, or a MIG instance in either notation.
@@ -72,7 +72,7 @@ def rank_environment(
     removed |= variables_of_mpi(environ)
     kept = {name: value for name, value in environ.items() if name not in removed}
     blas = blas_thread_variables(job.n_ranks, environ)
-    return _nccl_variables(job) | kept | blas | dict(job.variables) | _torchrun_variables(job, rank, restart) | own
+    return _nccl_variables(job) | kept | blas | _torchrun_variables(job, rank, restart) | dict(job.variables) | own
 
 
 def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> None:
@@ -88,28 +88,26 @@ def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> No
 
 def _nccl_variables(job: Job) -> dict[str, str]:
     """Returns variables that make NCCL use the network of the launchers; the user's own take precedence."""
-    if job.network is None:
+    interface = None if job.own_address is None else interface_of(job.own_address)
+    if job.own_address is None or interface is None:
         return {}
-    family = {"NCCL_SOCKET_FAMILY": "AF_INET6"} if job.network.is_ipv6 else {}
-    return {"NCCL_SOCKET_IFNAME": f"={job.network.interface}"} | family  # "=" means exactly this interface
+    family = {"NCCL_SOCKET_FAMILY": "AF_INET6"} if ":" in job.own_address else {}
+    return {"NCCL_SOCKET_IFNAME": f"={interface}"} | family  # "=" means exactly this interface
 
 
 def _torchrun_variables(job: Job, rank: str, restart: int) -> dict[str, str]:
     """Returns further variables that torchrun sets, for scripts that read them."""
     world_size = str(job.world_size)
-    # A group of torchrun is a machine. If the other machines are not known, each has as many ranks as this one.
-    group, groups = job.rank_start // job.n_ranks, -(-job.world_size // job.n_ranks)
-    if job.node is not None:
-        group, groups = job.node.node_rank, job.node.nnodes
     return {
-        "GROUP_RANK": str(group),
-        "GROUP_WORLD_SIZE": str(groups),
+        # A group of torchrun is a machine. Here each has as many ranks as this one; `nodes.py` knows their numbers.
+        "GROUP_RANK": str(job.rank_start // job.n_ranks),
+        "GROUP_WORLD_SIZE": str(-(-job.world_size // job.n_ranks)),
         "ROLE_NAME": "default",
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-        "TORCHELASTIC_RUN_ID": f"gradsync-{os.getpid() if job.node is None else job.node.run_name}",
+        "TORCHELASTIC_RUN_ID": f"gradsync-{os.getpid()}",
         # This makes rank 0 host PyTorch's store at MASTER_PORT, because no agent of torchrun hosts it.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -207,15 +205,3 @@ def _is_same(name: str, entry: str) -> bool:
         return entry.isdigit() and name.isdigit() and int(entry) == int(name)
     # CUDA also accepts the beginning of a UUID.
     return entry.startswith(name) or name.startswith(entry)
-
-
-def network_towards(host: str, port: int) -> Network | None:
-    """Returns the network by which this machine reaches a host, which may be this machine itself; None if not known.
-
-    Args:
-        host: the host's name or address.
-        port: the port of a server on the host.
-    """
-    address = address_towards(host, port)
-    interface = None if address is None else interface_of(address)
-    return None if address is None or interface is None else Network(interface, ":" in address)

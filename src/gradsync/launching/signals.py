@@ -19,14 +19,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 
 _LAST_STANDARD_DESCRIPTOR = 2
 
-# Reports of other machines use the same pipe, with numbers that no signal has.
-#: The run has failed on another machine.
+#: The run has failed on another machine. Reports of other machines use the pipe of signals, with a number that no
+#: signal has.
 FAILED_ELSEWHERE = 254
-#: The run has failed on another machine, but only because of a rank of yet another one, which may still report its own
-#: failure.
-SUFFERED_ELSEWHERE = 253
-#: The launcher's threads have something new for its loop to read.
-NEWS_ELSEWHERE = 252
 
 #: Descriptors of this process that end with it: a forked rank must not keep them open.
 own_descriptors: set[int] = set()

@@ -28,7 +28,7 @@ from gradsync.launching.outcome import Outcome, RankOutcome
 from gradsync.launching.output import Notices
 from gradsync.launching.rank_environment import log_added_variables, rank_environment
 from gradsync.launching.rank_process import RankProcess, start_record
-from gradsync.launching.signals import FAILED_ELSEWHERE, NEWS_ELSEWHERE, SUFFERED_ELSEWHERE, SignalInbox
+from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
 from gradsync.rendezvous.secret_files import Endpoint
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Supervisor:
             ranks. By default the server that this process hosts for each start gets them.
         on_news: called, in the thread that calls `finish`, with a rank that has begun, reported or ended.
         on_stopping: called in the same thread, when the launcher first asks the ranks to end, or the last rank has
-            failed. Its argument says whether all known failures follow from a rank of another launcher.
+            failed.
 
     Attributes:
         ranks: the rank processes of the last start.
@@ -115,7 +115,7 @@ class Supervisor:
         notices: Notices | None = None,
         server: RendezvousClient | None = None,
         on_news: Callable[[RankProcess], None] | None = None,
-        on_stopping: Callable[[bool], None] | None = None,
+        on_stopping: Callable[[], None] | None = None,
     ) -> None:
         self._job = job
         self._signals = signals
@@ -219,7 +219,7 @@ class Supervisor:
         """Watches the ranks of this start to their end; for a caller that restarts them by itself."""
         self._wait_for_ends()
         if self._failures and not self._asked_to_stop and self._on_stopping is not None:  # no rank was left to end
-            self._on_stopping(self._only_suffers())
+            self._on_stopping()
         outcome = self._with_last_output(Outcome(tuple(map(self._outcome_of, self.ranks)), self._signal_number))
         self._stack.close()
         return outcome
@@ -398,19 +398,12 @@ class Supervisor:
         errors = [rank.error for rank in self.ranks if rank.error is not None]
         return {error.missed_rank for error in errors if error.is_of_silence}
 
-    def _only_suffers(self) -> bool:
-        """Whether all known failures here follow from a rank of another launcher."""
-        failed = [rank for rank in self.ranks if rank.rank in self._failures]
-        return self._signal_number is None and all(r.error is not None and r.error.is_consequence for r in failed)
-
     def _handle_signal(self, number: int) -> None:
         """Forwards the first signal; a Ctrl-C after it kills at once, and other signals after it change nothing."""
         grace_seconds = self._job.grace_seconds
-        if number == NEWS_ELSEWHERE:
-            return
-        if number in (FAILED_ELSEWHERE, SUFFERED_ELSEWHERE):
+        if number == FAILED_ELSEWHERE:
             self._has_failed_elsewhere = True
-            self._stop_after(_SETTLE_SECONDS if number == FAILED_ELSEWHERE else _ROOT_CAUSE_SECONDS)
+            self._stop_after(_ROOT_CAUSE_SECONDS)  # the failure there may follow from a rank here
         elif number == signal.SIGTSTP:
             self._suspend()
         elif self._signal_number is None:
@@ -462,7 +455,7 @@ class Supervisor:
             self._gave_up = True
             return
         if not self._asked_to_stop and self._on_stopping is not None:
-            self._on_stopping(self._only_suffers())
+            self._on_stopping()
         were_asked, self._asked_to_stop = self._asked_to_stop, True
         if number == signal.SIGKILL:
             why = ", not ended when asked to" if were_asked else ""
