@@ -26,7 +26,7 @@ from gradsync.machine import machine_identity
 from gradsync.rendezvous import client as client_module
 from gradsync.rendezvous import connection as connection_module
 from gradsync.rendezvous.connection import Connection
-from gradsync.rendezvous.frames import DEATH, PROTOCOL_VERSION, Decision, FrameType, LaunchedEvent
+from gradsync.rendezvous.frames import DEATH, INVALID, PROTOCOL_VERSION, Decision, FrameType, LaunchedEvent
 from gradsync.rendezvous.handshake import ServerProcess
 from gradsync.rendezvous.liveness import ProcessState
 from gradsync.rendezvous.server import RendezvousServer
@@ -163,6 +163,14 @@ def test_lost_server_is_a_failure_that_sticks(wire: Wire, state: ProcessState) -
     wire.beat(1)
     assert str(wire.connection.failure).startswith("rank 0/2: the rendezvous server at server:1 (pid 7) " + state.value)
     assert not wire.connection.take_turn(has_input=True)
+
+
+def test_a_refused_message_that_nobody_waits_for_is_logged(wire: Wire, caplog) -> None:
+    wire.join()
+    wire.push((FrameType.REFUSED, 9, INVALID, "the current start has 2 ranks, got ENDED for rank 2"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0/2: the rendezvous server refused a message: the current start has 2 ranks, got ENDED for rank 2"
+    ]
 
 
 def test_slow_server_is_worth_one_warning(wire: Wire, caplog) -> None:

@@ -6,6 +6,7 @@ import pytest
 from core_bench import Bench
 
 from gradsync.rendezvous.frames import (
+    INVALID,
     NEXT_GENERATION,
     PROTOCOL_VERSION,
     REFUSED,
@@ -145,6 +146,27 @@ def test_a_rank_that_ends_before_it_joins_fails_those_that_wait(bench: StartsBen
     [failure] = [message for message in bench.take(RANKS[0]) if message[0] is FrameType.FAILED]
     assert failure[3] == 1
     assert "rank 1/2 ended with exit code 0 without joining" in failure[-1]
+
+
+@pytest.mark.parametrize(
+    ("begins", "fields"),
+    [
+        (True, (FrameType.STARTED, 2, 4713)),
+        (True, (FrameType.ENDED, 2, "ended with exit code 0")),
+        (False, (FrameType.ENDED, 0, "ended with exit code 0")),
+    ],
+)
+def test_a_process_of_a_rank_outside_the_start_is_refused(bench: StartsBench, begins: bool, fields: tuple) -> None:
+    if begins:
+        bench.begin()
+        bench.join_rank(0)
+        bench.inbox.clear()
+    sequence = bench.send(LAUNCHERS[1], *fields)
+    text = f"the current start has {2 if begins else 0} ranks, got {fields[0].name} for rank {fields[1]}"
+    assert bench.take(LAUNCHERS[1]) == [(FrameType.REFUSED, sequence, INVALID, text)]
+    bench.wait(2.0)  # the ranks of the start still wait for rank 1 only, and nobody asks for a look at rank 2
+    assert FrameType.FAILED not in [message[0] for message in bench.take(RANKS[0])]
+    assert FrameType.LOOK not in [message[0] for message in bench.take(LAUNCHERS[1])]
 
 
 def test_a_rank_that_is_stopped_before_it_joins_is_found_by_its_launcher(bench: StartsBench) -> None:

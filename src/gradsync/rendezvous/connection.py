@@ -458,6 +458,8 @@ class Connection:
                 pending.values += message.fields[2]
                 if message.fields[1]:
                     self._end(message.fields[0], message)
+        elif kind is FrameType.REFUSED and message.fields[0] not in self._pending:  # no request waits for it
+            _log.warning("%s: the rendezvous server refused a message: %s", self.label, message.fields[2])
         else:  # `_end` ignores late answers to requests that have ended
             self._end(message.fields[0], message)
 

@@ -8,6 +8,7 @@ machine, because the server cannot see them.
 from __future__ import annotations
 
 from gradsync.rendezvous.frames import (
+    INVALID,
     REFUSED,
     Action,
     Close,
@@ -41,6 +42,7 @@ class LaunchersCore:
         self._machine = machine
         self._launchers = RendezvousCore(nnodes, machine=machine, noun="node", host=0)
         self._start = ""  # the name of the current start; "" before the first
+        self._world_size = 0  # the number of ranks of the current start
         self._ranks: RendezvousCore | None = None  # the core for the ranks of the current start
         self._rank_connections: set[int] = set()
         self._launcher_of: dict[int, int] = {}  # rank -> connection of the launcher that has started it
@@ -99,6 +101,9 @@ class LaunchersCore:
         if message.type is FrameType.BEGIN_START:
             return self._begin(connection, message.sequence, *message.fields)
         rank, what = message.fields
+        if rank >= self._world_size:
+            text = f"the current start has {self._world_size} ranks, got {message.type.name} for rank {rank}"
+            return [Send(connection, FrameType.REFUSED, (message.sequence, INVALID, text))]
         if message.type is FrameType.STARTED:
             self._launcher_of[rank] = connection
             return self._pass_to_ranks(now, Started(rank, what))
@@ -111,7 +116,8 @@ class LaunchersCore:
         actions: list[Action] = []
         if self._ranks is None or start != self._start:
             actions += [Close(rank_connection) for rank_connection in sorted(self._rank_connections)]
-            self._start, self._ranks = start, RendezvousCore(world_size, machine=self._machine)
+            self._start, self._world_size = start, world_size
+            self._ranks = RendezvousCore(world_size, machine=self._machine)
             self._rank_connections.clear()
             self._launcher_of.clear()
             actions.append(MakeRoom(world_size))
