@@ -37,7 +37,7 @@ SAME_EVERYWHERE = [
     (r"(?m)^ +[~^]+\n", ""),  # Python 3.10 does not point at the part of a line that failed
     # How such a rank learns of the failure first, and so its words, is chance.
     (r"(?m)^gradsync: ranks? .* also failed: .*\n", ""),
-    (r"\branks [\d, and]+ failed with the same error; this is the one of (.*):", r"\1 failed with exit code 1:"),
+    (r"\branks [\d, and]+ failed with the same error; this is the error of (.*):", r"\1 failed with exit code 1:"),
     (r"\b(rank (\d+)(?:/\d+)? \(pid )\d+( on [^)\s]+)?", lambda m: m[1] + f"424{m[2]}" + (" on node1" if m[3] else "")),
     (r"\bprocess \d+ \(python[\d.]*\)", "process 4200 (python)"),
     (r"\b(done in|failed after) [\d.]+ \w+", r"\1 0.1 ms"),

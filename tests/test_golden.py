@@ -52,7 +52,7 @@ MASKS = [
     ),  # who told it
     (r"gradsync: rank \d+ \(pid N\) also failed: .*\n", ""),  # if it is in time to say so
     # Whether the other ranks are in time to report the same error is chance.
-    (r"\branks [\d, and]+ failed with the same error; this is the one of (.*):", r"\1 failed with exit code 1:"),
+    (r"\branks [\d, and]+ failed with the same error; this is the error of (.*):", r"\1 failed with exit code 1:"),
     (_SECONDS, "T"),
 ]
 

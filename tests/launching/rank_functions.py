@@ -60,6 +60,11 @@ def raise_consequence_then_cause(error_name, fifo):
     raise ZeroDivisionError("the cause")
 
 
+def raise_on_every_rank():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a rank may be late on a busy machine
+    raise ValueError("on every rank")
+
+
 class Stubborn(Exception):
     """Pickles, and cannot be rebuilt."""
 

@@ -44,6 +44,14 @@ def test_failing_rank_ends_the_others_and_is_told():
     assert isinstance(error, multiprocessing.ProcessError)
 
 
+def test_an_error_of_every_rank_names_every_rank():
+    told = r"\nranks 0 and 1 failed with the same error; this is the error of rank [01] \(pid \d+ on .*\)\n\nTraceback"
+    with pytest.raises(WorkerError, match=told):
+        gs.launch(rank_functions.raise_on_every_rank, nprocs=2)
+    with pytest.raises(gs.RankFailed, match=r"^ranks 0 and 1 failed with the same error"):
+        gs.launcher(rank_functions.raise_on_every_rank, n_gpus=2)()
+
+
 def test_killed_rank_is_named_by_signal():
     with pytest.raises(WorkerError, match=r"^worker\[1\] failed with exitcode=-9\n.* was killed by SIGKILL$") as caught:
         gs.launch(rank_functions.kill_rank_1, (), 2)

@@ -209,7 +209,7 @@ def test_an_error_that_several_ranks_raised_is_told_once_with_all_of_them(tmp_pa
     _, _, err = command.run(*RUN, script)
     assert "also failed" not in err
     first, second, *_ = err.splitlines()
-    told = r"gradsync: ranks 0 and 1 failed with the same error; this is the one of rank [01] \(pid \d+ on .*\):"
+    told = r"gradsync: ranks 0 and 1 failed with the same error; this is the error of rank [01] \(pid \d+ on .*\):"
     assert re.fullmatch(told, first)
     assert second == "Traceback (most recent call last):"
     assert err.count("the ranks disagree on the next collective") == 1

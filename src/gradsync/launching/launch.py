@@ -137,7 +137,7 @@ def _count_required(func: Callable[..., Any]) -> int:
 
 
 def _worker_error(outcome: Outcome, root: RankOutcome) -> WorkerError:
-    text = f"worker[{root.rank}] failed with exitcode={root.exit_code}\n{root.describe()}"
+    text = f"worker[{root.rank}] failed with exitcode={root.exit_code}\n{outcome.describe_cause()}"
     trace = traceback_of(root)
     return WorkerError(
         f"{text}\n\n{trace}" if trace else text,

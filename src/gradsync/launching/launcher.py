@@ -211,7 +211,9 @@ def _run_on_ranks(
     root = outcome.root_cause
     if root is not None:
         others = "the other ranks ended in order" if root.is_unsendable else "all other ranks were ended"
-        raise function_call.failure(outcome, root, f"{root.describe()}; {others}")
+        has_others = len(outcome.failed_alike) < len(outcome.ranks)
+        message = f"{outcome.describe_cause()}; {others}" if has_others else outcome.describe_cause()
+        raise function_call.failure(outcome, root, message)
     return function_call.take_results(outcome, stacklevel=3)
 
 

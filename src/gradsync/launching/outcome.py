@@ -66,8 +66,13 @@ class RankOutcome:
             return f"{name} was killed by SIGKILL: {self.memory_kill}; it had used {self.peak_bytes / 2**30:.2f} GiB"
         if self.exit_code < 0:
             return f"{name} was killed by {signal_name(-self.exit_code)}"
+        return f"{name} failed with exit code {self.exit_code}{self.out_of_memory}"
+
+    @property
+    def out_of_memory(self) -> str:
+        """The text ", out of host memory" or ", out of GPU memory" if it failed for lack of memory; else ""."""
         lack = None if self.error is None else kind_of_memory(self.error.summary)
-        return f"{name} failed with exit code {self.exit_code}" + ("" if lack is None else f", out of {lack}")
+        return "" if lack is None else f", out of {lack}"
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,22 @@ class Outcome:
         """The rank whose failure came first and did not follow from another rank's; None if no rank failed."""
         failed = [rank for rank in self.ranks if rank.order is not None]
         return min(failed, key=distance_from_cause, default=None)
+
+    @property
+    def failed_alike(self) -> list[RankOutcome]:
+        """The root cause, and the ranks that raised the same error by themselves, as all ranks do with PlanMismatch."""
+        root = self.root_cause
+        return [rank for rank in self.ranks if root is not None and (rank is root or _raised_the_same(rank, root))]
+
+    def describe_cause(self) -> str:
+        """Returns the ranks that failed first, and how they ended, in words; "" if no rank failed."""
+        root, alike = self.root_cause, self.failed_alike
+        if root is None:
+            return ""
+        if len(alike) > 1:
+            ranks = name_ranks([rank.rank for rank in alike])
+            return f"{ranks} failed with the same error{root.out_of_memory}; this is the error of {root.name}"
+        return root.describe() + _how_to_see_where(root) + _on_whose_account(root)
 
     @property
     def may_be_tried_again(self) -> bool:
@@ -142,7 +163,7 @@ def failure_text(outcome: Outcome) -> str:
     root = outcome.root_cause
     if root is None:
         return ""
-    alike = [rank for rank in outcome.ranks if rank is root or _raised_the_same(rank, root)]
+    alike = outcome.failed_alike
     others = [rank for rank in outcome.ranks if rank not in alike]
     hanging = [f"gradsync: {rank.describe()}\n" for rank in others if rank.exit_code is None]
     if outcome.signal_number is not None and root.was_stopped and root.exit_code is not None:
@@ -161,16 +182,11 @@ def failure_text(outcome: Outcome) -> str:
     text = root.error.text if root.error else ""
     if len(outcome.ranks) > 1:  # a single rank's output is right above the report
         lines += _last_output(root)
-    if len(alike) > 1:
-        how = f"{name_ranks([rank.rank for rank in alike])} failed with the same error; this is the one of {root.name}"
-    else:
-        how = root.describe() + _how_to_see_where(root) + _on_whose_account(root)
-    lines.append(f"gradsync: {how}{':' if text else ''}\n{text}")
+    lines.append(f"gradsync: {outcome.describe_cause()}{':' if text else ''}\n{text}")
     return "".join(lines)
 
 
 def _raised_the_same(rank: RankOutcome, root: RankOutcome) -> bool:
-    """Returns whether a rank raised the same error as the root cause by itself, as all ranks do with PlanMismatch."""
     if rank.error is None or root.error is None or rank.error.is_consequence or root.error.is_consequence:
         return False
     return rank.exit_code is not None and _error_text(rank, rank.error) == _error_text(root, root.error)
