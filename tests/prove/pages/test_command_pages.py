@@ -57,7 +57,7 @@ def test_options_that_are_explained_exist() -> None:
 
 
 def test_every_check_and_status_is_explained() -> None:
-    explained = DOCTOR.partition("## What it looks at")[2]
+    explained = DOCTOR.partition("## Lines of the report")[2]
     assert [what for what in CHECKS if what not in explained] == []
     assert [status for status in Status if f"`{status.value}`" not in DOCTOR] == []
 
