@@ -232,6 +232,64 @@ REPLY = (FrameType.REPLY, 5, b"value")
 FAILED = (FrameType.FAILED, 0, DEATH, 1, "running", (), "rank 1/2 died")
 
 
+@pytest.fixture
+def full():
+    """A connection to a peer that reads nothing, and the peer's end; no request fits the socket's buffer."""
+    server, stream = socket.socketpair()
+    stream.setblocking(False)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    reader = FrameReader()
+    reader.limit_bytes = MAX_FRAME_BYTES
+    connection = Connection(stream, session(is_server=False), reader, b"", ServerProcess(), "server:1", "rank 0/2")
+    yield connection, server
+    connection.abandon()
+    server.close()
+
+
+def ask_too_much(connection: Connection, timeout_seconds: float) -> object:
+    return connection.ask("set 'key'", timeout_seconds, FrameType.SET, "key", b"x" * 50_000, True)
+
+
+def test_a_request_keeps_its_deadline_while_the_server_does_not_read(full, monkeypatch) -> None:
+    monkeypatch.setattr(connection_module, "ANSWER_SECONDS", 0.1)
+    connection, _ = full
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            ask_too_much(connection, 0.2)
+        except RendezvousTimeout as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(LONG_SECONDS)
+    assert len(connection._unsent) > 0
+    assert "set 'key' reached its deadline of 0.2 s, and the rendezvous server at server:1 did not answer" in str(
+        errors[0]
+    )
+
+
+def test_a_failure_ends_a_request_while_the_server_does_not_read(full) -> None:
+    connection, server = full
+    connection.start(0.5)
+    pushed = (0, DEATH, 1, "running", [], "rank 1/2 died")
+
+    def push() -> None:
+        while not connection._unsent:
+            time.sleep(0.001)
+        server.sendall(session(is_server=True).seal(FrameType.FAILED, *pushed))
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1/2 died"):
+        ask_too_much(connection, LONG_SECONDS)
+    assert time.monotonic() - began < LONG_SECONDS / 2
+    assert len(connection._unsent) > 0
+    thread.join()
+
+
 @pytest.mark.parametrize("bytes_sent", [b"", b"\0" * 100])
 def test_end_and_garbage_are_sticky(wire: Wire, bytes_sent: bytes) -> None:
     wire.server.sendall(bytes_sent)

@@ -76,6 +76,7 @@ ANSWER_SECONDS = 2.0
 AT_ONCE_SECONDS = 30.0  # the deadline of requests that do not wait for other ranks
 _FAILURE_WITHIN_SECONDS = 1.0  # the longest wait for the failure after this rank has reported a stuck collective
 _LEAVE_SECONDS = 1.0
+_WRITE_EVERY_SECONDS = 0.005  # how often a waiting thread tries to send the bytes that did not fit the socket's buffer
 _POLL_SECONDS = 0.25  # a poll does not notice when the program closes our descriptor, so each poll is short
 _THREAD_END_SECONDS = 0.2
 _CALLBACKS_END_SECONDS = 2.0  # enough to finish a dump that is being written
@@ -172,8 +173,6 @@ class Connection:
         self._reader = reader
         self._sending = threading.Lock()  # held to seal and send a message, without blocking; only `with` acquires it
         self._unsent = bytearray(unsent)
-        self._writable = select.poll()
-        self._writable.register(stream, select.POLLOUT)
         self._pending: dict[int, _Pending] = {}  # by sequence
         self._has_asked = False
         self._has_reported = False
@@ -366,15 +365,14 @@ class Connection:
 
     def _wait(self, pending: _Pending, deadline: float) -> bool:
         """Waits until a request is over; returns False at the deadline (monotonic seconds)."""
-        while self._unsent:  # the socket's buffer was full
-            if pending.is_over.acquire(False):
+        while (left_seconds := deadline - time.monotonic()) > 0.0:
+            # While the socket's buffer is full, an answer or a failure may still arrive.
+            longest = _WRITE_EVERY_SECONDS if self._unsent else threading.TIMEOUT_MAX
+            if pending.is_over.acquire(timeout=min(left_seconds, longest)):
                 return True
-            if not self._writable.poll(_milliseconds_until(deadline)) and time.monotonic() >= deadline:
-                return False
             with self._sending:
                 self._write()
-        left_seconds = max(deadline - time.monotonic(), 0.0)
-        return pending.is_over.acquire(timeout=min(left_seconds, threading.TIMEOUT_MAX))
+        return pending.is_over.acquire(False)
 
     # Reading: methods of the reader's thread, and `start`.
 
