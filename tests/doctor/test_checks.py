@@ -39,9 +39,6 @@ def healthy(tmp_path):
         "dev/nvidia0": "",
         "dev/nvidia1": "",
         "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5",
-        "proc/sys/net/ipv4/ip_local_port_range": "32768\t60999",
-        "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc",
-        "sys/devices/system/clocksource/clocksource0/available_clocksource": "tsc hpet",
     }
     write(tmp_path, files)
     return Facts(
@@ -80,7 +77,7 @@ def test_a_healthy_machine_has_nothing_to_do(healthy):
     found = findings(healthy)
     assert {finding.status for finding in found.values()} == {Status.OK}
     assert not any(finding.advice for finding in found.values())
-    assert set(found) == set(CHECKS) - {"container"} | {"control group"}
+    assert set(found) == set(CHECKS)
     assert found["driver"].text == "550.54.15, good for CUDA up to 12.8"
     assert found["GPUs"].text == "2 x NVIDIA H100, 80 GB; linked by NVLink"
     assert found["CuPy"].text == "cupy-cuda12x 14.2.0, CUDA runtime 12.9"
@@ -104,7 +101,7 @@ BROKEN = [
     ({"loopback_error": "[Errno 99]"}, "network", "broken", "127.0.0.1", "ip link set lo up"),
     ({"host_error": "unknown"}, "network", "warning", "own name 'node' has no address", "/etc/hosts"),
     ({"environ": {"NCCL_SOCKET_IFNAME": "ib0"}}, "network", "warning", "names ib0", "unset NCCL_SOCKET_IFNAME"),
-    ({"environ": {"MASTER_PORT": "99999"}}, "ports", "broken", "MASTER_PORT", "unset MASTER_PORT"),
+    ({"environ": {"MASTER_PORT": "99999"}}, "launcher", "broken", "MASTER_PORT", "unset MASTER_PORT"),
     ({"mpiexec": None}, "MPI", "not usable here", "there is no mpiexec", "pip install mpich"),
     ({"environ": {"CUDA_VISIBLE_DEVICES": ""}}, "GPUs", "not usable here", "hides all", "unset CUDA_VISIBLE_DEVICES"),
     ({"environ": {"CUDA_VISIBLE_DEVICES": "0,1,7"}}, "GPUs", "warning", "names 3", "nvidia-smi -L"),
@@ -272,16 +269,10 @@ def test_cupy_without_a_driver_says_so(healthy, tmp_path):
     ],
 )
 def test_a_container_with_limits(healthy, tmp_path, files, words):
-    write(tmp_path, {".dockerenv": "", **files})
+    write(tmp_path, files)
     finding = findings(healthy)["container"]
     assert words in finding.text
     assert (finding.status, "docker run" in finding.advice) == (Status.WARNING, True)
-
-
-def test_a_slow_clock_names_the_faster_one(healthy, tmp_path):
-    write(tmp_path, {"sys/devices/system/clocksource/clocksource0/current_clocksource": "hpet"})
-    finding = findings(healthy)["clock"]
-    assert (finding.status, "echo tsc >" in finding.advice) == (Status.WARNING, True)
 
 
 def test_locked_memory_counts_where_there_is_infiniband(healthy, tmp_path):
@@ -307,4 +298,4 @@ def test_a_check_that_fails_is_a_line(healthy):
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_no_check_stumbles_over_a_machine_that_tells_nothing(check, tmp_path):
-    assert isinstance(check(Facts(root=tmp_path / "nowhere")), list)
+    check(Facts(root=tmp_path / "nowhere"))

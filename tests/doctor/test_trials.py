@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,10 +12,9 @@ from gradsync.backends import TABLE
 from gradsync.doctor import command as doctor_command
 from gradsync.doctor.checks import ok, unusable
 from gradsync.doctor.command import Report, Trial, try_backend, why_not
-from gradsync.doctor.facts import Facts
-from gradsync.doctor.probes import call
+from gradsync.doctor.facts import Facts, call
 
-WELL = [ok("Python", "3.12")]
+WELL = [replace(ok("3.12"), what="Python")]
 
 
 def in_place_of_the_bench(monkeypatch, source):
@@ -57,9 +57,9 @@ def test_a_wrong_result_does_not_work(monkeypatch):
     ("backend", "findings", "reason"),
     [
         ("shm", WELL, None),
-        ("shm", [unusable("Python", "aarch64")], "see Python"),
-        ("mpi", [unusable("MPI", "not installed")], "see MPI"),
-        ("mpi", [unusable("CuPy", "not installed")], None),
+        ("shm", [replace(unusable("aarch64"), what="Python")], "see Python"),
+        ("mpi", [replace(unusable("not installed"), what="MPI")], "see MPI"),
+        ("mpi", [replace(unusable("not installed"), what="CuPy")], None),
         ("nccl", WELL, "no NVIDIA GPU is here"),
     ],
 )

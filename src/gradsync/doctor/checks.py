@@ -1,4 +1,4 @@
-"""The checks of the doctor: each takes the facts and returns findings."""
+"""The checks of the doctor: each takes the facts about this machine and returns one finding or several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradsync.machine import BLAS_VARIABLES, count_gpus, visible_gpus
 
 
 class Status(str, enum.Enum):
-    """How a finding counts."""
+    """How serious a finding is."""
 
     OK = "ok"
     WARNING = "warning"
@@ -31,10 +31,10 @@ class Finding:
     """A line of the report.
 
     Attributes:
-        what: the thing that was looked at, in a word or two.
-        status: BROKEN if ranks cannot start or meet at all, with any backend.
+        what: the name of the line: what was examined, in a word or two.
+        status: how serious the finding is; BROKEN if ranks cannot start or join each other with any backend.
         text: the finding.
-        advice: what to do; "" if nothing.
+        advice: what to do; "" if nothing is to be done.
     """
 
     what: str
@@ -43,55 +43,54 @@ class Finding:
     advice: str = ""
 
 
-def ok(what: str, text: str) -> Finding:
-    """Returns a finding without a problem."""
+def ok(text: str, what: str = "") -> Finding:
+    """Returns a finding without a problem. If `what` is "", examine() sets it to the name of the check."""
     return Finding(what, Status.OK, text)
 
 
-def warning(what: str, text: str, advice: str) -> Finding:
-    """Returns a finding of a thing that works badly, or only in part."""
+def warning(text: str, advice: str, what: str = "") -> Finding:
+    """Returns a finding about something that works badly, or only in part."""
     return Finding(what, Status.WARNING, text, advice)
 
 
-def unusable(what: str, text: str, advice: str = "") -> Finding:
-    """Returns a finding of a thing that a backend needs and does not have here."""
-    return Finding(what, Status.UNUSABLE, text, advice)
+def unusable(text: str, advice: str = "") -> Finding:
+    """Returns a finding about something that a backend needs and that is missing here."""
+    return Finding("", Status.UNUSABLE, text, advice)
 
 
-def broken(what: str, text: str, advice: str) -> Finding:
-    """Returns a finding that keeps every run from working."""
+def broken(text: str, advice: str, what: str = "") -> Finding:
+    """Returns a finding about something that makes every run fail."""
     return Finding(what, Status.BROKEN, text, advice)
 
 
 _OLDEST_PYTHON, _OLDEST_NUMPY = (3, 10), (2, 1)
 
 
-def check_python(here: Facts) -> list[Finding]:
-    """Python's version; Linux on x86-64, which shared memory needs."""
+def check_python(here: Facts) -> Finding:
+    """Checks Python's version, and for Linux on x86-64, which shared memory needs."""
     version, path = here.python
     text = f"{version} on {here.system} {here.machine}, {path}"
     if _numbers(version)[:2] < _OLDEST_PYTHON:
-        return [broken("Python", text, "gradsync needs Python 3.10 or newer: make a venv of a newer one")]
+        return broken(text, "gradsync needs Python 3.10 or newer: make a venv of a newer one")
     if here.system != "linux":
-        return [broken("Python", text, "ranks run on Linux only: use Linux, on Windows WSL2, or a container")]
+        return broken(text, "ranks run on Linux only: use Linux, on Windows WSL2, or a container")
     if here.machine not in ("x86_64", "AMD64"):
-        return [unusable("Python", text, "shared memory needs x86-64: use --backend mpi, or nccl with GPUs")]
-    return [ok("Python", text)]
+        return unusable(text, "shared memory needs x86-64: use --backend mpi, or nccl with GPUs")
+    return ok(text)
 
 
-def check_numpy(here: Facts) -> list[Finding]:
-    """NumPy's version, and whether it loads; msgpack, which the rendezvous uses."""
+def check_numpy(here: Facts) -> Finding:
+    """Checks NumPy's version, that NumPy loads, and that msgpack loads, which the rendezvous uses."""
     answer = here.answers.get("numpy", {"error": "it was not asked"})
     if "error" in answer:
-        return [broken("NumPy", f"it does not load: {answer['error']}", "pip install --force-reinstall 'numpy>=2.1'")]
+        return broken(f"it does not load: {answer['error']}", "pip install --force-reinstall 'numpy>=2.1'")
     if "msgpack_error" in answer:
-        return [
-            broken("msgpack", f"it does not load: {answer['msgpack_error']}", "pip install --force-reinstall msgpack")
-        ]
+        text = f"it does not load: {answer['msgpack_error']}"
+        return broken(text, "pip install --force-reinstall msgpack", "msgpack")
     version = answer["version"]
     if _numbers(version)[:2] < _OLDEST_NUMPY:
-        return [warning("NumPy", f"{version}; gradsync needs 2.1 or newer", "pip install --upgrade 'numpy>=2.1'")]
-    return [ok("NumPy", version)]
+        return warning(f"{version}; gradsync needs 2.1 or newer", "pip install --upgrade 'numpy>=2.1'")
+    return ok(version)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -101,42 +100,27 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 _MEGABYTE = 1024**2
 _ENOUGH_BYTES = 256 * _MEGABYTE  # Docker gives 64 MB
-_COLLAPSE_SINCE = (6, 1)  # Linux, with MADV_COLLAPSE
 
 
-def check_anonymous_memory(here: Facts) -> list[Finding]:
-    """Whether a memfd can be made, and whether it can lie on huge pages."""
+def check_anonymous_memory(here: Facts) -> Finding:
+    """Checks that a memfd can be made."""
     if here.memory_error:
-        return [broken("shared memory", f"memfd: {here.memory_error}", "free memory, or raise the container's limit")]
-    return [ok("shared memory", f"memfd works; {_huge_pages(here)}")]
+        return broken(f"memfd: {here.memory_error}", "free memory, or raise the container's limit")
+    return ok("memfd works")
 
 
-def _huge_pages(here: Facts) -> str:
-    setting = here.read("/sys/kernel/mm/transparent_hugepage/shmem_enabled") or ""
-    chosen = re.search(r"\[(\w+)\]", setting)
-    if chosen is not None and chosen[1] in ("always", "advise", "within_size", "force"):
-        return f"huge pages by the system's setting ({chosen[1]})"
-    release = re.match(r"(\d+)\.(\d+)", here.kernel)
-    if release and (int(release[1]), int(release[2])) >= _COLLAPSE_SINCE and (chosen is None or chosen[1] != "deny"):
-        return "huge pages on request"
-    return "no huge pages (slower by up to a third from 100 MB on)"
-
-
-def check_shared_memory_folder(here: Facts) -> list[Finding]:
-    """The size of /dev/shm."""
-    what = "/dev/shm"
+def check_shared_memory_folder(here: Facts) -> Finding:
+    """Checks the size of /dev/shm."""
     if here.shared_memory_bytes is None:
-        return [unusable(what, "there is none: MPI and NCCL need it, shm does not", "mount -t tmpfs tmpfs /dev/shm")]
+        return unusable("there is none: MPI and NCCL need it, shm does not", "mount -t tmpfs tmpfs /dev/shm")
     size_bytes, free_bytes = here.shared_memory_bytes
     text = f"{_shown(size_bytes)}, {_shown(free_bytes)} free"
     if size_bytes < _ENOUGH_BYTES:
         advice = "start the container with --shm-size=1g (or --ipc=host); as root: mount -o remount,size=1g /dev/shm"
-        return [
-            warning(what, f"{text}: too small for NCCL, and for MPI with large arrays; shm does not need it", advice)
-        ]
+        return warning(f"{text}: too small for NCCL, and for MPI with large arrays; shm does not need it", advice)
     if free_bytes < _ENOUGH_BYTES // 4:
-        return [warning(what, f"{text}: NCCL and MPI may find no room", "see what fills it: ls -l /dev/shm")]
-    return [ok(what, text)]
+        return warning(f"{text}: NCCL and MPI may find no room", "see what fills it: ls -l /dev/shm")
+    return ok(text)
 
 
 def _shown(size_bytes: int) -> str:
@@ -145,22 +129,22 @@ def _shown(size_bytes: int) -> str:
     return f"{size_bytes / _MEGABYTE:.0f} MB" if size_bytes >= _MEGABYTE else f"{size_bytes // 1024} KB"
 
 
-def check_threads(here: Facts) -> list[Finding]:
-    """Whether ranks have a core each, and whether thread settings ask for more cores than there are."""
+def check_threads(here: Facts) -> Finding:
+    """Checks that each rank has a core, and that the variables of BLAS ask for no more threads than cores."""
     cores = "1 core" if here.cores == 1 else f"{here.cores} cores"
     found = {name: here.environ[name] for name in BLAS_VARIABLES if here.environ.get(name)}
     malformed = [name for name, value in found.items() if not _thread_counts(value)]
     settings = ", ".join(f"{name}={value}" for name, value in found.items())
     if malformed:
-        return [warning("cores", f"{cores}; {settings}: no number of threads", f"unset {' '.join(malformed)}")]
+        return warning(f"{cores}; {settings}: no number of threads", f"unset {' '.join(malformed)}")
     too_many = [name for name, value in found.items() if max(_thread_counts(value)) > here.cores]
     if too_many:
         text = f"{cores}, but {settings}: each rank starts more threads than there are cores"
-        return [warning("cores", text, f"unset {' '.join(too_many)}: gradsync run shares the cores among its ranks")]
+        return warning(text, f"unset {' '.join(too_many)}: gradsync run shares the cores among its ranks")
     if here.cores == 1:
         text = "1 core: two ranks take turns on it, and each collective waits for a turn"
-        return [warning("cores", text, "use -n 1, or give the container more: docker run --cpus=4")]
-    return [ok("cores", f"{cores}; {settings or 'gradsync run shares them among its ranks (OMP_NUM_THREADS)'}")]
+        return warning(text, "use -n 1, or give the container more: docker run --cpus=4")
+    return ok(f"{cores}; {settings or 'gradsync run shares them among its ranks (OMP_NUM_THREADS)'}")
 
 
 def _thread_counts(value: str) -> list[int]:
@@ -173,27 +157,18 @@ _GIGABYTE = 1024**3
 _LITTLE_MEMORY_BYTES = 1 * _GIGABYTE
 
 
-def check_container(here: Facts) -> list[Finding]:
-    """The cores and the memory that control groups allow."""
-    what = "container" if is_container(here) else "control group"
+def check_container(here: Facts) -> Finding:
+    """Checks the cores and the memory that control groups allow."""
     cores, memory_bytes = _cores_allowed(here), _memory_allowed(here)
     limits = [f"{cores:.1f} cores"] if cores is not None else []
     limits += [f"{memory_bytes / _GIGABYTE:.1f} GB of memory"] if memory_bytes is not None else []
     text = f"limited to {' and '.join(limits)}" if limits else "no limit of cores or memory"
     if cores is not None and cores < here.cores - 0.5:
         text += f", though {here.cores} cores are shown: more ranks than that are paused in turns"
-        return [warning(what, text, f"start at most {max(int(cores), 1)} ranks, or give it more: docker run --cpus=N")]
+        return warning(text, f"start at most {max(int(cores), 1)} ranks, or give it more: docker run --cpus=N")
     if memory_bytes is not None and memory_bytes < _LITTLE_MEMORY_BYTES:
-        return [warning(what, f"{text}: the kernel ends ranks that need more", "give it more: docker run --memory=8g")]
-    return [ok(what, text)]
-
-
-def is_container(here: Facts) -> bool:
-    """Whether this process seems to run in a container."""
-    if any((here.root / name).exists() for name in (".dockerenv", "run/.containerenv")):
-        return True
-    groups = here.read("/proc/1/cgroup") or ""
-    return any(word in groups for word in ("docker", "kubepods", "containerd", "lxc"))
+        return warning(f"{text}: the kernel ends ranks that need more", "give it more: docker run --memory=8g")
+    return ok(text)
 
 
 def _group(here: Facts) -> str:
@@ -205,7 +180,7 @@ def _group(here: Facts) -> str:
 
 
 def _of_group(here: Facts, name: str) -> str | None:
-    """Returns a setting of this process's control group, or of the top one, which is a container's own."""
+    """Returns a setting of this process's control group; if it has none, of the top group, which is the container's."""
     return here.read(f"/sys/fs/cgroup{_group(here)}/{name}") or here.read(f"/sys/fs/cgroup/{name}")
 
 
@@ -230,53 +205,45 @@ _ENOUGH_FILES, _WANTED_FILES = 256, 4096
 _ENOUGH_LOCKED_BYTES = 1024**3
 
 
-def check_limits(here: Facts) -> list[Finding]:
-    """The limits of `ulimit`."""
+def check_limits(here: Facts) -> Finding:
+    """Checks the limits that `ulimit` shows."""
     soft, hard = here.limits.get("open files", (-1, -1))
     files = "any number of" if soft < 0 else f"{soft:,}"
     if 0 <= soft < _ENOUGH_FILES:
         can_raise = hard < 0 or hard >= _WANTED_FILES
         advice = f"ulimit -n {_WANTED_FILES}" if can_raise else f"as root: prlimit --pid $$ --nofile={_WANTED_FILES}"
-        return [warning("limits", f"{soft} open files: the launcher needs some for each of its ranks", advice)]
+        return warning(f"{soft} open files: the launcher needs some for each of its ranks", advice)
     locked, _ = here.limits.get("locked memory", (-1, -1))
     has_rdma = (here.root / "sys/class/infiniband").is_dir() and any((here.root / "sys/class/infiniband").iterdir())
     if has_rdma and 0 <= locked < _ENOUGH_LOCKED_BYTES:
         text = f"{locked // 1024:,} KB of locked memory: InfiniBand and RoCE fail, or fall back to TCP"
-        return [warning("limits", text, "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1")]
-    return [ok("limits", f"{files} open files{'; locked memory is enough for RDMA' if has_rdma else ''}")]
+        return warning(text, "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1")
+    return ok(f"{files} open files{'; locked memory is enough for RDMA' if has_rdma else ''}")
 
 
-_FEWEST_PORTS = 1000
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-def check_network(here: Facts) -> list[Finding]:
-    """Loopback, the interfaces, the host's own name."""
+def check_network(here: Facts) -> Finding:
+    """Checks loopback, the network interfaces and the address of the host's name."""
     if here.loopback_error:
         advice = "as root: ip link set lo up; a sandbox may forbid sockets"
-        return [broken("network", f"no port of 127.0.0.1 can be opened: {here.loopback_error}", advice)]
+        return broken(f"no port of 127.0.0.1 can be opened: {here.loopback_error}", advice)
     outward = [each for each in here.interfaces if each.is_up and each.address and not each.address.startswith("127.")]
     shown = ", ".join(f"{each.name} {each.address}" for each in outward) or "loopback only: for ranks of this machine"
     for name in _INTERFACE_VARIABLES:
         missing = _missing_interfaces(here.environ.get(name, ""), [each.name for each in here.interfaces])
         if missing:
-            return [
-                warning("network", f"{shown}; {name} names {', '.join(missing)}, which is not here", f"unset {name}")
-            ]
+            return warning(f"{shown}; {name} names {', '.join(missing)}, which is not here", f"unset {name}")
     if here.host_error:
         text = f"{shown}; the host's own name {here.host!r} has no address ({here.host_error})"
-        return [
-            warning(
-                "network",
-                text,
-                f"several machines: --node-address; as root: echo '127.0.1.1 {here.host}' >> /etc/hosts",
-            )
-        ]
-    return [ok("network", shown)]
+        advice = f"several machines: --node-address; as root: echo '127.0.1.1 {here.host}' >> /etc/hosts"
+        return warning(text, advice)
+    return ok(shown)
 
 
 def _missing_interfaces(value: str, present: list[str]) -> list[str]:
-    """Returns the names of NCCL's list that no interface begins with; "=eth0" needs that very interface."""
+    """Returns the names in NCCL's list that match no interface: "eth" is a prefix, "=eth0" is a whole name."""
     if value.startswith("^"):
         return []
     exact = value.startswith("=")
@@ -284,42 +251,26 @@ def _missing_interfaces(value: str, present: list[str]) -> list[str]:
     return [n for n in names if not any(p == n if exact else p.startswith(n.partition(":")[0]) for p in present)]
 
 
-def check_ports(here: Facts) -> list[Finding]:
-    """The ports that the kernel assigns, and the port in MASTER_PORT."""
-    text = here.read("/proc/sys/net/ipv4/ip_local_port_range") or ""
-    low, _, high = text.partition("\t")
-    known = low.strip().isdigit() and high.strip().isdigit()
-    if known and int(high) - int(low) < _FEWEST_PORTS:
-        advice = "as root: sysctl net.ipv4.ip_local_port_range='32768 60999'"
-        return [warning("ports", f"the kernel assigns only {int(high) - int(low) + 1} ports", advice)]
-    try:
-        read_port(here.environ, "MASTER_PORT")
-    except InvalidArgument as error:
-        return [broken("ports", str(error), "unset MASTER_PORT")]
-    text = f"{int(low):,} to {int(high):,}" if known else "an unknown range"
-    return [ok("ports", f"the kernel assigns {text}")]
-
-
 _INSTALL = "on a machine without an MPI: pip install mpi4py mpich; on a cluster: load its MPI, then pip install mpi4py"
 _MARKS = {"Open MPI": ("open mpi", "openrte", "prte", "open-mpi"), "MPICH": ("hydra", "mpich"), "Intel": ("intel",)}
 
 
-def check_mpi(here: Facts) -> list[Finding]:
-    """Whether ranks can be started and joined over MPI."""
+def check_mpi(here: Facts) -> Finding:
+    """Checks that mpiexec can start ranks and that mpi4py can join them."""
     if here.package("mpi4py") is None and here.answers.get("mpi", {}).get("version") is None:
-        return [unusable("MPI", "mpi4py is not installed: only the backend mpi needs it", _INSTALL)]
+        return unusable("mpi4py is not installed: only the backend mpi needs it", _INSTALL)
     answer = here.answers.get("mpi", {"error": "it was not asked"})
     if "error" in answer:
-        return [unusable("MPI", f"mpi4py is installed, but does not load: {_first_line(answer)}", _INSTALL)]
+        return unusable(f"mpi4py is installed, but does not load: {_first_line(answer)}", _INSTALL)
     loaded = f"mpi4py {answer['version']} over {answer['library']}"
     if here.mpiexec is None:
         advice = "put that MPI's bin folder on the PATH (module load ...), or: pip install mpich"
-        return [unusable("MPI", f"{loaded}, but there is no mpiexec to start ranks with", advice)]
+        return unusable(f"{loaded}, but there is no mpiexec to start ranks with", advice)
     theirs, ours = _vendor(here.answers.get("mpiexec", {}).get("text", "")), _vendor(answer["library"])
     if theirs and ours and theirs != ours and {theirs, ours} != {"MPICH", "Intel"}:
         text = f"{loaded}, but {here.mpiexec} is that of {theirs}: each rank would be a world of its own"
-        return [warning("MPI", text, f"use the mpiexec of {ours}: put its bin folder first on the PATH")]
-    return [ok("MPI", f"{loaded}; {here.mpiexec}")]
+        return warning(text, f"use the mpiexec of {ours}: put its bin folder first on the PATH")
+    return ok(f"{loaded}; {here.mpiexec}")
 
 
 def _first_line(answer: Any) -> str:
@@ -345,12 +296,12 @@ _LINKS = {
 }
 
 
-def check_driver(here: Facts) -> list[Finding]:
-    """NVIDIA's driver and its version."""
+def check_driver(here: Facts) -> Finding:
+    """Checks NVIDIA's driver."""
     if not here.has_gpu:
         text = "no NVIDIA GPU found: only the backend nccl needs one"
         advice = "a container sees GPUs with: docker run --gpus all" if here.has_nvidia_smi else ""
-        return [unusable("driver", text, advice)]
+        return unusable(text, advice)
     version = re.search(
         r"(?:Kernel Module|NVRM version).*?(\d+\.\d+(?:\.\d+)?)", here.read("/proc/driver/nvidia/version") or ""
     )
@@ -358,32 +309,30 @@ def check_driver(here: Facts) -> list[Finding]:
     text = version[1] if version else "of an unknown version"
     if driver:
         text += f", good for CUDA up to {cuda_version(driver)}"
-    return [ok("driver", text)]
+    return ok(text)
 
 
-def check_gpus(here: Facts) -> list[Finding]:
-    """Which GPUs this process may use, and how they are linked."""
+def check_gpus(here: Facts) -> Finding | None:
+    """Checks which GPUs this process may use, and how they are linked."""
     if not here.has_gpu:
-        return []
+        return None  # the line "driver" says so
     visible = visible_gpus(here.environ)
     if visible == ():
         value = here.environ["CUDA_VISIBLE_DEVICES"]
-        return [unusable("GPUs", f"CUDA_VISIBLE_DEVICES={value!r} hides all of them", "unset CUDA_VISIBLE_DEVICES")]
+        return unusable(f"CUDA_VISIBLE_DEVICES={value!r} hides all of them", "unset CUDA_VISIBLE_DEVICES")
     count = count_gpus(here.environ, str(here.root / "dev"))
     devices: list[dict[str, Any]] = here.answers.get("cupy", {}).get("devices", [])
     if not devices:
-        return [ok("GPUs", f"{count} by their device files; more is known once CuPy loads")]
+        return ok(f"{count} by their device files; more is known once CuPy loads")
     names = sorted({device["name"] for device in devices})
     text = f"{len(devices)} x {', '.join(names)}, {devices[0]['memory_bytes'] / 1e9:.0f} GB; {_links(here, devices)}"
     if visible is not None and len(devices) < len(visible):
         text += f"; CUDA_VISIBLE_DEVICES={here.environ['CUDA_VISIBLE_DEVICES']} names {len(visible)}"
-        return [warning("GPUs", text, "name GPUs that are there: nvidia-smi -L lists them")]
+        return warning(text, "name GPUs that are there: nvidia-smi -L lists them")
     if len(devices) > 1 and not all(len(device["peers"]) == len(devices) - 1 for device in devices):
         text += "; not all reach each other's memory, so that NCCL goes through the host's"
-        return [
-            warning("GPUs", text, "virtual machines: give all GPUs of one switch; check with: nvidia-smi topo -p2p r")
-        ]
-    return [ok("GPUs", text)]
+        return warning(text, "virtual machines: give all GPUs of one switch; check with: nvidia-smi topo -p2p r")
+    return ok(text)
 
 
 def _links(here: Facts, devices: list[dict[str, Any]]) -> str:
@@ -403,70 +352,58 @@ def cuda_version(number: int) -> str:
 _OLDEST_CUPY = 14
 
 
-def check_cupy(here: Facts) -> list[Finding]:
-    """Whether CuPy can be used for NCCL."""
-    installed = installed_packages(here)
+def check_cupy(here: Facts) -> Finding:
+    """Checks that CuPy can be used for NCCL."""
+    installed = _cupy_packages(here)
     answer = here.answers.get("cupy", {"error": "it was not asked"})
-    if has_several(here):
-        return [_several(here, installed)]
+    if len(installed) > 1:
+        names = " ".join(package.name for package in installed)
+        shown = ", ".join(f"{package.name} {package.version}" for package in installed)
+        text = f"{len(installed)} packages have their files in one folder: {shown}; a mixture of them is loaded"
+        then = _install(here) if here.has_gpu else "install the one for your driver"
+        return warning(text, f"pip uninstall -y {names}; then {then}")
     if not installed and "file" not in answer:
-        return [
-            unusable("CuPy", "not installed: only the backend nccl needs it", _install(here) if here.has_gpu else "")
-        ]
+        return unusable("not installed: only the backend nccl needs it", _install(here) if here.has_gpu else "")
     if "error" in answer:
         name = installed[0].name if installed else "cupy"
-        return [unusable("CuPy", f"{name} does not load: {answer['error']}", f"pip install --force-reinstall {name}")]
+        return unusable(f"{name} does not load: {answer['error']}", f"pip install --force-reinstall {name}")
     if not _owns(installed, answer["file"]):
         text = f"{answer['version']} from {answer['file']}, which belongs to no installed package"
         advice = "do not trust its GPUs; remove its folder from PYTHONPATH"
-        return [warning("CuPy", text, advice)]
+        return warning(text, advice)
     name = f"{installed[0].name} {answer['version']}"
     if int(answer["version"].partition(".")[0]) < _OLDEST_CUPY:
         advice = f"pip uninstall -y {installed[0].name}; then {_install(here)}"
-        return [unusable("CuPy", f"{name}; gradsync needs CuPy {_OLDEST_CUPY} or newer", advice)]
-    return [_loaded(here, name, answer)]
+        return unusable(f"{name}; gradsync needs CuPy {_OLDEST_CUPY} or newer", advice)
+    return _loaded(here, name, answer)
 
 
-def installed_packages(here: Facts) -> list[Package]:
-    """Returns the packages that bring `cupy`."""
+def _cupy_packages(here: Facts) -> list[Package]:
+    """Returns the installed packages that contain the module cupy."""
     return [package for package in here.packages if package.name in CUPY_PACKAGES]
-
-
-def has_several(here: Facts) -> bool:
-    """Whether more than one package brings `cupy`."""
-    return len(installed_packages(here)) > 1
-
-
-def _several(here: Facts, installed: list[Package]) -> Finding:
-    names = " ".join(package.name for package in installed)
-    shown = ", ".join(f"{package.name} {package.version}" for package in installed)
-    text = f"{len(installed)} packages have their files in one folder: {shown}; a mixture of them is loaded"
-    if not here.has_gpu:
-        return warning("CuPy", text, f"pip uninstall -y {names}; then install the one for your driver")
-    return warning("CuPy", text, f"pip uninstall -y {names}; then {_install(here)}")
 
 
 def _loaded(here: Facts, name: str, answer: Mapping[str, Any]) -> Finding:
     runtime = f"{name}, CUDA runtime {cuda_version(answer['runtime'])}" if "runtime" in answer else name
     if not here.has_gpu:
         text = f"{runtime}; there is no NVIDIA driver here to run it on"
-        return unusable("CuPy", text, "beside a GPU: install NVIDIA's driver; for a container: docker run --gpus all")
+        return unusable(text, "beside a GPU: install NVIDIA's driver; for a container: docker run --gpus all")
     if "count" not in answer:
         error = answer.get("count_error", "for an unknown reason")
         return unusable(
-            "CuPy", f"{runtime}; it sees no GPU: {error}", "compare nvidia-smi's driver with the CUDA that CuPy is for"
+            f"{runtime}; it sees no GPU: {error}", "compare nvidia-smi's driver with the CUDA that CuPy is for"
         )
     driver = answer.get("driver", 0)
     if "runtime" in answer and driver and driver // 1000 < answer["runtime"] // 1000:
         text = f"{runtime}, but the driver is good for CUDA {cuda_version(driver)} only"
-        return warning("CuPy", text, f"pip uninstall -y {name.split()[0]}; then {_install(here)}, or update the driver")
+        return warning(text, f"pip uninstall -y {name.split()[0]}; then {_install(here)}, or update the driver")
     if "nvrtc" not in answer:
-        return unusable("CuPy", f"{runtime}; no NVRTC to compile kernels with", f"{_install(here)}: [ctk] brings it")
-    return ok("CuPy", runtime)
+        return unusable(f"{runtime}; no NVRTC to compile kernels with", f"{_install(here)}: [ctk] brings it")
+    return ok(runtime)
 
 
 def _install(here: Facts) -> str:
-    """Returns the command to type, for the driver's CUDA if that is known."""
+    """Returns the command that installs CuPy for the CUDA version of the driver, if that is known."""
     driver = here.answers.get("cupy", {}).get("driver", 0)
     if driver:
         return f"pip install 'gradsync[cuda{13 if driver >= 13000 else 12}]'"
@@ -477,93 +414,76 @@ def _owns(installed: list[Package], file: str) -> bool:
     return any(Path(file).is_relative_to(package.folder) for package in installed)
 
 
-def check_nccl(here: Facts) -> list[Finding]:
-    """Which libnccl CuPy has loaded."""
+def check_nccl(here: Facts) -> Finding | None:
+    """Checks which libnccl CuPy has loaded."""
     answer: Any = here.answers.get("cupy", {})
     if "file" not in answer:
-        return []  # CuPy's finding says what to do
+        return None  # the line "CuPy" says what to do
     if here.environ.get("NCCL_COMM_BLOCKING") == "0":
-        return [
-            unusable("NCCL", "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot work with", "unset NCCL_COMM_BLOCKING")
-        ]
+        return unusable("NCCL_COMM_BLOCKING=0 is set, which CuPy cannot work with", "unset NCCL_COMM_BLOCKING")
     found = answer.get("nccl")
     wanted = _wheel(here)
     if not found or not found.get("available"):
         error = answer.get("nccl_error", "CuPy could not load libnccl.so.2")
-        return [unusable("NCCL", error, f"pip install {wanted}")]
+        return unusable(error, f"pip install {wanted}")
     text = f"{version_text(found['version'])} from {found['path']}, CuPy was built with {version_text(found['build'])}"
     if not found["path"].startswith("/"):
-        return [warning("NCCL", f"{text}: no libnccl is in memory, so this is not NVIDIA's", "see CuPy's line")]
+        return warning(f"{text}: no libnccl is in memory, so this is not NVIDIA's", "see CuPy's line")
     if found["version"] // 10000 != found["build"] // 10000:
-        return [warning("NCCL", f"{text}: another major version", f"pip install --upgrade {wanted}")]
+        return warning(f"{text}: another major version", f"pip install --upgrade {wanted}")
     others = [package.name for package in here.packages if package.name.startswith("nvidia-nccl")]
-    if others and wanted not in others and not has_several(here):
-        return [warning("NCCL", f"{text}; installed is {', '.join(others)}, for another CUDA", f"pip install {wanted}")]
-    return [ok("NCCL", text)]
+    if others and wanted not in others and len(_cupy_packages(here)) == 1:
+        return warning(f"{text}; installed is {', '.join(others)}, for another CUDA", f"pip install {wanted}")
+    return ok(text)
 
 
 def _wheel(here: Facts) -> str:
     """Returns the name of NCCL's wheel for the installed CuPy."""
-    names = [package.name for package in installed_packages(here)]
+    names = [package.name for package in _cupy_packages(here)]
     return "nvidia-nccl-cu13" if "cupy-cuda13x" in names else "nvidia-nccl-cu12"
 
 
 def check_variables(here: Facts) -> list[Finding]:
-    """The GRADSYNC_* variables; a finding for each wrong one."""
-    refused = [broken(name, str(error), f"unset {name}") for name, error in environment.refused_variables(here.environ)]
+    """Checks the GRADSYNC_* variables; returns a finding for each wrong variable."""
+    refused = [broken(str(error), f"unset {name}", name) for name, error in environment.refused_variables(here.environ)]
     unknown = [_unknown(name, meant) for name, meant in environment.unknown_variables(here.environ).items()]
     if unknown or refused:
         return [*refused, *unknown]
     present = sorted(name for name in here.environ if name.startswith("GRADSYNC_"))
     shown = ", ".join(name if name == environment.SECRET else f"{name}={here.environ[name]}" for name in present)
-    return [ok("GRADSYNC_*", shown or "none is set")]
+    return [ok(shown or "none is set")]
 
 
 def _unknown(name: str, meant: str | None) -> Finding:
     advice = f"unset {name}" if meant is None else f'export {meant}="${name}"; unset {name}'
-    return warning(name, environment.describe_unknown(meant), advice)
+    return warning(environment.describe_unknown(meant), advice, name)
 
 
 def _origin(source: str) -> str:
     return {"RANK": "that torchrun or you have", "gradsync": "that gradsync run has"}.get(source, f"that {source} has")
 
 
-def check_launcher(here: Facts) -> list[Finding]:
-    """Whether this shell has inherited a rank's variables, which every script that it starts would take for its own."""
+def check_launcher(here: Facts) -> Finding:
+    """Checks whether this shell has a rank's variables: every script that it starts would take that rank."""
+    try:
+        read_port(here.environ, "MASTER_PORT")
+    except InvalidArgument as error:
+        return broken(str(error), "unset MASTER_PORT")
     try:
         place = environment.read_environment(dict(here.environ))
     except InvalidArgument as error:
-        return [broken("launcher", str(error).replace("\n", " "), "unset the variables of other runs")]
+        return broken(str(error).replace("\n", " "), "unset the variables of other runs")
     if place is None:
-        return [ok("launcher", "this shell is not inside a launched job")]
+        return ok("this shell is not inside a launched job")
     text = f"this shell is rank {place.rank} of {place.world_size}, by variables {_origin(place.source)} set"
     names = [name for name in ("RANK", "WORLD_SIZE", environment.RANK, environment.WORLD_SIZE) if name in here.environ]
     advice = f"inside a job that is right; else: unset {' '.join(names)}" if names else "inside a job that is right"
-    return [warning("launcher", text, advice)]
+    return warning(text, advice)
 
 
-_SLOW = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
+Check = Callable[[Facts], Finding | list[Finding] | None]
 
-
-def check_clock(here: Facts) -> list[Finding]:
-    """The clock that the kernel reads."""
-    source = here.read("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-    if source in _SLOW:
-        text = f"{source}: reading the time takes microseconds, which makes waiting and measuring slower"
-        available = here.read("/sys/devices/system/clocksource/clocksource0/available_clocksource") or ""
-        fast = [name for name in available.split() if name not in _SLOW]
-        advice = (
-            f"as root: echo {fast[0]} > /sys/devices/system/clocksource/clocksource0/current_clocksource"
-            if fast
-            else ""
-        )
-        return [warning("clock", text, advice or "the kernel offers no faster one here")]
-    return [ok("clock", source or "of an unknown source")]
-
-
-Check = Callable[[Facts], list[Finding]]
-
-#: By the name of their finding if a check itself fails; in the order in which they are shown.
+#: The checks by the names of their lines, in the order in which `gradsync doctor` shows the lines.
 CHECKS: dict[str, Check] = {
     "Python": check_python,
     "NumPy": check_numpy,
@@ -573,7 +493,6 @@ CHECKS: dict[str, Check] = {
     "container": check_container,
     "limits": check_limits,
     "network": check_network,
-    "ports": check_ports,
     "MPI": check_mpi,
     "driver": check_driver,
     "GPUs": check_gpus,
@@ -581,5 +500,4 @@ CHECKS: dict[str, Check] = {
     "NCCL": check_nccl,
     "launcher": check_launcher,
     "GRADSYNC_*": check_variables,
-    "clock": check_clock,
 }

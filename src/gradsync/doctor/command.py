@@ -21,8 +21,7 @@ from rich.text import Text
 from gradsync.backends import TABLE
 from gradsync.bench.report import print_table
 from gradsync.doctor.checks import CHECKS, Check, Finding, Status, warning
-from gradsync.doctor.facts import Facts, look_around
-from gradsync.doctor.probes import call, kill_called
+from gradsync.doctor.facts import Facts, call, kill_called, look_around
 from gradsync.environment import BACKEND
 from gradsync.machine import count_gpus
 
@@ -34,12 +33,12 @@ class Trial:
     """The trial of one backend.
 
     Attributes:
-        backend: its name.
-        works: whether an all-reduce of 16 MB gave the right result; None where it was not tried.
-        ranks: how many took part.
-        text: the finding, in words.
-        advice: what to do; "" where there is nothing to do.
-        seconds: that the trial took, with the start of the ranks.
+        backend: the name of the backend.
+        works: whether an all-reduce of 16 MB gave the right result; None if it was not tried.
+        ranks: the number of ranks.
+        text: the result in words.
+        advice: what to do; "" if nothing is to be done.
+        seconds: the duration of the trial, including the start of the ranks.
     """
 
     backend: str
@@ -55,9 +54,9 @@ def try_backend(backend: str, here: Facts, findings: Sequence[Finding], deadline
 
     Args:
         backend: the name of a backend of the table.
-        here: the facts.
-        findings: of the checks.
-        deadline_seconds: for the whole trial, whose processes are killed then.
+        here: the facts about this machine.
+        findings: the findings of the checks.
+        deadline_seconds: the time limit of the trial; its processes are killed then.
     """
     reason = why_not(backend, here, findings)
     if reason is not None:
@@ -70,7 +69,7 @@ def try_backend(backend: str, here: Facts, findings: Sequence[Finding], deadline
 
 
 def why_not(backend: str, here: Facts, findings: Sequence[Finding]) -> str | None:
-    """Returns why a backend is not tried; None where it is."""
+    """Returns why a backend is not tried; None if it is tried."""
     row = TABLE[backend]
     if row.on_gpus and not here.has_gpu:
         return "no NVIDIA GPU is here"
@@ -113,7 +112,7 @@ def _advice(backend: str) -> str:
 
 
 def _cause(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns why the ranks failed: the last error that a traceback ends in, or the command's own error."""
+    """Returns why the ranks failed: the last error of a traceback, or else the error of the command."""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
     of_ranks = [line for line in lines[:-1] if re.match(r"[\w.]*[A-Z]\w+: ", line)]
     return (of_ranks or lines)[-1].removeprefix("gradsync: error: ").replace("gradsync.errors.", "")
@@ -124,10 +123,10 @@ class Report:
     """The result of a run of the doctor.
 
     Attributes:
-        findings: of the checks, in the order in which they are shown.
-        trials: of the backends.
-        asked_for: the backend that must work; None means any but local.
-        seconds: that the doctor took.
+        findings: the findings of the checks, in the order in which they are shown.
+        trials: the trials of the backends.
+        asked_for: the backend that must work; None means any backend for several ranks.
+        seconds: the duration of the examination.
     """
 
     findings: Sequence[Finding]
@@ -137,7 +136,7 @@ class Report:
 
     @property
     def working(self) -> list[str]:
-        """The backends over which an all-reduce was right."""
+        """The backends whose all-reduce gave the right result."""
         return [trial.backend for trial in self.trials if trial.works]
 
     @property
@@ -167,14 +166,16 @@ class Report:
 
 
 def examine(here: Facts, checks: Mapping[str, Check] = CHECKS) -> list[Finding]:
-    """Runs all checks; a check that raises becomes a finding with its error."""
+    """Runs all checks. If a check raises, its finding says so."""
     findings: list[Finding] = []
     for what, check in checks.items():
         try:
-            findings += check(here)
+            found = check(here)
         except Exception as error:
             text = f"this check failed: {type(error).__name__}: {error}"
-            findings.append(warning(what, text, "please report this; the other lines stand"))
+            found = warning(text, "please report this error; the other lines are not affected")
+        lines = found if isinstance(found, list) else [] if found is None else [found]
+        findings += [replace(finding, what=finding.what or what) for finding in lines]
     return findings
 
 

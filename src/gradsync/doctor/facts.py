@@ -1,28 +1,40 @@
-"""Facts about this machine, collected once. A check sees nothing else, so that a test can give it any machine."""
+"""Facts about this machine, collected once. A check gets nothing else, so that a test can give it any machine.
+
+A broken library may crash or hang when it is loaded, so each library is examined in a process of its own:
+
+    python -m gradsync.doctor.facts NAME   # prints the answer as JSON on its last line
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
+import json
 import os
 import platform
 import resource
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradsync.communicators.shared_memory.segment import create_segment
-from gradsync.doctor.probes import ask_all
+from gradsync.environment import without_launcher
 from gradsync.errors import GradsyncError
 from gradsync.launchers import find_mpiexec
 from gradsync.machine import addresses, usable_cores
 
 _NAME_SECONDS = 1.0
+_LONGEST_TEXT = 4000
+_END_SECONDS = 1.0
+_REAP_SECONDS = 10.0
 _BYTES_OF_IPV4 = 4
 #: Wheels that bring `cupy`; two of them overwrite each other's files.
 CUPY_PACKAGES = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda110", "cupy-cuda111", "cupy-cuda112")
@@ -33,8 +45,8 @@ class Package:
     """An installed distribution.
 
     Attributes:
-        name, version: as its metadata says, the name in lower case with hyphens.
-        folder: where it is installed.
+        name, version: the name and version in its metadata; the name in lower case with hyphens.
+        folder: the folder where it is installed.
     """
 
     name: str
@@ -47,9 +59,9 @@ class Interface:
     """A network interface.
 
     Attributes:
-        name: as the kernel calls it.
-        address: its IPv4 address; "" where it has none.
-        is_up: whether it carries packets.
+        name: the kernel's name of it.
+        address: its IPv4 address; "" if it has none.
+        is_up: whether the kernel's flag UP is set.
     """
 
     name: str
@@ -62,30 +74,28 @@ class Facts:
     """The facts about a machine.
 
     Attributes:
-        environ: variables.
-        root: where /proc, /sys and /dev are; "/" but in tests.
-        system, machine: of the kernel: "linux", "x86_64".
-        kernel: its release.
-        python: version and path.
-        packages: installed distributions that matter.
-        cores: how many this process may use.
-        limits: soft and hard, by name: "open files", "locked memory"; infinity is -1.
-        answers: of the probes, by name.
-        shared_memory_bytes: size of /dev/shm, and its free part; None if it does not exist.
-        memory_error: why no anonymous shared memory could be made; "" if it could.
-        loopback_error: why no port of 127.0.0.1 could be opened; "" if one could.
-        interfaces: of the network.
+        environ: the environment variables.
+        root: the folder of /proc, /sys and /dev; only tests use another one than "/".
+        system, machine: the operating system and the processor, such as "linux" and "x86_64".
+        python: Python's version and path.
+        packages: the installed distributions that the checks need.
+        cores: the number of cores that this process may use.
+        limits: the soft and the hard limit by name, "open files" or "locked memory"; infinity is -1.
+        answers: the answers of `ask_all` by name.
+        shared_memory_bytes: the size of /dev/shm and its free part; None if it does not exist.
+        memory_error: why no memfd could be made; "" if one could be made.
+        loopback_error: why no port of 127.0.0.1 could be opened; "" if one could be opened.
+        interfaces: the network interfaces.
         host: the name of the machine.
         host_error: why that name has no address; "" if it has one.
-        mpiexec: its path, or None.
-        has_nvidia_smi: whether NVIDIA's tool is on the PATH.
+        mpiexec: the path of mpiexec, or None.
+        has_nvidia_smi: whether nvidia-smi is on the PATH.
     """
 
     environ: Mapping[str, str] = field(default_factory=dict)
     root: Path = Path("/")
     system: str = "linux"
     machine: str = "x86_64"
-    kernel: str = "6.6.0"
     python: tuple[str, str] = ("3.12.0", "/usr/bin/python3")
     packages: Sequence[Package] = ()
     cores: int = 8
@@ -113,23 +123,22 @@ class Facts:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether NVIDIA's driver has made a device, under Windows (WSL) too."""
+        """Whether NVIDIA's driver, of Linux or of Windows (WSL2), has made a device."""
         devices = self.root / "dev"
         return any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()
 
 
 def look_around(deadline_seconds: float) -> Facts:
-    """Collects the facts about this machine; an unknown fact is as if the thing were missing.
+    """Collects the facts about this machine; a fact that cannot be found has the value for "missing".
 
     Args:
-        deadline_seconds: for all probes together.
+        deadline_seconds: the time limit for all answers of `ask_all`.
     """
     mpiexec = find_mpiexec()
     return Facts(
         environ=dict(os.environ),
         system=sys.platform,
         machine=platform.machine(),
-        kernel=platform.release(),
         python=(platform.python_version(), sys.executable),
         packages=_packages(),
         cores=usable_cores(),
@@ -172,6 +181,8 @@ def _shared_memory_bytes() -> tuple[int, int] | None:
 
 
 def _memory_error() -> str:
+    from gradsync.communicators.shared_memory.segment import create_segment  # a process that loads CuPy needs no NumPy
+
     try:
         os.close(create_segment(1 << 20))
     except (GradsyncError, OSError) as error:
@@ -190,7 +201,7 @@ def _loopback_error() -> str:
 
 
 def _host_error() -> str:
-    """Looks up the machine's own name, on a thread, as a name server may not answer."""
+    """Looks up the name of this machine on a thread, because a name server may not answer."""
     found: list[str] = []
 
     def look_up() -> None:
@@ -222,3 +233,192 @@ def _is_up(name: str) -> bool:
         return bool(int(Path(f"/sys/class/net/{name}/flags").read_text(), 16) & 1)
     except (OSError, ValueError):
         return False
+
+
+# -- Questions to libraries, and other processes ----------------------------------------------------------------------
+
+
+def ask_all(mpiexec: str | None, nvidia_smi: str | None, deadline_seconds: float) -> dict[str, dict[str, Any]]:
+    """Asks all questions at the same time; returns the answers by name, {"error": ...} for a missing answer.
+
+    Args:
+        mpiexec, nvidia_smi: the paths of these programs, or None.
+        deadline_seconds: the time after which processes that have not answered are killed.
+    """
+    commands = {name: [sys.executable, "-m", __name__, name] for name in _QUESTIONS}
+    if mpiexec is not None:
+        commands["mpiexec"] = [mpiexec, "--version"]
+    if nvidia_smi is not None:
+        commands["topology"] = [nvidia_smi, "topo", "-m"]
+    started: dict[str, subprocess.Popen[str] | OSError] = {}
+    for name, command in commands.items():
+        try:
+            started[name] = _start(command)
+        except OSError as error:
+            started[name] = error
+    deadline = time.monotonic() + deadline_seconds
+    return {name: _answer(name, process, deadline, deadline_seconds) for name, process in started.items()}
+
+
+def call(command: Sequence[str], deadline_seconds: float) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, in a session of its own and without a launcher's variables.
+
+    Raises:
+        OSError: the command cannot be started.
+        subprocess.TimeoutExpired: the command did not end by the deadline; it was killed with its children.
+    """
+    with _start(command) as process:
+        _called.append(process)
+        try:
+            out, err = process.communicate(timeout=deadline_seconds)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise
+        finally:
+            _called.remove(process)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+_called: list[subprocess.Popen[str]] = []  # the processes for which threads wait in call()
+
+
+def kill_called() -> None:
+    """Kills the commands for which other threads wait: Ctrl-C does not reach commands in sessions of their own."""
+    for process in _called.copy():  # threads remove theirs meanwhile
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env=without_launcher(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that it can be killed with its children, if it is a script
+    )
+
+
+def _answer(
+    name: str, process: subprocess.Popen[str] | OSError, deadline: float, deadline_seconds: float
+) -> dict[str, Any]:
+    if isinstance(process, OSError):
+        return {"error": str(process)}
+    try:
+        out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return {"error": f"no answer within {deadline_seconds:.0f} s"}
+    if name not in _QUESTIONS:
+        return {"text": (out or err)[:_LONGEST_TEXT], "exit_code": process.returncode}
+    if process.returncode:
+        return {"error": _last_words(process.returncode, err)}
+    try:
+        found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"error": f"it answered {out.strip()[-200:]!r}"}
+    return found
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kills a process and its children. Does not wait for a child that has left the session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=_END_SECONDS)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # on a busy machine its end takes longer than a second
+        process.wait(_REAP_SECONDS)
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
+
+
+def _last_words(exit_code: int, stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    last = f": {lines[-1]}" if lines else ""
+    if exit_code < 0:
+        return f"loading it ended the process with {signal.Signals(-exit_code).name}{last}"
+    return f"loading it ended with exit code {exit_code}{last}"
+
+
+def _ask_numpy() -> dict[str, Any]:
+    import numpy
+
+    found: dict[str, Any] = {"version": numpy.__version__}
+    _note(found, "msgpack", lambda: list(importlib.import_module("msgpack").version))
+    return found
+
+
+def _ask_mpi() -> dict[str, Any]:
+    from gradsync.communicators.mpi.mpi_job import load_mpi
+
+    mpi = load_mpi()
+    import mpi4py
+
+    lines = mpi.Get_library_version().strip("\0 \n").splitlines()
+    return {
+        "version": mpi4py.__version__,
+        "library": " ".join(lines[0].partition(",")[0].replace("Version:", "").split()),
+        "thread_level": mpi.Query_thread(),
+    }
+
+
+def _ask_cupy() -> dict[str, Any]:
+    """Asks CuPy step by step; a later step fails if an earlier step did."""
+    import cupy
+
+    found: dict[str, Any] = {"version": cupy.__version__, "file": cupy.__file__}
+    runtime = cupy.cuda.runtime
+    _note(found, "runtime", runtime.runtimeGetVersion)
+    _note(found, "driver", runtime.driverGetVersion)
+    _note(found, "count", runtime.getDeviceCount)
+    _note(found, "nvrtc", lambda: list(cupy.cuda.nvrtc.getVersion()))
+    _note(found, "devices", lambda: [_device(runtime, number, found["count"]) for number in range(found["count"])])
+    _note(found, "nccl", _nccl)
+    return found
+
+
+def _note(found: dict[str, Any], name: str, ask: Callable[[], Any]) -> None:
+    try:
+        found[name] = ask()
+    except Exception as error:
+        found[f"{name}_error"] = f"{type(error).__name__}: {error}"
+
+
+def _device(runtime: Any, number: int, count: int) -> dict[str, Any]:
+    properties = runtime.getDeviceProperties(number)
+    return {
+        "name": properties["name"].decode(errors="replace"),
+        "memory_bytes": int(properties["totalGlobalMem"]),
+        "peers": [other for other in range(count) if other != number and runtime.deviceCanAccessPeer(number, other)],
+    }
+
+
+def _nccl() -> dict[str, Any]:
+    from gradsync.communicators.nccl.library import library_path
+
+    from cupy.cuda import nccl  # isort: skip
+
+    if not nccl.available:
+        return {"available": False}
+    version = nccl.get_version()  # loads the library
+    return {"available": True, "version": version, "build": nccl.get_build_version(), "path": library_path()}
+
+
+_QUESTIONS: Mapping[str, Callable[[], dict[str, Any]]] = {"numpy": _ask_numpy, "cupy": _ask_cupy, "mpi": _ask_mpi}
+
+
+def main() -> None:
+    """Answers the question that the command line names."""
+    try:
+        answer = _QUESTIONS[sys.argv[1]]()
+    except (ImportError, GradsyncError) as error:
+        answer = {"error": str(error), "missing": isinstance(error, ModuleNotFoundError)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
