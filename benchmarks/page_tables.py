@@ -58,34 +58,36 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "proof_transcripts": transcripts,
     "proof_hostile": hostile,
 }
-METHOD = "The times were measured with two ranks", "The table shows medians. The programs ran alternately in one run"
+#: docs/performance.md says once that its tables show medians, and that the programs ran alternately.
+METHOD = "The times were measured with two ranks", ""
+_MEDIANS = "The table shows medians. The programs ran alternately in one run"
 _AS_PROVEN = "`{command}` makes the table. `make prove` makes it in full"
 _BOLD = "A time counts from the moment of the failure. Times above their limit are in bold"
 #: The line below a table, before and after the machine; {command} is the command in the file of results.
 METHODS = {
     "all_reduce": (
         METHOD[0],
-        f"{METHOD[1]}. With busy cores, some rounds meet no busy process, so a time below that of idle cores is noise",
+        "With busy cores, some rounds meet no busy process, so a time below that of idle cores is noise",
     ),
     "collectives": (
         METHOD[0],
-        f"{METHOD[1]}. The size is that of a rank's input (all_gather, all_to_all), of its output (reduce_scatter), or "
+        "The size is that of a rank's input (all_gather, all_to_all), of its output (reduce_scatter), or "
         "of the array (broadcast). Samples and limits are in `benchmarks/results/collectives.json`",
     ),
     "buckets": (
         METHOD[0],
-        f"{METHOD[1]}. MPI reduces the gradients one by one (each), or all of them as one array (flat). The time of "
+        "MPI reduces the gradients one by one (each), or all of them as one array (flat). The time of "
         "DDP is its backward pass minus the same pass in `no_sync()`. Samples and limits are in "
         "`benchmarks/results/buckets.json`",
     ),
-    "buckets.at_a_glance": (METHOD[0], f"{METHOD[1]}. MPI reduces the gradients one by one"),
+    "buckets.at_a_glance": (METHOD[0], f"{_MEDIANS}. MPI reduces the gradients one by one"),
     "training_speed": (
         "The times were measured",
-        f"{METHOD[1]}. All runs train on the same batches to the same accuracy. The last column is the fastest time of "
+        f"{_MEDIANS}. All runs train on the same batches to the same accuracy. The last column is the fastest time of "
         "one process divided by the time of the ranks. `python benchmarks/training_speed.py` makes the table",
     ),
-    "start_up": ("The times were measured", METHOD[1]),
-    "over_mpi": ("The times were measured with two ranks of MPICH", f"{METHOD[1]}. `make bench-mpi` makes the table"),
+    "start_up": ("The times were measured", ""),
+    "over_mpi": ("The times were measured with two ranks of MPICH", f"{_MEDIANS}. `make bench-mpi` makes the table"),
     "adapters": (
         METHOD[0],
         "A time is that of the slower rank. The programs ran alternately in one run. The gradients have the shapes of "
@@ -109,7 +111,7 @@ METHODS = {
     ),
     "rendezvous_scale": (
         "The times were measured with simulated ranks",
-        f"{METHOD[1]}. The times are wall times. The simulated ranks ran on the same cores as the server. The "
+        f"{_MEDIANS}. The times are wall times. The simulated ranks ran on the same cores as the server. The "
         "processor time of the server is in brackets",
     ),
     "steady_cost": (
@@ -152,4 +154,4 @@ def table(name: str) -> str:
     machine, versions = results["machine"], results["versions"]
     where = f"{machine['cpu']}, {machine['usable_cores']} cores, Python {versions['python']}, NumPy {versions['numpy']}"
     made = how[1].format(command=results.get("command", "").partition(" --json ")[0])
-    return "\n".join(lines) + f"\n\n{how[0]} on {where}. {made}.\n"
+    return "\n".join(lines) + f"\n\n{how[0]} on {where}. {made}{'.' if made else ''}".rstrip() + "\n"
