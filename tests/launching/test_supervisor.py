@@ -49,7 +49,7 @@ class PlayedRank:
         self.exit_code = self._will_end_with
         return False
 
-    def read_report(self, limit_reads=None):
+    def read_report(self):
         self.error = self._will_report
         return False
 

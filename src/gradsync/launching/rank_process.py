@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
-from gradsync.launching.in_rank.result import RESULT
+from gradsync.launching.in_rank.result import REPORT
 from gradsync.launching.job import Target
-from gradsync.launching.rank_report import ErrorReport, FrameReader, ReturnValue, read_error, unreadable
+from gradsync.launching.rank_report import ErrorReport, ReturnValue, read_report
 from gradsync.launching.signals import kept_in_fork, no_other_fork, own_descriptors
 from gradsync.machine import read_stat
-
-_READS_PER_TURN = 64  # at most, of a report that is larger than the pipe
 
 # The rank must import the launcher's own gradsync, whatever the current directory holds.
 _PACKAGE_PARENT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
@@ -114,7 +112,6 @@ class RankProcess:
             except BaseException:
                 self._close()
                 raise
-        self._reader = FrameReader(self.report)
         with contextlib.suppress(AttributeError, OSError):  # an old kernel, or no descriptor is left
             self.sentinel = os.pidfd_open(self._guard.pid)
             own_descriptors.add(self.sentinel)
@@ -140,25 +137,23 @@ class RankProcess:
             os.set_blocking(descriptor, False)
         return GuardDescriptors(*given)
 
-    def read_report(self, limit_reads: int | None = _READS_PER_TURN) -> bool:
-        """Reads the reports that have arrived; returns whether more can arrive."""
-        for kind, body in self._reader.read(limit_reads):
-            if kind == RESULT:
-                self._take_result(body)
-            elif self.error is None:
-                self.error = read_error(kind, body)
-        if self._reader.refused_bytes and self.error is None:
-            self.error = unreadable(f"it announces {self._reader.refused_bytes} bytes, for which there is no memory")
-        return not self._reader.ended
-
-    def _take_result(self, told: bytearray) -> None:
+    def read_report(self) -> bool:
+        """Reads the report if it has arrived; returns whether it can still arrive."""
+        if self.result is not None or self.error is not None:
+            return False
         try:
-            self.result = ReturnValue(self._result_file, told)
-        except (ValueError, OSError) as error:
-            self.error = self.error or unreadable(str(error))
-        else:
-            own_descriptors.discard(self._result_file)
-            self._result_file = -1
+            message = os.read(self.report, REPORT.size)  # such a short message arrives in one piece
+        except BlockingIOError:
+            return True
+        if message:
+            report = read_report(message, self._result_file)
+            if isinstance(report, ErrorReport):
+                self.error = report
+            else:
+                self.result = report
+                own_descriptors.discard(self._result_file)
+                self._result_file = -1
+        return False
 
     def read_status(self) -> bool:
         """Reads the guard's messages; returns whether the guard still runs."""
@@ -197,7 +192,7 @@ class RankProcess:
 
     def reap(self) -> None:
         """Handles the end of a rank whose status pipe has closed; no process of the rank is left then."""
-        self.read_report(None)
+        self.read_report()
         code = 0 if self._guard is None else self._guard.reap()
         if self.exit_code is None and code != GAVE_UP:
             # The guard never began, or was killed and the rank died with it.

@@ -1,6 +1,6 @@
-"""Reports of a rank, as the launcher reads them: frames of its report pipe, its error, and its return value.
+"""Reports of a rank, as the launcher reads them: its return value or its error.
 
-`in_rank/result` and `in_rank/rank_main` write them.
+`in_rank/result` writes them.
 """
 
 from __future__ import annotations
@@ -11,84 +11,14 @@ import weakref
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from gradsync.launching.in_rank.result import BOUNDS, ERROR
+from gradsync.launching.in_rank.result import BOUNDS, ERROR, REPORT, RESULT
 
 if TYPE_CHECKING:
     import mmap
 
-_HEADER_BYTES = 9
-_GROWTH_BYTES = 16 << 20
-
 _MAP_FIXED = 0x10  # Source: include/uapi/asm-generic/mman-common.h; the mmap module does not have it
 
 T = TypeVar("T")
-
-
-class FrameReader:
-    """Reads frames from a non-blocking pipe, in whatever pieces they arrive.
-
-    The memory for a body grows with the bytes that have arrived, because an error may hold a text of any length, and
-    the announced length may be wrong.
-
-    Attributes:
-        ended: whether the pipe has ended.
-        refused_bytes: the length of a body for which the machine has no memory; the reading then ends. 0 if none is.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._header = bytearray()
-        self._body: bytearray | None = None  # the body of the frame whose header is complete
-        self._length = 0  # the length of that body
-        self._filled = 0
-        self.ended = False
-        self.refused_bytes = 0
-
-    def read(self, limit_reads: int | None = None) -> list[tuple[bytes, bytearray]]:
-        """Reads the bytes that have arrived, without waiting.
-
-        Args:
-            limit_reads: how often to read at most, for a caller with other work.
-
-        Returns:
-            The frames (kind, body) that are complete.
-        """
-        frames: list[tuple[bytes, bytearray]] = []
-        reads = 0
-        try:
-            while not self.ended and reads != limit_reads:
-                reads += 1
-                self._read_header() if self._body is None else self._read_body(self._body)
-                if self._body is not None and self._filled == self._length:
-                    frames.append((bytes(self._header[:1]), self._body))
-                    self._header, self._body, self._filled = bytearray(), None, 0
-        except BlockingIOError:
-            pass
-        return frames
-
-    def _read_header(self) -> None:
-        piece = os.read(self._descriptor, _HEADER_BYTES - len(self._header))
-        self.ended = not piece
-        self._header += piece
-        if len(self._header) == _HEADER_BYTES:
-            self._body, self._length = bytearray(), int.from_bytes(self._header[1:], "little")
-            if self._length > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-                self._refuse()
-
-    def _refuse(self) -> None:
-        self.refused_bytes, self.ended = self._length, True
-
-    def _read_body(self, body: bytearray) -> None:
-        if self._filled == len(body):
-            try:
-                body.extend(bytes(min(self._length - self._filled, _GROWTH_BYTES)))
-            except MemoryError:
-                self._refuse()
-                return
-        with memoryview(body) as whole, whole[self._filled :] as rest:
-            count = os.readv(self._descriptor, [rest])
-        self.ended = count == 0
-        self._filled += count
 
 
 @dataclass(frozen=True)
@@ -112,16 +42,40 @@ class ErrorReport:
     is_of_silence: bool = False
 
 
-def read_error(kind: bytes, body: bytearray) -> ErrorReport:
-    if kind != ERROR:
-        return unreadable(f"{kind!r} is no kind of report")
+def read_report(message: bytes, file: int) -> ReturnValue | ErrorReport:
+    """Returns the report of a rank; an ErrorReport also if the report cannot be read.
+
+    Args:
+        message: the message of the report pipe.
+        file: descriptor of the rank's result file. A returned ReturnValue will close it.
+    """
     try:
-        return from_json(ErrorReport, body)
-    except ValueError as error:
-        return unreadable(str(error))
+        if len(message) != REPORT.size or message[:1] not in (RESULT, ERROR):
+            raise ValueError(f"{message[:16]!r} is no report")
+        kind, begin, end = REPORT.unpack(message)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # the rank could shrink it, and reading kill us
+        content = _read_part(file, begin, end)
+        return from_json(ErrorReport, content) if kind == ERROR else ReturnValue(file, content)
+    except (ValueError, OSError, MemoryError) as error:
+        return _unreadable(str(error))
 
 
-def unreadable(why: str) -> ErrorReport:
+def _read_part(file: int, begin: int, end: int) -> bytes:
+    """Returns a part of a result file.
+
+    Raises:
+        ValueError: the file does not have this part.
+    """
+    size = os.fstat(file).st_size
+    if not begin <= end <= size:
+        raise ValueError(f"a result file of {size} bytes does not hold bytes {begin} to {end}")
+    content = b""
+    while len(content) < end - begin:  # one call reads at most 2 GiB
+        content += os.pread(file, end - begin - len(content), begin + len(content))
+    return content
+
+
+def _unreadable(why: str) -> ErrorReport:
     """Returns the error for a report that no rank would send, after which the rank's own end is unknown."""
     text = f"what this rank reported cannot be read ({why}): something in it wrote to a descriptor that is not its own"
     return ErrorReport(f"gradsync: {text}\n", text, is_consequence=False)
@@ -132,18 +86,17 @@ class ReturnValue:
 
     Args:
         file: descriptor of the file; this object closes it.
-        told: the bounds of the pickled value in the file, then those of each buffer, packed as BOUNDS.
+        table: the bounds of the pickled value in the file, then those of each buffer, packed as BOUNDS.
 
     Raises:
         ValueError, OSError: the file does not have these parts; the caller closes the descriptor.
     """
 
-    def __init__(self, file: int, told: bytearray) -> None:
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # else it could shrink, and reading kill us
+    def __init__(self, file: int, table: bytes) -> None:
         size = os.fstat(file).st_size
-        if not told or len(told) % BOUNDS.size:
-            raise ValueError(f"{len(told)} bytes are no bounds of a result")
-        self._bounds = list(BOUNDS.iter_unpack(told))
+        if not table or len(table) % BOUNDS.size:
+            raise ValueError(f"{len(table)} bytes are no bounds of a result")
+        self._bounds = list(BOUNDS.iter_unpack(table))
         for begin, end in self._bounds:
             if not begin <= end <= size:
                 raise ValueError(f"a result file of {size} bytes does not hold bytes {begin} to {end}")
@@ -191,7 +144,7 @@ def map_privately(file: int, size_bytes: int) -> mmap.mmap:
     return place
 
 
-def from_json(kind: type[T], data: bytes | bytearray) -> T:
+def from_json(kind: type[T], data: bytes) -> T:
     """Returns a dataclass from a JSON object with its attributes.
 
     Raises:

@@ -310,7 +310,7 @@ class Supervisor:
 
     def _handle_end(self, rank: RankProcess) -> None:
         """Handles the end of a rank; its guard may still be ending the processes that the rank started."""
-        rank.read_report(None)
+        rank.read_report()
         if rank.exit_code == -signal.SIGKILL and not rank.sent_kill and rank.memory_kill is None:
             rank.memory_kill = self._memory.describe() if self._memory.kills() else None
         if rank.exit_code != 0 or rank.error is not None:

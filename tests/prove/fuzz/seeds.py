@@ -8,6 +8,7 @@ import msgpack
 from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
 from gradsync.diagnostics.dump import FORMAT
+from gradsync.launching.in_rank.result import ERROR, REPORT
 from gradsync.launching.nodes import NodeReport, encode
 from gradsync.rendezvous.frames import PROTOCOL_VERSION, FrameType
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerHandshake
@@ -40,7 +41,7 @@ def seeds() -> dict[str, list[bytes]]:
             encode(NodeReport(1)),
             json.dumps(record).encode(),
         ],
-        "report_pipe": [b"E" + len(told).to_bytes(8, "little") + told, b"R" + bytes(8), b"R" + b"\xff" * 8],
+        "report_pipe": [REPORT.pack(ERROR, 0, len(told)) + told, b"R" + bytes(16), b"R" + b"\xff" * 16],
         "secret_file": [b"00" * 32, b"zz", b""],
         "meeting_file": [b"00" * 32 + b"\n127.0.0.1:4000\n", b"00"],
         "shapes_file": [b'[["a", [2, 3], "float32"], ["\'b\'", []]]', b"{}", b"[]"],

@@ -26,10 +26,10 @@ from gradsync.diagnostics.dump import read_dumps
 from gradsync.diagnostics.report import divergences, report
 from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
+from gradsync.launching.in_rank.result import REPORT
 from gradsync.launching.nodes import NodeRecord, NodeReport, decode
 from gradsync.launching.rank_environment import parse_gpus
-from gradsync.launching.rank_report import FrameReader as ReportReader
-from gradsync.launching.rank_report import read_error
+from gradsync.launching.rank_report import ErrorReport, read_report
 from gradsync.rendezvous.frames import (
     SCHEMAS,
     Close,
@@ -58,7 +58,6 @@ SECRET, RUN = bytes(32), "run"
 KEYS = {"send_key": b"s" * 32, "receive_key": b"r" * 32, "send_sequence": 1, "receive_sequence": 2}
 REQUESTS = [kind for kind in FrameType if kind in SCHEMAS and not kind.from_server]
 _CONNECTIONS, RANKS = 6, 3
-_PIPE_BYTES = 60_000
 # What the decoder raises at the end of a script, and where that is no msgpack.
 _NO_MSGPACK = (ValueError, TypeError, OverflowError, msgpack.exceptions.UnpackException)
 VARIABLES = (
@@ -185,17 +184,14 @@ def node_words(data: bytes) -> None:
 
 def report_pipe(data: bytes) -> None:
     """What comes from a rank to its launcher."""
-    receiver, sender = os.pipe()
-    try:
-        os.set_blocking(receiver, False)
-        os.write(sender, data[:_PIPE_BYTES])
-        os.close(sender)
-        reader = ReportReader(receiver)
-        while not reader.ended:
-            for kind, body in reader.read(64):
-                assert read_error(kind, body).text
-    finally:
-        os.close(receiver)
+    file = os.memfd_create("gradsync-result", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(file, data[REPORT.size :])
+    report = read_report(data[: REPORT.size], file)
+    if isinstance(report, ErrorReport):
+        os.close(file)
+        assert report.text
+    else:
+        report.forget()
 
 
 def secret_file(data: bytes) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradsync.launching.in_rank.guard import GuardDescriptors, stand_guard
-from gradsync.launching.in_rank.result import ERROR, Returned, UnsendableResult, write_frame
+from gradsync.launching.in_rank.result import Returned, UnsendableResult, send_error
 
 if TYPE_CHECKING:
     from traceback import StackSummary
@@ -98,9 +98,8 @@ def _finish_forked(code: int) -> NoReturn:
 
 def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoReturn:
     global _runs_function
-    report = descriptors.report
     # Programs that the user's code starts must not hold the launcher's pipe.
-    os.set_inheritable(report, False)
+    os.set_inheritable(descriptors.report, False)
     os.set_inheritable(descriptors.result_file, False)
     start = _read_start(record)
     process_id = os.getpid()
@@ -118,7 +117,7 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
                 forgotten.raise_forgotten(everywhere=True)
             if (ends := sys.modules.get("gradsync.futures")) is not None:
                 ends.raise_refused()
-            result.send(report, descriptors.result_file)
+            result.send(descriptors.report, descriptors.result_file)
     except SystemExit as error:
         if error.code not in (None, 0):
             _remember(error)
@@ -130,10 +129,10 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
         if os.getpid() != process_id:
             raise  # this is a process that the user's code has forked, not the rank
         if isinstance(error, UnsendableResult):  # this is no failure of the run, so the other ranks go on
-            report_error(report, error.refusal, is_unsendable=True)
+            report_error(descriptors, error.refusal, is_unsendable=True)
         else:
             _remember(error)
-            report_error(report, error)
+            report_error(descriptors, error)
         sys.exit(1)
     sys.exit(0)
 
@@ -286,11 +285,11 @@ def _remember(error: BaseException) -> None:
         sys.last_exc = error
 
 
-def report_error(descriptor: int, error: BaseException, *, is_unsendable: bool = False) -> None:
+def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unsendable: bool = False) -> None:
     """Sends an error as text, so that it arrives even if the exception does not unpickle.
 
     Args:
-        descriptor: the report pipe.
+        descriptors: the descriptors of this rank.
         error: the error. The frames between the interpreter and the user's code are left out of its traceback.
         is_unsendable: whether only the function's result could not be sent.
     """
@@ -318,9 +317,9 @@ def report_error(descriptor: int, error: BaseException, *, is_unsendable: bool =
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)  # the user's crash reporter still runs
     try:
-        write_frame(descriptor, ERROR, json.dumps(body).encode())
+        send_error(descriptors.report, descriptors.result_file, json.dumps(body).encode())
     except OSError:
-        sys.stderr.write(text)  # the launcher is gone and cannot show the text
+        sys.stderr.write(text)  # the launcher will not show the text
 
 
 def _is_told_by_gradsync(error: BaseException) -> bool:

@@ -1,23 +1,23 @@
 """Inside a rank process: the return value of the user's function, or its error, as bytes for the launcher.
 
-At its end a rank writes one frame to the report pipe: one kind byte, eight bytes of length (little endian) and the
-body. The kind `RESULT` says where the return value is in a file in memory, which the launcher has given to the rank;
-`ERROR` holds an exception as JSON. The value is pickled, by cloudpickle if pickle refuses: a notebook's class came to
-the rank with its code, and goes back in the same way. Large arrays are copied once, from the rank's memory into the
-file, which the launcher maps (`rank_report`). This file imports next to nothing, because every rank imports it at its
-start.
+At its end a rank writes its report into a file in memory, which the launcher has given to it. Then the rank writes the
+report's kind and its place in the file to the report pipe. An error is text in JSON. A return value is pickled, by
+cloudpickle if pickle refuses: a notebook's class came to the rank with its code, and goes back in the same way. Large
+arrays are copied once, from the rank's memory into the file, which the launcher maps (`rank_report`). This module
+imports next to nothing, because every rank imports it at its start.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable
 from typing import Any
 
-#: The body has the positions of the return value in the rank's result file: see `Returned`.
+#: The message on the report pipe: the kind of the report, and its begin and end in the result file, in bytes.
+REPORT = struct.Struct("<cQQ")
+#: The report is a table of `BOUNDS`: those of the pickled return value, then those of each large array.
 RESULT = b"R"
-#: The body is a JSON object with the attributes of `rank_report.ErrorReport`.
+#: The report is a JSON object with the attributes of `rank_report.ErrorReport`.
 ERROR = b"E"
 
 #: The begin and the end of a part of the result file, in bytes.
@@ -27,26 +27,27 @@ _ARRAY_FROM_BYTES = 256 * 1024  # smaller arrays are pickled with the rest
 _ALIGNMENT_BYTES = 4096
 
 
-def write_frame(descriptor: int, kind: bytes, body: bytes | bytearray) -> None:
-    """Writes one frame, waiting while the pipe is full.
+def send_error(pipe: int, file: int, error: bytes) -> None:
+    """Sends an error to the launcher.
 
     Args:
-        descriptor: write end of the pipe.
-        kind: the kind of the frame, one byte.
-        body: the content, which may be empty.
+        pipe: the report pipe.
+        file: the result file.
+        error: the error as a JSON object.
 
     Raises:
-        OSError: the launcher is gone.
+        OSError: the launcher is gone, or there is no room for the error.
     """
-    write_all(descriptor, (kind + len(body).to_bytes(8, "little"), body))
+    _lift_own_limit()
+    _empty(file)
+    _write_all(file, error)
+    os.write(pipe, REPORT.pack(ERROR, 0, len(error)))
 
 
-def write_all(descriptor: int, parts: Iterable[bytes | bytearray | memoryview]) -> None:
-    """Writes all parts, one after the other."""
-    for part in parts:
-        rest = memoryview(part)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
+def _write_all(file: int, content: bytes | memoryview) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(file, rest) :]
 
 
 class UnsendableResult(Exception):
@@ -71,11 +72,11 @@ class Returned:
     def __init__(self, value: Any) -> None:
         self._value = value
 
-    def send(self, report: int, file: int) -> None:
+    def send(self, pipe: int, file: int) -> None:
         """Pickles the value into the result file, and reports its place there to the launcher.
 
         Args:
-            report: the report pipe.
+            pipe: the report pipe.
             file: the result file, empty.
 
         Raises:
@@ -84,13 +85,13 @@ class Returned:
         """
         try:
             try:
-                bounds = _write(self._value, file)
+                begin, end = _write(self._value, file)
             except _FileRefused:
                 _lift_own_limit()
-                bounds = _write(self._value, file)
+                begin, end = _write(self._value, file)
         except _FileRefused as refused:
             raise _unsendable(f"needs room in a file in memory to reach the launcher: {refused}") from None
-        write_frame(report, RESULT, bounds)
+        os.write(pipe, REPORT.pack(RESULT, begin, end))
 
 
 class _Stream:
@@ -105,14 +106,18 @@ class _Stream:
 
         content = pickle.PickleBuffer(data).raw()  # the bytes as one dimension
         try:
-            write_all(self._file, (content,))
+            _write_all(self._file, content)
         except OSError as error:
             raise _FileRefused(error.strerror) from None
         return content.nbytes
 
 
-def _write(value: Any, file: int) -> bytes:
-    """Pickles a value into the file, and appends its large arrays; returns the bounds of each."""
+def _write(value: Any, file: int) -> tuple[int, int]:
+    """Writes a pickled value, its large arrays and the table of their bounds into the file.
+
+    Returns:
+        The begin and the end of the table in the file.
+    """
     _empty(file)
     stream = _Stream(file)
     large: list[memoryview] = []
@@ -123,7 +128,7 @@ def _write(value: Any, file: int) -> bytes:
         at = os.lseek(file, -(-at // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, os.SEEK_SET)
         bounds += BOUNDS.pack(at, at + content.nbytes)
         at += stream.write(content)
-    return bounds
+    return at, at + stream.write(bounds)
 
 
 def _pickle(value: Any, stream: _Stream, file: int, large: list[memoryview]) -> None:
@@ -161,7 +166,7 @@ def _empty(file: int) -> None:
 
 
 def _lift_own_limit() -> None:
-    """Raises the limit of the file size to the hard limit: the function may have lowered it, and has ended now."""
+    """Raises the limit of the file size to the hard limit: the user's code may have lowered it, and has ended now."""
     import resource
 
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
