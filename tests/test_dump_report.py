@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,14 @@ def test_what_cannot_be_read_is_exit_code_2(tmp_path: Path, is_damaged: bool) ->
     done = CliRunner().invoke(main, ["trace", str(tmp_path)])
     assert done.exit_code == 2
     assert "a.json" in done.output if is_damaged else "there are no dumps" in done.output
+
+
+def test_a_fifo_is_refused(tmp_path: Path) -> None:
+    """Opening it would wait for a writer."""
+    os.mkfifo(tmp_path / "fifo.json")
+    for path in (tmp_path, tmp_path / "fifo.json"):
+        done = CliRunner().invoke(main, ["trace", str(path)])
+        assert (done.exit_code, "it needs to be a regular file" in done.output) == (2, True)
 
 
 def test_a_picture_beside_the_dumps_is_no_dump(tmp_path: Path) -> None:

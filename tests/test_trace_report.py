@@ -60,7 +60,7 @@ def test_a_rank_that_is_behind_or_missing_is_no_difference() -> None:
     assert lines[:4] == [
         "rank 1 has not begun #3 of group 'world', barrier, which rank 0 has",
         "there is no dump of rank 2; rank 0 did not end #3 of group 'world', barrier",
-        "no rank differs from another in what can be compared, but rank 1 is behind, and there is no dump of rank 2",
+        "no rank differs from another in the collectives that can be compared",
         "group 'world': rank 0 has begun 3 collectives; rank 1 is 1 behind, at 2; compared: #1 to #2; "
         "no dump of rank 2",
     ]
@@ -101,7 +101,7 @@ def test_a_circle_over_groups_is_told() -> None:
 def test_a_ranks_own_group_is_compared_with_nobodys() -> None:
     alone = [dump(rank, group("local", call(1, f"call of {rank}"), ranks=(0,))) for rank in range(2)]
     assert divergences(alone) == []
-    assert report(alone)[0] == "no rank differs from another in what can be compared"
+    assert report(alone)[0] == "no rank differs from another in the collectives that can be compared"
 
 
 def test_earlier_dumps_are_left_out_and_named() -> None:
@@ -119,5 +119,5 @@ def test_a_rank_without_a_dump_is_named_with_the_collective_of_the_others() -> N
         "there is no dump of rank 1; ranks 0 and 2 did not end #3 of group 'world', "
         "all_reduce(mean) of bucket 0 [a, 1 more]",
         "  gradients: a, b",
-        "no rank differs from another in what can be compared, but there is no dump of rank 1",
+        "no rank differs from another in the collectives that can be compared",
     ]

@@ -210,8 +210,8 @@ Examples:
 
 \b
 Exit codes:
-  0      no rank raised an exception or differs from another
-  1      a rank raised or differs, or ranks wait for each other in a circle
+  0      none of the following; a late rank alone is no failure
+  1      a rank raised an exception, a collective failed, ranks differ, or ranks wait for each other in a circle
   2      there are no dumps, or a dump cannot be read
 """,
 )

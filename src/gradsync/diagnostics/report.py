@@ -1,4 +1,4 @@
-"""The report of `gradsync trace`: which rank, which collective, which gradients; then every group and rank."""
+"""The report of `gradsync trace`: first the rank, the collective and the gradients of a problem, then all ranks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ from gradsync.errors import InvalidArgument, name_ranks
 
 
 def report_dumps(paths: Sequence[str], out: str | None) -> int:
-    """Prints the report on dumps, and writes their Chrome trace; returns the exit code.
+    """Prints the report on dumps, and writes their Chrome trace.
 
     Args:
-        paths: files, or folders of them.
+        paths: dumps, or folders of dumps.
         out: the file of the Chrome trace; None writes none.
+
+    Returns:
+        The exit code: 1 if a rank raised an exception, a collective failed, ranks differ, or ranks wait for each other
+        in a circle. A late rank alone gives 0: in a healthy run some rank is always behind.
 
     Raises:
         InvalidArgument: there are no dumps, one cannot be read, or the trace cannot be written.
@@ -43,15 +47,17 @@ def report_dumps(paths: Sequence[str], out: str | None) -> int:
         except OSError as error:
             raise InvalidArgument(f"--out {out!r} cannot be written: {error.strerror}") from None
         print(f"{out}: open it in https://ui.perfetto.dev or chrome://tracing")
-    return int(bool(divergences(latest)) or circle(waits(latest)) is not None or any(d.raised_at for d in latest))
+    calls = [call for dump in latest for group in dump.groups.values() for call in group.calls]
+    has_failed = any(dump.raised_at for dump in latest) or any(call.state == "failed" for call in calls)
+    return int(has_failed or bool(divergences(latest)) or circle(waits(latest)) is not None)
 
 
 def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
-    """Returns the lines: exceptions, where ranks differ, wait in a circle or are behind, each group, each rank.
+    """Returns the lines of the report: exceptions, differences, circles and late ranks; then each group and each rank.
 
     Args:
-        dumps: one for each rank.
-        earlier: others that were found and left out.
+        dumps: one dump of each rank.
+        earlier: the dumps that were found and are left out.
     """
     groups = _groups(dumps)
     lines = _raised(dumps)
@@ -66,7 +72,7 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
     if not is_explained:
         lines += time_spent(dumps)
         if not is_good_trace:
-            lines.append("no rank differs from another in what can be compared" + _reservations(groups))
+            lines.append("no rank differs from another in the collectives that can be compared")
     for name, of_ranks in groups.items():
         lines += _progress(name, of_ranks)
     lines += [line for dump in dumps for line in _whereabouts(dump, says_why=not is_good_trace)]
@@ -75,7 +81,7 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
 
 
 def _raised(dumps: Sequence[Dump]) -> list[str]:
-    """Returns a line for each different exception that ended ranks, the earliest first, with the place of its raise."""
+    """Returns a line for each exception that ended ranks, the earliest first, with the line of code that raised it."""
     by_error: dict[str, list[int]] = {}
     for dump in sorted(dumps, key=lambda dump: dump.wall_at):
         if dump.raised_at:
@@ -85,10 +91,10 @@ def _raised(dumps: Sequence[Dump]) -> list[str]:
 
 
 def time_spent(dumps: Sequence[Dump]) -> list[str]:
-    """Returns where the time of traced steps went, and which rank came last; nothing where no steps were traced.
+    """Returns the shares of time in traced steps, and the last rank; no lines if no steps were traced.
 
-    The first step, which makes buffers and plans, does not count. Shares are of the time from its end to the end of
-    the last step.
+    The first step is left out, because it makes buffers and plans. The shares are fractions of the time from the end of
+    the first step to the end of the last step.
     """
     traced = [dump for dump in dumps if len(dump.steps) > 1]
     if not traced:
@@ -115,9 +121,9 @@ def _ends_of_steps(dump: Dump) -> list[float]:
 
 
 def _shares(dump: Dump) -> dict[str, float]:
-    """Returns the share of the time that each phase of a rank's collectives took, and the share outside of gradsync.
+    """Returns the share of time of each phase of a rank's collectives, and the share outside of gradsync.
 
-    A small collective has no phases: all of it, with its waiting, counts as "in small collectives".
+    A small collective has no phases: its whole time, including its waiting, is in the share "in small collectives".
     """
     first, *_, last = _ends_of_steps(dump)
     spans = [(phase.name, phase.began, phase.ended) for phase in dump.phases]
@@ -138,13 +144,13 @@ def _shares(dump: Dump) -> dict[str, float]:
 
 
 def _is_good_trace(dumps: Sequence[Dump]) -> bool:
-    """Whether all ranks traced steps and ended all their collectives: then only the times are of interest."""
+    """Whether all ranks traced steps and ended all their collectives; the report then needs the times only."""
     calls = [call for dump in dumps for group in dump.groups.values() for call in group.calls]
     return all(len(dump.steps) > 1 for dump in dumps) and all(call.state == "ended" for call in calls)
 
 
 def _who_came_last(traced: Sequence[Dump]) -> list[str]:
-    """Returns which rank the others waited for most, by when each began the same collective."""
+    """Returns which rank the other ranks waited for most, by the times at which they began the same collectives."""
     clock = Clock(traced)
     began: dict[tuple[str, int, int], dict[int, float]] = {}
     for dump in traced:
@@ -170,7 +176,7 @@ def _who_came_last(traced: Sequence[Dump]) -> list[str]:
 
 
 def _missing(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
-    """Returns which ranks have left no dump, and the collective that the others did not end."""
+    """Returns which ranks have no dump, and the collective that the other ranks did not end."""
     missing = sorted(_without_dump(of_ranks))
     unended: dict[int, tuple[DumpedCall, list[int]]] = {}
     for rank, group in of_ranks.items():
@@ -190,7 +196,7 @@ def _gradients(call: DumpedCall) -> list[str]:
 
 
 def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
-    """Returns the first difference of each group that has one."""
+    """Returns the first difference of each group in which ranks differ."""
     found = [
         first_divergence(name, [_history(rank, group) for rank, group in of_ranks.items()])
         for name, of_ranks in _groups(dumps).items()
@@ -199,7 +205,7 @@ def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
 
 
 def waits(dumps: Iterable[Dump]) -> list[Wait]:
-    """Returns which rank is inside which collective, and which members have not begun it."""
+    """Returns the collectives that ranks have not ended, and the members that have not begun them."""
     dumps = list(dumps)
     begun = {(_rank(dump), group.name): group.begun for dump in dumps for group in dump.groups.values()}
     return [
@@ -213,12 +219,12 @@ def waits(dumps: Iterable[Dump]) -> list[Wait]:
         for dump in dumps
         for group in dump.groups.values()
         for call in group.calls
-        if call.state == "runs" and not call.is_message
+        if call.state != "ended" and not call.is_message  # at its deadline a collective has failed
     ]
 
 
 def _groups(dumps: Sequence[Dump]) -> dict[str, dict[int, DumpedGroup]]:
-    """Returns the groups by name and rank; groups of a single rank only where there is a single dump."""
+    """Returns the groups by name and rank. Groups of a single rank are left out if there are several dumps."""
     names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     groups = {
         name: {
@@ -242,9 +248,10 @@ def _differences(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
 
 
 def _first_different_lines(calls: Sequence[tuple[Sequence[int], DumpedCall]], are_buckets: bool) -> list[str]:
-    """Returns, for the ranks of each side, the first line of their descriptions that differs.
+    """Returns the first line that differs in the descriptions of a collective, for the ranks of each description.
 
-    A bucket's first line counts its gradients; the others describe a gradient each, and come first here.
+    The first line of a bucket has the number of its gradients; this function compares it last. Each other line
+    describes one gradient.
     """
     descriptions = [call.facts["description"] for _, call in calls]
     lines = list(zip_longest(*descriptions, fillvalue="(no further gradient)" if are_buckets else "(nothing)"))
@@ -262,7 +269,7 @@ _MOST_GRADIENTS = 8
 
 
 def _behind(name: str, of_ranks: dict[int, DumpedGroup], dumps: Sequence[Dump]) -> list[str]:
-    """Returns which collective the ranks that are behind have not begun, its gradients, and where these ranks are."""
+    """Returns the late ranks, the collective that they have not begun, its gradients, and their line of code."""
     lines = []
     counts = sorted({group.begun for group in of_ranks.values()})
     for begun in counts[:-1]:
@@ -283,19 +290,6 @@ def _behind(name: str, of_ranks: dict[int, DumpedGroup], dumps: Sequence[Dump]) 
     return lines
 
 
-def _reservations(groups: dict[str, dict[int, DumpedGroup]]) -> str:
-    """Returns which ranks are behind the others of a group, and which have left no dump."""
-    behind: set[int] = set()
-    missing: set[int] = set()
-    for of_ranks in groups.values():
-        most = max(group.begun for group in of_ranks.values())
-        behind |= {rank for rank, group in of_ranks.items() if group.begun < most}
-        missing |= _without_dump(of_ranks)
-    told = [f"{name_ranks(sorted(behind))} {'is' if len(behind) == 1 else 'are'} behind"] if behind else []
-    told += [f"there is no dump of {name_ranks(sorted(missing))}"] if missing else []
-    return f", but {', and '.join(told)}" if told else ""
-
-
 def _history(rank: int, group: DumpedGroup) -> History:
     """Returns a rank's collectives by number, for comparison."""
     calls = {call.number: Call(call.digest, call.what) for call in group.calls if not call.is_message}
@@ -307,7 +301,7 @@ def _without_dump(of_ranks: dict[int, DumpedGroup]) -> set[int]:
 
 
 def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
-    """Returns how many collectives the ranks of a group have begun, and which of them could be compared."""
+    """Returns how many collectives the ranks of a group have begun, and which collectives could be compared."""
     begun: dict[int, list[int]] = {}
     for rank, group in of_ranks.items():
         begun.setdefault(group.begun, []).append(rank)
@@ -327,7 +321,7 @@ def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
 
 
 def _whereabouts(dump: Dump, *, says_why: bool) -> list[str]:
-    """Returns the collective that a rank is in, for how long, the line that called it, and why the dump was written."""
+    """Returns a rank's collective, its duration, the line of code that called it, and the reason of the dump."""
     who = f"rank {dump.rank} (pid {dump.pid} on {dump.host})"
     running = [(group, call) for group in dump.groups.values() for call in group.calls if call.state == "runs"]
     last = max((call for group in dump.groups.values() for call in group.calls), key=_end, default=None)
@@ -342,7 +336,7 @@ def _whereabouts(dump: Dump, *, says_why: bool) -> list[str]:
 
 
 def _place(dump: Dump) -> list[str]:
-    """Returns where the rank's exception was raised, or else its innermost line that is the program's."""
+    """Returns the line of code that raised the rank's exception, or else the innermost line of the program."""
     if dump.raised_at:
         return [f"  at {dump.raised_at}"]
     _, *lines = dump.stacks.splitlines() or [""]  # the main thread comes first

@@ -117,14 +117,18 @@ def run_command(
         if nodes is not None:
             from gradsync.launching.nodes import run_on_nodes
 
-            return run_on_nodes(nodes, job, make_output, notices)
-        outcome = supervise(job, make_output=make_output, notices=notices, on_restart=print_restart)
-    _print_failure(outcome, notices)
-    if outcome.exit_code and dump_dir is not None:
+            exit_code = run_on_nodes(nodes, job, make_output, notices)
+        else:
+            outcome = supervise(job, make_output=make_output, notices=notices, on_restart=print_restart)
+            exit_code = outcome.exit_code
+            _print_failure(outcome, notices)
+    if exit_code and dump_dir is not None:
         import shlex  # here, as below: start-up counts
 
-        notices.print(f"gradsync: `gradsync trace {shlex.quote(dump_dir)}` shows what the ranks were doing")
-    return outcome.exit_code
+        command = f"gradsync trace {shlex.quote(dump_dir)}"
+        of_others = "" if nodes is None else "; add the folders of the other machines to compare all ranks"
+        notices.print(f"gradsync: `{command}` shows what the ranks were doing{of_others}")
+    return exit_code
 
 
 def _print_failure(outcome: Outcome, notices: Notices) -> None:
