@@ -108,9 +108,9 @@ def test_a_planner_that_has_seen_other_steps_plans_as_a_new_one(steps: list[tupl
     for numbers, end in steps:
         for _ in range(2):
             specs = [POOL[number] for number in numbers]
-            places = [planner.add(spec, position) for position, spec in enumerate(specs)]
+            assignments = [planner.assign(spec, position) for position, spec in enumerate(specs)]
             if end == "flush":
-                buckets = [bucket for place in places for bucket in place.complete or ()]
+                buckets = [bucket for assignment in assignments for bucket in assignment.completes or ()]
                 assert buckets + planner.flush(len(specs)) == plan_buckets(specs, 40)
             else:
                 planner.reset()

@@ -45,23 +45,11 @@ class Accumulation:
     """The sums of one callback between two steps."""
 
     def __init__(self) -> None:
-        self._sums: dict[Hashable, _Sum] = {}
+        self.by_key: dict[Hashable, _Sum] = {}
+        self.is_reused = False
         self._in_pass: set[Hashable] = set()  # the parameters of the local pass that has not ended
 
-    def __len__(self) -> int:
-        return len(self._sums)
-
-    def add(
-        self,
-        param: Any,
-        key: Hashable,
-        name: str,
-        grad: Any,
-        native: Array,
-        communicator: Communicator,
-        *,
-        is_reused: bool,
-    ) -> Array:
+    def add(self, param: Any, key: Hashable, name: str, grad: Any, native: Array, communicator: Communicator) -> Array:
         """Adds a gradient to its parameter's sum, and returns the sum so far.
 
         Args:
@@ -69,51 +57,56 @@ class Accumulation:
             grad: the gradient that was handed over.
             native: the same, as the communicator's array.
             communicator: of the arrays.
-            is_reused: whether an array that arrives again holds only the gradient of this pass, as the caller says.
 
         Raises:
             InvalidArgument: the parameter has a gradient in this pass already, or had another shape or dtype before, or
                 its array may contain an earlier gradient of the step.
         """
-        known, owners = self._sums.get(key), _owners(grad, native, communicator)
+        known, owners = self.by_key.get(key), _owners(grad, native, communicator)
         if known is None:
             # Not in the bucket: the caller may write to it, and it holds the last step's results.
             known = _Sum(param, name, communicator._arrays.empty_like(native))
             known.total[...] = _beside(native, known.total)
-            self._sums[key] = known
+            self.by_key[key] = known
         else:
             if key in self._in_pass:
                 raise InvalidArgument(
                     f"{communicator.label}: {name} was handed over twice in one local pass: add its gradients up "
                     "first, or end each pass with flush(), or give each its own `with callback.accumulate()`"
                 )
-            self._add_to(known, native, () if is_reused else owners, communicator)
+            self._add_to(known, native, owners, communicator)
         known.mark = communicator._mark_work()
         known.given = [each for each in known.given if each[0]() is not None]
         there = {(id(owner()), bounds) for owner, bounds in known.given}
         known.given += [(owner, bounds) for owner, bounds in owners if (id(owner()), bounds) not in there]
         self._in_pass.add(key)
-        return known.total
+        total: Array = known.total.view()
+        if isinstance(total, np.ndarray):
+            total.setflags(write=False)
+        return total
 
-    def take(self, key: Hashable, grad: Any, native: Array, communicator: Communicator, *, is_reused: bool) -> Any:
-        """Returns the gradient that a step reduces for a parameter: the last one, added to the sum if there is one."""
-        known = self._sums.get(key)
+    def take(self, key: Hashable, grad: Any, native: Array, communicator: Communicator) -> tuple[Any, Array]:
+        """Returns the gradient that a step reduces for a parameter, and its native array.
+
+        That is the last gradient, which is added to the parameter's sum if there is one.
+        """
+        known = self.by_key.get(key)
         if known is None:
-            return grad
-        self._add_to(known, native, () if is_reused else _owners(grad, native, communicator), communicator)
-        del self._sums[key]
-        return known.total
+            return grad, native
+        self._add_to(known, native, _owners(grad, native, communicator), communicator)
+        del self.by_key[key]
+        return known.total, known.total
 
     def take_rest(self, communicator: Communicator) -> list[tuple[Any, Array]]:
         """Returns the parameters with gradients in local passes only, and their sums, in order of arrival."""
-        rest, self._sums = self._sums, {}
+        rest, self.by_key = self.by_key, {}
         if communicator._runs_beside_host:
             communicator._follow_work([known.mark for known in rest.values()])
         return [(known.parameter, known.total) for known in rest.values()]
 
     def names(self) -> list[str]:
         """Returns the names of the parameters that have a sum, in order of arrival."""
-        return [known.name for known in self._sums.values()]
+        return [known.name for known in self.by_key.values()]
 
     def end_pass(self) -> bool:
         """Ends a local pass; returns whether it had a gradient."""
@@ -123,7 +116,7 @@ class Accumulation:
 
     def clear(self) -> None:
         """Drops all sums."""
-        self._sums.clear()
+        self.by_key.clear()
         self._in_pass.clear()
 
     def _add_to(self, known: _Sum, native: Array, owners: Iterable[_Owner], communicator: Communicator) -> None:
@@ -139,7 +132,7 @@ class Accumulation:
                 f"{label}: the gradient of {known.name} lies in the memory of its sum so far: hand over the gradient "
                 "of this pass alone"
             )
-        if _were_given(known, owners):
+        if not self.is_reused and _were_given(known, owners):
             raise InvalidArgument(
                 f"{label}: the gradient of {known.name} lies in memory that an earlier local pass of this step has "
                 "handed over. Is it a running total, which would be added twice? Then add it up without accumulate(). "

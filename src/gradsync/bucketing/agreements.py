@@ -295,7 +295,7 @@ class CallbackIdentity:
         """Returns the callback as the ranks know it; None if it was not used on this communicator yet."""
         return self._known.get(communicator)
 
-    def meet(self, communicator: Communicator) -> KnownCallback:
+    def agree(self, communicator: Communicator) -> KnownCallback:
         """Checks that the other ranks use the same callback. Collective, before its first use on a communicator.
 
         Raises:

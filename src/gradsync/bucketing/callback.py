@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from gradsync.arguments import refuse_words
@@ -151,7 +150,7 @@ class AllreduceCallback:
         )
         self._group = group
         self._step = Step(options, CallbackIdentity(name, group))
-        # Takes a gradient: another function within blocks of local passes, and in the step after them.
+        # Takes a gradient: another function within blocks of local passes.
         self._take: Callable[[Any, Any, Communicator], GradientFuture] = self._step.take
         self._is_local = False  # whether such a block is open
         self.statistics = self._step.reducer.statistics
@@ -278,10 +277,10 @@ class AllreduceCallback:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the all-reduces.
         """
         if not self._is_local:
-            try:
-                self._step.flush(self._communicator())
-            finally:
-                self._take = self._step.take
+            communicator = self._group or world.current
+            if communicator is None or self._backend is not None:
+                communicator = self._communicator()
+            self._step.flush(communicator)
         elif self._take is _refuse_in_no_sync:
             self._step.reducer.events.local_passes += 1
         else:
@@ -300,7 +299,7 @@ class AllreduceCallback:
             OSError: the file cannot be written.
         """
         self._check_between_steps("dump_shapes()")
-        specs = self._step.specs_to_repeat()
+        specs = self._step.agreed
         if not specs:
             raise InvalidArgument("dump_shapes() before any step: hand over the gradients of one, and flush")
         from gradsync.bucketing.shapes_file import write_shapes  # here: start-up counts
@@ -359,15 +358,14 @@ class AllreduceCallback:
         """
         if not isinstance(reused, bool):
             raise InvalidArgument(f"accumulate() needs reused as True or False, got {reused!r}")
-        with self._local_passes("accumulate()", partial(self._step.add_up, is_reused=reused)):
+        with self._local_passes("accumulate()", self._step.add_up):
+            self._step.sums.is_reused = reused
             try:
                 yield
                 self._step.end_local_pass()
             except BaseException:  # the sums hold only a part of this pass
                 self._step.discard()
                 raise
-        if self._step.sums:
-            self._take = partial(self._step.take_with_sum, is_reused=reused)
 
     def discard(self) -> None:
         """Drops the sums of local passes: for a loop that ends before the step that would reduce them.
@@ -381,7 +379,6 @@ class AllreduceCallback:
         if self._is_local:
             raise InvalidArgument("discard() within a block of local passes: leave it first")
         self._step.discard()
-        self._take = self._step.take
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -410,11 +407,11 @@ class AllreduceCallback:
         self._check_between_steps(what)
         if self._is_local:
             raise InvalidArgument(f"{what} within a block of local passes of the same callback: leave that first")
-        before, self._take, self._is_local = self._take, take, True
+        self._take, self._is_local = take, True
         try:
             yield
         finally:
-            self._take, self._is_local = before, False
+            self._take, self._is_local = self._step.take, False
 
     @contextmanager
     def join(self, parameters: Any = None) -> Iterator[Join]:
@@ -455,7 +452,7 @@ class AllreduceCallback:
             )
         communicator = self._communicator()
         self._step.begin_with(communicator)
-        self._step.meet(communicator)  # here, because a rank without batches has no first gradient
+        self._step.agree_on_callback(communicator)  # here, because a rank without batches has no first gradient
         self._step.prepare(None, communicator)
         joined = self._step.reducer.active_ranks = Join(self._step, communicator, parameters)
         try:
@@ -470,7 +467,7 @@ class AllreduceCallback:
             reducer = self._step.reducer
             reducer.active_ranks = None
             # The next step takes the sums that are left. Passes that only no_sync() has counted end with the block.
-            reducer.begin_step(passes=reducer.events.local_passes if self._step.sums else 0)
+            reducer.begin_step(passes=reducer.events.local_passes if self._step.sums.by_key else 0)
 
     def _note_locked(self, error: ValueError) -> None:
         """Adds the names of read-only gradients to an error of NumPy, which names none. Not in Python 3.10."""

@@ -7,6 +7,7 @@ the file reads `parameters=`, which names gradients before the first step.
 from __future__ import annotations
 
 import logging
+import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,28 +28,33 @@ _log = logging.getLogger("gradsync")
 _PLAIN_NAMES = (str, int)  # nearly all names; their type alone shows that they are hashable
 
 
+_RELEASED = object()  # the gradient of an entry whose array was released
+
+
 @dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot in less than half the time
 class GradientEntry:
-    """A gradient that waits for its bucket; used again if the next step hands over the same array.
+    """One gradient of a step: its array and its bucket. The next step uses the entry again if it gets the same array.
 
     Attributes:
         gradient: the array that was handed over.
-        parameter: held, so that no other object gets its id.
-        shape, dtype, state: must be unchanged if the array arrives again; see ArrayKind.state.
-        number: of its bucket.
-        name: as ranks know it.
-        result: what the future gives.
+        parameter: the parameter, held so that no other object gets its id.
+        shape, dtype, state: what must be unchanged if the array arrives again; see ArrayKind.state.
+        bucket: the number of the gradient's bucket.
+        name: the parameter's name, the same on all ranks.
+        result: the value of the gradient's future.
         is_locked: whether the gradient is read-only while it is in flight.
-        complete: the buckets that it completes; see Place of plan.py.
+        completes: the buckets that the gradient completes; see Assignment of plan.py.
         key: identifies the parameter in this process.
-        spec: name, shape and dtype, on which ranks agree.
-        position: its place in the step.
-        native: the gradient as the communicator's array; for a locked one, a view that stays writeable.
-        source: flat, on the communicator's device.
-        target: flat, on that device; the source itself if the result may replace it.
-        write_back: the native array to copy the target into, for other layouts and devices; None if there is no need.
-        recurs: whether the entry is kept for the next step: the last step had this array here too, and it is reduced in
-            place.
+        spec: the name, shape and dtype, on which ranks agree.
+        position: the gradient's number in the order of arrival; with `parameters` the parameter's number.
+        native: the gradient as the communicator's array; for a locked gradient, a view that stays writeable.
+        source: the values to reduce, flat, on the communicator's device.
+        target: the array for the reduced values, flat, on that device; the source itself if they may replace it.
+        write_back: the native array into which the target is copied, for other layouts and devices; else None.
+        recurs: whether the next step may use the entry again: the last step had this array at this position too, and
+            the array is reduced in place.
+        arrived_in: the number of the step in which the gradient arrived last.
+        seen: a weak reference to the array, once release() was called.
     """
 
     # The fields that are compared when an array arrives again come first, side by side in memory.
@@ -57,23 +63,36 @@ class GradientEntry:
     shape: tuple[int, ...]
     dtype: Any
     state: Any
-    number: int
+    bucket: int
     name: str
     result: Any
     is_locked: bool
-    complete: Sequence[Bucket] | None
+    completes: Sequence[Bucket] | None
     key: Hashable
     spec: GradientSpec
     position: int
-    native: Array
-    source: Array
-    target: Array
-    write_back: Array | None
+    native: Any
+    source: Any
+    target: Any
+    write_back: Any
     recurs: bool
+    arrived_in: int = -1
+    seen: weakref.ref[Any] | None = None
+
+    def has_seen(self, gradient: Any) -> bool:
+        """Whether an array is the one that the entry holds, or has released."""
+        return self.gradient is gradient or (self.seen is not None and self.seen() is gradient)
+
+    def release(self) -> None:
+        """Releases the array; the entry recognises the array once more, but does not keep it alive."""
+        if type(self.gradient) is type(self.native):
+            self.seen = weakref.ref(self.gradient)
+        self.gradient = _RELEASED
+        self.parameter = self.result = self.native = self.source = self.target = self.write_back = None
 
 
 class Destination(NamedTuple):
-    """Where a gradient's values are read, and where the reduced values go; as in GradientEntry."""
+    """Where a gradient's values are read, and where the reduced values go; the fields are as in GradientEntry."""
 
     source: Array
     target: Array
@@ -81,18 +100,15 @@ class Destination(NamedTuple):
     result: Any
 
 
-def accept(
-    param: Any, grad: Any, position: int, communicator: Communicator, options: Options, accepted_dtypes: set[Any]
-) -> Array:
+def accept(param: Any, grad: Any, position: int, communicator: Communicator, options: Options) -> Array:
     """Returns a gradient as a native array that can be reduced; errors name the gradient.
 
     Args:
-        param: the parameter.
+        param: the gradient's parameter.
         grad: the gradient that was handed over.
-        position: its place in the step.
-        communicator: reduces it.
-        options: of the callback.
-        accepted_dtypes: dtypes that were checked before; grows.
+        position: the gradient's position in the step.
+        communicator: the communicator that reduces the gradient.
+        options: the options of the callback.
     """
     if grad is None:
         raise InvalidArgument(
@@ -103,18 +119,16 @@ def accept(
     who = "the gradient"
     try:
         native = communicator._native_array(grad, who)
-        if native.dtype not in accepted_dtypes:
-            options.check_dtype(native.dtype)
-            accepted_dtypes.add(native.dtype)
+        options.check_dtype(native.dtype)
     except (InvalidArgument, UnsupportedDtype) as error:
         name = display_name(param, position)
         advice = ""
         can_be_summed = isinstance(error, UnsupportedDtype) and options.op is ReduceOp.MEAN and _is_summed(native)
         if can_be_summed:
             advice = '; convert it with astype("float32"), or use AllreduceCallback("sum") where a sum is meant'
-        said = str(error).removeprefix(f"{communicator.label}: ")
-        said = said.removeprefix(who) if said.startswith(f"{who} ") else f": {said}"
-        raise type(error)(f"{communicator.label}: {who} of {name}{said}{advice}") from None
+        text = str(error).removeprefix(f"{communicator.label}: ")
+        text = text.removeprefix(who) if text.startswith(f"{who} ") else f": {text}"
+        raise type(error)(f"{communicator.label}: {who} of {name}{text}{advice}") from None
     return native
 
 

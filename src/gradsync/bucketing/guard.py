@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, Protocol
 from zlib import crc32
@@ -21,6 +21,7 @@ from zlib import crc32
 import numpy as np
 
 from gradsync.bucketing.gradient import GradientEntry
+from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_arrays import HostArrays
 from gradsync.errors import GradientChanged, InvalidArgument, caller
@@ -63,14 +64,15 @@ class LockedGradients:
     """
 
     def __init__(self, entries: Sequence[GradientEntry], holder: Holder) -> None:
-        self._entries = [entry for entry in entries if entry.is_locked]
-        self._arrays = [entry.gradient for entry in self._entries]
+        locked = [entry for entry in entries if entry.is_locked]
+        self._names = [entry.name for entry in locked]
+        self._arrays = [entry.gradient for entry in locked]
         self._holder = weakref.ref(holder)  # weak, because the holder may keep this object from step to step
 
     def __bool__(self) -> bool:
         return bool(self._arrays)
 
-    def put_back(self) -> None:
+    def unlock(self) -> None:
         """Makes all of them writeable again, also if NumPy refuses at first.
 
         NumPy refuses if the base array of a gradient has become read-only meanwhile: by the program, or because another
@@ -82,26 +84,27 @@ class LockedGradients:
         try:
             _exhaust(map(set_flags, self._arrays, repeat(True)))  # a loop in C: once for each gradient of a step
         except ValueError:
-            self._put_back_one_by_one()
+            self._unlock_one_by_one()
 
-    def _put_back_one_by_one(self) -> None:
+    def _unlock_one_by_one(self) -> None:
         failed: InvalidArgument | None = None
-        for entry in self._entries:
+        for name, array in zip(self._names, self._arrays, strict=True):
             try:
-                set_flags(entry.gradient, True)
+                set_flags(array, True)
             except ValueError as error:
                 try:
-                    self._put_back_view(entry, error)
+                    self._unlock_view(name, array, error)
                 except InvalidArgument as refusal:
                     failed = failed or refusal
         if failed is not None:
             raise failed
 
-    def _put_back_view(self, entry: GradientEntry, error: ValueError) -> None:
-        owner = _owner(entry.gradient)
+    def _unlock_view(self, name: str, array: Array, error: ValueError) -> None:
+        """Unlocks a view whose owner has become read-only; the owner stays read-only."""
+        owner = _owner(array)
         holder = self._holder()
-        what = f"{holder.label if holder else 'a callback that is gone'}: the gradient of {entry.spec.name}"
-        if owner is None or owner is entry.gradient:
+        what = f"{holder.label if holder else 'a callback that is gone'}: the gradient of {name}"
+        if owner is None or owner is array:
             raise InvalidArgument(
                 f"{what} stays read-only after its reduction ({error}): hand over an array that owns its memory, or "
                 "use AllreduceCallback(lock_gradients=False)"
@@ -109,10 +112,10 @@ class LockedGradients:
         was_writeable = owner.flags.writeable
         owner.setflags(write=True)
         try:
-            set_flags(entry.gradient, True)
+            set_flags(array, True)
         finally:
             owner.setflags(write=was_writeable)
-        refuse_in_flight(entry.gradient, what, holder)
+        refuse_in_flight(array, what, holder)
 
 
 _holders: dict[int, weakref.ref[Any]] = {}  # of this process, by id
@@ -208,24 +211,24 @@ class GradientGuard:
         digest = self._digest(_watched_array(entry))
         self._given[entry.position] = _Watched(entry, end, digest, _place_of_caller())
 
-    def check_handed_over(self, positions: Iterable[int]) -> None:
+    def check_handed_over(self, bucket: Bucket) -> None:
         """Checks that the gradients of a bucket are unchanged since their hand-over.
 
         Raises:
             GradientChanged: one was written to.
         """
-        for position in positions:
-            watched = self._given.get(position)
+        for slot in bucket.slots:
+            watched = self._given.get(slot.position)
             if watched is not None and self._digest(watched.array) != watched.digest:
                 raise self._changed(watched, _HAND_OVER)
 
-    def note_results(self, positions: Iterable[int], completion: Completion | None) -> None:
+    def note_results(self, bucket: Bucket, completion: Completion | None) -> None:
         """Begins to watch the results of a bucket, before its futures are done; on a GPU, waits for the results."""
         if completion is not None:
             completion.wait()
         results = []
-        for position in positions:
-            watched = self._given.pop(position, None)
+        for slot in bucket.slots:
+            watched = self._given.pop(slot.position, None)
             if watched is not None:
                 watched.array = watched.entry.native if watched.entry.write_back is None else watched.entry.write_back
                 watched.digest = self._digest(watched.array)

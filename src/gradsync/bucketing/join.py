@@ -61,7 +61,7 @@ class Join:
             PlanMismatch: their step differs from the one that this rank repeats, or this rank knows none; on all ranks.
             RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
         """
-        specs = self._step.specs_to_repeat() or self._given
+        specs = self._step.agreed or self._given
         while self._communicator.world_size > 1:
             present, passes = self._exchange(_ENDED if specs else _UNABLE)
             if not present:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -33,6 +33,7 @@ class Options:
     nonfinite: str
     clip_norm: float | None
     lock_gradients: bool
+    _accepted: set[np.dtype[Any]] = field(default_factory=set)  # dtypes that were checked before
 
     def __post_init__(self) -> None:
         _check_word("missing", self.missing, ("error", "zero"))
@@ -80,15 +81,17 @@ class Options:
         Raises:
             UnsupportedDtype: e.g. integers with a mean, a scale or clipping.
         """
+        if dtype in self._accepted:
+            return
         check_operation(self.op, dtype)
         self.wire.check(dtype)
         name = dtype_name(dtype)
-        if self.clip_norm in (None, inf) or ReduceOp.MEAN in OPERATIONS_BY_DTYPE[name]:
-            return
-        raise UnsupportedDtype(
-            f"clip_norm {self.clip_norm} needs a floating or complex dtype, got {name}: convert it with astype first; "
-            'clip_norm=float("inf") computes the norm alone'
-        )
+        if self.clip_norm not in (None, inf) and ReduceOp.MEAN not in OPERATIONS_BY_DTYPE[name]:
+            raise UnsupportedDtype(
+                f"clip_norm {self.clip_norm} needs a floating or complex dtype, got {name}: convert it with astype "
+                'first; clip_norm=float("inf") computes the norm alone'
+            )
+        self._accepted.add(dtype)
 
 
 def _check_word(name: str, word: Any, known: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -19,24 +20,25 @@ from gradsync.communicators.agreement import array_line
 from gradsync.errors import InvalidArgument
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
-#: For gradients that live in buckets on the CPU. There nothing is copied, and no reduction overlaps the program: each
-#: bucket more only costs two more barriers, a sixth of the time of ResNet-50's gradients in buckets of 10 MB.
+#: The threshold for gradients that live in buckets on the CPU. There nothing is copied, and no reduction overlaps the
+#: program. So each further bucket only costs two more barriers. In buckets of 10 MB the barriers take a sixth of the
+#: time of ResNet-50's gradients.
 VIEWS_ON_CPU_THRESHOLD_BYTES = 64 * 1024**2
 
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMG]?i?B)\s*", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 1024, "MB": 1024**2, "GB": 1024**3}
 
-_NAMED = 8  # names in a message, at most
+_MOST_NAMES = 8  # in a message
 
 
 class GradientSpec(NamedTuple):
     """A gradient's name, shape and dtype, on which the ranks must agree.
 
     Attributes:
-        name: the same on all ranks: the parameter's name, or its arrival index ("#3").
-        shape: its shape.
-        dtype: its dtype's name.
-        itemsize: bytes of one element.
+        name: the parameter's name, or its arrival index ("#3"); the same on all ranks.
+        shape: the gradient's shape.
+        dtype: the name of the gradient's dtype.
+        itemsize: the bytes of one element.
     """
 
     name: str
@@ -71,10 +73,10 @@ class Slot:
     """Where one gradient lies in its bucket.
 
     Attributes:
-        position: place of the gradient in the step, from 0.
-        spec: the gradient.
-        begin: first element in the flat buffer.
-        end: one past its last element.
+        position: the gradient's position in the step, from 0.
+        spec: the gradient's name, shape and dtype.
+        begin: the gradient's first element in the flat buffer.
+        end: one past the gradient's last element.
     """
 
     position: int
@@ -83,14 +85,14 @@ class Slot:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bucket:
     """Gradients that are reduced by one collective, in arrival order.
 
     Attributes:
         dtype: the dtype's name, shared by all slots.
         slots: the gradients, back to back from element 0.
-        number: of the bucket in its step, in the order in which buckets are opened.
+        number: the bucket's number in its step, in the order in which buckets are opened.
     """
 
     dtype: str
@@ -102,11 +104,10 @@ class Bucket:
         """Number of elements of the flat buffer."""
         return self.slots[-1].end
 
-    @property
+    @cached_property  # read in each step
     def size_bytes(self) -> int:
         """Number of bytes of the flat buffer."""
-        last = self.slots[-1]
-        return last.end * last.spec.itemsize
+        return self.size_elements * self.slots[-1].spec.itemsize
 
     @property
     def specs(self) -> tuple[GradientSpec, ...]:
@@ -115,47 +116,54 @@ class Bucket:
 
 
 class _Filling(NamedTuple):
-    """A bucket that is being filled."""
+    """A bucket that still takes gradients."""
 
     number: int
     limit_bytes: int
     slots: list[Slot]
 
+    @property
+    def size_bytes(self) -> int:
+        return self.slots[-1].end * self.slots[-1].spec.itemsize if self.slots else 0
 
-@dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot in less than half the time
-class Place:
-    """The place of one gradient in the plan.
+    def finished(self) -> Bucket:
+        return Bucket(self.slots[0].spec.dtype, tuple(self.slots), self.number)
+
+
+class Assignment(NamedTuple):
+    """The bucket to which the plan assigns one gradient.
 
     Attributes:
-        spec: of the gradient.
-        number: of its bucket.
-        complete: the buckets that this gradient completes, in launch order; None if that depends on which other
-            gradients have arrived: see Planner.count.
+        spec: the gradient's name, shape and dtype.
+        bucket: the number of the gradient's bucket.
+        completes: the buckets that the gradient completes, in launch order. None if that depends on the gradients that
+            have arrived before: then Planner.note_arrival returns the buckets.
     """
 
     spec: GradientSpec
-    number: int
-    complete: Sequence[Bucket] | None
+    bucket: int
+    completes: Sequence[Bucket] | None
 
 
 class Planner:
-    """Says which gradients share a bucket, and when a bucket is complete.
+    """Assigns gradients to buckets, and says when a bucket is complete.
 
-    Without `specs` a place is a number of arrival, and buckets fill gradient by gradient; a step that repeats the last
-    one gets the same buckets. With `specs` places and buckets are fixed, and gradients arrive in any order. A bucket is
-    then complete when all of its gradients have arrived and all buckets before it are complete. So ranks whose
-    gradients arrive in different orders launch the buckets in the same order.
+    Without `specs` a gradient's position is its number of arrival, and buckets fill gradient by gradient. A step that
+    repeats the last one gets the same buckets. With `specs` the positions and the buckets are fixed, and the gradients
+    arrive in any order. Then a bucket is complete when all of its gradients have arrived and all buckets before it are
+    complete. So ranks whose gradients arrive in different orders launch the buckets in the same order.
 
     Args:
         threshold_bytes: size that a bucket of several gradients never exceeds; at least 1.
         first_bucket_bytes: the same for the first bucket of a step, so that communication may start early; None is
             the threshold.
-        specs: the gradients, by place.
+        specs: the gradients, by position.
 
     Attributes:
         threshold_bytes, first_bucket_bytes: see above.
-        places: of this step's gradients; after them those of the last step.
-        repeats: whether all gradients of this step so far were in the last step, at the same places.
+        assignments: by position: of this step's gradients; while the step repeats the last one, of all gradients of
+            the last step.
+        repeats: whether all gradients of this step so far were in the last step, at the same positions.
         buckets: with `specs`: all buckets, in launch order.
 
     Raises:
@@ -177,46 +185,46 @@ class Planner:
                 )
         self.threshold_bytes = threshold_bytes
         self.first_bucket_bytes = first_bucket_bytes
-        self.places: list[Place] = []
+        self.assignments: list[Assignment] = []
         self.repeats = False
         self.buckets: list[Bucket] = []
-        self._open: dict[str, _Filling] = {}
-        self._opened = 0
-        self._rest: list[Bucket] = []  # completed by the end of the last step
-        self._missing: list[int] = []  # with `specs`: gradients that each bucket lacks, in launch order
-        self._next = 0
+        self._open: dict[str, _Filling] = {}  # by dtype
+        self._opened = 0  # the number of buckets opened in this step
+        self._rest: list[Bucket] = []  # the buckets that the end of the last step completed
+        self._missing: list[int] = []  # with `specs`: the number of gradients that each bucket lacks, in launch order
+        self._next = 0  # with `specs`: the index of the bucket to launch next
         self._is_fixed = specs is not None
         if specs is not None:
             self.buckets = plan_buckets(specs, threshold_bytes, first_bucket_bytes)
-            self._order = {bucket.number: at for at, bucket in enumerate(self.buckets)}
+            self._order = {bucket.number: index for index, bucket in enumerate(self.buckets)}
             numbers = {slot.position: bucket.number for bucket in self.buckets for slot in bucket.slots}
-            self.places = [Place(spec, numbers[position], None) for position, spec in enumerate(specs)]
+            self.assignments = [Assignment(spec, numbers[position], None) for position, spec in enumerate(specs)]
             self.reset()
 
-    def add(self, spec: GradientSpec, position: int) -> Place:
-        """Places one gradient. One above the threshold gets a bucket of its own, which is complete at once.
+    def assign(self, spec: GradientSpec, position: int) -> Assignment:
+        """Assigns one gradient. A gradient above the threshold gets a bucket of its own, which is complete at once.
 
         Args:
             spec: compared by identity: pass the same object as in the last step to save work.
-            position: its place; without the planner's `specs`, the number of gradients that arrived before it.
+            position: the gradient's position. Without the planner's `specs`, the number of gradients that arrived
+                before it.
         """
         if self._is_fixed:
-            return self.places[position]
+            return self.assignments[position]
         if self.repeats:
-            if position < len(self.places) and self.places[position].spec is spec:
-                return self.places[position]
+            if position < len(self.assignments) and self.assignments[position].spec is spec:
+                return self.assignments[position]
             self._stop_repeating(position)
-        place = self._fill(spec, position)
-        self.places.append(place)
-        return place
+        assignment = self._fill(spec, position)
+        self.assignments.append(assignment)
+        return assignment
 
-    def count(self, number: int) -> Sequence[Bucket]:
-        """Counts the arrival of a gradient of a bucket, with `specs`; returns the buckets that are now complete."""
-        at = self._order[number]
-        self._missing[at] -= 1
-        if self._missing[at] or at != self._next:
+    def note_arrival(self, bucket: int) -> Sequence[Bucket]:
+        """Notes, with `specs`, that a gradient of a bucket has arrived; returns the buckets that are now complete."""
+        begin = self._order[bucket]
+        self._missing[begin] -= 1
+        if self._missing[begin] or begin != self._next:
             return ()
-        begin = at
         while self._next < len(self.buckets) and not self._missing[self._next]:
             self._next += 1
         return self.buckets[begin : self._next]
@@ -232,10 +240,10 @@ class Planner:
             return []
         if not count:
             return []
-        if self.repeats and count < len(self.places):
+        if self.repeats and count < len(self.assignments):
             self._stop_repeating(count)
         if not self.repeats:
-            self._rest = [self._take(dtype) for dtype in sorted(self._open)]
+            self._rest = [self._open.pop(dtype).finished() for dtype in sorted(self._open)]
             self._opened = 0
             self.repeats = True
         return self._rest
@@ -244,8 +252,9 @@ class Planner:
         """Returns the buckets of a whole step, in launch order."""
         complete: list[Bucket] = []
         for position, spec in enumerate(specs):
-            place = self.add(spec, position)
-            complete += self.count(place.number) if place.complete is None else place.complete
+            assignment = self.assign(spec, position)
+            completes = assignment.completes
+            complete += self.note_arrival(assignment.bucket) if completes is None else completes
         return complete + self.flush(len(specs))
 
     def reset(self) -> None:
@@ -254,51 +263,47 @@ class Planner:
             self._next, self._missing = 0, [len(bucket.slots) for bucket in self.buckets]
             self.repeats = True
             return
-        self.places = []
+        self.assignments = []
         self._open.clear()
         self._opened = 0
         self.repeats = False
 
     def _stop_repeating(self, count: int) -> None:
-        """Fills the open buckets with the gradients of this step so far, which repeated the last one until now."""
+        """Fills the open buckets with the first gradients of this step, which have repeated the last step."""
         self.repeats = False
-        del self.places[count:]
-        for position, place in enumerate(self.places):
-            self._fill(place.spec, position)
+        del self.assignments[count:]
+        for position, assignment in enumerate(self.assignments):
+            self._fill(assignment.spec, position)
 
-    def _fill(self, spec: GradientSpec, position: int) -> Place:
+    def _fill(self, spec: GradientSpec, position: int) -> Assignment:
+        """Puts a gradient into the open bucket of its dtype, or into a new one."""
         size_bytes = spec.size_bytes
         filling = self._open.get(spec.dtype)
         if size_bytes > self.threshold_bytes:
             return self._alone(position, spec, [])
         complete: list[Bucket] = []
-        if filling is not None and _filled_bytes(filling) + size_bytes > filling.limit_bytes:
-            complete.append(self._take(spec.dtype))
+        if filling is not None and filling.size_bytes + size_bytes > filling.limit_bytes:
+            complete.append(self._open.pop(spec.dtype).finished())
             filling = None
         if filling is None:
-            if size_bytes > self._next_limit_bytes():  # too large for the first bucket
+            limit_bytes = self.threshold_bytes
+            if self._opened == 0 and self.first_bucket_bytes is not None:
+                limit_bytes = self.first_bucket_bytes
+            if size_bytes > limit_bytes:  # too large for the first bucket
                 return self._alone(position, spec, complete)
-            filling = self._open[spec.dtype] = _Filling(self._opened, self._next_limit_bytes(), [])
+            filling = self._open[spec.dtype] = _Filling(self._opened, limit_bytes, [])
             self._opened += 1
         begin = filling.slots[-1].end if filling.slots else 0
         filling.slots.append(Slot(position, spec, begin, begin + spec.size_elements))
-        if _filled_bytes(filling) == filling.limit_bytes:
-            complete.append(self._take(spec.dtype))
-        return Place(spec, filling.number, complete)
+        if filling.size_bytes == filling.limit_bytes:
+            complete.append(self._open.pop(spec.dtype).finished())
+        return Assignment(spec, filling.number, complete)
 
-    def _next_limit_bytes(self) -> int:
-        if self._opened == 0 and self.first_bucket_bytes is not None:
-            return self.first_bucket_bytes
-        return self.threshold_bytes
-
-    def _alone(self, position: int, spec: GradientSpec, before: list[Bucket]) -> Place:
+    def _alone(self, position: int, spec: GradientSpec, before: list[Bucket]) -> Assignment:
+        """Puts a gradient into a bucket of its own; `before` has a bucket that the gradient has completed."""
         number, self._opened = self._opened, self._opened + 1
         bucket = Bucket(spec.dtype, (Slot(position, spec, 0, spec.size_elements),), number)
-        return Place(spec, number, [*before, bucket])
-
-    def _take(self, dtype: str) -> Bucket:
-        filling = self._open.pop(dtype)
-        return Bucket(dtype, tuple(filling.slots), filling.number)
+        return Assignment(spec, number, [*before, bucket])
 
 
 def plan_buckets(
@@ -306,10 +311,6 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Returns the buckets of a whole step, in launch order."""
     return Planner(threshold_bytes, first_bucket_bytes).plan_step(list(specs))
-
-
-def _filled_bytes(filling: _Filling) -> int:
-    return filling.slots[-1].end * filling.slots[-1].spec.itemsize if filling.slots else 0
 
 
 def checked_bytes(name: str, size: object) -> int:
@@ -329,5 +330,5 @@ def checked_bytes(name: str, size: object) -> int:
 
 def list_of_names(names: Sequence[str]) -> str:
     """Returns the first names of a list, and the number of the others."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

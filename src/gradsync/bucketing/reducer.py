@@ -8,9 +8,9 @@ divides for a mean. Over shared memory that is communicators/shared_memory/colle
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 from gradsync.bucketing.agreements import KnownCallback, StepEvents
@@ -28,8 +28,6 @@ from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import CommunicatorClosed, InvalidArgument
 from gradsync.futures import CollectiveEnd, Completion
 from gradsync.reduction import Array, ReduceOp
-
-_number_of = attrgetter("number")
 
 
 @dataclass
@@ -168,7 +166,7 @@ class Reducer:
     def reduction_of(
         self,
         bucket: Bucket,
-        entries: Sequence[GradientEntry | None],
+        entries: Mapping[int, GradientEntry],
         memory: BucketMemory | None,
         communicator: Communicator,
         holder: Holder,
@@ -177,7 +175,7 @@ class Reducer:
 
         Args:
             bucket: whose gradients have arrived.
-            entries: the gradients of the step, by place.
+            entries: the gradients of the step, by position.
             memory: the buckets' memory, if gradients live there.
             communicator: whose ranks reduce it.
             holder: the callback that has the gradients in flight.
@@ -189,7 +187,7 @@ class Reducer:
         if memory is not None:
             reduction = self._last[number] = Reduction.resident(bucket, memory)
             return reduction
-        own = [entry for slot in bucket.slots if (entry := entries[slot.position]) is not None]
+        own = [entries[slot.position] for slot in bucket.slots]
         reduction = Reduction.of_gradients(bucket, own, holder)
         if not all(entry.recurs for entry in own):
             self._last.pop(number, None)
@@ -207,11 +205,10 @@ class Reducer:
         if known is not None and known.memory is None:
             del self._last[number]
 
-    def keep(self, reduced: Sequence[Bucket]) -> None:
-        """Forgets the reductions of buckets that the step did not have; an empty step changes nothing."""
-        if reduced:
-            for number in self._last.keys() - set(map(_number_of, reduced)):
-                del self._last[number]
+    def keep(self, numbers: Iterable[int]) -> None:
+        """Forgets the reductions of all buckets except those with these numbers."""
+        for number in self._last.keys() - set(numbers):
+            del self._last[number]
 
     def forget(self) -> None:
         """Forgets all reductions and their arrays."""
@@ -505,7 +502,7 @@ class _HookedBuckets:
             if watch is not None:
                 watch.after(reduction.targets)
             if reduction.locked is not None:
-                reduction.locked.put_back()
+                reduction.locked.unlock()
             end.finish(None, None, communicator._mark_end())
 
     def reset(self) -> None:
