@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -64,6 +64,20 @@ def parse_reduce_method(value: str | ReduceOp) -> ReduceOp:
     if op is not ReduceOp.SUM and op is not ReduceOp.MEAN:
         raise InvalidArgument(f'reduce_method needs to be "sum" or "mean", got {value!r}')
     return op
+
+
+class Wire(NamedTuple):
+    """The form in which the values of a list travel; their results are converted back.
+
+    Attributes:
+        dtype: the dtype in which the values travel and are reduced.
+        prescale: the factor of the values before the reduction.
+        postscale: the factor of the results.
+    """
+
+    dtype: np.dtype[Any]
+    prescale: float
+    postscale: float
 
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -14,6 +15,8 @@ from hypothesis.extra import numpy as arrays_of
 
 import gradsync as gs
 from gradsync.bucketing.compression import WireFormat, validate_compression
+from gradsync.communicators.agreement import agreement_on
+from gradsync.communicators.communicator import ListReduction
 from gradsync.communicators.host_arrays import HostArrays
 from places import GPU, SHM, STAND_IN, Place, on
 
@@ -151,3 +154,35 @@ def travel(comm: Any, name: str) -> bytes:
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_ranks_get_the_same(place: Place, world_size: int, name: str) -> None:
     assert len(set(place.run(world_size, travel, name))) == 1
+
+
+#: Of lists that are reduced in one shot, and in chunks.
+SIZES_TOGETHER = ([5, 0, 3000, 1], [90_000, 7, 400, 0, 250_001, 90, 90, 16, 300_000])
+
+
+def convert_in_shared_memory(comm: Any) -> None:
+    """Compares a reduction that converts with encode, all_reduce and decode. Some ranks repeat it, others do not."""
+    forms = [("bfloat16", 0.3, 1.0), ("float16", 1.0, 5.0), ("bfloat16", 1.0, 1.0), (None, 0.3, -7.0), (None, 1.0, 3.0)]
+    dtypes = [np.dtype(name) for name in ("float32", "float64", "float16", "complex64")]
+    agreement = agreement_on("all_reduce", (1,), None, "converted")
+    for sizes, dtype, (name, *scales), op in itertools.product(SIZES_TOGETHER, dtypes, forms, ("sum", "mean")):
+        rng = np.random.default_rng(comm.rank)
+        sources = [rng.standard_normal(size).astype(dtype) for size in sizes]
+        sources[2][:4] = [np.nan, np.inf, -np.inf, 1e-7][: sources[2].size]
+        given = [source.copy() for source in sources]
+        wire = WireFormat(name, *scales)
+        wanted = [np.empty_like(source) for source in sources]
+        wire.decode(comm.all_reduce(wire.encode(sources, HOST), op), wanted, HOST)
+        targets = [np.empty_like(source) for source in sources]
+        reduction = ListReduction(
+            comm, sources, targets, gs.ReduceOp(op), wire=wire.for_backend(dtype), recurs=comm.rank == 0
+        )
+        for _ in range(2):
+            reduction.run(agreement)
+            assert [target.tobytes() for target in targets] == [each.tobytes() for each in wanted], (sizes, dtype, name)
+        assert all(map(np.array_equal, sources, given, [True] * len(given)))  # NaN equals NaN
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shared_memory_converts_while_it_copies(world_size: int) -> None:
+    SHM.run(world_size, convert_in_shared_memory)

@@ -8,7 +8,8 @@ dtype, in each step of its algorithm: sums over many ranks lose more there. floa
 too; a prescale of 1 / world_size with op "sum" keeps it within range. bfloat16 has the range of float32, but 8 bits of
 precision; float16 has 11.
 
-Without compression gradients are scaled where they lie (Scaled), unless they are tiny.
+Over shared memory the backend scales and rounds the values while it copies them (Wire of reduction.py). In bucket
+views, and over MPI, gradients without compression are scaled where they lie (Scaled), unless they are tiny.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from gradsync.bucketing.lists import array_module
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import BackendUnavailable, InvalidArgument, UnsupportedDtype
-from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, dtype_name
+from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, Wire, dtype_name
 
 COMPRESSIONS = (None, "float16", "bfloat16")
 
@@ -86,8 +87,17 @@ class WireFormat:
         return self._dtype if self._dtype is not None and dtype_name(dtype) in _COMPRESSED else dtype
 
     def changes(self, dtype: np.dtype[Any]) -> bool:
-        """Whether gradients of a dtype are scaled or converted; if not, encode and decode are not needed."""
+        """Whether gradients of a dtype are scaled or converted; if not, they travel as they are."""
         return self.prescale != 1.0 or self.postscale != 1.0 or self.wire_dtype(dtype) != dtype
+
+    def for_backend(self, dtype: np.dtype[Any]) -> Wire:
+        """Returns the form in which gradients of a dtype travel, for a backend that converts them itself.
+
+        Raises:
+            UnsupportedDtype: see check.
+        """
+        self.check(dtype)
+        return Wire(self.wire_dtype(dtype), self.prescale, self.postscale)
 
     def only_scales(self, dtype: np.dtype[Any]) -> bool:
         """Whether gradients of a dtype travel in their own, multiplied by a scale."""

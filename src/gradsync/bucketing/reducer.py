@@ -27,7 +27,7 @@ from gradsync.communicators.communicator import Communicator, ListReduction, Sta
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import CommunicatorClosed, InvalidArgument
 from gradsync.futures import CollectiveEnd, Completion
-from gradsync.reduction import Array, ReduceOp
+from gradsync.reduction import Array, ReduceOp, Wire
 
 
 @dataclass
@@ -94,10 +94,19 @@ class Reduction:
         flat = memory.flat(bucket)
         return cls(bucket, [flat], [flat], [], [flat], memory=memory)
 
-    def prepare(self, communicator: Communicator, op: ReduceOp, *, looks: bool, recurs: bool = False) -> ListReduction:
+    def prepare(
+        self, communicator: Communicator, op: ReduceOp, *, looks: bool, wire: Wire | None, recurs: bool = False
+    ) -> ListReduction:
         """Returns an all-reduce of the arrays; see ListReduction of communicator.py."""
         return ListReduction(
-            communicator, self.sources, self.targets, op, write_backs=self.write_backs, looks=looks, recurs=recurs
+            communicator,
+            self.sources,
+            self.targets,
+            op,
+            write_backs=self.write_backs,
+            looks=looks,
+            wire=wire,
+            recurs=recurs,
         )
 
 
@@ -192,10 +201,11 @@ class Reducer:
         if not all(entry.recurs for entry in own):
             self._last.pop(number, None)
             return reduction
-        stage = None if self._wire.is_plain else self._stage_of(reduction, communicator)
+        wire, stage = self._conversion_of(reduction, communicator)
         if self._hooked is None and not isinstance(stage, Compressed):
-            looks = stage is None and communicator._finder is not None and self.values.looks_for_nonfinite
-            reduction.prepared = reduction.prepare(communicator, self.op, looks=looks, recurs=True)
+            is_plain = wire is None and stage is None
+            looks = is_plain and communicator._finder is not None and self.values.looks_for_nonfinite
+            reduction.prepared = reduction.prepare(communicator, self.op, looks=looks, wire=wire, recurs=True)
         self._last[number] = reduction
         return reduction
 
@@ -262,18 +272,19 @@ class Reducer:
     ) -> Completion | None:
         """Reduces a bucket with its stages: the check of its values, a scale, another dtype."""
         arrays, dtype = communicator._arrays, reduction.sources[0].dtype
-        scale = None if self._wire.is_plain else self._stage_of(reduction, communicator)
-        finder = communicator._finder if scale is None and self.values.looks_for_nonfinite else None
+        wire, scale = self._conversion_of(reduction, communicator)
+        is_plain = wire is None and scale is None
+        finder = communicator._finder if is_plain and self.values.looks_for_nonfinite else None
         watch = self._watch(reduction, communicator, finder)
         stages: list[Stage] = [] if watch is None else [watch]
-        if mean_over is not None and (reduction.memory is None or scale is not None):
+        if mean_over is not None and (reduction.memory is None or not is_plain):
             stages.append(_Divided(mean_over, arrays))
             mean_over = None
         if scale is not None:
             stages.append(scale)
         # The same on all ranks, though the gradients of some may be read-only.
-        agrees_first = self._wire.only_scales(dtype) and not communicator._runs_beside_host
-        if reduction.memory is not None and not isinstance(scale, Compressed):
+        agrees_first = wire is None and self._wire.only_scales(dtype) and not communicator._runs_beside_host
+        if reduction.memory is not None and wire is None and not isinstance(scale, Compressed):
             return communicator._all_reduce_resident(
                 reduction.memory.memory,
                 *reduction.memory.stretch(reduction.bucket),
@@ -288,22 +299,27 @@ class Reducer:
             )
         prepared = reduction.prepared
         if prepared is None or op is not self.op:
-            prepared = reduction.prepare(communicator, op, looks=finder is not None)
+            prepared = reduction.prepare(communicator, op, looks=finder is not None, wire=wire)
         return prepared.run(agreement, stages=stages, producers=producers, agrees_first=agrees_first)
 
-    def _stage_of(self, reduction: Reduction, communicator: Communicator) -> Scaled | Compressed | None:
-        """Returns the stage that scales a bucket's values, or converts them; None if they are only reduced.
+    def _conversion_of(
+        self, reduction: Reduction, communicator: Communicator
+    ) -> tuple[Wire | None, Scaled | Compressed | None]:
+        """Returns the form that the backend gives to a bucket's values, or the stage that converts them before it.
 
-        Values are scaled where they lie, unless the gradients are so small that packing them first costs less. On a GPU
-        packing scales them. All ranks have the same stage, so that their lists have equal sizes.
+        Both are None if the values are only reduced. A backend that converts does so while it copies the values.
+        Elsewhere values are scaled where they lie, unless the gradients are so small that packing them first costs
+        less. On a GPU packing scales them. All ranks have the same stage, so that their lists have equal sizes.
         """
         wire, arrays, dtype = self._wire, communicator._arrays, reduction.sources[0].dtype
-        if not wire.changes(dtype):
-            return None
+        if wire.is_plain or not wire.changes(dtype):
+            return None, None
+        if communicator._converts and not (reduction.memory is not None and wire.only_scales(dtype)):
+            return wire.for_backend(dtype), None
         if communicator._runs_beside_host or not wire.only_scales(dtype) or worth_packing(reduction.sources):
-            return Compressed(wire, reduction.targets, arrays)
+            return None, Compressed(wire, reduction.targets, arrays)
         is_written = all(map(is_, reduction.sources, reduction.targets))
-        return Scaled(wire, None if is_written else reduction.targets, arrays)
+        return None, Scaled(wire, None if is_written else reduction.targets, arrays)
 
     def shadow_step(
         self,

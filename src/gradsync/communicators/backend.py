@@ -24,7 +24,7 @@ from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.diagnostics import FlightRecorder, Place
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, shown
 from gradsync.futures import Completion
-from gradsync.reduction import Array, ReduceOp
+from gradsync.reduction import Array, ReduceOp, Wire
 
 if TYPE_CHECKING:
     from gradsync.communicators.lifetime import Lifetime
@@ -130,6 +130,7 @@ class Backend(ABC):
         plans_for: the class of arrays that plans take.
         force_packing: whether a world of one rank packs lists into a flat buffer and splits it, as NCCL does in larger
             worlds; for benchmarks of the packing.
+        converts: whether `prepare` supports a Wire; if not, the caller converts the values.
         finder: collects non-finite values while lists and resident memory are reduced; None if the backend cannot.
         client, timeout_seconds: as given.
         rank, world_size, ranks, label: as in Communicator.
@@ -144,6 +145,7 @@ class Backend(ABC):
     meets_at_once = False
     force_packing = False
     plans_for: Any = np.ndarray
+    converts = False
     finder: NonFiniteFinder | None = None
     lifetime: Lifetime
 
@@ -169,9 +171,11 @@ class Backend(ABC):
         """
 
     def prepare(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool, wire: Wire | None
     ) -> PreparedList | None:
         """Returns the prepared `all_reduce` of these very arrays, for repeated calls; None if that gains nothing.
+
+        With a `wire`, which only a backend that `converts` gets, the values travel in that form on all ranks.
 
         With `looks`, the finder (if there is one) collects non-finite values. Other ranks may call the unprepared
         `all_reduce` in the same collective. `release` frees the prepared object's resources.

@@ -66,7 +66,7 @@ from gradsync.errors import (
 )
 from gradsync.futures import CollectiveEnd, CollectiveFuture, Completion, check_may_call, pending
 from gradsync.machine import machine_identity
-from gradsync.reduction import Array, ReduceOp, check_operation
+from gradsync.reduction import Array, ReduceOp, Wire, check_operation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -149,6 +149,7 @@ class Communicator:
         self._runs_beside_host = backend.runs_beside_host
         self._known: dict[Any, _Known] = {}
         self._plans_for = backend.plans_for
+        self._converts = backend.converts
         self._finder = backend.finder
         self._timeout_seconds = backend.timeout_seconds
         self.recorder = backend.recorder
@@ -1453,6 +1454,7 @@ class ListReduction:
         op: an operator that the dtype supports.
         write_backs: pairs of a target and the native array that gets the target's values afterwards.
         looks: whether the communicator's finder collects non-finite values.
+        wire: the form in which the values travel, on all ranks; needs a backend that converts. None: as they are.
         recurs: whether these very arrays will be reduced again: then the backend prepares the reduction now. In one
             collective some ranks may have a prepared reduction, and others none.
     """
@@ -1466,6 +1468,7 @@ class ListReduction:
         *,
         write_backs: Sequence[tuple[Array, Array]] = (),
         looks: bool = False,
+        wire: Wire | None = None,
         recurs: bool = False,
     ) -> None:
         self._lifetime = communicator._lifetime
@@ -1475,9 +1478,10 @@ class ListReduction:
         self._op = op
         self._write_backs = write_backs
         self._looks = looks
+        self._wire = wire
         self._prepared: PreparedList | None = None
         if recurs and self._lifetime.ended_because is None:
-            self._prepared = backend.prepare(sources, targets, op, looks=looks)
+            self._prepared = backend.prepare(sources, targets, op, looks=looks, wire=wire)
 
     def run(
         self,
@@ -1511,8 +1515,8 @@ class ListReduction:
                 given = stage.before(given)
             if given is sources:
                 prepared = self._prepared
-                if prepared is None and self._looks:
-                    prepared = backend.prepare(sources, targets, self._op, looks=True)
+                if prepared is None and (self._looks or self._wire is not None):
+                    prepared = backend.prepare(sources, targets, self._op, looks=self._looks, wire=self._wire)
                 if prepared is None:
                     backend.all_reduce(sources, targets, self._op, agreement)
                 else:

@@ -44,13 +44,18 @@ def multiply(source: Any, factor: float, out: Any, xp: Any = np) -> None:
         xp: the arrays' module, numpy or cupy.
     """
     with np.errstate(all="ignore"):  # other code looks for overflow in the values; the factor itself may overflow
-        if factor == 1.0:
-            if out is not source:
-                xp.copyto(out, source, casting="unsafe")
-            return
-        for values, target in part_pairs(source, out):
-            wide = product_dtype(values.dtype, target.dtype)
-            xp.multiply(values, wide.type(factor), out=target, dtype=wide, casting="unsafe")
+        multiply_quietly(source, factor, out, xp)
+
+
+def multiply_quietly(source: Any, factor: float, out: Any, xp: Any = np) -> None:
+    """Multiplies as `multiply`; call it only where NumPy ignores floating-point errors."""
+    if factor == 1.0:
+        if out is not source:
+            xp.copyto(out, source, casting="unsafe")
+        return
+    for values, target in part_pairs(source, out):
+        wide = product_dtype(values.dtype, target.dtype)
+        xp.multiply(values, wide.type(factor), out=target, dtype=wide, casting="unsafe")
 
 
 def multiply_in_place(arrays: Sequence[Array], factor: float) -> None:

@@ -157,6 +157,7 @@ class Scratch:
     def __init__(self, size_bytes: int) -> None:
         self._own = np.empty(size_bytes, np.uint8)
         self._result = np.empty(size_bytes, np.uint8)
+        self._converted = np.empty(0, np.uint8)
         self._accumulator = np.empty(0, np.float32)
 
     def own(self, dtype: np.dtype[Any], length: int) -> Array:
@@ -166,6 +167,13 @@ class Scratch:
     def result(self, dtype: np.dtype[Any], length: int) -> Array:
         """Returns an array for a result that cannot be written directly to its target."""
         return self._result[: length * dtype.itemsize].view(dtype)
+
+    def converted(self, dtype: np.dtype[Any], length: int) -> Array:
+        """Returns an array for values in the dtype of the callers' arrays, if they travel in another form."""
+        size_bytes = length * dtype.itemsize
+        if self._converted.size < size_bytes:
+            self._converted = np.empty(size_bytes, np.uint8)
+        return self._converted[:size_bytes].view(dtype)
 
     def accumulator(self, dtype: np.dtype[Any], length: int) -> Array | None:
         """Returns a float32 array to add up half precision; None for other dtypes."""

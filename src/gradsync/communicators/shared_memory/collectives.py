@@ -34,12 +34,13 @@ from gradsync.communicators.shared_memory.pipelined import (
     CopyOut,
     PipelinedAllReduce,
     Section,
+    collecting,
     run_calls,
     worth_a_call,
 )
 from gradsync.diagnostics import tracing
 from gradsync.errors import CommunicatorClosed
-from gradsync.reduction import UFUNCS_INTO, Array, ReduceOp, accumulation_dtype, divide_into, reduce_into
+from gradsync.reduction import UFUNCS_INTO, Array, ReduceOp, Wire, accumulation_dtype, divide_into, reduce_into
 
 _BYTE = np.dtype(np.uint8)
 _NUMBER = np.dtype(np.int64)
@@ -94,21 +95,29 @@ class Plans:
         self.all_to_all: Callable[[Bounds, Bounds, int], Movement] = kept(_all_to_all, context)
 
     def list_reduction(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
+        self,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        *,
+        looks: bool = False,
+        wire: Wire | None = None,
     ) -> OneShotList | PipelinedAllReduce:
         """Plans the all-reduce of these very arrays; see Backend.all_reduce and Backend.prepare."""
-        dtype = sources[0].dtype
-        if sum([source.nbytes for source in sources]) <= self._context.small_bytes:
-            one_shot = self.one_shot(dtype, sum([source.size for source in sources]), op)
-            return OneShotList(one_shot, sources, targets, self._context, self._scratch, looks=looks)
+        context, scratch = self._context, self._scratch
+        dtype = sources[0].dtype if wire is None else wire.dtype
+        size = sum([source.size for source in sources])
+        if size * dtype.itemsize <= context.small_bytes:
+            one_shot = self.one_shot(dtype, size, op)
+            return OneShotList(one_shot, sources, targets, context, scratch, looks=looks, wire=wire)
         flags = self._slots.flags if looks else None
-        return PipelinedAllReduce(sources, targets, op, self._context, self._scratch, self._slots.of(dtype), flags)
+        return PipelinedAllReduce(sources, targets, op, context, scratch, self._slots.of(dtype), flags, wire)
 
     def prepare(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool, wire: Wire | None
     ) -> PreparedReduction:
         """Plans the all-reduce of these very arrays for many runs; see Backend.prepare."""
-        plan = self.list_reduction(sources, targets, op, looks=looks)
+        plan = self.list_reduction(sources, targets, op, looks=looks, wire=wire)
         if isinstance(plan, PipelinedAllReduce):
             plan.keep()
         prepared = PreparedReduction(plan)
@@ -510,6 +519,7 @@ class OneShotList:
         context: this rank's context.
         scratch: private memory.
         looks: whether to collect non-finite values.
+        wire: the form in which values travel; None: that of the sources.
     """
 
     def __init__(
@@ -521,22 +531,28 @@ class OneShotList:
         scratch: Scratch,
         *,
         looks: bool,
+        wire: Wire | None,
     ) -> None:
         self._one_shot = one_shot
+        self._wire = wire
+        self._scratch = scratch
         self._rank = context.rank
         self._recorder = context.recorder
         self._finder = context.finder
-        dtype, size = sources[0].dtype, one_shot.size
+        dtype, size = sources[0].dtype if wire is None else wire.dtype, one_shot.size
         self._is_finite = finite_test(dtype) if looks else None
         pieces = tuple([Piece(number, 0, source.size) for number, source in enumerate(sources) if source.size])
         self._published: list[tuple[int, int, list[Array]]] = []
         self._delivered: list[Call] = []
-        self._result = targets[0] if len(targets) == 1 else scratch.result(dtype, size)
-        delivery = CopyOut(targets, 1, scratch)
+        is_delivered = len(targets) > 1 or wire is not None
+        self._result = scratch.result(dtype, size) if is_delivered else targets[0]
+        delivery = CopyOut(targets, 1, scratch, wire)
         for begin, end, together in worth_a_call(Section(0, size, pieces), dtype.itemsize, size, size):
             given = [sources[piece.array] for piece in together]
-            self._published.append((begin, end, given if len(given) > 1 else [given[0].view(word_dtype(dtype))]))
-            if len(targets) > 1:
+            if len(given) == 1 and wire is None:
+                given = [given[0].view(word_dtype(dtype))]
+            self._published.append((begin, end, given))
+            if is_delivered:
                 self._delivered += delivery.calls(self._result[begin:end], together)
 
     def run(self, agreement: Agreement) -> None:
@@ -545,7 +561,10 @@ class OneShotList:
         regions, own_words = self._one_shot.places()
         own = regions[self._rank]
         for begin, end, sources in self._published:
-            if len(sources) == 1:
+            if self._wire is not None:
+                with np.errstate(all="ignore"):
+                    run_calls(collecting(sources, own[begin:end], self._wire, self._scratch))
+            elif len(sources) == 1:
                 publish_words(sources[0], own_words[begin:end])
             else:
                 np.concatenate(sources, out=own[begin:end])
@@ -560,7 +579,11 @@ class OneShotList:
                 self._finder.look(self._is_finite, self._result, regions, 0)
         if laps is not None:
             laps.end("reducing")
-        run_calls(self._delivered)
+        if self._wire is None:
+            run_calls(self._delivered)
+        else:
+            with np.errstate(all="ignore"):
+                run_calls(self._delivered)
         if laps is not None and self._delivered:
             laps.end("splitting")
 

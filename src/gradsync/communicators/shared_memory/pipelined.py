@@ -25,7 +25,7 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_copy import copy_words, memcpy_is_slow, word_dtype
-from gradsync.communicators.host_values import finite_test
+from gradsync.communicators.host_values import finite_test, multiply_quietly
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.pieces import Piece, cuts, line_bounds, pieces_between
 from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT, Scratch, ShmContext, SlotArrays
@@ -34,6 +34,7 @@ from gradsync.reduction import (
     UFUNCS_INTO,
     Array,
     ReduceOp,
+    Wire,
     accumulation_dtype,
     division,
     part_dtype,
@@ -216,6 +217,21 @@ def gathering(sources: Sequence[Array], packed: Array) -> Call:
     return np.concatenate, (sources, 0, packed)
 
 
+def converting(source: Array, factor: float, target: Array) -> Call:
+    """Returns the call that multiplies a 1-D array into another one of its size, which may have another dtype."""
+    return multiply_quietly, (source, factor, target)
+
+
+def collecting(sources: Sequence[Array], place: Array, wire: Wire | None, scratch: Scratch) -> list[Call]:
+    """Returns the calls that copy one array, or several small ones, to a place, in the form in which they travel."""
+    if wire is None:
+        return [copying(sources[0], place) if len(sources) == 1 else gathering(sources, place)]
+    if len(sources) == 1:
+        return [converting(sources[0], wire.prescale, place)]
+    gathered = scratch.converted(sources[0].dtype, place.size)
+    return [gathering(sources, gathered), converting(gathered, wire.prescale, place)]
+
+
 def scattering(packed: Array, targets: Sequence[Array]) -> Call:
     """Returns the call that copies a packed array into small 1-D arrays of the same total size.
 
@@ -250,12 +266,14 @@ class CopyOut:
 
     Args:
         targets: 1-D arrays.
-        divisor: the results are divided by it; 1 copies bit for bit.
+        divisor: the results are divided by it; 1 copies bit for bit. If it is larger, results have the targets' dtype.
         scratch: private memory.
+        wire: the form of the results; None: that of the targets.
     """
 
-    def __init__(self, targets: Sequence[Array], divisor: int, scratch: Scratch) -> None:
+    def __init__(self, targets: Sequence[Array], divisor: int, scratch: Scratch, wire: Wire | None) -> None:
         self._targets = targets
+        self._wire = wire
         self._divides = divisor > 1
         self._scratch = scratch
         self._part: np.dtype[Any] | None = None
@@ -267,14 +285,21 @@ class CopyOut:
 
     def calls(self, place: Array, pieces: Sequence[Piece]) -> list[Call]:
         """Returns the calls that copy the results in `place` to one piece of the targets, or several small pieces."""
-        if len(pieces) == 1:
-            target = piece_of(self._targets, pieces[0])
-            return [self._dividing(place, target) if self._divides else copying(place, target)]
         targets = [piece_of(self._targets, piece) for piece in pieces]
-        if not self._divides:
+        if len(targets) == 1:
+            return self._delivering(place, targets[0])
+        if not self._divides and self._wire is None:
             return [scattering(place, targets)]
-        divided = self._scratch.result(place.dtype, place.size)
-        return [self._dividing(place, divided), scattering(divided, targets)]
+        together = self._scratch.converted(targets[0].dtype, place.size)
+        return [*self._delivering(place, together), scattering(together, targets)]
+
+    def _delivering(self, place: Array, target: Array) -> list[Call]:
+        """Returns the calls that divide the results into an array, convert them, or only copy them."""
+        scale = 1.0 if self._wire is None else self._wire.postscale
+        if self._divides:
+            divided = self._dividing(place, target)
+            return [divided] if scale == 1.0 else [divided, converting(target, scale, target)]
+        return [copying(place, target) if self._wire is None else converting(place, scale, target)]
 
     def _dividing(self, values: Array, out: Array) -> Call:
         """Returns the call that divides as divide_into of reduction.py."""
@@ -379,8 +404,9 @@ class PipelinedAllReduce:
         op: an operator that the dtype supports.
         context: this rank's context.
         scratch: private memory.
-        slots: the slots as arrays of the sources' dtype; a chunk fits one slot.
+        slots: the slots as arrays of the dtype in which values travel; a chunk fits one slot.
         flags: the ranks' flags for non-finite results; None without the check.
+        wire: the form in which values travel; None: that of the sources.
     """
 
     def __init__(
@@ -392,8 +418,10 @@ class PipelinedAllReduce:
         scratch: Scratch,
         slots: SlotArrays,
         flags: Flags | None,
+        wire: Wire | None = None,
     ) -> None:
         self._sources = sources
+        self._wire = wire
         self._barrier = context.barrier
         self._recorder = context.recorder
         self._rank = rank = context.rank
@@ -401,7 +429,7 @@ class PipelinedAllReduce:
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._scratch = scratch
         self._slots = slots
-        self._dtype = dtype = sources[0].dtype
+        self._dtype = dtype = sources[0].dtype if wire is None else wire.dtype
         itemsize = dtype.itemsize
         sizes = tuple([source.size for source in sources])
         published_bytes = _PUBLISHED_BYTES if memcpy_is_slow() else context.chunk_bytes
@@ -413,7 +441,7 @@ class PipelinedAllReduce:
         # precision is divided together with the sum, in float32.
         divides_late = op is ReduceOp.MEAN and accumulation_dtype(dtype) == dtype
         self._op = ReduceOp.SUM if divides_late else op
-        self._delivery = CopyOut(targets, world_size if divides_late else 1, scratch)
+        self._delivery = CopyOut(targets, world_size if divides_late else 1, scratch, wire)
         is_finite = None if flags is None else finite_test(dtype)
         self._look: ChunkCheck | None = None
         if flags is not None and is_finite is not None:
@@ -474,7 +502,7 @@ class PipelinedAllReduce:
         for number in step.published:
             slot = self._slots[number % CHUNKS_IN_FLIGHT][self._rank]
             for begin, end, pieces in self._chunks[number].published:
-                made.append(self._collecting(pieces, slot[begin:end]))
+                made += self._collecting(pieces, slot[begin:end])
         published = len(made)
         for number in step.reduced:
             slots = self._slots[number % CHUNKS_IN_FLIGHT]
@@ -484,10 +512,8 @@ class PipelinedAllReduce:
                 made += self._reducing(number, section, slots)
         return made, (delivered, published)
 
-    def _collecting(self, pieces: Sequence[Piece], place: Array) -> Call:
-        if len(pieces) == 1:
-            return copying(piece_of(self._sources, pieces[0]), place)
-        return gathering([piece_of(self._sources, piece) for piece in pieces], place)
+    def _collecting(self, pieces: Sequence[Piece], place: Array) -> list[Call]:
+        return collecting([piece_of(self._sources, piece) for piece in pieces], place, self._wire, self._scratch)
 
     def _reducing(self, number: int, section: Section, slots: Sequence[Array]) -> list[Call]:
         """Returns the calls that reduce a section into the slot of every peer, and deliver the result on this rank."""
@@ -497,11 +523,11 @@ class PipelinedAllReduce:
         # The result goes to the slot of rank 0 or rank 1: a reduction in rank order reads their contributions before it
         # writes the first result.
         result, *others = [contributions[peer] for peer in self._peers]
-        if len(pieces) == 1:
+        if len(pieces) == 1 and self._wire is None:
             own = piece_of(self._sources, pieces[0])
         else:
             own = self._scratch.own(self._dtype, end - begin)
-            made.append(self._collecting(pieces, own))
+            made += self._collecting(pieces, own)
         contributions[self._rank] = own
         accumulator = None if self._accumulator is None else self._accumulator[: end - begin]
         made += reducing(self._op, contributions, result, accumulator)

@@ -36,7 +36,7 @@ from gradsync.communicators.shared_memory.segment import (
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable
 from gradsync.machine import begin_on_core
-from gradsync.reduction import Array, ReduceOp
+from gradsync.reduction import Array, ReduceOp, Wire
 from gradsync.rendezvous.client import RendezvousClient
 
 # The largest chunk of a large list that a rank publishes between two barriers. Larger chunks do not fit the cache;
@@ -100,6 +100,7 @@ class ShmBackend(Backend):
         )
         self._plans = Plans(context, scratch, self._slots)
         self._resident_reduction = ResidentReduction(context)
+        self.converts = world_size > 1
         self.finder = finder if world_size > 1 else None
         # If the program drops a group and the garbage collector deletes it, other ranks may still wait in a collective.
         self._when_dropped = weakref.finalize(self, _announce_dropped, self._barrier, os.getpid())
@@ -118,12 +119,12 @@ class ShmBackend(Backend):
         if len(sources) == 1 and source.nbytes <= SMALL_BYTES:
             self._plans.one_shot(source.dtype, source.size, op).run(source, targets[0], agreement)
         else:
-            self._plans.list_reduction(sources, targets, op, looks=False).run(agreement)
+            self._plans.list_reduction(sources, targets, op).run(agreement)
 
     def prepare(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool, wire: Wire | None
     ) -> PreparedReduction | None:
-        return self._plans.prepare(sources, targets, op, looks=looks) if self.world_size > 1 else None
+        return self._plans.prepare(sources, targets, op, looks=looks, wire=wire) if self.world_size > 1 else None
 
     def make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
         if self.world_size == 1:
