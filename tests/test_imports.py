@@ -47,7 +47,7 @@ INSIDE = {
     "communicators.groups": "bucketing process_group",
     "communicators.host_arrays": "bucketing",
     "communicators.lifetime": "bucketing process_group",
-    "communicators.local": "bench comm",
+    "communicators.local": "comm",
     "communicators.mpi.mpi_job": "doctor process_group",
     "communicators.nccl.library": "doctor",
     "communicators.nonfinite": "bucketing",

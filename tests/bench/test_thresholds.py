@@ -38,7 +38,7 @@ def specs(*sizes):
 
 def row(threshold, milliseconds, all_reduces=1, noise=0.0, steps=9):
     low, high = 1e-3 * (milliseconds - noise / 2), 1e-3 * (milliseconds + noise / 2)
-    return Row(Contender(threshold, all_reduces), Seconds(1e-3 * milliseconds, low, high, steps), None, 0.0)
+    return Row(Contender(threshold, all_reduces), Seconds(1e-3 * milliseconds, low, high, steps), 0.0)
 
 
 def test_thresholds_are_read_in_megabytes_ascending_and_once():
@@ -84,21 +84,14 @@ def test_every_threshold_is_measured_or_stands_beside_one_with_as_many_buckets(s
             assert len(plan_buckets(specs(*sizes), threshold)) == contender.all_reduces
 
 
-def test_rows_have_medians_bandwidth_and_the_share_of_packing():
-    sweep = Sweep(specs(250), [Contender(1, 7), Contender(2, 3)], 3, 1.0, True)
-    steps, packs = [[1.0, 3.0, 2.0], [4.0, 4.0, 4.0]], [[0.5, 0.5, 0.5], [6.0, 6.0, 6.0]]
-    first, second = rows_of(sweep, steps, packs, ranks=4)
+def test_rows_have_medians_and_bandwidth_and_one_rank_has_none():
+    sweep = Sweep(specs(250), [Contender(1, 7), Contender(2, 3)], 3, 1.0)
+    steps = [[1.0, 3.0, 2.0], [4.0, 4.0, 4.0]]
+    first, _ = rows_of(sweep, steps, ranks=4)
     assert first.seconds.median == 2.0
     assert first.bus_bytes_per_second == 2 * 3 / 4 * 1000 / 2.0
-    assert (first.pack_share, second.pack_share) == (0.25, 1.5)
     assert first.as_dictionary()["seconds"]["lower_quartile"] == 1.5
-    assert first.as_dictionary()["pack_only_seconds"]["median"] == 0.5
-
-
-def test_without_packing_there_is_no_share_and_one_rank_has_no_bus():
-    [only] = rows_of(Sweep(specs(250), [Contender(1, 7)], 1, 1.0, False), [[2.0]], [], ranks=1)
-    assert (only.pack_seconds, only.pack_share, only.bus_bytes_per_second) == (None, None, 0)
-    assert only.as_dictionary()["pack_only_seconds"] is None
+    assert rows_of(sweep, steps, ranks=1)[0].bus_bytes_per_second == 0
 
 
 # What a person reads: one sentence, and how sure it is.
@@ -184,13 +177,13 @@ from gradsync.launching.launcher import launcher
 
 if __name__ == "__main__":
     specs = [GradientSpec(f"#{i}", (100,), "float32", 4) for i in range(5)]
-    sweep = Sweep(specs, plan_sweep(specs, [400, 1000]), 2, 5.0, True)
+    sweep = Sweep(specs, plan_sweep(specs, [400, 1000]), 2, 5.0)
     for measured in launcher(run_sweep, n_gpus=2, backend="nccl")(sweep):
-        print(measured.backend, measured.device, [len(samples) for samples in measured.steps], measured.packs)
+        print(measured.backend, measured.device, [len(samples) for samples in measured.steps])
 """
 
 
-def test_a_sweep_over_two_gpus_has_no_packing_alone(tmp_path):
+def test_a_sweep_over_two_gpus(tmp_path):
     (tmp_path / "sweep.py").write_text(ON_GPUS)
     path = os.pathsep.join([str(Path(gs.__file__).parents[1]), str(Path(__file__).parents[1] / "stand_in")])
     done = subprocess.run(
@@ -199,7 +192,7 @@ def test_a_sweep_over_two_gpus_has_no_packing_alone(tmp_path):
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "nccl cuda:0 [2, 2] []\nnccl cuda:1 [2, 2] []\n"
+    assert done.stdout == "nccl cuda:0 [2, 2]\nnccl cuda:1 [2, 2]\n"
 
 
 @pytest.mark.parametrize("dtypes", [("float16", "bfloat16", "complex64"), ("int8", "uint64", "float32")])
@@ -208,7 +201,7 @@ def test_every_dtype_can_be_measured(dtypes):
         pytest.importorskip("ml_dtypes")
     of_dtypes = [GradientSpec(dtype, (3, 4), dtype, itemsize_of(dtype)) for dtype in dtypes]
     with gs.init_process_group("local"):
-        measured = run_sweep(Sweep(of_dtypes, plan_sweep(of_dtypes, [1000, 2000]), 1, 0.0, True))
+        measured = run_sweep(Sweep(of_dtypes, plan_sweep(of_dtypes, [1000, 2000]), 1, 0.0))
     assert (measured.backend, measured.device) == ("local", "cpu")
     # Each dtype fills one bucket, so both thresholds make the same ones.
-    assert [len(samples) for samples in (*measured.steps, *measured.packs)] == [1, 1]
+    assert [len(samples) for samples in measured.steps] == [1]

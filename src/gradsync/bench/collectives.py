@@ -1,9 +1,8 @@
 """`gradsync bench collectives`: each collective over a range of sizes, in the columns of NVIDIA's nccl-tests.
 
-A program that every rank runs, as nccl-tests is: under the launcher that the command starts, or under mpiexec, srun or
-torchrun. Rank 0 prints. Sizes, layouts in place and factors of the bandwidths are those of nccl-tests, so that figures
-can be compared. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the functions *GetCollByteCount and *GetBw of
-src/*.cu.
+Every rank runs this program: under the launcher that the command starts, or under mpiexec, srun or torchrun. Rank 0
+prints. The sizes, the layouts in place and the factors of the bandwidths are those of nccl-tests, so that figures can
+be compared. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the functions *GetCollByteCount and *GetBw of src/*.cu.
 """
 
 from __future__ import annotations
@@ -71,14 +70,15 @@ class Kind:
     """One collective.
 
     Attributes:
-        name: of the method.
-        reduces: whether it takes an operator.
-        rooted: whether one rank is its root.
-        source_parts, target_parts: parts of a rank's source and target: "n", one for each rank, or "1".
-        bus_ring: whether (n - 1) / n of the bytes pass a link; else all of them.
-        bus_passes: how often they pass it: twice in an all-reduce.
-        has_separate_target: whether there is a form with source and target apart.
-        has_in_place: whether there is a form in place.
+        name: the name of the method.
+        reduces: whether the collective takes an operator.
+        rooted: whether one rank is the root of the collective.
+        source_parts, target_parts: the number of parts of a rank's source and target: "1", or "n" for one part of each
+            rank.
+        bus_ring: whether (n - 1) / n of the bytes pass a link; else all bytes pass it.
+        bus_passes: how often the bytes pass a link; twice in an all-reduce.
+        has_separate_target: whether the collective has a form out of place.
+        has_in_place: whether the collective has a form in place.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Kind:
 
     @property
     def is_dealt(self) -> bool:
-        """Whether the size consists of a part for each rank."""
+        """Whether the size is the sum of one part for each rank."""
         return "n" in (self.source_parts, self.target_parts)
 
     def bus_factor(self, ranks: int) -> float:
@@ -101,7 +101,7 @@ class Kind:
         return self.bus_passes * ((ranks - 1) / ranks if self.bus_ring else 1.0)
 
     def count(self, size_bytes: int, itemsize: int, ranks: int) -> int:
-        """Returns the elements of a part, at least one."""
+        """Returns the number of elements of a part, at least one."""
         return max(size_bytes // itemsize // (ranks if self.is_dealt else 1), 1)
 
     def size_bytes(self, count: int, itemsize: int, ranks: int) -> int:
@@ -147,12 +147,12 @@ class Case:
     """One line of the table.
 
     Attributes:
-        collective: its name.
-        count: elements of a part, see Kind.
-        dtype: NumPy's name.
-        op: of a reduction; "" for others.
-        ranks: how many.
-        iterations, warm_up: calls of a block that are timed, and calls before them.
+        collective: the name of the collective.
+        count: the number of elements of a part, see Kind.
+        dtype: NumPy's name of the dtype.
+        op: the operator of a reduction; "" for other collectives.
+        ranks: the number of ranks.
+        iterations, warm_up: the number of timed calls of a block, and the number of calls before them.
         checks: whether results are compared with those of NumPy.
     """
 
@@ -167,7 +167,7 @@ class Case:
 
     @property
     def kind(self) -> Kind:
-        """The collective."""
+        """The collective of the case."""
         return KINDS[self.collective]
 
 
@@ -185,10 +185,10 @@ def parse_size(text: str) -> int:
 
 
 def sizes_between(begin: int, end: int, factor: float) -> list[int]:
-    """Returns the sizes from `begin` on, each `factor` times the one before, up to `end`.
+    """Returns the sizes from `begin` to `end`; each size is `factor` times the previous one.
 
     Raises:
-        InvalidArgument: the end is before the beginning, the factor is not above 1, or there are too many.
+        InvalidArgument: the end is before the beginning, the factor is not above 1, or there are too many sizes.
     """
     if end < begin:
         raise InvalidArgument(f"-e needs to be at least -b, got {end} and {begin} bytes")
@@ -222,8 +222,8 @@ def plan_cases(kind: Kind, sizes: Sequence[int], itemsize: int, template: Case) 
 
     Args:
         kind: the collective.
-        sizes: in bytes, ascending.
-        itemsize: bytes of an element.
+        sizes: the sizes in bytes, ascending.
+        itemsize: the bytes of an element.
         template: a case with the fields that do not depend on the collective or the size.
     """
     counts = dict.fromkeys(kind.count(size, itemsize, template.ranks) for size in sizes)
@@ -251,34 +251,24 @@ def _period(case: Case, rank: int) -> Array:
 
 
 def expected_of(case: Case, rank: int) -> Array | None:
-    """Returns the expected result of a rank; None if it gets nothing."""
-    if case.kind.rooted and case.collective in (REDUCE, GATHER) and rank != ROOT:
+    """Returns the expected result of a rank; None if the rank gets no result."""
+    name = case.collective
+    if name in (REDUCE, GATHER) and rank != ROOT:
         return None
-    if case.collective == BROADCAST:
-        return source_of(case, ROOT)
-    if case.collective == EXCHANGE:
-        return source_of(case, (rank - 1) % case.ranks)
-    if case.collective == SCATTER:
-        return _part(source_of(case, ROOT), case, rank)
     if case.kind.reduces:
-        return _expected_reduction(case, rank)
-    sources = [source_of(case, other) for other in range(case.ranks)]
-    if case.collective == ALL_TO_ALL:
+        period = _reduced([_period(case, other) for other in range(case.ranks)], case.op)
+        if name == REDUCE_SCATTER:
+            part: Array = _part(np.resize(period, case.count * case.ranks), case, rank)
+            return part
+        return np.resize(period, case.count)
+    senders = {BROADCAST: [ROOT], SCATTER: [ROOT], EXCHANGE: [(rank - 1) % case.ranks]}.get(name, range(case.ranks))
+    sources = [source_of(case, sender) for sender in senders]
+    if name in (SCATTER, ALL_TO_ALL):
         sources = [_part(source, case, rank) for source in sources]
-    elif case.collective not in (ALL_GATHER, GATHER):
-        raise ValueError(case.collective)
     return np.concatenate(sources)
 
 
-def _expected_reduction(case: Case, rank: int) -> Array:
-    """Returns the reduction of the sources' patterns, repeated."""
-    period = _reduced([_period(case, other) for other in range(case.ranks)], case.op)
-    if case.collective == REDUCE_SCATTER:
-        return _part(np.resize(period, case.count * case.ranks), case, rank)
-    return np.resize(period, case.count)
-
-
-def _part(array: Array, case: Case, rank: int) -> Array:
+def _part(array: Any, case: Case, rank: int) -> Any:
     return array[rank * case.count : (rank + 1) * case.count]
 
 
@@ -319,8 +309,8 @@ class Buffers:
     """The arrays of one form on one rank.
 
     Attributes:
-        source: the input; None if the rank gives nothing.
-        target: receives the result; None if the rank gets nothing. One may be a part of the other, or the same.
+        source: the input; None if the rank has no input.
+        target: the array for the result; None if the rank gets no result. In place, source and target share memory.
     """
 
     source: Any
@@ -333,35 +323,20 @@ Empty = Callable[[int, str], Any]  # empty(elements, dtype) returns an array of 
 def make_buffers(rank: int, empty: Empty, case: Case, form: str) -> Buffers:
     """Makes the arrays of a rank, in the layout of nccl-tests.
 
-    In place, a gathering collective has its source inside the target, and a scattering one its target inside the
-    source. Only the root has the large array of a rooted collective, and the result of a reduce.
+    In place, the smaller of source and target is this rank's part of the larger one. Only the root has the large array
+    of a rooted collective, and the result of a reduce.
     """
-    return _make_separate(rank, empty, case) if form == SEPARATE else _make_in_place(rank, empty, case)
-
-
-def _make_separate(rank: int, empty: Empty, case: Case) -> Buffers:
-    is_root = rank == ROOT
-    source_count = case.count * (case.ranks if case.kind.source_parts == "n" else 1)
-    target_count = case.count * (case.ranks if case.kind.target_parts == "n" else 1)
-    gives = is_root or case.collective != SCATTER
-    gets = is_root or case.collective not in (REDUCE, GATHER)
-    return Buffers(
-        empty(source_count, case.dtype) if gives else None,
-        empty(target_count, case.dtype) if gets else None,
-    )
-
-
-def _make_in_place(rank: int, empty: Empty, case: Case) -> Buffers:
-    if case.kind.source_parts == case.kind.target_parts:
-        array = empty(case.count * (case.ranks if case.kind.is_dealt else 1), case.dtype)
-        return Buffers(array, array)
-    gathers = case.kind.target_parts == "n"
-    if case.kind.rooted and rank != ROOT:
-        part = empty(case.count, case.dtype)
-        return Buffers(part, None) if gathers else Buffers(None, part)
-    whole = empty(case.count * case.ranks, case.dtype)
-    part = whole[rank * case.count : (rank + 1) * case.count]
-    return Buffers(part, whole) if gathers else Buffers(whole, part)
+    count, kind, is_root = case.count, case.kind, rank == ROOT
+    source_count = count * (case.ranks if kind.source_parts == "n" else 1)
+    target_count = count * (case.ranks if kind.target_parts == "n" else 1)
+    has_source = is_root or case.collective != SCATTER
+    has_target = is_root or case.collective not in (REDUCE, GATHER)
+    if form == SEPARATE or not (has_source and has_target):
+        source = empty(source_count, case.dtype) if has_source else None
+        return Buffers(source, empty(target_count, case.dtype) if has_target else None)
+    whole = empty(max(source_count, target_count), case.dtype)
+    part = _part(whole, case, rank)
+    return Buffers(whole if source_count >= target_count else part, whole if target_count >= source_count else part)
 
 
 def make_call(comm: Communicator, case: Case, buffers: Buffers) -> Callable[[], object]:
@@ -384,18 +359,15 @@ def make_call(comm: Communicator, case: Case, buffers: Buffers) -> Callable[[], 
 
 @dataclass(frozen=True)
 class FormResult:
-    """One form, out of place or in place.
+    """The measurement of one form, out of place or in place.
 
     Attributes:
-        seconds: of a call: the distribution over blocks of the mean on the slowest rank; None if the form is not
-            offered.
-        wrong: elements that differ from NumPy's result, on all ranks together; None if they were not checked.
-        refusal: why the form is not offered.
+        seconds: the duration of a call. Each block gives one sample: the mean of its calls on the slowest rank.
+        wrong: the number of elements on all ranks that differ from NumPy's result; None if they were not checked.
     """
 
-    seconds: Seconds | None = None
-    wrong: int | None = None
-    refusal: str = ""
+    seconds: Seconds
+    wrong: int | None
 
 
 @dataclass(frozen=True)
@@ -403,9 +375,9 @@ class Row:
     """A line of the table.
 
     Attributes:
-        case: the timed collective and size.
-        itemsize: bytes of an element.
-        forms: by name.
+        case: the collective and its size.
+        itemsize: the bytes of an element.
+        forms: the measurements of the forms that the collective has, by name.
     """
 
     case: Case
@@ -417,24 +389,17 @@ class Row:
         """The size of the case."""
         return self.case.kind.size_bytes(self.case.count, self.itemsize, self.case.ranks)
 
-    def algorithm_bytes_per_second(self, form: str) -> float | None:
-        """Returns the size over the time; None if there is no time."""
-        seconds = self.forms[form].seconds
-        return self.size_bytes / seconds.median if seconds else None
+    def algorithm_bytes_per_second(self, form: str) -> float:
+        """Returns the size over the time."""
+        return self.size_bytes / self.forms[form].seconds.median
 
-    def bus_bytes_per_second(self, form: str) -> float | None:
+    def bus_bytes_per_second(self, form: str) -> float:
         """Returns the least bandwidth of each link. Source: nccl-tests, doc/PERFORMANCE.md."""
-        found = self.algorithm_bytes_per_second(form)
-        return None if found is None else found * self.case.kind.bus_factor(self.case.ranks)
-
-    def best_bus_bytes_per_second(self) -> float | None:
-        """Returns the bus bandwidth of the faster form."""
-        found = [self.bus_bytes_per_second(form) for form in self.forms]
-        return max((value for value in found if value is not None), default=None)
+        return self.algorithm_bytes_per_second(form) * self.case.kind.bus_factor(self.case.ranks)
 
 
 def wrong_in_all(rows: Sequence[Row]) -> int:
-    """Returns how many elements were wrong in all forms of all rows."""
+    """Returns the number of wrong elements in all forms of all rows."""
     return sum(form.wrong or 0 for row in rows for form in row.forms.values())
 
 
@@ -449,11 +414,10 @@ def as_dictionary(row: Row) -> dict[str, Any]:
         "ranks": row.case.ranks,
         "forms": {
             name: {
-                "seconds": vars(form.seconds) if form.seconds else None,
+                "seconds": vars(form.seconds),
                 "algorithm_bytes_per_second": row.algorithm_bytes_per_second(name),
                 "bus_bytes_per_second": row.bus_bytes_per_second(name),
                 "wrong": form.wrong,
-                "not_offered_because": form.refusal or None,
             }
             for name, form in row.forms.items()
         },
@@ -467,9 +431,9 @@ class Wanted(NamedTuple):
     """The measurement, the same on all ranks.
 
     Attributes:
-        cases: by collective.
-        itemsize: bytes of an element.
-        blocks: of each form; the median counts.
+        cases: the cases of each collective.
+        itemsize: the bytes of an element.
+        blocks: the number of blocks of each form; the result is their median.
         verbose: whether a terminal shows all columns.
     """
 
@@ -480,7 +444,7 @@ class Wanted(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The result, with the backend and the version of CuPy."""
+    """The rows of the measurement, with the name of the backend and the version of CuPy, "" without CuPy."""
 
     rows: list[Row]
     backend: str
@@ -488,23 +452,22 @@ class Measured(NamedTuple):
 
 
 def measure(wanted: Wanted) -> Measured:
-    """Runs on each rank, in an initialised group; rank 0 shows each row once it is measured."""
+    """Measures all cases. Every rank calls it in an initialised process group; rank 0 shows each row."""
     comm = group_or_world(None, "a measurement of collectives")
     xp, _ = array_module(comm)
 
-    def tell(text: str) -> None:
-        if comm.rank == 0:
-            print(text, flush=True)
-
-    of_blocks = f"the median of {wanted.blocks} blocks of {wanted.cases[0][0].iterations} calls"
-    ranks = "1 rank" if comm.world_size == 1 else f"{comm.world_size} ranks"
-    tell(f"# gradsync/{comm.backend}: {ranks}, {usable_cores()} cores on this machine")
-    tell(f"# a time is that of the slowest rank: {of_blocks}, after {wanted.cases[0][0].warm_up} to warm up")
-    if busy := busy_machine():
-        tell(f"# {busy}")
+    if comm.rank == 0:
+        of_blocks = f"the median of {wanted.blocks} blocks of {wanted.cases[0][0].iterations} calls"
+        ranks = "1 rank" if comm.world_size == 1 else f"{comm.world_size} ranks"
+        print(f"# gradsync/{comm.backend}: {ranks}, {usable_cores()} cores on this machine")
+        print(f"# a time is that of the slowest rank: {of_blocks}, after {wanted.cases[0][0].warm_up} to warm up")
+        if busy := busy_machine():
+            print(f"# {busy}")
+        sys.stdout.flush()
+    as_table = not wanted.verbose and sys.stdout.isatty()
     rows: list[Row] = []
     for of_collective in wanted.cases:
-        with _shown(of_collective[0].collective, comm.rank, wanted.verbose) as show:
+        with _shown(of_collective[0].collective, comm.rank, as_table) as show:
             for case in of_collective:
                 rows.append(_measure_case(comm, case, wanted))
                 show(rows[-1])
@@ -512,12 +475,11 @@ def measure(wanted: Wanted) -> Measured:
 
 
 @contextlib.contextmanager
-def _shown(collective: str, rank: int, verbose: bool) -> Iterator[Callable[[Row], None]]:
-    """Gives the function that shows a row, on rank 0: in a table that grows on a terminal, else as a line."""
-    console = Console(highlight=False)
+def _shown(collective: str, rank: int, as_table: bool) -> Iterator[Callable[[Row], None]]:
+    """Gives the function that shows a row on rank 0: in a table that grows if `as_table`, else as a line."""
     if rank != 0:
         yield lambda _: None
-    elif not console.is_terminal:
+    elif not as_table:
         print(f"#\n# {collective}\n{heading()}", flush=True)
         yield lambda row: print(line_of(row), flush=True)
     else:
@@ -525,9 +487,9 @@ def _shown(collective: str, rank: int, verbose: bool) -> Iterator[Callable[[Row]
 
         def show(row: Row) -> None:
             rows.append(row)
-            live.update(table(rows, verbose=verbose), refresh=True)
+            live.update(table(rows), refresh=True)
 
-        with Live(console=console, auto_refresh=False) as live:
+        with Live(console=Console(highlight=False), auto_refresh=False) as live:
             yield show
 
 
@@ -541,13 +503,11 @@ def _measure_case(comm: Communicator, case: Case, wanted: Wanted) -> Row:
         warm_up = case.warm_up if block == 0 else min(1, case.warm_up)
         for form, timer in timers.items():
             samples[form].append(timer.time(warm_up))
-    forms = {form: FormResult(refusal=f"{case.collective} has no such form") for form in FORMS}
-    forms |= {form: FormResult(Seconds.of(samples[form]), wrong[form]) for form in timers}
-    return Row(case, wanted.itemsize, forms)
+    return Row(case, wanted.itemsize, {form: FormResult(Seconds.of(samples[form]), wrong[form]) for form in timers})
 
 
 class _Timer:
-    """One form of a case: its arrays and its call. All ranks call the same methods in the same order."""
+    """Times one form of a case. All ranks call the same methods in the same order."""
 
     def __init__(self, comm: Communicator, case: Case, form: str) -> None:
         self._comm, self._case = comm, case
@@ -619,10 +579,10 @@ def bench_collectives(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Runs the command, with its options.
+    """Runs the command; the arguments are its options, see command.py.
 
     Raises:
-        InvalidArgument, BackendUnavailable: before anything runs.
+        InvalidArgument, BackendUnavailable: an option is wrong; nothing has run yet.
         GradsyncError: a rank failed, or results are wrong.
     """
     settings = dict(locals())
@@ -645,8 +605,7 @@ def bench_collectives(
     rows = measured.rows
     wrong = wrong_in_all(rows)
     print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
-    if (gigabytes := average_bus_gigabytes(rows)) is not None:
-        print(f"# Avg bus bandwidth    : {gigabytes:.4g} GB/s")
+    print(f"# Avg bus bandwidth    : {average_bus_gigabytes(rows):.4g} GB/s")
     if plot_path is not None:
         operator = f", {op}" if any(kind.reduces for kind in kinds) else ""
         what = f"gradsync/{measured.backend}, {ranks} ranks, {name}{operator}"
@@ -661,16 +620,16 @@ def bench_collectives(
         raise GradsyncError(f"{wrong} elements are wrong: see the lines in which #wrong is not 0")
 
 
-# The lines, in the columns of nccl-tests; the table of a terminal; a picture.
+# The lines with the columns of nccl-tests, the table on a terminal, and the picture.
 
-#: As nccl-tests names types; NumPy's own names where it has none.
+#: nccl-tests' names of dtypes, where they differ from NumPy's.
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}
 _WIDTHS = (12, 12, 8, 6, 6)
 _FORM_WIDTHS = (9, 7, 7, 6)
 
 
 def heading() -> str:
-    """Returns the three lines above the figures, as nccl-tests prints them."""
+    """Returns the three lines that nccl-tests prints above the figures."""
     form_width = sum(_FORM_WIDTHS) + len(_FORM_WIDTHS)
     over = " " * (sum(_WIDTHS) + len(_WIDTHS))
     names = _line(_WIDTHS, ("size", "count", "type", "redop", "root"))
@@ -683,7 +642,7 @@ def heading() -> str:
 
 
 def line_of(row: Row) -> str:
-    """Returns a row under that heading."""
+    """Returns the line of a row, in the columns of `heading`."""
     case = row.case
     root = str(ROOT) if case.kind.rooted else "-1"
     cells = (str(row.size_bytes), str(case.count), _TYPES.get(case.dtype, case.dtype), case.op or "none", root)
@@ -694,12 +653,12 @@ def line_of(row: Row) -> str:
 
 
 def _form_cells(row: Row, form: str) -> tuple[str, ...]:
-    result: FormResult = row.forms[form]
-    algorithm, bus = row.algorithm_bytes_per_second(form), row.bus_bytes_per_second(form)
-    if result.seconds is None or algorithm is None or bus is None:
+    result = row.forms.get(form)
+    if result is None:  # the collective has no such form
         return ("-", "-", "-", "-")
     wrong = "N/A" if result.wrong is None else str(result.wrong)
-    return (_short(1e6 * result.seconds.median), f"{algorithm / 1e9:.2f}", f"{bus / 1e9:.2f}", wrong)
+    bandwidths = row.algorithm_bytes_per_second(form), row.bus_bytes_per_second(form)
+    return (_short(1e6 * result.seconds.median), *(f"{each / 1e9:.2f}" for each in bandwidths), wrong)
 
 
 def _short(microseconds: float) -> str:
@@ -712,44 +671,35 @@ def _line(widths: Sequence[int], cells: Sequence[str]) -> str:
     return "".join(f" {cell:>{width}}" for width, cell in zip(widths, cells, strict=True))
 
 
-def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
-    """Returns the rows of one collective as a table; verbose with all columns of nccl-tests."""
+def table(rows: Sequence[Row]) -> Table:
+    """Returns the rows of one collective as a table for a terminal."""
     found = Table(title=rows[0].case.collective, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    of_form = ("algbw", "busbw", "#wrong") if verbose else ("GB/s",)
-    more = ("count", "type", "redop", "root") if verbose else ()
-    for heading in ("size", *more, "out of place", *of_form, "in place", *of_form, *(() if verbose else ("#wrong",))):
-        found.add_column(heading, justify="right", no_wrap=True)
+    for name in ("size", "out of place", "GB/s", "in place", "GB/s", "#wrong"):
+        found.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        case = row.case
-        root = str(ROOT) if case.kind.rooted else "-"
         cells = [megabytes(row.size_bytes)]
-        cells += [str(case.count), _TYPES.get(case.dtype, case.dtype), case.op or "none", root] if verbose else []
         for form in FORMS:
-            _, algorithm, bus, wrong = _form_cells(row, form)
-            seconds = row.forms[form].seconds
-            cells += ["-" if seconds is None else seconds_text(seconds.median), algorithm]
-            cells += [bus, wrong] if verbose else []
-        if not verbose:
-            checked = [form.wrong for form in row.forms.values() if form.wrong is not None]
-            cells.append(str(sum(checked)) if checked else "-")
-        found.add_row(*cells)
+            result = row.forms.get(form)
+            cells += [seconds_text(result.seconds.median) if result else "-", _form_cells(row, form)[1]]
+        checked = [form.wrong for form in row.forms.values() if form.wrong is not None]
+        found.add_row(*cells, str(sum(checked)) if checked else "-")
     return found
 
 
-def average_bus_gigabytes(rows: Sequence[Row]) -> float | None:
-    """Returns the mean of all bus bandwidths in 1e9 bytes/s, as nccl-tests does; None if there is none."""
-    found = [bus / 1e9 for row in rows for form in FORMS if (bus := row.bus_bytes_per_second(form)) is not None]
-    return sum(found) / len(found) if found else None
+def average_bus_gigabytes(rows: Sequence[Row]) -> float:
+    """Returns the mean of all bus bandwidths in 1e9 bytes/s, as nccl-tests does."""
+    found = [row.bus_bytes_per_second(form) / 1e9 for row in rows for form in row.forms]
+    return sum(found) / len(found)
 
 
 def panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """Returns the picture: for each collective its times and its bus bandwidths, those of the faster form."""
+    """Returns the picture: for each collective the times and the bus bandwidths of the faster form."""
     found = []
     for collective in dict.fromkeys(row.case.collective for row in rows):
         of_collective = [row for row in rows if row.case.collective == collective]
-        timed = [(row, seconds) for row in of_collective if (seconds := _fastest(row)) is not None]
-        sizes, times = [row.size_bytes for row, _ in timed], [seconds for _, seconds in timed]
-        buses = [(row.best_bus_bytes_per_second() or 0.0) / 1e9 for row, _ in timed]
+        sizes = [row.size_bytes for row in of_collective]
+        times = [min((f.seconds for f in row.forms.values()), key=lambda s: s.median) for row in of_collective]
+        buses = [max(row.bus_bytes_per_second(form) for form in row.forms) / 1e9 for row in of_collective]
         found.append(
             [
                 Panel(collective, "time (µs)", sizes, times, 1e-6, is_logarithmic=True),
@@ -757,8 +707,3 @@ def panels(rows: Sequence[Row]) -> list[list[Panel]]:
             ]
         )
     return found
-
-
-def _fastest(row: Row) -> Seconds | None:
-    found = [form.seconds for form in row.forms.values() if form.seconds is not None]
-    return min(found, key=lambda seconds: seconds.median, default=None)

@@ -65,9 +65,7 @@ Examples:
 
 \b
 Thresholds are in MB; 1 MB is 1024**2 bytes. With -v, "bus" is the bus bandwidth: 2 (n - 1) / n of the gradients' bytes
-over the time of a step, for n ranks; "pack only" is the time to pack and split the same buckets without moving data.
-Over shared memory a step packs and moves gradients in one copy, so "pack only" is no part of it, and may be longer. It
-is not measured on GPUs.
+over the time of a step, for n ranks.
 """,
 )
 @click.option("--model", required=True, metavar="MODEL", help="resnet50, gpt2, bert, or a file of shapes (.json).")
@@ -96,7 +94,7 @@ is not measured on GPUs.
     show_default=True,
     help="After this many seconds it stops early, after at least 3 steps.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Also measures packing alone, and shows quartiles and bandwidth.")
+@click.option("-v", "--verbose", is_flag=True, help="Also shows quartiles and bus bandwidth.")
 @click.option("--json", "json_path", metavar="FILE", help="Also writes the results, machine and versions to FILE.")
 @click.option("--plot", "plot_path", metavar="FILE", help="Also draws them as a PNG; needs gradsync[plot].")
 def thresholds(**options: Any) -> None:

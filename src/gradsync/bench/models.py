@@ -1,7 +1,7 @@
 """The gradients that a measurement synchronises: of well-known models, or of a file of shapes.
 
-The models' shapes stand in the order of their parameters; a backward pass produces them last first. A test checks the
-counts against the published ones.
+The shapes of a model are in the order of its parameters; a backward pass produces the last one first. A test compares
+the counts with the published ones.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def gradients_of(model: str) -> list[GradientSpec]:
     """Returns the gradients of a model, the last layer's first, or of a shapes file, in its order.
 
     Args:
-        model: one of MODELS, whose gradients are float32, or the path of a file.
+        model: a name of MODELS, whose gradients are float32, or the path of a file of shapes.
 
     Raises:
         InvalidArgument: no model has that name and no file is there, the file is malformed, or NumPy does not know one

@@ -1,4 +1,4 @@
-"""Runs a measurement on all ranks: those of a launcher that is there already, or ranks started here.
+"""Runs a measurement on all ranks: on the ranks of a launcher, or on ranks that this command starts.
 
 `gradsync bench ...` starts ranks on this machine: with its own launcher, or with mpiexec for backend "mpi". If the
 command itself is a rank (mpiexec -n 4 gradsync bench ..., srun, torchrun, gradsync run), it measures with the others.
@@ -47,10 +47,10 @@ def array_module(communicator: Communicator) -> tuple[Any, Callable[[], None]]:
 
 
 def count_ranks(nprocs: int | None, backend: str) -> int:
-    """Returns how many ranks measure: those that a launcher has started, or those to start here.
+    """Returns the number of ranks: the number that a launcher has started, or the number to start here.
 
     Raises:
-        InvalidArgument: the backend, or the launcher, does not fit this number.
+        InvalidArgument: the backend, or the launcher, does not allow this number.
         BackendUnavailable: the backend cannot run here.
     """
     if (launched := _launched_ranks(nprocs)) is not None:
@@ -76,11 +76,10 @@ def run_as_ranks(
     Args:
         program: a function of a module.
         wanted: its argument; pickled.
-        nprocs: the option of the command.
-        backend: likewise.
+        nprocs, backend: the options of the command.
 
     Returns:
-        None if another process reports: this is not rank 0, or mpiexec has started the ranks.
+        None if another process reports the result: this is not rank 0, or mpiexec has started the ranks.
 
     Raises:
         GradsyncError: a rank failed; its traceback is on stderr.
@@ -108,14 +107,14 @@ def _launched_ranks(nprocs: int | None) -> int | None:
     """Returns how many ranks a launcher has started, this process among them; None if ranks are to be started here.
 
     Raises:
-        InvalidArgument: the launcher has started another number of ranks than was asked for.
+        InvalidArgument: the launcher has started another number of ranks than -n asks for.
     """
     try:
         launched = launched_world_size()
     except InvalidArgument:
         if nprocs is None:
             raise
-        return None  # variables that are left of a job; -n means ranks of this machine
+        return None  # the variables of an ended job are still set; -n asks for ranks of this machine
     if nprocs is not None and launched not in (None, nprocs):
         raise InvalidArgument(
             f"this process is one of {launched} ranks, by the variables of a launcher, and -n asks for {nprocs}: leave "
@@ -125,7 +124,7 @@ def _launched_ranks(nprocs: int | None) -> int | None:
 
 
 def _run_under_mpiexec(ranks: int) -> None:
-    """Starts this command as so many ranks."""
+    """Starts this command again, as so many ranks under mpiexec."""
     environ = os.environ | blas_thread_variables(ranks) | _OPEN_MPI
     command = [str(find_mpiexec()), "-n", str(ranks), sys.executable, "-m", "gradsync", *sys.argv[1:]]
     sys.stdout.flush()

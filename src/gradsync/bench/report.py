@@ -1,4 +1,4 @@
-"""Shared by the measurements: statistics, the machine and versions, units, and the files that are written.
+"""Statistics, units, the description of the machine, and files of results, for all measurements.
 
 Only the functions that draw import matplotlib, which the extra `plot` installs.
 """
@@ -124,7 +124,7 @@ def print_table(table: Table, console: Console | None = None) -> None:
 
     Args:
         table: the table.
-        console: to print on; by default standard output.
+        console: the console to print on; by default standard output.
     """
     console = console or Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
@@ -159,8 +159,8 @@ def write_json(path: str | None, made: dict[str, Any], result: dict[str, Any]) -
     """Writes a result with its provenance, and prints the file's name.
 
     Args:
-        path: of the file; None writes nothing.
-        made: the result of `provenance` before the measurement.
+        path: the file; None writes nothing.
+        made: the result of `provenance`, called before the measurement.
         result: the figures.
     """
     if path is None:
@@ -180,9 +180,7 @@ def picture(path: str | Path, width: float, height: float, dots_per_inch: int = 
     Raises:
         OSError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import (
-        FigureCanvasAgg,
-    )  # needs no display, and changes no setting
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display, and changes no setting
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -195,13 +193,13 @@ class Panel(NamedTuple):
     """One panel of a picture: a line over sizes.
 
     Attributes:
-        title: stands above the panel.
-        quantity: stands beside the vertical axis, with the unit.
-        sizes: in bytes, ascending.
-        values: as many. Timings are drawn as medians, with bars from quartile to quartile.
-        unit: by which timings are divided, in seconds.
-        is_logarithmic: whether the vertical axis is; else it begins at 0.
-        chosen: a size to mark; None marks none.
+        title: the text above the panel.
+        quantity: the label of the vertical axis, with the unit.
+        sizes: the sizes in bytes, ascending.
+        values: one value for each size. Timings are drawn as medians, with bars from quartile to quartile.
+        unit: the unit of timings in seconds.
+        is_logarithmic: whether the vertical axis is logarithmic; else it begins at 0.
+        chosen: the size that a vertical line marks; None draws no line.
     """
 
     title: str
@@ -217,10 +215,10 @@ def plot(rows: Sequence[Sequence[Panel]], title: str, x_label: str, path: str) -
     """Writes a PNG of panels, row by row.
 
     Args:
-        rows: of panels, all of one length.
-        title: of the picture.
-        x_label: of all horizontal axes.
-        path: of the file.
+        rows: the rows of panels, all of one length.
+        title: the title of the picture.
+        x_label: the label of all horizontal axes.
+        path: the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -264,7 +262,7 @@ def _draw(axes: Any, panel: Panel) -> None:
 
 
 def _tick(axes: Any) -> None:
-    """Sets the ticks of a logarithmic axis that is drawn: at decades, or at 1, 2 and 5 if these are few."""
+    """Sets the ticks of a logarithmic axis: at decades, or at 1, 2 and 5 if there are few decades."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axes.get_ylim()

@@ -1,8 +1,8 @@
 """`gradsync bench thresholds`: which threshold_bytes synchronises a model's gradients fastest.
 
-A program that every rank runs. Thresholds take turns, round by round, on the same gradients. A round counts with its
-slowest rank, a threshold with the median of its rounds. Every second round goes backwards, so that no threshold always
-follows the same one, and a change of the machine's speed affects all of them.
+Every rank runs this program. Each round times one step of each threshold, with the same gradients. The time of a step
+is that of the slowest rank; the time of a threshold is the median of its rounds. Every second round goes backwards, so
+that no threshold always follows the same one, and a change of the machine's speed affects all thresholds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -38,7 +37,6 @@ from gradsync.bench.report import (
 from gradsync.bucketing.callback import AllreduceCallback
 from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES, GradientSpec, plan_buckets
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.local import local_communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument
 
@@ -59,8 +57,8 @@ class Contender:
     """A threshold to measure.
 
     Attributes:
-        threshold_bytes: of a bucket.
-        all_reduces: buckets of a step.
+        threshold_bytes: the threshold of a bucket.
+        all_reduces: the number of buckets of a step.
         same_buckets: larger thresholds, in bytes, that put the gradients into the same buckets.
     """
 
@@ -75,54 +73,43 @@ class Sweep(NamedTuple):
     Attributes:
         specs: the gradients of a step, in the order of arrival.
         contenders: the thresholds.
-        steps: rounds to time.
-        limit_seconds: after which no further round begins.
-        packs: whether packing and splitting the same buckets, without moving data, is timed too.
+        steps: the number of timed rounds.
+        limit_seconds: the time after which no further round begins.
     """
 
     specs: Sequence[GradientSpec]
     contenders: Sequence[Contender]
     steps: int
     limit_seconds: float
-    packs: bool
 
 
 class Measured(NamedTuple):
     """The result of a sweep.
 
     Attributes:
-        steps: seconds of each round, by contender.
-        packs: likewise of packing alone; empty if that was not measured.
-        backend, device: of the communicator.
+        steps: the seconds of each round, by contender.
+        backend, device: the communicator's.
     """
 
     steps: list[list[float]]
-    packs: list[list[float]]
     backend: str
     device: str
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured at a threshold.
+    """The measurement of a threshold.
 
     Attributes:
         contender: the threshold.
-        seconds: of a step.
-        pack_seconds: of packing and splitting alone; None where that is not measured.
-        bus_bytes_per_second: 2 (p - 1) / p of the gradients' bytes over the median: what each rank's link carried at
-            the least. 0 for one rank.
+        seconds: the duration of a step.
+        bus_bytes_per_second: 2 (n - 1) / n of the gradients' bytes over the median, for n ranks: the least bandwidth
+            of each rank's link. 0 for one rank.
     """
 
     contender: Contender
     seconds: Seconds
-    pack_seconds: Seconds | None
     bus_bytes_per_second: float
-
-    @property
-    def pack_share(self) -> float | None:
-        """Packing alone as a part of the step; above 1 if the backend packs while it moves data."""
-        return None if self.pack_seconds is None else self.pack_seconds.median / self.seconds.median
 
     def has(self, threshold_bytes: int) -> bool:
         """Whether this row is for a threshold, or for another one with the same buckets."""
@@ -136,8 +123,6 @@ class Row:
             "all_reduces": self.contender.all_reduces,
             "seconds": vars(self.seconds),
             "spread": self.seconds.spread,
-            "pack_only_seconds": vars(self.pack_seconds) if self.pack_seconds else None,
-            "pack_only_share": self.pack_share,
             "bus_bytes_per_second": self.bus_bytes_per_second,
         }
 
@@ -163,11 +148,11 @@ def parse_megabytes(text: str) -> list[int]:
 
 
 def plan_sweep(specs: Sequence[GradientSpec], thresholds: Sequence[int]) -> list[Contender]:
-    """Returns the contenders: of thresholds that make the same buckets, the smallest.
+    """Returns the thresholds to measure: if several make the same buckets, the smallest of them.
 
     Args:
         specs: the gradients of a step, in the order of arrival.
-        thresholds: in bytes, ascending.
+        thresholds: the thresholds in bytes, ascending.
     """
     found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for threshold in thresholds:
@@ -176,14 +161,14 @@ def plan_sweep(specs: Sequence[GradientSpec], thresholds: Sequence[int]) -> list
     return [Contender(same[0], len(buckets), tuple(same[1:])) for buckets, same in found.items()]
 
 
-def rows_of(sweep: Sweep, steps: Sequence[Sequence[float]], packs: Sequence[Sequence[float]], ranks: int) -> list[Row]:
-    """Returns the rows of at least one round."""
+def rows_of(sweep: Sweep, steps: Sequence[Sequence[float]], ranks: int) -> list[Row]:
+    """Returns a row for each contender, after at least one round."""
     size_bytes = total_bytes(list(sweep.specs))
     rows = []
     for number, contender in enumerate(sweep.contenders):
         seconds = Seconds.of(steps[number])
         bus = 2 * (ranks - 1) / ranks * size_bytes / seconds.median if seconds.median else math.inf
-        rows.append(Row(contender, seconds, Seconds.of(packs[number]) if packs else None, bus))
+        rows.append(Row(contender, seconds, bus))
     return rows
 
 
@@ -191,10 +176,12 @@ def rows_of(sweep: Sweep, steps: Sequence[Sequence[float]], packs: Sequence[Sequ
 
 
 def run_sweep(sweep: Sweep) -> Measured:
-    """Runs on each rank, in an initialised group. Rank 0 shows the table so far on stderr, if that is a terminal."""
+    """Measures all contenders. Every rank calls it in an initialised process group.
+
+    Rank 0 shows the table after each round on stderr, if stderr is a terminal.
+    """
     comm = group_or_world(None, "a sweep over thresholds")
     operations = _operations(sweep, comm)
-    split = len(sweep.contenders)
     times: list[list[float]] = [[] for _ in operations]
     console = Console(stderr=True)
     began = time.perf_counter()
@@ -206,12 +193,12 @@ def run_sweep(sweep: Sweep) -> Measured:
                 for samples, seconds in zip(times, slowest, strict=True):
                     samples.append(seconds)
                 if comm.rank == 0 and console.is_terminal:
-                    rows = rows_of(sweep, times[:split], times[split:], comm.world_size)
+                    rows = rows_of(sweep, times, comm.world_size)
                     live.update(Group(table(rows), Text(f"round {measured} of {sweep.steps}")), refresh=True)
             per_round = elapsed_seconds / (number + 1)
             if measured >= _FEWEST_ROUNDS and elapsed_seconds + per_round > sweep.limit_seconds:
                 break
-    return Measured(times[:split], times[split:], comm.backend, comm.device)
+    return Measured(times, comm.backend, comm.device)
 
 
 def _round(
@@ -225,22 +212,18 @@ def _round(
         started = time.perf_counter()
         operations[number]()
         seconds[number] = time.perf_counter() - started
-    # Rank 0's clock decides for all when to stop: each rank's own would have them differ.
+    # Rank 0's clock decides for all ranks when to stop: by their own clocks, ranks would stop at different rounds.
     by_rank = comm.objects.all_gather((seconds, time.perf_counter() - began))
     return [max(each) for each in zip(*(seconds for seconds, _ in by_rank), strict=True)], by_rank[0][1]
 
 
 def _operations(sweep: Sweep, comm: Communicator) -> list[Callable[[], None]]:
-    """Returns the steps of all contenders, and then their packing alone, if that is wanted and can be measured."""
+    """Returns a step of each contender."""
     xp, wait = array_module(comm)
     gradients = [_gradient(xp, spec, comm.rank) for spec in sweep.specs]
     method = "mean" if all(spec.dtype.startswith(_FLOATING) for spec in sweep.specs) else "sum"
-    groups: list[Communicator] = [comm]
-    if sweep.packs and xp is np:  # on a GPU packing is a part of the communicator
-        groups.append(local_communicator(force_packing=True))
     return [
-        _step(AllreduceCallback(method, group, threshold_bytes=contender.threshold_bytes), gradients, wait)
-        for group in groups
+        _step(AllreduceCallback(method, comm, threshold_bytes=contender.threshold_bytes), gradients, wait)
         for contender in sweep.contenders
     ]
 
@@ -257,7 +240,7 @@ def _step(callback: AllreduceCallback, gradients: Sequence[Any], wait: Callable[
 
 
 def _gradient(xp: Any, spec: GradientSpec, rank: int) -> Any:
-    """Makes a gradient whose values stay in range however often it is reduced: means settle, sums of zeros are zero."""
+    """Makes a gradient whose values stay in range, however often it is reduced: by a mean, or as zeros by a sum."""
     if spec.dtype == "bfloat16":
         import ml_dtypes
 
@@ -280,10 +263,10 @@ def bench_thresholds(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Runs the command, with its options.
+    """Runs the command; the arguments are its options, see command.py.
 
     Raises:
-        InvalidArgument, BackendUnavailable: before anything runs.
+        InvalidArgument, BackendUnavailable: an option is wrong; nothing has run yet.
         GradsyncError: a rank failed; nothing is written.
     """
     settings = dict(locals())
@@ -292,11 +275,11 @@ def bench_thresholds(
     made = provenance(["gradsync", *sys.argv[1:]])
     specs = gradients_of(model)
     contenders = plan_sweep(specs, parse_megabytes(DEFAULT_MEGABYTES if thresholds is None else thresholds))
-    sweep = Sweep(specs, contenders, steps, limit_seconds, verbose)
+    sweep = Sweep(specs, contenders, steps, limit_seconds)
     measured = run_as_ranks(run_sweep, sweep, nprocs=nprocs, backend=backend)
     if measured is None:  # another rank, or mpiexec, reports
         return
-    rows, rounds = rows_of(sweep, measured.steps, measured.packs, ranks), len(measured.steps[0])
+    rows, rounds = rows_of(sweep, measured.steps, ranks), len(measured.steps[0])
     name = Path(model).name
     where = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'} over {measured.backend}"
     print(f"{name}: {len(specs)} gradients, {megabytes(total_bytes(specs))}")
@@ -335,7 +318,7 @@ def _fastest(rows: Sequence[Row]) -> Row:
 
 
 def _noise_seconds(row: Row) -> float:
-    """Returns the differences that do not count: the distance between the row's quartiles, TOLERANCE at the least."""
+    """Returns the difference that counts as noise: the distance between the row's quartiles, at least TOLERANCE."""
     return row.seconds.median * max(TOLERANCE, row.seconds.spread)
 
 
@@ -345,7 +328,10 @@ def is_sure(rows: Sequence[Row]) -> bool:
 
 
 def recommended(rows: Sequence[Row]) -> Row:
-    """Returns the row to take of those `alike`: the default threshold's, else the smallest; the fastest if not sure."""
+    """Returns the recommended row: of the rows `alike` that of the default threshold, or else the smallest threshold.
+
+    With too few steps the fastest row is recommended.
+    """
     if not is_sure(rows):
         return _fastest(rows)
     found = alike(rows)
@@ -353,11 +339,11 @@ def recommended(rows: Sequence[Row]) -> Row:
 
 
 def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
-    """Returns which thresholds to take, how sure that is, and the code of the recommended one.
+    """Returns which thresholds are fastest, how sure that is, and the code that sets the recommended threshold.
 
     Args:
         rows: the measurement.
-        wanted_steps: of the option; fewer were made if the time limit was reached.
+        wanted_steps: the option --steps; fewer steps were timed if the time limit was reached.
     """
     fastest = _fastest(rows)
     if len(rows) == 1:
@@ -392,8 +378,8 @@ def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
 
 
 def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
-    """Returns the rows under headings; verbose with the quartiles, the bus bandwidth, and packing alone."""
-    more = ("quartiles", "bus", "pack only", "of step") if verbose else ()
+    """Returns the rows under headings; verbose with the quartiles and the bus bandwidth."""
+    more = ("quartiles", "bus") if verbose else ()
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("threshold", "step", "all-reduces", *more, ""):
         found.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -406,15 +392,13 @@ def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
             cells += [
                 f"{lower}-{milliseconds(row.seconds.upper_quartile)}",
                 f"{bus / 1e9:.3g} GB/s" if bus and math.isfinite(bus) else "-",
-                milliseconds(row.pack_seconds.median) if row.pack_seconds else "-",
-                f"{100 * row.pack_share:.0f} %" if row.pack_share is not None else "-",
             ]
         found.add_row(*cells, mark if row is chosen and len(rows) > 1 else "")
     return found
 
 
 def same_buckets(rows: Sequence[Row]) -> str:
-    """Returns the thresholds that were not measured, as a smaller one makes the same buckets; "" if none."""
+    """Returns the thresholds that were not measured because a smaller one makes the same buckets; "" if none."""
     return "\n".join(
         f"Not measured: {', '.join(map(megabytes, row.contender.same_buckets))}; "
         f"the buckets are those of {megabytes(row.contender.threshold_bytes)}."
