@@ -84,7 +84,7 @@ def test_ranks_that_take_different_backends_are_told() -> None:
 def test_communicators_that_do_not_block_are_refused() -> None:
     (text,) = SHM.run(1, check, "begin_anew", ["nccl"], {}, environment={"NCCL_COMM_BLOCKING": "0"})
     assert text.startswith("BackendUnavailable")
-    assert "NCCL_COMM_BLOCKING=0 is set, which CuPy cannot work with: unset it" in text
+    assert "NCCL_COMM_BLOCKING=0 is set, but CuPy cannot work with it: unset the variable" in text
 
 
 def test_unified_memory_is_refused() -> None:

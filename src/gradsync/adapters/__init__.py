@@ -1,9 +1,9 @@
-"""Adapters: gradsync where another library computes the gradients.
+"""Adapters for loops in which another library computes the gradients.
 
     import gradsync.adapters.torch  # needs PyTorch
     import gradsync.adapters.jax    # needs JAX
 
-Each adapter uses only what programs can use too. Import it by name, because it imports its library.
+An adapter uses only gradsync's public functions. Import an adapter by its name, because it imports its library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def without(library: str, extra: str) -> ImportError:
     """Returns the error of an adapter whose library is not installed.
 
     Args:
-        library: its name.
-        extra: the extra of gradsync that installs it.
+        library: the library's name.
+        extra: the extra of gradsync that installs the library.
     """
     return ImportError(f"gradsync.adapters.{extra} needs {library}: pip install 'gradsync[{extra}]'", name=extra)

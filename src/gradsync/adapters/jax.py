@@ -1,8 +1,8 @@
-"""JAX: averages the gradients of a pytree over the ranks, inside jax.jit and outside, and broadcasts a pytree.
+"""JAX: averages the gradients of a pytree over the ranks, inside or outside jax.jit, and broadcasts a pytree.
 
-JAX's arrays are read-only, so results are new arrays. On the CPU gradients and results are not copied. Arrays on a GPU
-travel through host memory: JAX's own collectives are the better choice there. With gradsync's launcher you do not need
-jax.distributed; each rank has its own devices.
+JAX's arrays are read-only, so results are new arrays. On the CPU the adapter copies neither gradients nor results. It
+copies arrays on a GPU through host memory, so JAX's own collectives are the better choice on GPUs. With gradsync's
+launcher you do not need jax.distributed; each rank has its own devices.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
     """Averages all gradients of a pytree over the ranks.
 
     Every rank must call it, with a pytree of the same paths and with leaves of the same shapes and dtypes. Inside
-    jax.jit it becomes a call from the compiled program, which all ranks must run; such calls keep their order. There an
-    error is raised as JAX's own, with gradsync's text. A compiled function runs beside the program: wait for its
-    results (jax.block_until_ready) before you call another collective.
+    jax.jit the compiled program makes the call. All ranks must run this program, and it keeps the order of such calls.
+    Inside jax.jit an error is an error of JAX with gradsync's text. A compiled function runs in parallel with your
+    program: wait for its results (jax.block_until_ready) before you call another collective.
 
     Args:
-        tree: any pytree of arrays or numbers; None is no leaf.
-        op: "mean" or "sum", in any case.
-        communicator: None is the world's.
+        tree: any pytree of arrays or numbers; None is not a leaf.
+        op: "mean" or "sum", in upper or lower case.
+        communicator: the communicator of the ranks; None means all ranks.
 
     Returns:
-        A pytree of the same structure, of new arrays on the devices of the old ones. With one rank, the tree as it is.
+        A pytree of the same structure, with new arrays on the same devices. With one rank, the given tree.
 
     Raises:
-        UnsupportedDtype: e.g. the mean of integers; the text has the path.
-        PlanMismatch: the ranks' trees differ; on all ranks, with the first different path.
-        RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
+        UnsupportedDtype: a leaf has a dtype without this operator, e.g. the mean of integers; the text has the path.
+        PlanMismatch: the ranks' trees differ. All ranks raise it, with the first path that differs.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: a collective failed.
     """
     method = parse_reduce_method(op)
     communicator = group_or_world(communicator, "average_gradients", "communicator")
@@ -74,16 +74,16 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
 def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None = None) -> Tree:
     """Sends the root's parameters and optimiser state to all ranks.
 
-    Every rank must call it, with a pytree of the same paths and with arrays of the same shapes and dtypes. Leaves that
-    are no arrays, such as step counters, are sent by pickle, so ranks must trust the root.
+    Every rank must call it, with a pytree of the same paths and with arrays of the same shapes and dtypes. gradsync
+    sends leaves that are not arrays, such as step counters, by pickle, so ranks must trust the root.
 
     Args:
-        tree: any pytree; its leaves are not changed.
+        tree: any pytree; its leaves do not change.
         root: the rank whose values all ranks get.
-        communicator: None is the world's.
+        communicator: the communicator of the ranks; None means all ranks.
 
     Returns:
-        A pytree of the same structure with the root's values, on the devices of this rank's.
+        A pytree of the same structure with the root's values, on the devices of this rank's leaves.
 
     Raises:
         InvalidArgument, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see gs.broadcast_tree.
@@ -122,7 +122,7 @@ def _averaged(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communi
 
 
 def _traced(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communicator: Communicator) -> list[Any]:
-    """Makes the compiled program call back, in order, because collectives need an order."""
+    """Adds a call of the collective to the compiled program, which keeps the order of such calls."""
     run = partial(_call_back, paths, op, communicator)
     wanted = [jax.ShapeDtypeStruct(np.shape(leaf), jax.numpy.result_type(leaf)) for leaf in leaves]
     results: list[Any] = io_callback(run, wanted, leaves, ordered=True)
@@ -134,7 +134,7 @@ def _call_back(paths: Sequence[str], op: ReduceOp, communicator: Communicator, l
 
 
 def _read_only(leaf: Any) -> Any:
-    """Returns a leaf as a read-only NumPy array: a view of JAX's array, if that is in host memory."""
+    """Returns a leaf as a read-only NumPy array, without a copy if the leaf is in host memory."""
     array = np.asarray(leaf)
     if array.flags.writeable and isinstance(leaf, np.ndarray):
         array = array.view()
@@ -143,14 +143,14 @@ def _read_only(leaf: Any) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    """Returns a writeable copy of an array; another leaf unchanged."""
+    """Returns a writeable copy of an array. Returns a leaf that is not an array unchanged."""
     if _is_key(leaf):
         return np.array(jax.random.key_data(leaf))
     return np.array(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
 
 
 def _as_given(leaf: Any, value: Any) -> Any:
-    """Returns a result in the type of the leaf, on the leaf's devices."""
+    """Converts a result to the type of the given leaf, on the devices of this leaf."""
     if _is_key(leaf):
         return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array):

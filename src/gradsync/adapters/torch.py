@@ -1,20 +1,21 @@
-"""PyTorch: a module whose gradients are averaged over the ranks by the time loss.backward() returns.
+"""PyTorch: a wrapper for modules; when loss.backward() returns, the gradients are averaged over the ranks.
 
     model = Synchronised(model)
 
-is all that a training loop needs, under `gradsync run`, torchrun, mpiexec or srun; the optimiser does not change. The
-options have the names and the meaning of DistributedDataParallel's. There are two differences. The names of parameters
-do not change: state_dict() has no prefix. And only the backward pass communicates: one rank may run a forward pass
-alone, e.g. for an evaluation.
+is the only change to a training loop, under `gradsync run`, torchrun, mpiexec or srun. The options have the names and
+the meaning of DistributedDataParallel's options. There are two differences. The names of parameters do not change:
+state_dict() has no prefix. Only the backward pass communicates, so one rank may run a forward pass alone, for example
+to evaluate.
 
-CUDA tensors go to NCCL through DLPack; that has not been run on a GPU yet.
+gradsync passes CUDA tensors to NCCL through DLPack. Nobody has run this on a GPU yet.
 
 Autograd calls a hook for each parameter whose gradient it has accumulated. At the end of the pass, before
-loss.backward() returns, it calls a callback. After an exception autograd does not call the callback, but deletes it at
-once. The deletion shows that the pass has failed, so that the other ranks need not wait.
+loss.backward() returns, autograd calls a callback. After an exception autograd does not call this callback, but deletes
+it at once. The deletion shows that the pass has failed, so that the other ranks need not wait.
 
-Python's garbage collection cannot see the hooks of parameters: an object to which a hook has a strong reference, direct
-or not, is never collected. So no object that a hook refers to holds the module or one of its parts, only parameters.
+Python's garbage collection cannot see the hooks of parameters. If a hook has a strong reference to an object, directly
+or through other objects, Python never collects this object. So hooks refer to parameters, but never to the module or
+one of its parts.
 """
 
 from __future__ import annotations
@@ -56,39 +57,39 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 class Synchronised(torch.nn.Module):
     """A module whose backward passes average the gradients over all ranks, as with DistributedDataParallel.
 
-    Every rank must make one, of a module with the same parameters and buffers; all ranks begin with the values of rank
-    0. From then on every backward pass that reaches a parameter of the module synchronises, also if the module itself
-    was called, and every rank must make the same passes. Autograd hands over each gradient as soon as it has
-    accumulated it, and `parameter.grad` holds the mean when backward() returns. backward() raises gradsync's errors:
-    PlanMismatch, RankFailed, CollectiveTimeout.
+    Every rank must wrap a module with the same parameters and buffers. All ranks begin with the values of rank 0. From
+    then on, every backward pass that reaches a parameter of the module synchronises, even if the program called the
+    module without its wrapper. Every rank must make the same passes. The wrapper hands over each gradient as soon as
+    autograd has accumulated it, and `parameter.grad` holds the mean when backward() returns. backward() raises
+    gradsync's errors: PlanMismatch, RankFailed, CollectiveTimeout.
 
-    It has the module's parameters, state_dict, attributes and train(), under the module's names. A copy, by
-    copy.deepcopy or pickle, is a plain module.
+    The wrapper has the module's parameters, state_dict, attributes and train(), under the module's names. A copy by
+    copy.deepcopy or pickle is a plain module.
 
     Args:
-        module: on the communicator's device; parameters that need no gradient are left alone.
-        communicator: None is the world's.
-        op: "mean" or "sum". A gradient that still holds the result of an earlier pass is reduced once more. That does
-            not change a mean, because the result is the same on all ranks. With "sum", prescale, postscale or clip_norm
-            call zero_grad() before each pass, and accumulate within no_sync().
-        find_unused_parameters: passes may leave out parameters, on some ranks or on all. Zeros take part for them, and
-            parameters that no rank has used keep their gradients. Costs one small collective a pass. Without it a
-            parameter that was left out is an error on all ranks, which names it.
-        broadcast_buffers: buffers, such as the statistics of BatchNorm, get the values of rank 0 with every pass that
-            synchronises.
-        gradient_as_bucket_view: `parameter.grad` lives in the buckets. Gradients that autograd makes elsewhere
-            (after zero_grad(), which sets them to None) are copied there once; that is the only copy.
-        knobs: for AllreduceCallback: threshold_bytes, compression, nonfinite, clip_norm, prescale, and others.
+        module: the module, on the communicator's device; gradsync ignores parameters that need no gradient.
+        communicator: the communicator of the ranks; None means all ranks.
+        op: "mean" or "sum". If `parameter.grad` still holds the result of an earlier pass, this result is reduced once
+            more. A mean does not change by this, because the result is the same on all ranks. With "sum", prescale,
+            postscale or clip_norm, call zero_grad() before each pass, and accumulate within no_sync().
+        find_unused_parameters: whether a pass may leave out parameters, on some ranks or on all. gradsync uses zeros
+            for their gradients; if no rank has used a parameter, its gradient does not change. This takes one small
+            collective for each pass. If False, all ranks raise an error that names the missing parameters.
+        broadcast_buffers: whether every synchronising pass copies the buffers of rank 0, such as the statistics of
+            BatchNorm, to all ranks.
+        gradient_as_bucket_view: whether `parameter.grad` lives in the buckets. If autograd makes a gradient elsewhere
+            (after zero_grad(), which sets gradients to None), gradsync copies it into its bucket once.
+        knobs: options of AllreduceCallback: threshold_bytes, compression, nonfinite, clip_norm, prescale, and others.
 
     Attributes:
-        module: see above.
+        module: the wrapped module.
         callback: the AllreduceCallback, for its hooks, `norm`, `skip_step` and statistics.
 
     Raises:
-        InvalidArgument: `module` is no module, is synchronised already, has no parameter that needs a gradient, or is
-            on another device.
-        PlanMismatch: the ranks' modules differ; the text names the first different parameter or buffer.
-        RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
+        InvalidArgument: `module` is not a module, is synchronised already, has no parameter that needs a gradient, or
+            is on another device.
+        PlanMismatch: the ranks' modules differ. The text names the first parameter or buffer that differs.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: a collective failed.
 
     Source: the interface and behaviour of torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
     """
@@ -140,7 +141,7 @@ class Synchronised(torch.nn.Module):
         """Calls the module.
 
         Raises:
-            InvalidArgument: gradients are enabled, and a parameter is new since the module was wrapped.
+            InvalidArgument: gradients are enabled, and the program has added a parameter after wrapping the module.
         """
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler would unroll the check
             self._watch.check()
@@ -148,9 +149,9 @@ class Synchronised(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Surrounds backward passes that accumulate gradients on this rank; the next one outside reduces the sums.
+        """Returns a context manager. Backward passes inside accumulate gradients; the next pass outside reduces them.
 
-        Every rank must make the same number of them.
+        Every rank must make the same number of such passes.
         """
         before = self._passes.is_synchronising
         with self.callback.no_sync():
@@ -162,16 +163,18 @@ class Synchronised(torch.nn.Module):
 
     @contextmanager
     def join(self) -> Iterator[Join]:
-        """Surrounds a loop over batches of which ranks may have different numbers; see AllreduceCallback.join.
+        """Returns a context manager for a loop over batches, if ranks have different numbers of batches.
 
-        Ranks that have left the block take part with zeros until all ranks have left. Then all ranks get the parameters
-        and buffers of a rank that had batches to the end. Within the block buffers are not broadcast.
+        A rank that has left the block takes part with zeros until all ranks have left it. Then all ranks get the
+        parameters and buffers of a rank that had batches to the end. Within the block gradsync does not broadcast
+        buffers. See AllreduceCallback.join.
 
         Raises:
-            InvalidArgument: with find_unused_parameters, which needs a collective that shadowing ranks do not call.
+            InvalidArgument: find_unused_parameters is set. It needs a collective that ranks without batches do not
+                call.
         """
         if self._may_miss:
-            raise InvalidArgument(f"{self._communicator.label}: join() does not go with find_unused_parameters=True")
+            raise InvalidArgument(f"{self._communicator.label}: join() does not work with find_unused_parameters=True")
         before, self._broadcast_buffers.is_on = self._broadcast_buffers.is_on, False
         try:
             with self.callback.join() as joined:
@@ -181,9 +184,9 @@ class Synchronised(torch.nn.Module):
         self._broadcast_state(joined.last_rank)
 
     def unwrap(self) -> torch.nn.Module:
-        """Removes the hooks, and returns the module, which is not synchronised any more.
+        """Removes the hooks, and returns the module, which no longer synchronises.
 
-        Without this call a module is synchronised as long as it lives, also after its Synchronised is collected.
+        Without this call the module synchronises as long as it lives, even if the program drops its Synchronised.
         """
         self._passes.remove()
         if _passes_by_module.get(self.module) is self._passes:  # else it was wrapped again
@@ -219,7 +222,7 @@ class Synchronised(torch.nn.Module):
 
 
 def _release(module: torch.nn.Module) -> None:
-    """Removes the hooks of an earlier Synchronised of the module or its parts: they would reduce a second time."""
+    """Removes the hooks of an earlier Synchronised of the module or its parts, which would reduce a second time."""
     for part in module.modules():
         earlier = _passes_by_module.pop(part, None)
         if earlier is not None:
@@ -227,7 +230,7 @@ def _release(module: torch.nn.Module) -> None:
 
 
 def _plain(module: torch.nn.Module) -> torch.nn.Module:
-    """Returns the module: copy and pickle call it to copy a Synchronised."""
+    """Returns the module. copy and pickle call this function to copy a Synchronised."""
     return module
 
 
@@ -239,17 +242,17 @@ def _parameters_to_synchronise(module: Any, communicator: Communicator) -> dict[
         )
     if any(isinstance(each, Synchronised) for each in module.modules()):
         raise InvalidArgument(
-            f"{communicator.label}: Synchronised got a module that is synchronised already, or in part: each "
-            "gradient would be reduced twice; unwrap() it first"
+            f"{communicator.label}: Synchronised got a module that is synchronised already, at least in part, "
+            "so each gradient would be reduced twice: call unwrap() first"
         )
     wanted = {name: each for name, each in reversed(list(module.named_parameters())) if each.requires_grad}
     if not wanted:
-        raise InvalidArgument(f"{communicator.label}: Synchronised got a module of which no parameter needs a gradient")
+        raise InvalidArgument(f"{communicator.label}: Synchronised got a module in which no parameter needs a gradient")
     for name, parameter in wanted.items():
         if str(parameter.device) != communicator.device:
             raise InvalidArgument(
-                f"{communicator.label}: Synchronised needs the module on {communicator.device}, where its communicator "
-                f"({communicator.backend}) works; {name} is on {parameter.device}"
+                f"{communicator.label}: Synchronised needs the module on {communicator.device}, the device of its "
+                f"communicator ({communicator.backend}); parameter {name} is on {parameter.device}"
             )
     return wanted
 
@@ -258,20 +261,21 @@ def _parameters_to_synchronise(module: Any, communicator: Communicator) -> dict[
 
 
 class _BackwardPasses:
-    """Hands over the gradients of parameters from autograd's hooks. The hooks do not keep it alive.
+    """Hands over the gradients of parameters from autograd's hooks. The hooks do not keep this object alive.
 
     Args:
-        parameters: by name, in the order in which their gradients are expected; the callback has them already.
-        frozen: parameters that need no gradient, by name.
-        callback: takes the gradients.
-        communicator: the callback's.
+        parameters: the parameters by name, in the order in which autograd should compute their gradients. The callback
+            has the same parameters.
+        frozen: the parameters that need no gradient, by name.
+        callback: the callback that takes the gradients.
+        communicator: the callback's communicator.
         in_buckets: whether gradients live in the buckets.
         may_miss: whether a pass may have no gradient for some parameters, on all ranks or on some.
-        check: called at the end of each synchronising pass; an error that it raises fails all ranks.
-        at_end: called after each synchronising pass.
+        check: a function to call at the end of each synchronising pass; if it raises an error, all ranks fail.
+        at_end: a function to call after each synchronising pass.
 
     Attributes:
-        is_synchronising: whether gradients are handed over; else they stay local.
+        is_synchronising: whether the object hands over gradients; if False, they stay on this rank.
     """
 
     def __init__(
@@ -309,11 +313,11 @@ class _BackwardPasses:
         self._remove.atexit = False
 
     def remove(self) -> None:
-        """Removes the hooks; the gradients stay where they are."""
+        """Removes the hooks. The gradients stay in their present memory."""
         self._remove()
 
     def accumulated(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Called by autograd when it has accumulated a parameter's gradient."""
+        """Takes the gradient of a parameter. Autograd calls this method when it has accumulated the gradient."""
         if not self._is_under_way():
             self._begin()
         if not self.is_synchronising:
@@ -341,10 +345,8 @@ class _BackwardPasses:
     @torch.no_grad()
     def _hand_over(self, name: str, parameter: torch.nn.Parameter) -> None:
         gradient = parameter.grad
-        if gradient is None:  # taken away by a hook of the program, which ran before
-            raise InvalidArgument(
-                f"{self._communicator.label}: the gradient of {name!r} was taken away by another hook"
-            )
+        if gradient is None:  # a hook of the program ran before and removed it
+            raise InvalidArgument(f"{self._communicator.label}: another hook has removed the gradient of {name!r}")
         if gradient.is_conj() or gradient.is_neg():  # marked by autograd, and not yet computed
             gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
         self._come.add(name)
@@ -363,13 +365,13 @@ class _BackwardPasses:
         if (gradient.shape, gradient.dtype, gradient.device) != (view.shape, view.dtype, view.device):
             raise InvalidArgument(
                 f"{self._communicator.label}: the gradient of {name!r} is {gradient.dtype}{list(gradient.shape)} on "
-                f"{gradient.device}, and was {view.dtype}{list(view.shape)} on {view.device} when the module was "
+                f"{gradient.device}, but was {view.dtype}{list(view.shape)} on {view.device} when the module was "
                 "wrapped: convert or move the module before you wrap it"
             )
         _array_of(gradient)  # raises for sparse tensors and the like
 
     def end(self) -> None:
-        """Ends a pass: reduces what is left, and puts the results into `.grad`."""
+        """Ends a pass: reduces the remaining gradients, and puts the results into `.grad`."""
         if not self.is_synchronising:
             self._callback.flush()  # counts the local pass
             return
@@ -381,7 +383,7 @@ class _BackwardPasses:
         self._at_end()
 
     def _flush(self) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-        """Reduces what is left; returns the result of _complete() if parameters may be missing."""
+        """Reduces the remaining gradients. Returns the result of _complete() if parameters may be missing."""
         try:
             with self._callback.backward():
                 self._check_frozen()
@@ -396,7 +398,7 @@ class _BackwardPasses:
             ) from error
 
     def abandon(self) -> None:
-        """Ends a pass that an exception has left: fails the other ranks too, unless all have it or it was local."""
+        """Ends a pass that raised an error. The other ranks fail too, unless all raised it or the pass was local."""
         if not self.is_synchronising:
             return
         failed = self._failed or GradientCancelled("autograd did not come to the end of the backward pass")
@@ -412,13 +414,13 @@ class _BackwardPasses:
         if thawed:
             raise InvalidArgument(
                 f"{self._communicator.label}: {list_of_names(thawed)} needed no gradient when the module was wrapped, "
-                "and would not be synchronised: unwrap() it, and wrap it again"
+                "so gradsync would not synchronise the parameters: call unwrap(), and wrap the module again"
             )
 
     def _complete(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Hands over gradients of earlier, local passes; returns the parameters that have a gradient on this rank.
+        """Hands over the gradients of earlier local passes. Returns which parameters have a gradient on this rank.
 
-        A gradient from before those passes was reduced already.
+        Gradients from before these local passes were reduced already.
         """
         for name, parameter in self._parameters.items():
             if name in self._come_locally and name not in self._come and parameter.grad is not None:
@@ -432,7 +434,7 @@ class _BackwardPasses:
         return np.array([name in self._come for name in self._parameters], np.uint8)
 
     def _take_filled(self, used: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Sets the gradients of parameters that other ranks have used; restores those that no rank has used."""
+        """Sets the gradients of parameters that other ranks used; restores the gradients that no rank used."""
         self._communicator.all_reduce(used, "max")
         is_used = dict(zip(self._parameters, used, strict=True))
         for name, result in self._callback.filled.items():
@@ -456,14 +458,14 @@ def _remove_all(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
 
 
 class _Pass:
-    """One backward pass. Autograd calls it at the end of the pass, or deletes it if the pass fails."""
+    """One backward pass. Autograd calls this object at the end of the pass, or deletes it if the pass fails."""
 
     def __init__(self, passes: _BackwardPasses) -> None:
         self._passes: _BackwardPasses | None = passes
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, well or not; the traceback of its error may keep it alive for long."""
+        """Whether the pass has ended, with or without an error, whose traceback may keep this object alive."""
         return self._passes is None
 
     def __call__(self) -> None:
@@ -481,12 +483,12 @@ class _Pass:
 
 
 class _ParameterWatch:
-    """Finds parameters that are new since a module was wrapped, because a layer was replaced or added.
+    """Finds parameters that are new since a module was wrapped, because the program replaced or added a layer.
 
     Args:
         module: the module.
-        known: its parameters, also those that need no gradient.
-        communicator: named in errors.
+        known: the module's parameters, including parameters that need no gradient.
+        communicator: the communicator that errors name.
     """
 
     def __init__(
@@ -498,11 +500,11 @@ class _ParameterWatch:
         self._note(module)
 
     def check(self) -> None:
-        """Costs some ten microseconds while the module consists of the same objects.
+        """Checks for new parameters. Takes some ten microseconds if the module consists of the same objects.
 
         Raises:
-            InvalidArgument: a parameter that needs a gradient is new, or torch.func.functional_call has put a tensor in
-                the place of one.
+            InvalidArgument: a parameter that needs a gradient is new, or torch.func.functional_call has replaced a
+                parameter by a tensor.
         """
         if self._is_as_noted():
             return
@@ -517,19 +519,19 @@ class _ParameterWatch:
         label, names = self._communicator.label, list_of_names([*late])
         if any(isinstance(each, torch.nn.Parameter) for each in late.values()):
             raise InvalidArgument(
-                f"{label}: {names} came to the module after it was wrapped, and would not be synchronised: "
-                "unwrap() it, and wrap it again"
+                f"{label}: the module has parameters that it did not have when it was wrapped, and that gradsync would "
+                f"not synchronise: {names}; call unwrap(), and wrap the module again"
             )
         if late:
             raise InvalidArgument(
-                f"{label}: the module has other tensors in the place of {names}, as torch.func.functional_call puts "
-                "them there, whose gradients would not be synchronised: call the plain module, model.module, and "
-                "average the gradients with gs.average_gradients()"
+                f"{label}: torch.func.functional_call has replaced {names} by tensors, and gradsync would not "
+                "synchronise their gradients: call the plain module, model.module, and average the gradients with "
+                "gs.average_gradients()"
             )
         self._note(module)
 
     def _note(self, module: torch.nn.Module) -> None:
-        """Notes the module's parts and parameters, by weak references, because a part may refer back to the module."""
+        """Stores weak references to the module's parts and parameters; strong ones could keep the module alive."""
         parts = list(module.modules())
         self._parts = [weakref.ref(part) for part in parts]
         self._members = [_nothing if member is None else weakref.ref(member) for member in _members_of(parts)]
@@ -546,7 +548,7 @@ class _ParameterWatch:
 
 
 def _members_of(parts: Iterable[torch.nn.Module]) -> Iterator[Any]:
-    """Yields the parameters and modules that each part has registered; some are None."""
+    """Yields the registered parameters and modules of each part; some are None."""
     return chain.from_iterable([chain(part._parameters.values(), part._modules.values()) for part in parts])
 
 
@@ -559,11 +561,11 @@ class _BufferBroadcast:
 
     Args:
         module: the module.
-        communicator: of the ranks.
-        is_on: whether calls do anything.
+        communicator: the communicator of the ranks.
+        is_on: whether a call copies the buffers; if False, it does nothing.
 
     Attributes:
-        is_on: see above.
+        is_on: the argument of this name; it may be changed.
     """
 
     def __init__(self, module: torch.nn.Module, communicator: Communicator, *, is_on: bool) -> None:
@@ -581,7 +583,7 @@ class _BufferBroadcast:
 def _broadcast_state(
     what: str, named: Iterable[tuple[str, torch.Tensor]], root: int, communicator: Communicator
 ) -> None:
-    """Copies the root's tensors into those of all ranks, if there are any; see _broadcast_tensors."""
+    """Copies the root's tensors into the tensors of all ranks, if there are any; see _broadcast_tensors."""
     tensors = list(named)
     if tensors and communicator.world_size > 1:
         _broadcast_tensors(what, tensors, root, communicator)
@@ -599,7 +601,7 @@ def _array_of(tensor: torch.Tensor) -> Any:
     """Returns a tensor as an array for a communicator: a NumPy array on the CPU, else an object that supports DLPack.
 
     Raises:
-        InvalidArgument: the tensor is sparse, or its values lie in memory conjugated or negated.
+        InvalidArgument: the tensor is sparse, or its memory holds conjugated or negated values.
     """
     if tensor.layout is not torch.strided:
         raise InvalidArgument(
@@ -607,7 +609,7 @@ def _array_of(tensor: torch.Tensor) -> Any:
         )
     if tensor.is_conj() or tensor.is_neg():
         raise InvalidArgument(
-            "the values of a tensor lie in memory conjugated or negated: call resolve_conj() or resolve_neg()"
+            "the memory of a tensor holds its values conjugated or negated: call resolve_conj() or resolve_neg()"
         )
     plain = tensor.detach()
     if plain.device.type != "cpu":
@@ -629,13 +631,13 @@ def _tensor_of(array: Any) -> torch.Tensor:
 def _broadcast_tensors(
     what: str, named: Iterable[tuple[str, torch.Tensor]], root: int, communicator: Communicator
 ) -> None:
-    """Copies the root's tensors into those of all ranks, in place, as one collective.
+    """Copies the root's tensors into the tensors of all ranks, in place, as one collective.
 
-    Marks the tensors as changed for autograd, which then raises if a graph still needs the old values.
+    Marks the tensors as changed for autograd, which then raises an error if a graph still needs the old values.
 
     Raises:
-        PlanMismatch: the ranks' tensors differ in names, shapes or dtypes; nothing was sent.
-        RankFailed, CollectiveTimeout, CommunicatorClosed: from the collective.
+        PlanMismatch: the ranks' tensors differ in names, shapes or dtypes; no data was sent.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: the collective failed.
     """
     tensors = dict(named)
     with _on_stream_of_torch(communicator):
@@ -647,7 +649,7 @@ def _broadcast_tensors(
 
 
 def _on_stream_of_torch(communicator: Communicator) -> AbstractContextManager[Any]:
-    """Makes PyTorch's current stream CuPy's current stream, which gradsync uses; does nothing on the CPU."""
+    """Makes PyTorch's current stream the current stream of CuPy, which gradsync uses. Does nothing on the CPU."""
     if communicator.device == "cpu":
         return nullcontext()
     import cupy

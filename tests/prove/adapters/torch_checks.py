@@ -289,7 +289,7 @@ def check_parameters_that_come_later(comm: Any) -> None:
         late = Synchronised(two_layers(), group(), find_unused_parameters=unused)
         loss_of(late, comm).backward()
         late.module[1] = nn.Linear(4, 2)
-        error = "1.weight, 1.bias came to the module after it was wrapped"
+        error = "synchronise: 1.weight, 1.bias"
         expect(gs.InvalidArgument, lambda model=late: loss_of(model, comm), error)
         with torch.no_grad():
             loss_of(late, comm)  # an evaluation is nobody else's business
@@ -299,10 +299,10 @@ def check_parameters_that_come_later(comm: Any) -> None:
         assert same_on_all_ranks(comm, again.module[1].weight.grad)
     whole = Synchronised(nn.Linear(3, 2), group())
     whole.weight = nn.Parameter(torch.ones(2, 3))
-    expect(gs.InvalidArgument, lambda: loss_of(whole, comm), "weight came to the module")
+    expect(gs.InvalidArgument, lambda: loss_of(whole, comm), "synchronise: ")
     added = Synchronised(two_layers(), group())
     added.module.add_module("2", nn.Linear(2, 2))
-    expect(gs.InvalidArgument, lambda: loss_of(added, comm), "2.weight, 2.bias came")
+    expect(gs.InvalidArgument, lambda: loss_of(added, comm), "synchronise: 2.weight, 2.bias")
 
 
 def check_parts_that_need_no_gradient_may_come_later(comm: Any) -> None:
@@ -313,7 +313,7 @@ def check_parts_that_need_no_gradient_may_come_later(comm: Any) -> None:
     loss_of(model, comm).backward()
     assert same_on_all_ranks(comm, model.module[0].weight.grad)
     model.module[2] = nn.Linear(4, 4)
-    expect(gs.InvalidArgument, lambda: loss_of(model, comm), "2.weight, 2.bias came")
+    expect(gs.InvalidArgument, lambda: loss_of(model, comm), "synchronise: 2.weight, 2.bias")
 
 
 def check_one_rank_s_late_parameter_is_told_to_the_others(comm: Any) -> None:
@@ -322,7 +322,7 @@ def check_one_rank_s_late_parameter_is_told_to_the_others(comm: Any) -> None:
     loss = loss_of(model, comm)
     if comm.rank == 1:
         model.module.append(nn.Linear(2, 2))
-        expect(gs.InvalidArgument, loss.backward, "2.weight, 2.bias came")
+        expect(gs.InvalidArgument, loss.backward, "synchronise: 2.weight, 2.bias")
     else:
         assert expect(gs.RankFailed, loss.backward).rank == 1
     comm.barrier()

@@ -1,8 +1,9 @@
 """The agreement of the ranks before a collective over MPI; small arrays are sent together with the digest.
 
-With up to 16 ranks, each sends its digest to every other rank. A small array is sent in the same message, so
-that its all-reduce needs one exchange of messages instead of two; the receiver reads it only if all digests are equal.
-With more ranks, MPI reduces the digests to the smallest and the largest, which must be equal.
+With up to 16 ranks, each rank sends its digest to every other rank. A rank sends a small array in the same message, so
+that the all-reduce of this array needs one exchange of messages instead of two. The receiver reads the array only if
+all digests are equal. With more ranks, MPI reduces the digests to the smallest and the largest digest, which must be
+equal.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class MpiAgreement:
         requests: the communicator's requests.
 
     Attributes:
-        payload_bytes: the size of the largest array that can be sent with a digest; -1 if none can.
+        payload_bytes: the size of the largest array that a rank can send with a digest; -1 if it can send none.
     """
 
     def __init__(self, requests: MpiRequests) -> None:
@@ -45,20 +46,23 @@ class MpiAgreement:
         self._mine, self._smallest = np.zeros(2, np.uint64), np.zeros(2, np.uint64)
 
     def payload(self, size_bytes: int) -> Array:
-        """Returns the memory for the array that is sent with this rank's next digest; uint8."""
+        """Returns the memory (uint8) for the array that this rank sends with its next digest."""
         return self._messages[self._requests.rank, _HEADER_BYTES : _HEADER_BYTES + size_bytes]
 
     def payloads(self, size_bytes: int) -> Array:
-        """Returns the arrays of all ranks, one a row, once the ranks have agreed; valid until the next agreement."""
+        """Returns the arrays that the ranks have sent with their digests, one row for each rank.
+
+        Call it after the ranks have agreed. The rows are valid until the next agreement.
+        """
         return self._messages[:, _HEADER_BYTES : _HEADER_BYTES + size_bytes]
 
     def is_reached(self, digest: int, payload_bytes: int, look: Callable[[], None]) -> bool:
-        """Exchanges the digests; returns whether all are equal. Every rank gets the same answer.
+        """Exchanges the digests, and returns whether all digests are equal. Every rank gets the same answer.
 
         Args:
             digest: the 64-bit digest of this rank's call.
-            payload_bytes: the number of bytes of `payload` to send with it.
-            look: called every few milliseconds of a longer wait.
+            payload_bytes: the number of bytes of `payload` to send with the digest.
+            look: a function that a longer wait calls every few milliseconds.
 
         Raises:
             RankFailed, CollectiveTimeout, MpiError: see MpiRequests.finish.

@@ -1,6 +1,7 @@
 """The MPI backend, for CPU clusters: NumPy arrays over MPI.
 
-MPI moves the bytes. The rendezvous server detects ranks that have died or do not arrive, which MPI does not.
+MPI moves the bytes. The rendezvous server detects ranks that have died or do not arrive, because MPI does not detect
+such ranks.
 """
 
 from __future__ import annotations
@@ -59,18 +60,18 @@ def check(place: RankEnvironment) -> None:
 
 
 def offer(settings: WorldSettings) -> str:
-    """See BackendModule; raises as check."""
+    """See BackendModule. Raises the errors of `check`."""
     check(settings.place)
     return ""
 
 
 def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> MpiBackend:
-    """See BackendModule. The caller must report a failure to the other ranks, which would otherwise wait for this one.
+    """See BackendModule. If it fails, the caller must tell the other ranks, which would otherwise wait for this rank.
 
     Raises:
-        BackendUnavailable: no mpi4py, or these are not the ranks that mpiexec or srun has started.
+        BackendUnavailable: mpi4py is missing, or mpiexec or srun has not started exactly these ranks.
         MpiError: MPI failed.
-        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not call it, or died.
+        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not call this function in time, or died.
     """
     mpi = load_mpi()
     check_place(mpi, client.rank, client.world_size)
@@ -79,19 +80,20 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> Mp
 
 
 def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds: float) -> Any:
-    """Returns an MPI communicator of the client's ranks, in their order. All of them must call it.
+    """Returns an MPI communicator of the client's ranks, in their order. All these ranks must call it.
 
-    MPI's call waits for all ranks and cannot be interrupted, so a barrier at the server comes first.
+    MPI's call waits for all ranks, and no deadline can end this wait. So the ranks first wait for each other at the
+    rendezvous server, where a deadline can end the wait.
 
     Args:
         mpi: the module mpi4py.MPI.
-        client: the ranks' client; its world has the ranks of MPI_COMM_WORLD.
-        name: a name not used before in this generation.
+        client: this rank's connection to the server; its world has the ranks of MPI_COMM_WORLD.
+        name: the group's name, which no group of this generation has had before.
         timeout_seconds: the time limit for all steps.
 
     Raises:
         MpiError: MPI failed.
-        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not call it, or died.
+        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not call this function in time, or died.
     """
     deadline = time.monotonic() + timeout_seconds
     client.barrier(f"mpi/{name}/ready", timeout_seconds=timeout_seconds)
@@ -124,13 +126,13 @@ def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds:
 
 
 class MpiBackend(Backend):
-    """Ranks that mpiexec or srun has started.
+    """The backend of ranks that mpiexec or srun has started.
 
     Args:
         mpi: the module mpi4py.MPI.
         comm: an MPI communicator of exactly the client's ranks, in their order; `release` frees it.
         client: this rank's connection to the rendezvous server.
-        group: the communicator's name, not used before in this generation.
+        group: the communicator's name, which no group of this generation has had before.
         timeout_seconds: how long a collective waits for a rank.
     """
 
@@ -183,7 +185,7 @@ class MpiBackend(Backend):
         agreement: Agreement,
         laps: tracing.Laps | None,
     ) -> None:
-        """All-reduces arrays that are small enough to be sent with the digest of the call."""
+        """Reduces arrays that are small enough to send them with the digest of the call."""
         dtype = pairs[0][0].dtype
         words = word_dtype(dtype)
         packed = self._agreement.payload(size_bytes).view(words)
@@ -331,16 +333,16 @@ class MpiBackend(Backend):
         return rows
 
     def _goes_directly(self, bounds: Bounds) -> bool:
-        """Whether parts are sent from rank to rank: with few ranks, or too many bytes for MPI's collectives."""
+        """Whether ranks send parts directly: if there are few ranks, or too many bytes for MPI's collectives."""
         return self._requests.is_direct or bounds[-1] >= _COUNT_LIMIT
 
     def _layout(self, array: Array, bounds: Bounds) -> list[Any]:
-        """Returns an array with a part for each rank, in the form for MPI."""
+        """Returns an array with a part for each rank, in the form that MPI's calls take."""
         counts = [end - begin for begin, end in pairwise(bounds)]
         return [array, counts, list(bounds[:-1]), self._mpi.BYTE]
 
     def _room(self, size: int) -> Array:
-        """Returns a buffer with `size` bytes, which is reused by later calls."""
+        """Returns a buffer of `size` bytes. Later calls return the same memory."""
         if self._flat.size < size:
             self._flat = np.empty(size, np.uint8)
         return self._flat[:size]
@@ -357,7 +359,7 @@ class MpiBackend(Backend):
             self._agree(agreement)
 
     def _agree(self, agreement: Agreement, payload_bytes: int = 0) -> None:
-        """Checks that all ranks are in the same call; see MpiAgreement."""
+        """Checks that all ranks make the same call; see MpiAgreement."""
         self._requests.begun += 1
         if self.world_size == 1:
             return
@@ -365,7 +367,7 @@ class MpiBackend(Backend):
             self._raise_mismatch(agreement)
 
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
-        """Exchanges descriptions, and raises the same error on every rank."""
+        """Exchanges the descriptions of the ranks' calls, and raises the same error on every rank."""
         text = agreement.text_for_others().encode(errors="replace")[: _TEXTS_BYTES // self.world_size]
         sizes = [size for (size,) in self._share_numbers([len(text)])]
         bounds = [0, *accumulate(sizes)]
@@ -406,9 +408,9 @@ class MpiBackend(Backend):
                 raise message_mismatch(self.label, {self.ranks[rank]: description for rank, description in both})
 
     def _refuse_messages(self) -> None:
-        """Refuses, by an empty answer, the messages of ranks that wait in them while this rank is in a collective.
+        """Refuses, by an empty answer, the messages of ranks that wait for this rank while it is in a collective.
 
-        A message that a rank has begun after this very collective has the other tag, and is not refused.
+        A message that began after this collective has another tag, and this method does not refuse it.
         """
         digest = np.zeros(1, np.uint64)
         sender, receiver = _tags_after(self._requests.begun - 1)
@@ -439,7 +441,7 @@ class MpiBackend(Backend):
         self.client.announce_left(self._departures, self._requests.begun)
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Reports the abort to the server, which reports it to all ranks: nothing else ends their waits for MPI."""
+        """Reports the abort to the server, which reports it to all ranks. Only this report ends their waits in MPI."""
         if self.world_size == 1 or self._failures.was_raised or self._failures.failure() is not None:
             return
 
@@ -457,23 +459,24 @@ class MpiBackend(Backend):
 
 
 class _Transfer:
-    """One direction of a send, recv or exchange. MPI matches what two ranks send each other by rank, tag and order.
+    """One direction of a send, recv or exchange. MPI matches the messages of two ranks by rank, tag and order.
 
-    Each rank first sends the digest of its description of the message. If the digests are equal, the bytes follow;
-    otherwise the descriptions follow. So both ranks know of a disagreement before anything is written, and `send`
-    returns only when the receiver has come. If the peer waits in a collective meanwhile, it answers without a digest.
-    Two ranks that meet in a message have begun equally many collectives. So a rank that has begun one more collective
-    can see by the tag which messages were begun before that collective, and refuses only these.
+    Each rank first sends the digest of its description of the message. If the digests are equal, the sender sends the
+    bytes. Otherwise both ranks send their descriptions. So both ranks know of a disagreement before any array changes,
+    and `send` returns only when the receiver has begun to receive. If the peer waits in a collective meanwhile, it
+    answers without a digest. Two ranks that exchange a message have begun the same number of collectives. So a rank
+    that has begun one more collective knows by the tag which messages began before this collective, and refuses only
+    these messages.
 
     Args:
         requests: the communicator's requests.
-        message: the message to send, or to receive: then it has the memory for the bytes.
-        is_sending: whether to send the message.
+        message: the message to send or to receive; a message to receive has the memory for the bytes.
+        is_sending: whether this rank sends the message.
 
     Attributes:
         peer, agreement: the message's peer and agreement.
-        pending: the requests of the step that is under way; empty when the message has ended.
-        has_peer_come: whether the peer has answered: then it does its part before it can close anything.
+        pending: the requests of the present step; empty when the message has ended.
+        has_peer_come: whether the peer has answered. The peer then ends the message before it closes the communicator.
         is_refused: whether the peer waits for this rank in a collective.
         texts: the descriptions of this rank and of the peer, if they disagree; else None.
     """
@@ -488,13 +491,13 @@ class _Transfer:
         self.pending = next(self._steps)
 
     def advance(self) -> bool:
-        """Continues as far as MPI allows; returns whether the message has ended."""
+        """Continues the message without waiting. Returns whether the message has ended."""
         while self.pending and self._test_all(self.pending):
             self.pending = next(self._steps, [])
         return not self.pending
 
     def _run(self, requests: MpiRequests, flat: Array, is_sending: bool) -> Iterator[list[Any]]:
-        """Begins each step in turn, and yields its requests."""
+        """Begins the steps of the message one after another, and yields the requests of each step."""
         comm, peer, digest = requests.comm, self.peer, self.agreement.digest
         tags = _tags_after(requests.begun)
         tag, peer_tag = tags if is_sending else tags[::-1]
@@ -515,7 +518,7 @@ class _Transfer:
 
 
 class _MpiErrors(AbstractContextManager[None]):
-    """Converts MPI's exceptions to MpiError, or to the server's failure that caused them, e.g. a rank's death."""
+    """Converts MPI's exceptions to MpiError, or to the failure that caused them, if the server has reported it."""
 
     def __init__(self, mpi: Any, label: str, requests: MpiRequests) -> None:
         self._exception = mpi.Exception
@@ -538,13 +541,13 @@ class _MpiErrors(AbstractContextManager[None]):
 
 
 def _tags_after(collectives: int) -> tuple[int, int]:
-    """Returns the tags of the sender and the receiver of a message, by the number of collectives so far."""
+    """Returns the tags of the sender and the receiver of a message, after a given number of collectives."""
     odd = collectives % 2
     return _TAG_OF_SENDER + odd, _TAG_OF_RECEIVER + odd
 
 
 def _parts(array: Array, bounds: Bounds, ranks: Sequence[int]) -> list[tuple[int, Array]]:
-    """Returns the parts of some ranks, with their ranks."""
+    """Returns the parts of the given ranks, each with its rank."""
     return [(rank, array[part_of(bounds, rank)]) for rank in ranks]
 
 

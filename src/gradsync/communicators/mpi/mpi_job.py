@@ -1,9 +1,9 @@
-"""This process in its MPI job: loads MPI, finds the rank, shares the rendezvous' address, and ends a failed job.
+"""This process in its MPI job: loads MPI, finds the rank, sends the rendezvous' address, and ends a failed job.
 
-Importing mpi4py.MPI initialises MPI, which takes time, so only `load_mpi` imports it.
+Importing mpi4py.MPI initialises MPI, which takes time, so only `load_mpi` imports this module.
 
-The ranks of a job need no address for the rendezvous: rank 0 sends it to the others over MPI, with the run's secret.
-MPI's messages are not encrypted; but if an attacker can read them, the gradients can be read too.
+The user of a job need not set the rendezvous' address: rank 0 sends it to the other ranks over MPI, with the run's
+secret. MPI does not encrypt messages, but an attacker who can read the secret can read the gradients as well.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def load_mpi() -> Any:
     """Returns the module mpi4py.MPI, initialised.
 
     Raises:
-        BackendUnavailable: mpi4py or MPI's library is missing, MPI was initialised without thread support, or the
-            parent of this forked process has initialised it.
+        BackendUnavailable: mpi4py or MPI's library is missing, MPI was initialised without thread support, or this
+            process was forked from a process that had initialised MPI.
     """
     if _is_parents:
         raise BackendUnavailable("this process was forked from an MPI rank, and only the parent can use MPI")
@@ -52,19 +52,19 @@ def load_mpi() -> Any:
     except ImportError as error:
         raise BackendUnavailable(f"mpi4py cannot be imported ({error}): {_INSTALL}") from error
     except RuntimeError as error:  # mpi4py finds its library only when it is imported
-        raise BackendUnavailable(f"mpi4py finds no library of MPI ({error}): {_INSTALL}") from error
+        raise BackendUnavailable(f"mpi4py could not load an MPI library ({error}): {_INSTALL}") from error
     if MPI.Is_finalized():
-        raise BackendUnavailable("MPI has been finalised in this process; it cannot be used again")
+        raise BackendUnavailable("MPI has been finalised in this process and cannot be used again")
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise BackendUnavailable(
-            "backend 'mpi' needs MPI_THREAD_MULTIPLE, and MPI was initialised without: do not change "
+            "backend 'mpi' needs MPI_THREAD_MULTIPLE, but MPI was initialised with a lower thread level: do not change "
             "mpi4py.rc.thread_level, and let mpi4py initialise MPI"
         )
     return MPI
 
 
 def loaded_mpi() -> Any:
-    """Returns mpi4py.MPI if this process has initialised it and not finalised it, else None; imports nothing."""
+    """Returns mpi4py.MPI if this process has initialised MPI and not finalised it, else None. Imports nothing."""
     module = sys.modules.get("mpi4py.MPI")
     if _is_parents or module is None or not module.Is_initialized() or module.Is_finalized():
         return None
@@ -80,10 +80,10 @@ def to_mpi_error(error: Any, label: str) -> MpiError:
 
 
 def check_place(mpi: Any, rank: int, world_size: int) -> None:
-    """Checks that this process has the same rank and world size in MPI_COMM_WORLD.
+    """Checks that this process has the same rank and world size in gradsync and in MPI_COMM_WORLD.
 
     Raises:
-        BackendUnavailable: the process has another rank or world size there; the text has the likely reason.
+        BackendUnavailable: the rank or the world size differs. The text shows the likely reason.
     """
     found = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
     if found == (rank, world_size):
@@ -104,7 +104,7 @@ def mpi_place() -> RankEnvironment | None:
     """Returns this process's rank environment from MPI itself; None if mpiexec has not started it.
 
     Raises:
-        BackendUnavailable: there is no mpi4py.
+        BackendUnavailable: mpi4py is not installed.
     """
     mpi = load_mpi()
     world = mpi.COMM_WORLD
@@ -122,10 +122,10 @@ def mpi_place() -> RankEnvironment | None:
 
 
 def share_over_mpi(place: RankEnvironment) -> Share | None:
-    """Returns a function that gathers short texts of all ranks over MPI; None if MPI's ranks are not those of the run.
+    """Returns a function that gathers short texts of all ranks over MPI; None if MPI has other ranks than the run.
 
-    Initialises MPI. Every rank must call the returned function, in the same order; it raises RendezvousTimeout if a
-    rank does not.
+    Initialises MPI. Every rank must call the returned function, in the same order. The function raises
+    RendezvousTimeout if another rank does not call it in time.
     """
     try:
         check_place(load_mpi(), place.rank, place.world_size)
@@ -169,18 +169,18 @@ def _finish(request: Any, place: RankEnvironment, deadline: float, *memory: obje
 
 
 def keep_for_ever(*kept: object) -> None:
-    """Keeps requests that have not ended, and the memory that MPI may still read and write."""
+    """Keeps requests that have not ended, with their memory, because MPI may still read and write it."""
     _unfinished.append(kept)
 
 
 def has_job_failed() -> bool:
-    """Whether this process, about to exit, must end its MPI job: after an exception, or an unfinished collective."""
+    """Whether this process must end its MPI job when it exits: after an exception or an unfinished collective."""
     mpi = loaded_mpi()
     return mpi is not None and mpi.COMM_WORLD.Get_size() > 1 and (uncaught_error() is not None or bool(_unfinished))
 
 
 def end_job() -> None:
-    """Ends the whole failed job by MPI_Abort. Called last, after the traceback was printed."""
+    """Ends the whole failed job by MPI_Abort. Python calls it at exit, after it has printed the traceback."""
     if uncaught_error() is None:  # the exception that ended the wait was caught
         _log.error("this MPI job ends with an error: a wait for a collective failed, and MPI cannot cancel it")
     _flush()
@@ -188,7 +188,7 @@ def end_job() -> None:
 
 
 def end_forked_child() -> None:
-    """Ends the child of a fork that is about to exit because of an exception; MPI_Finalize would wait for all ranks."""
+    """Ends a forked child that exits because of an exception, because MPI_Finalize would wait for all ranks."""
     if _is_parents and uncaught_error() is not None:
         _flush()
         os._exit(_exit_code())
@@ -205,7 +205,7 @@ def _flush() -> None:
 
 
 def _forget_after_fork() -> None:
-    """Marks MPI as the parent's in the child of a fork, which is not a rank and could end the parent's job."""
+    """Notes in a forked child that MPI belongs to the parent: the child is no rank and could end the parent's job."""
     global _is_parents
     _is_parents = _is_parents or loaded_mpi() is not None
 

@@ -1,12 +1,12 @@
 """Reductions over MPI.
 
-Among few ranks, each reduces its share of the elements in rank order with NumPy, and sends the others the result: no
-rank receives more bytes than by MPI's best algorithm, half precision accumulates in float32, NaN counts as in NumPy,
-and the bits are those of shared memory. Among many ranks, MPI's own reductions need fewer messages. They are used for
-the dtypes and operators that MPI has; half precision is reduced as float32.
+Among few ranks, each rank reduces its share of the elements in rank order with NumPy, and sends the result to the other
+ranks. No rank receives more bytes than with MPI's best algorithm. Half precision is added in float32, NaN has NumPy's
+meaning, and the result has the same bits as over shared memory. Among many ranks, MPI's own reductions need fewer
+messages, so the backend uses these for the dtypes and operators that MPI has, with half precision as float32.
 
 Source of the cost: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
-section 4.5: reduce-scatter and all-gather move 2 (n - 1) / n of the bytes, which is the least.
+section 4.5: reduce-scatter and all-gather move 2 (n - 1) / n of the bytes, which is the minimum.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ARRIVING, _ARRIVING_NEXT, _RESULT, _WIDENED = range(4)
 
 
 class _Chunk(NamedTuple):
-    """A chunk: some elements of an array, of which each rank reduces a share.
+    """Some elements of an array, of which each rank reduces a share.
 
     Attributes:
         source: this rank's array.
@@ -51,11 +51,11 @@ class _Chunk(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """The contributions to this rank's share of a chunk, while those of the other ranks are being received.
+    """The contributions to this rank's share of a chunk, while MPI receives those of the other ranks.
 
     Attributes:
         requests: MPI's requests.
-        contributions: the arrays that receive the contributions, by rank; this rank's own is complete already.
+        contributions: the arrays that receive the contributions, by rank; this rank's own contribution is complete.
     """
 
     requests: list[Any]
@@ -63,7 +63,7 @@ class _InFlight(NamedTuple):
 
 
 class MpiReduction:
-    """The reductions of one communicator; all ranks have agreed.
+    """The reductions of one communicator. Before each call all ranks have agreed on it.
 
     Args:
         requests: the communicator's requests.
@@ -75,12 +75,12 @@ class MpiReduction:
         self._scratch: dict[tuple[int, np.dtype[Any]], Array] = {}
 
     def reduce(self, pairs: Sequence[tuple[Array, Array | None]], op: ReduceOp, root: int | None = None) -> None:
-        """Reduces each source into its target, which may be the source. All arrays are flat, and of one dtype.
+        """Reduces each source into its target, which may be the source. All arrays are flat and have one dtype.
 
         Args:
             pairs: pairs of source and target, at least one; the target is None on ranks that get no result.
             op: the operator.
-            root: the only rank that gets the results; None gives them to all ranks.
+            root: the only rank that gets the results; None if all ranks get them.
         """
         native = self._native(op, pairs[0][0].dtype)
         chunks: list[_Chunk] = []
@@ -120,7 +120,7 @@ class MpiReduction:
     # -- In rank order -----------------------------------------------------------------------------------------
 
     def _reduce_whole(self, source: Array, target: Array | None, op: ReduceOp, root: int | None) -> None:
-        """Sends a whole small array to each rank that gets the result; these ranks reduce all of it."""
+        """Sends a small array to each rank that gets the result; each of these ranks reduces the whole array."""
         requests = self._requests
         flat = source.view(_BYTE)
         sends = [(peer, flat) for peer in self._receivers(root)]
@@ -133,7 +133,7 @@ class MpiReduction:
         self.reduce_in_order(op, contributions, target)
 
     def _reduce_in_chunks(self, chunks: Sequence[_Chunk], op: ReduceOp, root: int | None) -> None:
-        """Reduces this rank's share of each chunk, and sends it to each rank that gets the result."""
+        """Reduces this rank's share of each chunk, and sends the reduced share to each rank that gets the result."""
         requests, begun = self._requests, list[Any]()
         receivers = self._receivers(root)
 
@@ -172,12 +172,12 @@ class MpiReduction:
         deliver: Callable[[_Chunk, Sequence[Array]], None],
         begun: Sequence[Any] = (),
     ) -> None:
-        """Exchanges the shares of one chunk after the other; each is sent while the chunk before it is reduced.
+        """Exchanges the shares of the chunks, and sends the next chunk while this rank reduces the present chunk.
 
         Args:
-            chunks: all of one dtype, the same cuts on every rank.
-            deliver: deliver(chunk, contributions of all ranks to this rank's share) is called for each, in order.
-            begun: requests that `deliver` begins meanwhile.
+            chunks: the chunks, of one dtype and with the same bounds on every rank.
+            deliver: called as deliver(chunk, contributions of all ranks to this rank's share), for each chunk in order.
+            begun: the requests that `deliver` begins.
         """
         requests, test_all = self._requests, self._requests.mpi.Request.Testall
         in_flight = self._exchange_shares(chunks[0], _ARRIVING)
@@ -191,7 +191,7 @@ class MpiReduction:
                 in_flight = after
 
     def _exchange_shares(self, chunk: _Chunk, purpose: int) -> _InFlight:
-        """Sends each rank its share of this rank's elements; begins to receive this rank's share of their elements."""
+        """Begins to send each rank its share of this rank's elements, and to receive the other ranks' contributions."""
         low, high = chunk.shares[self._rank]
         contributions = self._buffers(purpose, chunk.source.dtype, high - low, self._world_size)
         parts = [chunk.source[begin:end].view(_BYTE) for begin, end in chunk.shares]
@@ -200,7 +200,7 @@ class MpiReduction:
         return _InFlight(requests, contributions)
 
     def reduce_in_order(self, op: ReduceOp, contributions: Sequence[Array], target: Array) -> None:
-        """Reduces in rank order, the same on all ranks; a contribution may be in the target's memory."""
+        """Reduces the contributions in rank order; one contribution may be in the target's memory."""
         if not target.size:
             return
         own_at = target.__array_interface__["data"][0]
@@ -214,7 +214,7 @@ class MpiReduction:
             np.copyto(target, into)
 
     def _buffers(self, purpose: int, dtype: np.dtype[Any], elements: int, count: int = 1) -> list[Array]:
-        """Returns `count` arrays of equal size, in a buffer that is reused by later calls."""
+        """Returns `count` arrays of equal size. Later calls return the same memory."""
         memory = self._scratch.get((purpose, dtype))
         if memory is None or memory.size < count * elements:
             memory = self._scratch[purpose, dtype] = np.empty(count * elements, dtype)
@@ -229,7 +229,7 @@ class MpiReduction:
         return _native_reduction(self._requests.mpi, op, dtype, self._world_size)
 
     def _reduce_natively(self, native: _Native, source: Array, target: Array | None, root: int | None) -> None:
-        """Reduces by MPI, in parts of at most the size of one MPI call."""
+        """Reduces by MPI's own reduction, in parts that fit into one MPI call."""
         comm = self._requests.comm
         for low, high in cuts(source.size, _NATIVE_ELEMENTS):
             wide = source[low:high].astype(native.dtype, copy=False)
@@ -249,9 +249,9 @@ class _Native(NamedTuple):
 
     Attributes:
         datatype, op: MPI's datatype and operator.
-        dtype: the dtype of the arithmetic; half precision is widened.
-        wire: the dtype as which MPI gets the elements: bool as bytes.
-        divisor: for a mean the number that the result is divided by; 0 for other operators.
+        dtype: the dtype of the arithmetic: float32 for half precision.
+        wire: the dtype in which MPI receives the elements: bytes for bool.
+        divisor: for a mean the number by which the result is divided; 0 for other operators.
     """
 
     datatype: Any
@@ -261,11 +261,11 @@ class _Native(NamedTuple):
     divisor: int
 
     def shown(self, array: Array) -> list[Any]:
-        """Returns an array in the form for MPI."""
+        """Returns an array in the form that MPI's calls take."""
         return [array.view(self.wire), self.datatype]
 
     def deliver(self, result: Array, target: Array) -> None:
-        """Copies the result, which may be wider, into the target."""
+        """Copies the result into the target; the result may have a wider dtype."""
         if self.divisor:
             divide_into(result, self.divisor, result)
         np.copyto(target, result, casting="same_kind")

@@ -1,7 +1,7 @@
 """MPI requests of one communicator: begins messages, and waits for requests with checks for failures.
 
-A blocking call of MPI never returns if a rank has died or does not arrive. So a rank tests its requests again and
-again, and in between checks the deadline, and the rendezvous server for failures of other ranks.
+A blocking call of MPI never returns if a rank has died or does not arrive. So a rank tests its requests repeatedly.
+Between these tests it checks the deadline, and whether the rendezvous server has reported a failure.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class MpiRequests:
         mpi: the module mpi4py.MPI.
         comm: an MPI communicator that only gradsync uses.
         ranks: the world ranks of all members, used in errors and at the server.
-        timeout_seconds: how long to wait before CollectiveTimeout.
-        failures: checked for the server's failures.
-        raise_if_left: raises if a rank has closed the communicator before a collective's number; see failures.py.
+        timeout_seconds: how long a wait lasts before it raises CollectiveTimeout.
+        failures: the failures that the server reports.
+        raise_if_left: raises if a rank has closed the communicator before a given collective; see failures.py.
 
     Attributes:
-        mpi, comm: as given.
+        mpi, comm: the arguments of these names.
         rank, world_size: this rank and the number of ranks in `comm`.
         is_direct: whether there are at most DIRECT_RANKS ranks.
-        peers: the other ranks, in the order of sending.
+        peers: the other ranks, in the order in which this rank sends to them.
         begun: the number of collectives that this rank has begun.
-        has_abandoned: whether a wait has failed, so that MPI still works on its requests.
+        has_abandoned: whether a wait has failed, so that MPI may still work on its requests.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class MpiRequests:
     # -- Messages ----------------------------------------------------------------------------------------------
 
     def post(self, sends: Parts, receives: Parts, tag: int = TAG_COLLECTIVE) -> list[Any]:
-        """Begins messages; each is (peer, bytes). Empty messages are not sent: both ends know the sizes.
+        """Begins messages; each is (peer, bytes). Sends no empty messages, because both ranks know the sizes.
 
         Returns:
             The requests, which keep the arrays alive.
@@ -97,7 +97,7 @@ class MpiRequests:
         return requests
 
     def post_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> list[Any]:
-        """Begins messages to and from every other rank; both lists are by rank, and this rank's entries are ignored."""
+        """Begins messages to and from every other rank. Both lists have one entry for each rank."""
         return self.post(
             [(peer, outgoing[peer]) for peer in self.peers], [(peer, incoming[peer]) for peer in self.peers]
         )
@@ -113,9 +113,9 @@ class MpiRequests:
 
         Args:
             requests: MPI requests of this communicator.
-            memory: the arrays of the requests, if the requests do not keep them alive: those of `post` do, but not all
-                of MPI's collectives.
-            look: called every few milliseconds of a longer wait.
+            memory: the arrays of the requests, if the requests do not keep them alive. Requests of `post` do, but not
+                the requests of all MPI collectives.
+            look: a function that a longer wait calls every few milliseconds.
 
         Raises:
             RankFailed: a rank died, or closed the communicator before this collective.
@@ -133,15 +133,15 @@ class MpiRequests:
         absent: Ranks | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """Waits until `is_done` returns True. Raises as `finish`.
+        """Waits until `is_done` returns True. Raises the errors of `finish`.
 
         Args:
-            is_done: returns whether the wait is over; each call makes MPI progress.
-            kept: the requests and their memory; kept for ever if the wait fails.
-            missing: for messages: returns the ranks that have not done their part, as numbered in this communicator.
-                None for collectives, in which MPI does not show the missing ranks.
-            absent: for messages: returns the missing ranks that have not begun their part.
-            look: called every few milliseconds of a longer wait.
+            is_done: a function that returns whether the wait is over; each call lets MPI make progress.
+            kept: the requests and their memory; this object keeps them for ever if the wait fails.
+            missing: for messages, a function that returns the ranks (numbers in this communicator) that have not done
+                their part. None for collectives, because MPI does not show which ranks are missing.
+            absent: for messages, a function that returns the missing ranks that have not begun their part.
+            look: a function that a longer wait calls every few milliseconds.
         """
         try:
             for _ in range(_SPINS):
@@ -192,7 +192,7 @@ class MpiRequests:
             self._failures.warn(waited_seconds, missing_ranks)
 
     def _raise_if_closed(self, is_done: Callable[[], bool], absent: Ranks | None) -> None:
-        """Raises RankFailed if an awaited rank has closed the communicator."""
+        """Raises RankFailed if a rank for which this rank waits has closed the communicator."""
         try:
             if absent is None:
                 self._raise_if_left(self.begun - 1)
@@ -214,12 +214,12 @@ class MpiRequests:
         return [self._ranks[rank] for rank in ranks]
 
     def await_cause(self) -> None:
-        """Raises the cause of an MPI failure if the server reports it within 2 s: often a rank that died."""
+        """Raises the cause of an MPI failure, often the death of a rank, if the server reports the cause within 2 s."""
         self._failures.await_cause(CAUSE_SECONDS)
 
 
 def pieces(array: Array) -> list[Array]:
-    """Cuts bytes into messages of at most 1 GiB; both ends cut in the same way."""
+    """Cuts bytes into messages of at most 1 GiB. Sender and receiver cut in the same way."""
     if array.nbytes <= _PIECE_BYTES:
         return [array] if array.size else []
     return [array[begin : begin + _PIECE_BYTES] for begin in range(0, array.nbytes, _PIECE_BYTES)]

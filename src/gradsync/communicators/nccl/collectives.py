@@ -1,17 +1,17 @@
 """Collectives that NCCL does not have, or has for some cases only, built from NCCL's own collectives.
 
-NCCL gathers equal parts only, and CuPy has no gather, scatter or all-to-all. So these collectives, and the all-gather
-of unequal parts, are messages in one group, which NCCL launches as one kernel. An empty part needs no message on either
-side. A rank's own part is copied on the device.
+NCCL gathers equal parts only, and CuPy has no gather, scatter or all-to-all. So this file makes these collectives, and
+the all-gather of unequal parts, from messages in one group, which NCCL launches as one kernel. Ranks send no message
+for an empty part. A rank copies its own part on the device.
 
-NCCL has no 16-bit integers: they are widened for the reduction, and wrap around when they are cast back, as they
-should. NCCL has no product of complex numbers: the contributions are gathered, and multiplied in rank order. NCCL
-scatters the result of a reduction in equal parts only: unequal parts are reduced one by one, in one group.
+NCCL has no 16-bit integers: this file widens them for the reduction and casts the result back, so that it wraps around.
+NCCL has no product of complex numbers: each rank gathers the contributions and multiplies them in rank order. NCCL
+scatters the result of a reduction in equal parts only: this file reduces unequal parts one by one, in one group.
 
 NCCL's mean multiplies each contribution by 1 / n, rounded to the dtype. In half precision, if n is no power of two, the
-result is wrong by up to 0.2 % (bfloat16), always in the same direction. In this case the sum is divided instead, in
-float32, and rounded once. A sum of float16 may overflow although the mean does not: its contributions are first scaled
-down by a power of two, which is exact except for values too small for float16.
+result is wrong by up to 0.2 % (bfloat16), always in the same direction. In this case the file divides the sum in
+float32, and rounds it once. A sum of float16 may overflow although the mean does not: the ranks first scale their
+contributions down by a power of two, which is exact except for values too small for float16.
 
 Source: NCCL, src/enqueue.cc (ncclAvg is a sum with a factor before it).
 """
@@ -32,11 +32,11 @@ from gradsync.reduction import ReduceOp, dtype_name
 
 
 class Collectives:
-    """Launches collectives on the current stream. All arrays are flat and on the device; movements take uint8.
+    """Launches collectives on the current stream. All arrays are flat and on the device. Copies and messages use uint8.
 
     Args:
         nccl: this rank's NCCL communicator.
-        arrays: the functions for arrays on its device.
+        arrays: the functions for arrays on this rank's device.
         rank: this rank.
         world_size: number of ranks.
     """
@@ -57,7 +57,7 @@ class Collectives:
             self._nccl.broadcast(flat, root)
 
     def all_gather(self, source: Any, target: Any, bounds: Bounds) -> None:
-        """Gathers the parts on all ranks; the source may be exactly this rank's part of the target."""
+        """Gathers the parts of all ranks on all ranks; the source may be exactly this rank's part of the target."""
         if _is_even(bounds):
             if target.size:
                 self._nccl.all_gather(source, target)
@@ -69,7 +69,7 @@ class Collectives:
                 self.receive(target[part_of(bounds, peer)], peer)
 
     def gather(self, source: Any, target: Any | None, bounds: Bounds, root: int) -> None:
-        """Gathers the parts in the root's `target`, which is None on the other ranks.
+        """Gathers the parts of all ranks in the root's `target`; other ranks pass None as target.
 
         The root's source may be exactly the root's part of the target.
         """
@@ -82,7 +82,7 @@ class Collectives:
                 self.receive(target[part_of(bounds, peer)], peer)
 
     def scatter(self, source: Any | None, target: Any, bounds: Bounds, root: int) -> None:
-        """Sends each rank its part of the root's `source`, which is None on the other ranks."""
+        """Sends each rank its part of the root's `source`; other ranks pass None as source."""
         if source is None:
             self.receive(target, root)
             return
@@ -134,7 +134,10 @@ class Collectives:
             self._by_detour(source, target, op, self.all_reduce)
 
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int) -> None:
-        """Reduces the ranks' sources into the root's target, which may be its source. Other ranks pass target None."""
+        """Reduces the ranks' sources into the root's target, which may be the root's source.
+
+        Other ranks pass None as target.
+        """
         if not source.size:
             return
         if self.is_plain(source.dtype, op):

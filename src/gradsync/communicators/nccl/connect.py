@@ -1,4 +1,4 @@
-"""Connects the ranks of an NCCL communicator: a device for each rank, and a deadline for every step."""
+"""Connects the ranks of an NCCL communicator: chooses a device for each rank, and ends every step by a deadline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def count_devices() -> int:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         if not has_driver():
             raise BackendUnavailable(
-                "there is no NVIDIA driver or GPU here (in a container: was it started with its GPUs?)"
+                "found no NVIDIA driver or GPU; in a container, check that it was started with its GPUs"
             ) from error
         raise BackendUnavailable(f"no usable GPU: {error}") from error
 
@@ -48,18 +48,18 @@ def has_driver() -> bool:
 def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shared_gpu: bool) -> int:
     """Returns CUDA's number of the device for this rank, as this process sees its devices.
 
-    If a launcher gives each rank its own CUDA_VISIBLE_DEVICES, only one device is visible, number 0. Otherwise the
-    ranks of a host take the visible devices in the order of LOCAL_RANK.
+    If a launcher sets CUDA_VISIBLE_DEVICES for each rank, the rank sees only one device, number 0. Otherwise the ranks
+    of a host take the visible devices in the order of LOCAL_RANK.
 
     Args:
         wanted: "cuda", "cuda:N", or None.
         local_rank: this rank's number on its host.
         count: number of visible devices.
-        allow_shared_gpu: whether ranks may share devices, in turn.
+        allow_shared_gpu: whether several ranks may use one device.
 
     Raises:
-        InvalidArgument: `wanted` is another text.
-        BackendUnavailable: there is no such device.
+        InvalidArgument: `wanted` names no CUDA device.
+        BackendUnavailable: the machine has no such device, or no device is left for this rank.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = f"{count} GPUs are visible (CUDA_VISIBLE_DEVICES{' is not set' if visible is None else '=' + visible})"
@@ -79,13 +79,13 @@ def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shar
     if allow_shared_gpu:
         return local_rank % count
     raise BackendUnavailable(
-        f"local rank {local_rank} has no GPU of its own: {seen}; start fewer ranks, or pass allow_shared_gpu=True "
-        "(for tests: slow)"
+        f"local rank {local_rank} has no GPU of its own: {seen}; start fewer ranks, or, for slow tests, pass "
+        "allow_shared_gpu=True"
     )
 
 
 def check(_place: RankEnvironment) -> None:
-    """See BackendModule; raises BackendUnavailable without CuPy, NCCL or a GPU."""
+    """See BackendModule. Raises BackendUnavailable if CuPy, NCCL or a GPU is missing."""
     try:
         Nccl()
         if count_devices() == 0:
@@ -95,24 +95,25 @@ def check(_place: RankEnvironment) -> None:
 
 
 def offer(settings: WorldSettings) -> str:
-    """See BackendModule; raises BackendUnavailable without CuPy or NCCL, or without a GPU for this rank."""
+    """See BackendModule. Raises BackendUnavailable if CuPy, NCCL or a GPU for this rank is missing."""
     library = Nccl()
     return device_identity(_device_for(settings), library.version)
 
 
 def connect(client: RendezvousClient, settings: WorldSettings, group: str, *, force_packing: bool = False) -> Backend:
-    """See BackendModule. The caller must report a failure to the other ranks, which would otherwise wait for this one.
+    """See BackendModule. If it fails, the caller must tell the other ranks, which would otherwise wait for this rank.
 
     Args:
         client: this rank's connection to the rendezvous server.
-        settings: the world's settings; `timeout_seconds` is for all steps, including ncclCommInitRank.
-        group: a name not used before in this generation.
+        settings: the world's settings; `timeout_seconds` limits the time of all steps, including ncclCommInitRank.
+        group: the group's name, which no group of this generation has had before.
         force_packing: see Backend.
 
     Raises:
-        BackendUnavailable: no CuPy, NCCL or GPU, or ranks share a GPU without allow_shared_gpu.
+        BackendUnavailable: CuPy, NCCL or a GPU is missing, or ranks share a GPU without allow_shared_gpu.
         NcclError: NCCL failed.
-        RendezvousTimeout, RankFailed: a rank did not call it, or died.
+        RendezvousTimeout: a rank did not call this function in time.
+        RankFailed: a rank died.
     """
     deadline = time.monotonic() + settings.timeout_seconds
     nccl = Nccl()  # raises without CuPy, which the imports below need
@@ -132,7 +133,7 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str, *, fo
 
 
 def _device_for(settings: WorldSettings) -> int:
-    """Returns CUDA's number of the device for this rank; raises as choose_device."""
+    """Returns CUDA's number of the device for this rank; raises the errors of choose_device."""
     wanted, rank = None if settings.device == "cpu" else settings.device, settings.place.local_rank
     return choose_device(wanted, rank, count_devices(), allow_shared_gpu=settings.allow_shared_gpu)
 
@@ -140,7 +141,7 @@ def _device_for(settings: WorldSettings) -> int:
 def _check_devices(
     client: RendezvousClient, identity: str, group: str, deadline: float, *, allow_shared_gpu: bool
 ) -> None:
-    """Raises a helpful error on every rank if ranks share a GPU, before NCCL finds it."""
+    """Raises an error on every rank if ranks share a GPU. Its text is more helpful than NCCL's."""
     mine = identity.encode()[: MAX_EXCHANGED_BYTES // client.world_size]
     by_device: dict[bytes, list[int]] = {}
     seconds = max(0.0, deadline - time.monotonic())
@@ -151,8 +152,8 @@ def _check_devices(
         where, ranks = next(iter(shared.items()))
         bus, host = _gpu_of(where)[0], _gpu_of(where)[1].partition(" ")[2]
         raise BackendUnavailable(
-            f"{client.label}: ranks {ranks} share the GPU {bus} of {host}: give each its own "
-            "(CUDA_VISIBLE_DEVICES, or device=), or pass allow_shared_gpu=True (for tests: slow)"
+            f"{client.label}: ranks {ranks} share the GPU {bus} of {host}: give each rank its own "
+            "GPU by CUDA_VISIBLE_DEVICES or device=, or, for slow tests, pass allow_shared_gpu=True"
         )
 
     if len({_gpu_of(where) for where in by_device}) < len(by_device):
@@ -163,9 +164,9 @@ def _check_devices(
 def device_identity(device_id: int, nccl_version: int) -> str:
     """Returns a text that no other GPU of any host has: PCI bus id, UUID, boot id and host name.
 
-    With thousands of ranks there is room for the first bytes only, so the order is such that these are enough. Slices
-    (MIG) of one GPU have one bus id, but different UUIDs. NCCL before 2.30 refuses two ranks with one bus id, so for
-    these versions the UUID is left out.
+    With thousands of ranks a message has room for the first bytes of the text only, so the text begins with the parts
+    that identify the GPU. Slices (MIG) of one GPU have one bus id, but different UUIDs. NCCL before 2.30 refuses two
+    ranks with one bus id, so for these versions the function leaves out the UUID.
 
     Args:
         device_id: CUDA's number of the device in this process.
@@ -181,13 +182,13 @@ def device_identity(device_id: int, nccl_version: int) -> str:
 
 
 def _gpu_of(identity: bytes) -> tuple[str, str]:
-    """Returns the bus id of a device, and its machine: boot id and host name."""
+    """Returns the bus id of a device, and the boot id and name of its host."""
     device, _, machine = identity.decode(errors="replace").partition(" ")
     return device.partition("/")[0], machine
 
 
 def _let_ranks_share(version: int, rank: int) -> None:
-    """Sets variables that make NCCL accept several ranks on one GPU; NCCL reads them for the first communicator."""
+    """Sets variables that let NCCL accept several ranks on one GPU; NCCL reads these with the first communicator."""
     os.environ.setdefault("NCCL_MAX_CTAS", _CTAS_OF_A_SHARING_RANK)
     if version >= _MULTI_RANK_GPU_SINCE:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")

@@ -1,6 +1,7 @@
-"""Arrays of a communicator on a GPU: CuPy arrays, other libraries' arrays without a copy, and staged host arrays.
+"""Arrays of a communicator on a GPU: CuPy arrays, other libraries' arrays without a copy, and copies of host arrays.
 
-ArrayKind (host_arrays.py) specifies each method. Arithmetic is work on the current stream; no method waits for it.
+ArrayKind (host_arrays.py) specifies each method. Arithmetic runs on the current stream, and no method waits for its
+end.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _WITH_KERNELS = ("float16", "bfloat16", "float32", "float64")
 
 
 class DeviceArrays:
-    """Native arrays are CuPy arrays on one device, or NumPy arrays; flat ones are on the device. See ArrayKind.
+    """An ArrayKind whose native arrays are CuPy arrays of one device, or NumPy arrays. Flat arrays are on the device.
 
     Args:
         device_id: CUDA's number of the device in this process.
 
     Attributes:
         results_on: the stream on which a result will be used: `empty` allocates for it. None is the current stream.
-            CuPy's pool gives freed memory to the next allocation for the same stream, without a wait. So memory that
-            one of the two streams may still read must not be allocated for the other one, and the current stream must
-            wait for the other stream's present work before it uses the result.
+            CuPy's pool gives freed memory to the next allocation for the same stream, without a wait. So `empty` must
+            not allocate memory for one of the two streams while the other stream may still read this memory. The
+            current stream must wait for the other stream's present work before it uses the result.
     """
 
     def __init__(self, device_id: int) -> None:
@@ -52,10 +53,10 @@ class DeviceArrays:
         self.results_on: Any = None
 
     def native(self, array: Any, who: str) -> Any:
-        """Returns `array` as a CuPy array over the same memory, or as a NumPy array where it lives on the host.
+        """Returns `array` as a CuPy array over the same memory, or as a NumPy array if it is in host memory.
 
         Raises:
-            InvalidArgument: not an array, or on another GPU.
+            InvalidArgument: `array` is not an array, or is on another GPU.
             UnsupportedDtype: the elements are Python objects.
         """
         if isinstance(array, cupy.ndarray):
@@ -76,7 +77,7 @@ class DeviceArrays:
         return native
 
     def flat(self, native: Any) -> Any:
-        """See ArrayKind; a host array is copied to the device on the current stream."""
+        """See ArrayKind. Copies a host array to the device, on the current stream."""
         if self.is_viewed_flat(native):
             return native.reshape(-1)
         with cupy.cuda.Device(self._device_id):
@@ -90,7 +91,7 @@ class DeviceArrays:
         return not isinstance(native, np.ndarray) and bool(native.flags.c_contiguous)
 
     def write_back(self, flat: Any, native: Any) -> None:
-        """See ArrayKind; for a host array it waits for the current stream's work so far."""
+        """See ArrayKind. For a host array the method waits for the present work of the current stream."""
         if isinstance(native, np.ndarray):
             native[...] = flat.get().view(native.dtype).reshape(native.shape)
         elif not native.flags.c_contiguous:
@@ -115,14 +116,14 @@ class DeviceArrays:
         return self.empty(native.shape, native.dtype, native)
 
     def empty_flat(self, native: Any) -> Any:
-        """See ArrayKind; as bytes where CuPy does not know the dtype."""
+        """See ArrayKind. If CuPy does not know the dtype, the result is an array of bytes."""
         with cupy.cuda.Device(self._device_id):
             if _is_known(native.dtype):
                 return cupy.empty(native.size, native.dtype)
             return cupy.empty(native.nbytes, np.uint8)
 
     def assign(self, native: Any, target: Any) -> None:
-        """See ArrayKind; on the current stream."""
+        """See ArrayKind. The work runs on the current stream."""
         if isinstance(native, np.ndarray):
             await_results_in(native)  # see flat
         with cupy.cuda.Device(self._device_id):
@@ -132,24 +133,24 @@ class DeviceArrays:
                 target[...] = native
 
     def scratch(self, size: int, dtype: Any) -> Any:
-        """See ArrayKind; allocated for the current stream, which alone uses it, not for `results_on`."""
+        """See ArrayKind. Allocates for the current stream, which alone uses the memory, not for `results_on`."""
         with cupy.cuda.Device(self._device_id):
             return cupy.empty(size, dtype)
 
     def fill(self, native: Any, value: Any) -> None:
-        """See ArrayKind; on the current stream."""
+        """See ArrayKind. The work runs on the current stream."""
         with cupy.cuda.Device(self._device_id):
             native[...] = value
 
     def divide(self, flat: Any, count: float) -> None:
-        """See ArrayKind; half precision is divided in float32, which represents every count."""
+        """See ArrayKind. Divides half precision in float32, which represents every number of ranks exactly."""
         parts = flat.view(part_dtype(flat.dtype))
         wide = product_dtype(parts.dtype, parts.dtype)
         with cupy.cuda.Device(self._device_id):
             cupy.divide(parts, wide.type(count), out=parts, dtype=wide, casting="unsafe")
 
     def multiply(self, source: Any, factor: float, out: Any) -> None:
-        """See ArrayKind; two host arrays are multiplied on the host. CuPy's kernels convert too, in the same pass."""
+        """See ArrayKind. Multiplies host arrays on the host. For device arrays one kernel multiplies and converts."""
         if isinstance(source, np.ndarray):
             host_values.multiply(source, factor, out)
             return
@@ -190,13 +191,13 @@ class DeviceArrays:
         return native.flags.writeable if isinstance(native, np.ndarray) else not isinstance(native, _ReadOnly)
 
     def state(self, native: Any) -> Any:
-        """See ArrayKind; a CuPy array can get other memory."""
+        """See ArrayKind. The state includes the address, because a CuPy array can get other memory."""
         if isinstance(native, np.ndarray):
             return self._host.state(native)
         return native.data.ptr
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
-        """See ArrayKind. The addresses of the host and of all devices are one space (CUDA's unified addressing)."""
+        """See ArrayKind. The host and all devices share one address space (CUDA's unified addressing)."""
         if isinstance(native, np.ndarray):
             return self._host.byte_bounds(native)
         return span(native, native.data.ptr)
@@ -209,7 +210,7 @@ class DeviceArrays:
 
 
 def _transferable(native: Array) -> Array:
-    """Returns the elements of a host array in C order, as bytes where CuPy does not know their dtype."""
+    """Returns the elements of a host array in C order, or their bytes if CuPy does not know their dtype."""
     flat = np.ascontiguousarray(native).reshape(-1)
     return flat if _is_known(flat.dtype) else flat.view(np.uint8)
 
@@ -220,7 +221,7 @@ def _is_known(dtype: np.dtype[Any]) -> bool:
 
 
 def _foreign(array: Any, who: str) -> Any:
-    """Returns an array of another library as CuPy's or NumPy's, without a copy, ordered after its producer's work."""
+    """Returns another library's array as a CuPy or NumPy array, without a copy, ordered after the producer's work."""
     try:
         # DLPack first: it orders the producer's stream before ours without the host waiting.
         if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
@@ -247,7 +248,7 @@ def _foreign(array: Any, who: str) -> Any:
 
 
 class _ReadOnly(cupy.ndarray):  # type: ignore[misc]  # CuPy has no types
-    """A read-only array: CuPy's arrays have no flag for that."""
+    """A read-only array. Arrays of CuPy have no flag that marks them as read-only."""
 
 
 _PointerOf = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
@@ -259,7 +260,7 @@ _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 
 class _DLPackHead(ctypes.Structure):
-    """The first fields of DLManagedTensorVersioned, which DLPack promises not to change. Source: dlpack.h."""
+    """The first fields of DLManagedTensorVersioned, which later versions of DLPack keep. Source: dlpack.h."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -274,8 +275,8 @@ class _Exporter:
     """Passes an array to CuPy by DLPack and reads the capsule's flags, which CuPy ignores.
 
     Attributes:
-        is_read_only: whether the array is read-only; known once CuPy has taken it over. Capsules from before DLPack 1.0
-            have no flags; JAX makes such capsules, and all its arrays are read-only.
+        is_read_only: whether the array is read-only; set when CuPy takes the capsule. Capsules from before DLPack 1.0
+            have no flags. JAX makes such capsules, and all its arrays are read-only.
     """
 
     def __init__(self, array: Any) -> None:
@@ -295,7 +296,7 @@ class _Exporter:
 
 
 class _Addresses:
-    """A device array's addresses in NumPy's interface: to be compared, never read."""
+    """The addresses of a device array in NumPy's interface. NumPy compares these addresses, and must not read them."""
 
     def __init__(self, array: Any) -> None:
         self.__array_interface__ = {

@@ -1,13 +1,14 @@
-"""gradsync's own CUDA kernels, and the packer that launches some of them. No other file holds CUDA source.
+"""gradsync's CUDA kernels, and the packer that launches some of these kernels. No other file holds CUDA source.
 
-Packing device arrays into a flat buffer, and splitting them back out, is one kernel launch each. PackLayout says where
-each array goes; FusedPacker keeps a table of chunks on the device and launches. Memory bandwidth is the limit, so every
-multiprocessor needs enough loads in flight, and the host must do little: one launch and, while the addresses repeat, no
-upload.
+One kernel launch packs device arrays into a flat buffer, and one launch splits the buffer back into the arrays.
+PackLayout computes the place of each array. FusedPacker keeps a table of chunks on the device and launches the kernels.
+Memory bandwidth limits the speed, so every multiprocessor needs enough loads in flight. The host does little: it makes
+one launch and, while the addresses repeat, no upload.
 
-The kernels of VALUE_SOURCE read all values of a flat array once: one checks that they are finite, one sums their
-squares. Each thread strides over the array by the whole grid, so that neighbouring threads read neighbouring values. It
-writes to a flag or a partial sum of its own. device_arrays.py launches them. CuPy is imported when a packer is made.
+The kernels of VALUE_SOURCE read all values of a flat array once. One kernel checks that the values are finite, another
+sums their squares. Each thread strides over the array by the whole grid, so that neighbouring threads read neighbouring
+values. Each thread writes to its own flag or partial sum. device_arrays.py launches these kernels. A packer imports
+CuPy when it is made.
 """
 
 from __future__ import annotations
@@ -216,12 +217,12 @@ extern "C" __global__ void square_float64(const Wide<double>* values, u64 count,
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PackLayout:
-    """The places of arrays of given sizes in a flat buffer, and their chunks.
+    """The places of arrays in a flat buffer, and the chunks in which the kernels copy these arrays.
 
     Attributes:
-        sizes_bytes: the sizes, in order.
-        offsets_bytes: where each array begins; multiples of ALIGNMENT_BYTES.
-        total_bytes: where the last array ends.
+        sizes_bytes: the sizes of the arrays, in order.
+        offsets_bytes: the offset of each array; a multiple of ALIGNMENT_BYTES.
+        total_bytes: the offset at which the last array ends.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -231,10 +232,10 @@ class PackLayout:
     _array_of_chunk: npt.NDArray[np.intp] = field(repr=False)
 
     def table(self, addresses: Sequence[int]) -> npt.NDArray[np.void]:
-        """Returns the chunks of arrays at these addresses.
+        """Returns the chunks of arrays at the given addresses.
 
         Args:
-            addresses: the arrays' addresses, in order; the address of an empty array does not matter.
+            addresses: the arrays' addresses, in order; an empty array may have any address.
 
         Returns:
             1-D array of CHUNK.
@@ -246,7 +247,7 @@ class PackLayout:
 
 @lru_cache(maxsize=128)
 def pack_layout(sizes_bytes: tuple[int, ...]) -> PackLayout:
-    """Lays arrays out one after the other, each on a boundary of ALIGNMENT_BYTES.
+    """Lays arrays out one after another, each at a multiple of ALIGNMENT_BYTES.
 
     Args:
         sizes_bytes: the size of each array; 0 is legal.
@@ -261,7 +262,7 @@ def pack_layout(sizes_bytes: tuple[int, ...]) -> PackLayout:
 def _cut(
     sizes: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp]]:
-    """Returns the chunks, with addresses relative to their arrays, and which array each is a piece of."""
+    """Returns the chunks, with addresses relative to their arrays, and the number of each chunk's array."""
     counts = -(-sizes // CHUNK_BYTES)
     array_of_chunk = np.repeat(np.arange(sizes.size), counts)
     first_of_array = np.cumsum(counts) - counts
@@ -274,7 +275,7 @@ def _cut(
 
 
 class _DeviceTable(NamedTuple):
-    """A chunk table on the device. It is allocated, written, read and freed in the order of one stream."""
+    """A table of chunks in GPU memory. One stream allocates, writes, reads and frees this table, in its order."""
 
     chunks: Any  # device array
     rows: int  # chunks
@@ -283,18 +284,18 @@ class _DeviceTable(NamedTuple):
 
 
 class FusedPacker:
-    """Packs and splits arrays of one device by one launch each.
+    """Packs and splits the arrays of one device, with one launch for each call.
 
-    The device and the stream to work on must be current when the packer is made, and in every call. Tables stay on the
-    device, and are used again while the addresses repeat. CuPy's pool gives freed memory at once to the next allocation
-    on the stream for which it was allocated. A table is read on that stream only, so it may be dropped while a queued
-    launch reads it.
+    The device and the stream of the packer must be current when the packer is made, and in every call. The packer keeps
+    its tables on the device, and uses a table again while the addresses repeat. CuPy's pool gives freed memory at once
+    to the next allocation for the same stream. Only this stream reads the table, so the packer may drop a table while a
+    queued launch reads it.
 
-    Keep a packer until the device has done the packer's work. Only one thread at a time may use it; if each thread has
-    a default stream of its own (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM), always the same thread.
+    Keep a packer until the device has done the packer's work. Only one thread at a time may use a packer. If each
+    thread has its own default stream (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM), only one thread may use it at all.
 
     Raises:
-        ImportError: CuPy is not installed. CuPy's errors of compilation pass through.
+        ImportError: CuPy is not installed. If CuPy cannot compile a kernel, the packer raises CuPy's error.
     """
 
     def __init__(self) -> None:
@@ -308,12 +309,12 @@ class FusedPacker:
         self._tables_bytes = 0
 
     def pack(self, arrays: Sequence[Any], flat: Any) -> None:
-        """Copies arrays to their places in a flat buffer, which pack_layout gives for their sizes; does not wait.
+        """Copies arrays to their places in a flat buffer, without waiting; pack_layout computes these places.
 
         Args:
-            arrays: 1-D contiguous CuPy arrays of any dtypes; they stay allocated until the copy is done.
-            flat: 1-D contiguous CuPy array of uint8 with room for the layout, beginning on a boundary of
-                ALIGNMENT_BYTES (elsewhere the copy is slower); bytes between the arrays stay as they are.
+            arrays: 1-D contiguous CuPy arrays of any dtypes; the caller keeps the arrays until the copy is done.
+            flat: 1-D contiguous CuPy array of uint8 with room for the layout. The copy is slower if its address is not
+                a multiple of ALIGNMENT_BYTES. Bytes between the arrays do not change.
 
         Raises:
             InvalidArgument: `flat` is too small.
@@ -321,7 +322,7 @@ class FusedPacker:
         self._launch(self._pack_kernel, arrays, flat)
 
     def split(self, flat: Any, arrays: Sequence[Any]) -> None:
-        """Copies the pieces of a flat buffer into arrays: the inverse of pack.
+        """Copies the parts of a flat buffer into arrays: the inverse of pack.
 
         Args:
             flat, arrays: as for pack.

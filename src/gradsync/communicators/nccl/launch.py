@@ -1,7 +1,7 @@
 """Launches: collectives that run on a GPU after their call has returned.
 
-A Launch is such a collective until its end. It keeps the collective's memory alive, checks for its end, and copies
-results to host arrays.
+A Launch represents one collective that runs on the GPU. It keeps the collective's memory alive, checks whether the
+collective has ended, and copies results to host arrays.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _CUDA_CAPTURE_IMPLICIT = 906  # a query of the null stream while a stream that w
 
 
 class Events:
-    """CUDA events of one device, reused: creating an event costs more than recording it.
+    """CUDA events of one device. A launch reuses events, because creating an event takes longer than recording it.
 
-    Recording an event again is safe. A stream that already waits for it waits for the earlier record. A stream that
-    waits later waits for more work than it needs, but never for its own.
+    Recording an event again is safe. A stream that waits for the event already still waits for the earlier record. A
+    stream that waits later waits for more work than it needs, but never for its own work.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Events:
         self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def take(self) -> tuple[Any, Any]:
-        """Returns two events that nothing uses."""
+        """Returns two events that no launch uses."""
         try:
             return self._free.pop()
         except IndexError:
@@ -65,8 +65,8 @@ class Events:
     def mark(self, stream: Any) -> Any:
         """Records an event after the present work of the calling thread's current stream, and returns the event.
 
-        There is one event for each thread and stream, so that a call is cheap enough for each gradient. The stream's
-        device must be current, because the handle of a default stream means the one of the current device.
+        Each thread has one event for each stream, so that a call is fast enough for each gradient. The stream's device
+        must be current, because the handle of a default stream stands for the default stream of the current device.
         """
         place = threading.get_ident(), stream.ptr
         found = self._marks.get(place)
@@ -83,14 +83,15 @@ class Launch:
 
     Attributes:
         name: the collective's name in messages.
-        agreed: the events on which the ranks have agreed for this collective.
-        memory: arrays that the GPU reads or writes. CuPy's pool reuses freed memory although a stream still uses it.
+        agreed: the events of the step on which the ranks have agreed for this collective.
+        memory: the arrays that the GPU reads or writes. Without this reference CuPy's pool would reuse their memory
+            while a stream still uses it.
         stream, thread: the collective's stream, and the thread that has launched it.
-        started: event recorded before the collective. The deadline begins when the GPU reaches this event, so earlier
-            work of the GPU does not count.
+        started: event recorded before the collective. The deadline begins when the GPU reaches this event, so the time
+            of earlier work on the GPU is not included.
         ended: event recorded after the collective.
-        recorded: the collective's entry in the flight recorder, once it is launched.
-        seen_started_at: when the watcher saw that the collective has begun.
+        recorded: the collective's entry in the flight recorder; set when the collective is launched.
+        seen_started_at: the time at which the watcher found that the collective has begun.
         is_over: whether the collective has ended, or failed.
         error: the collective's failure, or None.
         has_host_results: see Completion.
@@ -99,10 +100,10 @@ class Launch:
     Args:
         label: this rank's name in errors.
         check: raises the error that has broken the communicator, if any.
-        note_raised: is called with each error that `wait` or `order` raises.
+        note_raised: a function; `wait` and `order` call it with each error that they raise.
         nccl: NCCL's communicator.
         events: the events of the communicator's device.
-        timeout_seconds: how long `wait` waits if it gets no timeout.
+        timeout_seconds: how long `wait` waits if its caller passes no timeout.
         stream: the stream on which the collective runs.
     """
 
@@ -158,14 +159,14 @@ class Launch:
         self.has_host_results = True
 
     def record_end(self) -> None:
-        """Records the collective's end, after all of its work on the stream."""
+        """Records the collective's end event, after all work of the collective on the stream."""
         self.ended.record(self.stream)
         if self._host_results:
             with _registering:
                 _with_host_results.add(self)
 
     def will_write(self, array: Any) -> bool:
-        """Whether a result of the collective has yet to be written to the memory of a host array."""
+        """Whether the collective still has to write a result to the memory of the given host array."""
         return not self.is_over and any(np.may_share_memory(native, array) for _, native in self._host_results)
 
     # -- Completion ----------------------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ class Launch:
     # -- Its end -------------------------------------------------------------------------------------------------
 
     def look_for_closed_ranks(self) -> None:
-        """Raises RankFailed if a rank that this collective needs has closed the communicator before it."""
+        """Raises RankFailed if a rank that this collective needs has closed the communicator before this collective."""
         for agreement, position in self.agreed:
             agreement.look_for_closed_ranks(position)
 
@@ -237,11 +238,11 @@ class Launch:
         return peers if self.agreed and len(peers) == len(self.agreed) else None
 
     def fail(self, error: BaseException) -> None:
-        """Ends the launch with an error, whatever its event says: an aborted collective reaches its event too."""
+        """Ends the launch with an error, even if its event is reached: an aborted collective reaches its event too."""
         self._end(error)
 
     def _settle(self) -> bool:
-        """Checks the event; the first time that it is reached, copies results to the host and ends the launch."""
+        """Checks the event. When the event is reached, copies results to the host and ends the launch, once."""
         # Not the event's `done`, which stays False for ever once the GPU has failed.
         status = cupy.cuda.runtime.eventQuery(self.ended.ptr)
         if status == _CUDA_NOT_READY or status in _CUDA_CAPTURE:  # the latter where another thread is capturing
@@ -282,7 +283,7 @@ class Launch:
             self._events.give_back((self.started, self.ended))
 
     def _bring_home(self) -> NcclError | None:
-        """Copies results to the host arrays; returns the error if that fails."""
+        """Copies results to the host arrays. If a copy fails, returns the error."""
         try:
             for staging, native in self._host_results:
                 native[...] = staging.view(native.dtype).reshape(native.shape)
@@ -291,7 +292,7 @@ class Launch:
         return None
 
     def _do_last_things(self) -> BaseException | None:
-        """Calls the functions of `before_done`; returns their first error, or None."""
+        """Calls the functions given to `before_done`. Returns their first error, or None."""
         failed: BaseException | None = None
         for function in self._last_things:
             try:
@@ -331,7 +332,7 @@ _registering = threading.Lock()  # a set must not grow while another thread iter
 
 
 def await_results_in(array: Any) -> None:
-    """Waits until no launch of this process has a result left to write to a host array."""
+    """Waits until the launches of this process have written all results to their host arrays."""
     with _registering:
         launches = [launch for launch in _with_host_results if launch.will_write(array)]
     for launch in launches:
@@ -340,13 +341,13 @@ def await_results_in(array: Any) -> None:
 
 
 def as_stream(stream: Any, device_id: int, who: str) -> Any:
-    """Returns a caller's stream as one of CuPy's.
+    """Returns a caller's stream as a stream of CuPy.
 
     Args:
         stream: a stream of CuPy or PyTorch (`cuda_stream`), its handle, or an object with CUDA's `__cuda_stream__`;
             None is the calling thread's current stream on the device.
         device_id: CUDA's number of the device that the stream must belong to.
-        who: first words of the error.
+        who: the text with which an error begins.
 
     Raises:
         InvalidArgument: not a stream, or a stream of another GPU.
@@ -369,17 +370,18 @@ def as_stream(stream: Any, device_id: int, who: str) -> Any:
 
 
 def refuse_capturing(stream: Any, label: str, what: str) -> None:
-    """Refuses a stream that is capturing a CUDA graph. It queries the driver once, and does not wait.
+    """Raises an error if a stream captures a CUDA graph. Queries the driver once, and does not wait.
 
-    Agreement, deadlines and the events of a launch cannot be a part of a graph. CUDA would refuse them in the middle of
-    the call, with errors 905 and 907, when the other ranks already wait.
+    A graph cannot contain agreement, deadlines and the events of a launch. Without this check CUDA would raise errors
+    905 and 907 in the middle of the call, when the other ranks wait already.
 
     Args:
         stream: a CuPy stream.
         label, what: this rank and the call, for the error.
 
     Raises:
-        InvalidArgument: the stream is capturing; or it is the null stream, and a stream that waits for it is capturing.
+        InvalidArgument: the stream captures a graph; or the stream is the null stream, and a stream that waits for the
+            null stream captures a graph.
     """
     try:
         if not stream.is_capturing():

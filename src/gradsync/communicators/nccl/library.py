@@ -1,10 +1,10 @@
 """All calls to NCCL, through CuPy's binding, in one class.
 
-Nothing here needs a GPU until a communicator is joined. ncclCommInitRank, ncclCommSplit, ncclCommDestroy and
-ncclCommAbort may block for ever if another rank is gone, so each runs on a daemon thread, and the caller waits until a
-deadline. CuPy destroys a communicator when its object is collected, which could block anywhere, so the object is kept
-alive until it has been ended here. Errors have NCCL's own words and a hint. docs/architecture.md maps each method to
-NVIDIA's nccl4py.
+Only `join` and the calls after it need a GPU. ncclCommInitRank, ncclCommSplit, ncclCommDestroy and ncclCommAbort may
+block for ever if another rank is gone. So each of these calls runs on a daemon thread, and the caller waits until a
+deadline. CuPy destroys a communicator when Python collects its object, and this call could block anywhere. So this
+class keeps the object alive until it has ended the communicator itself. Errors contain NCCL's own text and a hint.
+docs/architecture.md maps each method to NVIDIA's nccl4py.
 
 Source: NCCL's API reference, `ncclDataType_t`, `ncclRedOp_t` and `ncclResult_t`.
 """
@@ -50,11 +50,11 @@ _HINTS = {
     1: "a CUDA call failed: look for an earlier error in this rank's own kernels, or set NCCL_DEBUG=INFO",
     2: "a system call failed: is /dev/shm too small, or a network interface down? NCCL_DEBUG=INFO names the call",
     3: "this is a bug in NCCL, or memory was overwritten; NCCL_DEBUG=INFO shows where",
-    4: "an argument was refused; NCCL_DEBUG=WARN names it",
-    5: "ranks share a GPU, or differ in what they call; NCCL_DEBUG=WARN names the reason",
-    6: "another rank, or the network to it, failed: its own message tells the cause",
+    4: "NCCL refused an argument; NCCL_DEBUG=WARN names the argument",
+    5: "ranks share a GPU, or make different calls; NCCL_DEBUG=WARN shows the reason",
+    6: "another rank, or the network to that rank, failed: the other rank's message shows the cause",
     7: "NCCL_COMM_BLOCKING=0 is set: CuPy cannot use communicators that do not block",
-    8: "NCCL gave up waiting for another rank",
+    8: "NCCL waited too long for another rank",
 }
 
 DESTROY_SECONDS = 10.0
@@ -70,12 +70,12 @@ _log = logging.getLogger("gradsync")
 
 
 class Wire(NamedTuple):
-    """How elements of a dtype travel through NCCL.
+    """The form in which NCCL sends elements of a dtype.
 
     Attributes:
         datatype: NCCL's code for the type of the values.
-        per_element: the number of values in one element: 2 for complex numbers.
-        widened: the dtype that elements are cast to first, if NCCL has no type of their size; else None.
+        per_element: the number of values in one element: 2 for complex numbers, else 1.
+        widened: the dtype to which elements are cast first, if NCCL has no type of their size; else None.
     """
 
     datatype: int
@@ -84,7 +84,7 @@ class Wire(NamedTuple):
 
 
 class Nccl:
-    """The library. An object that `join` or `split` has made is also one communicator on one device.
+    """The NCCL library. An object that `join` or `split` has made is also a communicator on one device.
 
     Attributes:
         binding: the module cupy.cuda.nccl.
@@ -93,7 +93,7 @@ class Nccl:
         label: this rank's name in errors.
 
     Raises:
-        BackendUnavailable: CuPy or NCCL cannot be loaded, or the environment makes NCCL unusable here.
+        BackendUnavailable: CuPy or NCCL cannot be loaded, or an environment variable makes NCCL unusable.
     """
 
     device_id: int
@@ -113,20 +113,21 @@ class Nccl:
             )
         if not nccl.available:
             raise BackendUnavailable(
-                "CuPy could not load libnccl.so.2: pip install nvidia-nccl-cu12 (or nvidia-nccl-cu13, as for your CuPy)"
+                "CuPy could not load libnccl.so.2: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13 if "
+                "your CuPy is cupy-cuda13x"
             )
         try:
             nvrtc.getVersion()
         except RuntimeError as error:
             raise BackendUnavailable(
-                f"CuPy finds no NVRTC to compile its kernels with ({error}): {_INSTALL}"
+                f"CuPy needs NVRTC to compile its kernels, and did not find it ({error}): {_INSTALL}"
             ) from error
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
-            raise BackendUnavailable("NCCL_COMM_BLOCKING=0 is set, which CuPy cannot work with: unset it")
+            raise BackendUnavailable("NCCL_COMM_BLOCKING=0 is set, but CuPy cannot work with it: unset the variable")
         if os.environ.get("CUPY_ENABLE_UMP", "0") != "0":  # cupy.asarray does not copy then, which would not be noticed
             raise BackendUnavailable(
-                "CUPY_ENABLE_UMP is set: CuPy's arrays may lie in host memory then, which gradsync does not support: "
-                "unset it"
+                "CUPY_ENABLE_UMP is set, so CuPy's arrays may be in host memory, which gradsync does not support: "
+                "unset the variable"
             )
         self.binding: Any = nccl
         self.version: int = nccl.get_version()
@@ -151,22 +152,22 @@ class Nccl:
         return min(self.version, int(self.binding.get_build_version())) >= _SPLIT_SINCE
 
     def wire(self, dtype: np.dtype[Any]) -> Wire:
-        """Returns how elements of a dtype travel through NCCL."""
+        """Returns the form in which NCCL sends elements of a dtype."""
         return self._wires[dtype_name(dtype)]
 
     def make_unique_id(self) -> bytes:
-        """Returns a new id of 128 bytes. It lets its holder join, so it must never be shown."""
+        """Returns a new id of 128 bytes. Whoever has the id can join, so no message may show it."""
         with self._errors("ncclGetUniqueId"):
             return bytes(self.binding.get_unique_id())
 
     def error(self, code: int, call: str) -> NcclError:
-        """Makes the error for a result code of NCCL, with the call, NCCL's own words, versions and a hint."""
+        """Makes the error for a result code of NCCL, with the call, NCCL's own text, versions and a hint."""
         name = RESULT_NAMES.get(code, f"ncclResult {code}")
         last = self.last_error()
         return NcclError(
             f"{self.label + ': ' if self.label else ''}{call} failed with {name} ({code})"
             + (f": {last}" if last else "")
-            + f"; {_HINTS.get(code, 'NCCL_DEBUG=INFO tells more')}. NCCL {version_text(self.version)} from "
+            + f"; {_HINTS.get(code, 'NCCL_DEBUG=INFO shows more')}. NCCL {version_text(self.version)} from "
             f"{library_path()}, CuPy {self._cupy_version}",
             code=code,
             name=name,
@@ -175,8 +176,8 @@ class Nccl:
     def last_error(self) -> str:
         """Returns the text of ncclGetLastError, which CuPy does not expose; "" if there is no text.
 
-        NCCL keeps one text for the process and ignores the communicator, so there is a text when ncclCommInitRank has
-        failed too. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
+        NCCL keeps one text for the whole process and ignores the communicator. So the text is also known when
+        ncclCommInitRank has failed. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
         """
         path = library_path()
         if not os.path.exists(path):
@@ -192,19 +193,20 @@ class Nccl:
     # -- Making a communicator -------------------------------------------------------------------------------------
 
     def join(self, client: RendezvousClient, device_id: int, group: str, deadline: float) -> Nccl:
-        """Makes a communicator of the client's ranks. Every one of them must call it.
+        """Makes a communicator of the client's ranks. All these ranks must call it.
 
-        The caller must report a failure to the other ranks, which would otherwise wait for this one.
+        If it fails, the caller must tell the other ranks, which would otherwise wait for this rank.
 
         Args:
             client: this rank's connection to the rendezvous server.
-            device_id: this rank's device, which no other rank has.
-            group: a name not used before in this generation.
+            device_id: CUDA's number of this rank's device, which no other rank uses.
+            group: the group's name, which no group of this generation has had before.
             deadline: the deadline for all steps, in time.monotonic() seconds.
 
         Raises:
             NcclError: NCCL failed.
-            RendezvousTimeout, RankFailed: a rank did not arrive, or died.
+            RendezvousTimeout: a rank did not call this method in time.
+            RankFailed: a rank died.
         """
         key = f"nccl/{group}/id"
         if client.rank == 0:
@@ -229,25 +231,25 @@ class Nccl:
             raise RendezvousTimeout(
                 f"{self.label}: ncclCommInitRank on cuda:{device_id} did not return within {seconds:.3g} s, although "
                 "all ranks had called it: a network may drop NCCL's connections (NCCL_SOCKET_IFNAME chooses the "
-                "interface), or a GPU may be stuck; NCCL_DEBUG=INFO tells more"
+                "interface), or a GPU may be stuck; NCCL_DEBUG=INFO shows more"
             ) from error
 
     def split(self, client: RendezvousClient, color: int, key: int, timeout_seconds: float) -> Nccl | None:
-        """Splits the communicator into groups; cheaper than `join`. Every rank must call it; no collective may run.
+        """Splits the communicator into groups, faster than `join`. All ranks must call it while no collective runs.
 
         Args:
             client: this rank's connection to the rendezvous server.
-            color: number of this rank's group, 0 or more; -1 (NCCL_SPLIT_NOCOLOR) if it joins none.
+            color: the number of this rank's group, 0 or more; -1 (NCCL_SPLIT_NOCOLOR) if this rank joins no group.
             key: this rank's number in its group.
             timeout_seconds: the time limit for all steps.
 
         Returns:
-            The communicator of this rank's group; None if it joins none.
+            The communicator of this rank's group; None if this rank joins no group.
 
         Raises:
             NcclError: NCCL failed.
-            CollectiveTimeout, RendezvousTimeout, RankFailed: a rank did not arrive, or died. The old communicator
-                cannot be used any more.
+            CollectiveTimeout, RendezvousTimeout, RankFailed: a rank did not call this method in time, or died. The old
+                communicator cannot be used any more.
         """
         deadline = time.monotonic() + timeout_seconds
         client.barrier("nccl/split", timeout_seconds=timeout_seconds)
@@ -262,7 +264,7 @@ class Nccl:
         except TimeoutError as error:
             raise CollectiveTimeout(
                 f"{self.label}: ncclCommSplit on cuda:{self.device_id} did not return within {seconds:.3g} s, although "
-                "all ranks had called it; NCCL_DEBUG=INFO tells more"
+                "all ranks had called it; NCCL_DEBUG=INFO shows more"
             ) from error
         if color < 0:
             return None
@@ -294,7 +296,7 @@ class Nccl:
         )
 
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int) -> None:
-        """Reduces the ranks' sources into the root's target, which may be its source. Other ranks pass target None."""
+        """Reduces the ranks' sources into the root's target, or in place; other ranks pass None as target."""
         datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
         pointers = source.data.ptr, 0 if target is None else target.data.ptr
         count = source.size * per_element
@@ -303,7 +305,7 @@ class Nccl:
     def reduce_scatter(self, source: Any, target: Any, op: ReduceOp) -> None:
         """Reduces equal parts of the sources, part i into the target of rank i.
 
-        The target may be exactly that part of the rank's source.
+        The target may be exactly this rank's part of its source.
         """
         datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
         count = target.size * per_element
@@ -327,18 +329,18 @@ class Nccl:
         self.call("allGather", source.data.ptr, target.data.ptr, source.nbytes, self._bytes, self._current_stream().ptr)
 
     def send(self, flat: Any, peer: int) -> None:
-        """Sends bytes to another rank, which must receive equally many."""
+        """Sends bytes to another rank, which must receive the same number of bytes."""
         self.call("send", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
 
     def receive(self, flat: Any, peer: int) -> None:
-        """Receives bytes from another rank, which must send equally many."""
+        """Receives bytes from another rank, which must send the same number of bytes."""
         self.call("recv", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls a method of CuPy's communicator and returns its result.
 
         Raises:
-            NcclError: NCCL refused or failed.
+            NcclError: NCCL refused the call, or failed.
             CommunicatorClosed: another thread has ended the communicator.
         """
         with self._calling:
@@ -351,10 +353,10 @@ class Nccl:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Launches the calls of its block together, at the end: for messages that would wait for each other.
+        """Launches the calls of the `with` block together, at its end, so that messages do not wait for each other.
 
-        NCCL's group ends with the block in any case. If the block raises, the calls before the error are still
-        launched, because NCCL cannot withdraw them; such an error ends the communicator.
+        NCCL's group ends with the block, even if the block raises an error. NCCL then still launches the calls before
+        the error, because it cannot withdraw them. Such an error ends the communicator.
 
         Raises:
             NcclError, CommunicatorClosed: as for `call`.
@@ -396,7 +398,7 @@ class Nccl:
 
     @contextlib.contextmanager
     def _errors(self, call: str) -> Iterator[None]:
-        """Raises errors of NCCL and CUDA in its block as NcclError."""
+        """Raises NcclError for errors of NCCL and CUDA in the `with` block."""
         try:
             yield
         except (self.binding.NcclError, KeyError) as error:
@@ -410,16 +412,16 @@ class Nccl:
         return self.error(int(error.status), call)  # type: ignore[attr-defined]
 
     def _ended_error(self, what: str) -> CommunicatorClosed:
-        """Returns the error of a call after the end, for which CuPy would pass a null pointer to NCCL."""
+        """Returns the error for a call after the communicator's end: CuPy would pass a null pointer to NCCL."""
         return CommunicatorClosed(f"{self.label}: {what} on a communicator of NCCL that has been ended")
 
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def abort(self, before: Callable[[], None] | None = None) -> None:
-        """Ends the communicator now, on another thread; running collectives leave undefined data. Returns at once.
+        """Ends the communicator now, on another thread. Returns at once; running collectives leave undefined data.
 
         Args:
-            before: a function that is called on that thread first; it may block.
+            before: a function that the other thread calls first; it may block.
         """
         self._begin_end("abort", before)
 
@@ -428,26 +430,31 @@ class Nccl:
         self._begin_end("destroy", None)
         if os.getpid() == self._pid and not self.has_ended.wait(DESTROY_SECONDS):
             how = str(self._how).title()
-            _log.warning("%s: ncclComm%s did not return within %g s; left behind", self.label, how, DESTROY_SECONDS)
+            _log.warning(
+                "%s: ncclComm%s did not return within %g s; gradsync no longer waits for it",
+                self.label,
+                how,
+                DESTROY_SECONDS,
+            )
 
     def leave(self, before: Callable[[], None] | None = None) -> None:
-        """Ends the communicator as `abort` does, unless it has ended. Call it when nobody uses the communicator.
+        """Ends the communicator as `abort` does, unless it has ended. Call it when no object uses the communicator.
 
-        It takes no lock, because the garbage collector may call it while the thread holds any lock.
+        `leave` takes no lock, because the garbage collector may call it while the thread holds a lock.
 
         Args:
-            before: a function that is called on another thread first, even if the communicator has ended.
+            before: a function that another thread calls first, even if the communicator has ended.
         """
         self._orders.put(partial(self._leave, before))
 
     def keep_until_end(self, objects: Sequence[object], ended: Any) -> None:
-        """Keeps the objects of a failed launch, with their GPU memory, until the GPU does not use them any more.
+        """Keeps the objects of a failed launch, with their GPU memory, until the GPU no longer uses them.
 
-        ncclCommAbort waits for NCCL's own work, but not for copies and kernels of gradsync that are queued behind it.
+        ncclCommAbort waits for NCCL's own work, but not for later copies and kernels of gradsync on the stream.
 
         Args:
             objects: the launch's objects.
-            ended: the event after all work of the launch. If it is never reached, the objects are kept for ever.
+            ended: the event after all work of the launch. If the GPU never reaches it, the objects stay for ever.
         """
         with self._ending:
             self._kept.append((ended, objects))
@@ -461,7 +468,7 @@ class Nccl:
         self._orders.put(partial(self._end, before))
 
     def _obey(self) -> None:
-        """Runs orders, which may block, on a separate thread until nobody uses the communicator."""
+        """Runs orders, which may block, on a separate thread. Returns when no object uses the communicator."""
         # First: later, another thread may hold the driver's lock (cudaFree waits for a hung kernel).
         self._cupy.cuda.Device(self.device_id).use()
         is_used = True
@@ -476,7 +483,7 @@ class Nccl:
                 order()
 
     def _release_kept(self) -> None:
-        """Frees kept memory if NCCL has ended and the GPU has reached the end of the launch."""
+        """Frees the memory of failed launches, if NCCL has ended and the GPU has reached the end of the launch."""
         if not self.has_ended.is_set():
             return
         query = self._cupy.cuda.runtime.eventQuery

@@ -1,7 +1,8 @@
 """The backend between GPUs: CuPy arrays over NCCL.
 
-A single collective runs on the caller's stream. A gradient bucket runs on the communicator's own stream, after the work
-that made the gradients. There it is packed, reduced and split, and its end is recorded; the host does not wait.
+A single collective runs on the caller's stream. For a gradient bucket, the communicator's own stream waits for the work
+that made the gradients. On this stream the backend packs, reduces and splits the bucket, and records an event at its
+end. The host does not wait.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ _last_on_device: dict[int, tuple[Any, Any, int]] = {}
 class NcclBackend(Backend):
     """The backend of ranks with a GPU each.
 
-    Takes CuPy arrays, other arrays on the device by DLPack or `__cuda_array_interface__` without a copy, and host
-    arrays, which are copied to the device and back. min and max follow NCCL where a value is NaN.
+    Takes CuPy arrays, and other arrays on the device by DLPack or `__cuda_array_interface__`, without a copy. Copies
+    host arrays to the device and back. If a value is NaN, min and max return the same as NCCL.
 
     Args:
         nccl: NCCL's communicator.
         client: this rank's connection to the rendezvous server.
-        group: the communicator's name, not used before in this generation.
+        group: the communicator's name, which no group of this generation has had before.
         timeout_seconds: how long a collective may wait for a rank.
         force_packing: see Backend.
     """
@@ -117,7 +118,7 @@ class NcclBackend(Backend):
     def take_over(
         cls, nccl: Nccl, client: RendezvousClient, group: str, timeout_seconds: float, *, force_packing: bool = False
     ) -> NcclBackend:
-        """Makes a backend of a new NCCL communicator; if this fails, ends the NCCL communicator."""
+        """Makes a backend from a new NCCL communicator. If this fails, ends the NCCL communicator."""
         try:
             return cls(nccl, client, group, timeout_seconds, force_packing=force_packing)
         except BaseException:
@@ -301,7 +302,7 @@ class NcclBackend(Backend):
             self._raise_disagreement(error)
 
     def _raise_disagreement(self, error: GradsyncError) -> NoReturn:
-        """Raises the reason why this rank must not launch, or the error of an earlier wrong launch."""
+        """Raises the error that forbids a launch on this rank, or the error of an earlier wrong launch."""
         if isinstance(error, PlanMismatch):
             if error.broken:
                 self._fail(error, is_raised=True)
@@ -314,7 +315,7 @@ class NcclBackend(Backend):
     # -- Memory --------------------------------------------------------------------------------------------------
 
     def keep(self, *arrays: Any) -> None:
-        """Keeps arrays until the launch that is being made has ended."""
+        """Keeps arrays until the present launch has ended."""
         if self._launch is not None:
             self._launch.memory += arrays
 
@@ -326,7 +327,7 @@ class NcclBackend(Backend):
             self.arrays.write_back(flat, native)
 
     def _packed(self, arrays: Sequence[Any]) -> Any:
-        """Packs arrays into the flat buffer, which grows as needed; returns the bytes used."""
+        """Packs arrays into the flat buffer, and enlarges it if needed. Returns the used bytes."""
         size_bytes = pack_layout(tuple([array.nbytes for array in arrays])).total_bytes
         if self._flat is None or self._flat.size < size_bytes:
             # Zeros, because the gaps between arrays are reduced too; their values do not matter.
@@ -419,7 +420,7 @@ class NcclBackend(Backend):
         return StorePath(self.client, group, self._failures, self.timeout_seconds, self.agree, self._raise_end)
 
     def _raise_end(self) -> None:
-        """Raises the reason if the ranks that the host waits for will not come."""
+        """Raises the failure of a rank that the host waits for, if there is one."""
         self._raise_failure()
         self._agreements.look_for_closed_ranks()
 
@@ -441,12 +442,12 @@ class NcclBackend(Backend):
             raise copy.copy(self._failure)
 
     def _has_failed(self) -> bool:
-        """Whether the communicator has failed. If a thread is just failing it, waits for that thread."""
+        """Whether the communicator has failed. If another thread is recording a failure, waits for that thread."""
         with self._failing:
             return self._failure is not None
 
     def _begin_to_fail(self, error: BaseException) -> bool:
-        """Fails the communicator and its launches; returns whether this is the first failure."""
+        """Marks the communicator and its launches as failed. Returns whether this is the first failure."""
         with self._failing:
             if self._failure is not None:
                 return False
@@ -455,7 +456,7 @@ class NcclBackend(Backend):
         return True
 
     def _fail(self, error: GradsyncError, *, is_raised: bool = False) -> None:
-        """Ends the communicator because of a failure that the watcher, or an agreement, has found."""
+        """Ends the communicator because the watcher or an agreement has found a failure."""
         if not self._begin_to_fail(error):
             return
         self.lifetime.fail(error, is_raised=is_raised)
@@ -464,7 +465,7 @@ class NcclBackend(Backend):
         self._begin_abort(describe(error) if own else None)
 
     def _begin_abort(self, reason: str | None, culprit: int | None = None) -> None:
-        """Aborts on another thread, because the server or NCCL may block, and this thread must not wait."""
+        """Aborts the communicator on another thread, because the server or NCCL may block this thread."""
         self._reporting = threading.Event()
         self._nccl.abort(partial(_report_failure, self.client, reason, culprit, self._reporting))
 
@@ -480,7 +481,7 @@ class NcclBackend(Backend):
 
 
 class _Launching:
-    """The context in which one launch is made: orders it after other work, records its end, and raises failures."""
+    """A context manager for one launch: orders the launch after other work, records its end, and raises failures."""
 
     def __init__(self, backend: NcclBackend, stream: Any, producers: Sequence[Any] | None) -> None:
         self._backend = backend
@@ -559,7 +560,7 @@ class _Launching:
 
 
 def _follow(stream: Any, marks: Sequence[Any]) -> None:
-    """Makes a stream wait for marked work, once for each mark: the gradients of a bucket may share a mark."""
+    """Makes a stream wait for each event once; the gradients of a bucket may share an event."""
     for event in {id(event): event for event in marks}.values():
         stream.wait_event(event)
 
@@ -567,7 +568,7 @@ def _follow(stream: Any, marks: Sequence[Any]) -> None:
 def _report_failure(
     client: RendezvousClient, reason: str | None, culprit: int | None, reported: threading.Event
 ) -> None:
-    """Reports a failure that only this rank knows of to the server, then sets the event."""
+    """Reports this rank's own failure to the server, then sets the event."""
     try:
         if reason is not None and client.world_size > 1:
             client.report_failure(reason, culprit=culprit)
@@ -576,7 +577,7 @@ def _report_failure(
 
 
 def _end_rest(watched: Watched, agreements: NcclAgreements, client: RendezvousClient) -> None:
-    """Ends the watching and the agreements of a collected communicator, to which it must hold no reference."""
+    """Ends the watching and the agreements of a communicator that Python has collected. Has no reference to it."""
     watched.stop()
     agreements.close()
     if client.name:  # a group's client; the world's client stays open

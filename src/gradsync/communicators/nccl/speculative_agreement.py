@@ -1,16 +1,16 @@
 """Agreement on the next collective, by prediction: for NCCL, whose collectives cannot carry a digest.
 
-Ranks that have agreed on all events so far have the same history, and predict the same next event from it. A rank
-launches the predicted collective without asking. Before any other collective it asks the other ranks, through the
-rendezvous server. If two ranks differ, at most one of them is about to launch the predicted collective, so at least one
-of them asks. The only wrong launch is that of a rank that has gone ahead already: it gets an error, and the
-communicator is then broken for all ranks.
+An event is a collective, a message or the end of a step. Ranks that have agreed on all earlier events have the same
+history, and predict the same next event from it. A rank launches the predicted event without asking. Before any other
+event the rank asks the other ranks, through the rendezvous server. If two ranks differ, at most one of them launches
+the predicted event, so at least one of them asks. If the other rank has launched the predicted event already, this
+launch is wrong: the rank raises an error, and the communicator is then broken for all ranks.
 
-A training loop that repeats itself asks in its first steps only. A loop that evaluates now and then asks when it leaves
-the repeated steps and when it returns to them.
+If a training loop repeats its steps, its ranks ask in the first steps only. If the loop sometimes evaluates, the ranks
+ask before and after each evaluation.
 
-All ranks of a communicator agree on its collectives. On a message only its two ranks agree: each direction between two
-ranks has an agreement of its own, which is made for the first message in that direction.
+All ranks of a communicator agree on its collectives. For a message, only the sender and the receiver agree. Each
+direction between two ranks has its own agreement, which the ranks make for the first message in that direction.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _ASK_AGAIN_AFTER_SECONDS = 1.0  # between two questions a rank checks whether an
 
 
 class History:
-    """Predicts the next event from the agreed ones. The same on every rank, because only agreed events enter.
+    """Predicts the next event from the agreed events. All ranks have agreed on these events, so they predict the same.
 
     Attributes:
-        expected: digest of the event that followed the last events when they came before; None if they are new.
+        expected: the digest of the predicted event: the last events happened before, and this event followed them then.
+            None if the last events are new.
     """
 
     def __init__(self) -> None:
@@ -62,17 +63,17 @@ class History:
         self.expected = known.get(context)
 
     def break_off(self) -> None:
-        """Begins a new context after an event on which the ranks differed: predicts nothing until they agree again."""
+        """Begins a new history after the ranks have differed. It predicts nothing until the ranks agree again."""
         self._breaks += 1
         self._context = (-self._breaks,)  # no digest is negative
         self.expected = None
 
 
 class Agreed(NamedTuple):
-    """An event on which the ranks have agreed, for its launch.
+    """An event on which the ranks have agreed, so that this rank may launch it.
 
     Attributes:
-        agreement: the agreement of the ranks concerned.
+        agreement: the agreement of the ranks that take part in the event.
         position: the event's number in that agreement.
     """
 
@@ -81,23 +82,23 @@ class Agreed(NamedTuple):
 
 
 class SpeculativeAgreement:
-    """Agreement of the ranks of one communicator, or of two ranks on the messages in one direction.
+    """The agreement of all ranks of a communicator, or of two ranks on the messages in one direction.
 
     Args:
-        client: this rank's client, whose ranks are the ranks that agree.
+        client: this rank's connection to the rendezvous server, as a member of the ranks that agree.
         group: the communicator's name, the same on all ranks.
         label: this rank's name in errors, e.g. "rank 0/2"; errors name other ranks by their world ranks.
-        timeout_seconds: time limit of a question to the other ranks.
-        failures: the failures that the server reports, for ranks that do not answer.
-        peer: the world rank of the other side of messages; None for collectives.
+        timeout_seconds: how long a question waits for the answers of the other ranks.
+        failures: the failures that the server reports; read when a rank does not answer.
+        peer: the world rank of the other side of the messages; None for collectives.
         look_for_closed_peer: raises RankFailed if the peer has closed the communicator before its first message.
 
     Attributes:
-        peer: as given.
-        position: number of the next event.
+        peer: the argument of this name.
+        position: the number of the next event.
         asks_always: whether this rank asks about predicted events too; the same on all ranks.
-        was_overtaken: whether this rank has launched an event that another rank did not; `overtaken` returns the error,
-            once.
+        was_overtaken: whether this rank has launched an event that another rank did not launch. `overtaken` returns the
+            error once.
     """
 
     def __init__(
@@ -135,16 +136,16 @@ class SpeculativeAgreement:
         client.follow(group, self._on_asked)
 
     def repeated(self, agreement: Agreement) -> Agreed | None:
-        """Adds the event without asking, if it is the predicted one: this rank may launch it.
+        """Adds an event without asking, if it is the predicted event. This rank may then launch it.
 
         Args:
-            agreement: the agreement on the event, as this rank expects it of all ranks.
+            agreement: this rank's digest and description of the event.
 
         Returns:
-            The event; None if this rank must ask: see `asked`.
+            The event; None if this rank must call `asked`.
 
         Raises:
-            RankFailed, CollectiveTimeout: the server's verdict.
+            RankFailed, CollectiveTimeout: the server has reported a failure.
         """
         if self._failures.has_failed():
             self._failures.check()
@@ -159,14 +160,14 @@ class SpeculativeAgreement:
         return Agreed(self, position)
 
     def asked(self, agreement: Agreement, arrivals: list[object] | None = None) -> Agreed:
-        """Asks the other ranks about the event; returns when this rank may launch it.
+        """Asks the other ranks about an event. Returns when this rank may launch the event.
 
         Args:
-            agreement: see `repeated`.
-            arrivals: gets this object when the server's decision comes: see RendezvousClient.agree.
+            agreement: this rank's digest and description of the event.
+            arrivals: a list; the client appends this object when the server's decision arrives.
 
         Raises:
-            PlanMismatch: the ranks differ; if `broken`, the communicator must not be used again.
+            PlanMismatch: the ranks differ. If `broken` is set, the communicator must not be used again.
             RankFailed, CollectiveTimeout: a rank died, left, or did not answer.
         """
         position = self.position
@@ -194,11 +195,11 @@ class SpeculativeAgreement:
         self._client.announce_left(self._departures, self.position)
 
     def look_for_closed_ranks(self, position: float, ranks: Iterable[int] | None = None) -> None:
-        """Raises RankFailed if another rank has closed the communicator before it had passed this event.
+        """Raises RankFailed if another rank has closed the communicator before the given event.
 
         Args:
-            position: the event's number; infinite for a question, which a rank that has closed does not answer.
-            ranks: the world ranks to check; None is all.
+            position: the event's number; infinite for a question, because a closed rank answers no question.
+            ranks: the world ranks to check; None means all other ranks.
         """
         raise_if_left(self._client, self._departures, self._label, position, ranks)
         if position == math.inf and self._look_for_closed_peer is not None:
@@ -213,12 +214,12 @@ class SpeculativeAgreement:
         return [rank for rank in self._client.world_ranks if rank != self._own_rank]
 
     def _launched_at(self, position: int) -> Agreement | None:
-        """Returns the predicted event that was launched at an earlier position; None if this rank had asked."""
+        """Returns the predicted event that this rank launched at an earlier position; None if this rank asked there."""
         age = self.position - position
         return self._launched[-age] if age <= len(self._launched) else _forgotten(position)
 
     def _on_asked(self, position: int) -> LaunchedEvent | None:
-        """Called when another rank asks about an event; returns the event that this rank has launched there, if any."""
+        """Handles another rank's question about an event. Returns the event that this rank launched there, or None."""
         with self._lock:
             if position >= self.position:
                 self._asked_at = position
@@ -249,7 +250,7 @@ class SpeculativeAgreement:
                 self._failures.warn(waited_seconds, missing)
 
     def _disagreement(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
-        """Makes the error for a question; this rank may have launched a wrong event before."""
+        """Makes the error for a question on which the ranks differ, or for an earlier wrong launch of this rank."""
         began_at = self._client.launched_position(self._group) if broken else None
         if began_at is not None and began_at < position:
             with self._lock:
@@ -263,7 +264,7 @@ class SpeculativeAgreement:
         return f"{place_of_caller()}\n(unknown)" if agreement is None else agreement.text_for_others()
 
     def _mismatch(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
-        """Exchanges descriptions through the server and makes the error."""
+        """Exchanges the ranks' descriptions of the event through the server, and makes the error."""
         mine = self._own_text(position, agreement)
         texts = {self._own_rank: mine}
         try:
@@ -276,7 +277,7 @@ class SpeculativeAgreement:
         return mismatch(self._label, agreement, Description.parse_whole(texts), broken=broken)
 
     def _publish(self, position: int, text: str) -> None:
-        """Stores this rank's description in pieces; only the last one is shorter than _PIECE_BYTES."""
+        """Stores this rank's description on the server in pieces; only the last piece is shorter than _PIECE_BYTES."""
         data = text.encode(errors="replace")
         for number, begin in enumerate(range(0, len(data) + 1, _PIECE_BYTES)):
             self._client.set(self._piece_key(position, self._own_rank, number), data[begin : begin + _PIECE_BYTES])
@@ -302,8 +303,8 @@ class Question(NamedTuple):
     """A message on which its two ranks must agree.
 
     Attributes:
-        sender, receiver: the two ranks' numbers in the communicator; one of the two is this rank.
-        agreement: the agreement on the message, as this rank expects it of both ranks.
+        sender, receiver: the numbers of the two ranks in the communicator; one of them is this rank.
+        agreement: this rank's digest and description of the message.
     """
 
     sender: int
@@ -319,14 +320,14 @@ class Answer(NamedTuple):
 
 
 class NcclAgreements:
-    """The agreements of one communicator: of all ranks on collectives, of two ranks on messages.
+    """The agreements of one communicator: of all ranks on collectives, and of two ranks on messages.
 
     Args:
-        client: this rank's client, whose ranks are the communicator's ranks.
+        client: this rank's connection to the rendezvous server, as a member of the communicator's ranks.
         group: the communicator's name, the same on all ranks.
         label: this rank's name in errors.
-        timeout_seconds: time limit of a question to the other ranks.
-        failures: the failures that the server reports, for ranks that do not answer.
+        timeout_seconds: how long a question waits for the answers of the other ranks.
+        failures: the failures that the server reports; read when a rank does not answer.
 
     Attributes:
         of_all: the agreement of all ranks.
@@ -345,18 +346,18 @@ class NcclAgreements:
         self._of_messages: dict[tuple[int, int], SpeculativeAgreement] = {}  # by sender and receiver
 
     def on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Answer]]:
-        """Yields, in groups, the answers for one or two messages: whether this rank may launch them.
+        """Yields, in groups, the answers for one or two messages: whether this rank may launch each message.
 
-        The other rank of a message gets the same answer. The messages of a group are launched together, before the next
-        group is asked for. Predicted messages are one group. Each other message is a group of its own, in the order of
-        the server's answers, which is one order for all ranks: so no ranks wait for each other in a circle. A message
-        that has its answer does not wait for the answer about the other message, because that answer may come only
-        after the first message was received. A rank always asks about the first message to another
-        rank: NCCL connects two ranks in the first group that has a message between them, and both ranks need the same
+        The other rank of a message gets the same answer. The caller launches the messages of a group together, before
+        it takes the next group. Predicted messages are one group. Each other message is a group of its own. Such groups
+        have the order of the server's answers, which is the same on all ranks, so ranks do not wait for each other in a
+        circle. A message does not wait for the answer about the other message, because that answer may arrive only
+        after the other rank has received the first message. A rank always asks about the first message to another rank:
+        NCCL connects two ranks in the first group that has a message between them, and both ranks need the same
         messages in that group. Source: NCCL, src/transport.cc, ncclTransportP2pSetup.
 
         Raises:
-            PlanMismatch: `broken`: the communicator must not be used again.
+            PlanMismatch: the ranks differ. `broken` is set, and the communicator must not be used again.
             RankFailed, CollectiveTimeout: as for SpeculativeAgreement.asked.
         """
         ways = {question: self._of_way(question.sender, question.receiver) for question in questions}
@@ -396,7 +397,7 @@ class NcclAgreements:
             agreement.look_for_closed_ranks(agreement.position - 1)
 
     def look_for_closed_members(self, ranks: Iterable[int]) -> None:
-        """Raises RankFailed if one of these ranks, by their numbers in the communicator, has closed it."""
+        """Raises RankFailed if one of the given ranks (numbers in the communicator) has closed the communicator."""
         self.of_all.look_for_closed_ranks(math.inf, [self._client.world_ranks[rank] for rank in ranks])
 
     def announce_closed(self) -> None:
@@ -445,7 +446,7 @@ def _ask(way: SpeculativeAgreement, question: Question, arrivals: list[object] |
 
 
 def _ask_at_once(questions: dict[SpeculativeAgreement, Question]) -> Iterator[dict[Question, Answer]]:
-    """Asks on threads, as the other ranks may ask in any order; yields the answers in the order of the server."""
+    """Asks each question on a thread, as other ranks may ask in any order; yields answers in the server's order."""
     coming: SimpleQueue[tuple[SpeculativeAgreement, Answer | BaseException]] = SimpleQueue()
     arrivals: list[object] = []  # in the order of the server's answers, in which threads need not wake
     asking = threading.get_ident()

@@ -1,8 +1,8 @@
-"""The path of objects between ranks with GPUs: through the store of the rendezvous server.
+"""Sends Python objects between ranks with GPUs, through the store of the rendezvous server.
 
-Objects must not wait for the GPU or use its memory, and the ranks may be on several machines. Bytes travel as values in
-the store, in windows: every sender stores its next pieces, every reader reads them, all ranks meet, and the senders
-delete the pieces. So the server never holds more than a window, however large an object is.
+Objects must not wait for the GPU or use its memory, and the ranks may be on several machines. The ranks send bytes in
+windows. For each window, every sender stores its next pieces, every reader reads them, all ranks wait for each other,
+and the senders delete the pieces. So the server never holds more than a window, however large an object is.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class StorePath(HostPath):
     """Moves bytes through the store of the rendezvous server.
 
     Args:
-        client: this rank's client, whose ranks are the communicator's ranks.
+        client: this rank's connection to the rendezvous server, as a member of the communicator's ranks.
         group: the communicator's name.
         failures: the failures that the server reports.
         timeout_seconds: how long a rank waits for another rank's next piece.
         agree: raises PlanMismatch if the ranks disagree on the collective that begins.
-        look_around: a function that is called during waits; it raises the reason if the other ranks will not come.
+        look_around: a function that every wait calls; it raises an error if another rank has failed or left.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StorePath(HostPath):
         """Moves numbered streams of bytes. Every rank must call it, with the same sizes.
 
         Args:
-            sizes: bytes of each stream.
+            sizes: the number of bytes of each stream.
             outgoing: the streams that this rank sends, by number.
             incoming: buffers for the streams that this rank reads, by number.
         """
@@ -139,14 +139,14 @@ class StorePath(HostPath):
                 self._remove(placed)
 
     def _pieces(self, number: int, stream: Array, begin: int, window: int) -> Iterator[tuple[str, Array]]:
-        """Yields the key and the memory of each piece of a stream in one window."""
+        """Yields the key and the memory of each piece of a stream that belongs to one window."""
         end = min(begin + window, stream.size)
         for offset in range(begin, end, MAX_VALUE_BYTES):
             piece = stream[offset : min(offset + MAX_VALUE_BYTES, end)]
             yield f"{self._keys}/{self._moves}/{number}/{offset}", piece
 
     def _put(self, key: str, data: bytes) -> None:
-        """Stores a piece; waits while the store is full, because other communicators may use it too."""
+        """Stores a piece on the server. Waits while the store is full, because other communicators may use it too."""
         began = time.monotonic()
         pause_seconds = _FIRST_PAUSE_SECONDS
         while True:
@@ -175,7 +175,7 @@ class StorePath(HostPath):
                 self._client.delete(key)
 
     def _await(self, ask: Callable[[float], T]) -> T:
-        """Calls ask(seconds) until it returns; checks for failures between the calls, and reports a long wait."""
+        """Calls ask(seconds) until it has an answer; checks for failures between calls, and reports a long wait."""
         began = time.monotonic()
         while True:
             left_seconds = max(began + self._timeout_seconds - time.monotonic(), 1e-3)
@@ -190,7 +190,7 @@ class StorePath(HostPath):
 
 
 def _sizes_beside(root: int, bounds: Bounds) -> list[int]:
-    """Returns the bytes of each rank's part; 0 for the root's own, which does not travel."""
+    """Returns the number of bytes of each rank's part; 0 for the root, which sends itself nothing."""
     return [end - begin if rank != root else 0 for rank, (begin, end) in enumerate(pairwise(bounds))]
 
 

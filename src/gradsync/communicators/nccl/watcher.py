@@ -1,8 +1,9 @@
-"""The watcher: a thread that notices failures, deadlines and ends of launches of all NCCL communicators.
+"""The watcher: a thread that checks launches of all NCCL communicators for failures, deadlines and ends.
 
-The call of a collective on a GPU returns at once, and the collective may never end, so a thread must check. One thread
-of the process watches all its communicators. It holds no reference to them, so that a forgotten communicator can be
-collected. A second thread calls the users' callbacks, so that no callback delays the watcher.
+The call of a collective on a GPU returns at once, and the collective may never end, so a thread must check it. One
+thread of the process checks all communicators. The thread holds no reference to a communicator, so that Python can
+collect a communicator that the program has dropped. A second thread calls the users' callbacks, so that no callback
+delays the watcher.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class Watched:
         agreements: the agreements of the communicator's ranks.
         label: this rank's name in errors.
         timeout_seconds: how long a collective may run.
-        on_failure: method that is called once, on the watcher's thread, with the error that broke the communicator.
+        on_failure: a method; the watcher's thread calls it once, with the error that broke the communicator.
 
     Attributes:
-        call: the launch whose NCCL call has not returned, and its thread; None between calls. A call may block, because
-            NCCL connects ranks in it, or because CUDA_LAUNCH_BLOCKING=1 makes every launch wait for its end.
+        call: the launch whose NCCL call has not returned, and its thread; None if no call runs. A call may block,
+            because NCCL connects ranks in it, or because CUDA_LAUNCH_BLOCKING=1 makes every launch wait for its end.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Watched:
         _watch(self)
 
     def add(self, launch: Launch) -> None:
-        """Watches one more launch, and drops launches that have ended."""
+        """Adds a launch to the watcher, and drops launches that have ended."""
         with self._lock:
             error = self._error
             if error is None:
@@ -97,7 +98,7 @@ class Watched:
             self._reaped_above = max(_LEFT_TO_WATCHER, 2 * len(self._running))
 
     def reap(self, left: int = 0) -> None:
-        """Drops launches that have ended, with their memory, down to `left` launches. A stream ends them in order."""
+        """Drops the oldest launches that have ended, with their memory, until `left` launches remain."""
         running = self._running
         while len(running) > left:
             try:
@@ -115,7 +116,7 @@ class Watched:
             _call_back(head)
 
     def fail_launches(self, error: BaseException) -> None:
-        """Fails every launch that has not ended, and every later one."""
+        """Ends every running launch, and every later launch, with an error."""
         with self._lock:
             self._error = error
             failed = list(self._running)
@@ -127,7 +128,7 @@ class Watched:
             _call_back(launch)
 
     def raise_cause(self, error: NcclError) -> NoReturn:
-        """Raises the other rank's failure that caused an error of NCCL, if it becomes known in time; else the error."""
+        """Raises another rank's failure that caused an NCCL error, if the server reports it soon; else this error."""
         if self._client.world_size > 1:
             try:
                 self._failures.await_cause(CAUSE_SECONDS, self._look_for_cause)
@@ -139,13 +140,13 @@ class Watched:
         raise error
 
     def stop(self) -> None:
-        """Makes the watcher check nothing but the ends of launches; returns at once."""
+        """Makes the watcher check only the ends of launches, and no failures. Returns at once."""
         self._stopped = True
 
     # -- On the watcher's thread ---------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Checks once, and reports a failure of the communicator; returns whether to check again."""
+        """Checks the communicator once, and reports its failure. Returns whether to check it again."""
         if not self._stopped:
             try:
                 self._look()
@@ -159,7 +160,7 @@ class Watched:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a launch runs, or is being made."""
+        """Whether a launch of the communicator runs, or a thread makes one."""
         return bool(self._running) or self.call is not None
 
     def _report(self, error: GradsyncError) -> None:
@@ -196,7 +197,7 @@ class Watched:
             raise overtaken
 
     def _look_for_cause(self) -> None:
-        """Raises a failure that another thread has found, or that the server has reported."""
+        """Raises the failure that another thread has found, or that the server has reported."""
         if self._error is not None:
             raise copy.copy(self._error)
         self._look_at_others()
@@ -233,7 +234,7 @@ class Watched:
         stuck: str,
         entry: Entry | None,
     ) -> None:
-        """Warns after a while, and at the deadline raises the server's verdict."""
+        """Logs a warning after a long wait. At the deadline raises the failure that the server has decided on."""
         on_behalf.thread = thread  # reports of a message contain this thread's line
         several = self._client.world_size > 1
         if waited_seconds > self._timeout_seconds and still_waits():
@@ -251,7 +252,7 @@ _callbacks: SimpleQueue[Launch | None] = SimpleQueue()
 
 
 def _watch(watched: Watched) -> None:
-    """Watches one more communicator; starts both threads for the first one."""
+    """Adds a communicator to the watcher; starts both threads for the first communicator."""
     global _callbacks
     with _registering:
         _all.append(watched)
@@ -289,13 +290,13 @@ def _call_all_back(device_id: int, callbacks: SimpleQueue[Launch | None]) -> Non
 
 
 def _call_back(launch: Launch) -> None:
-    """Makes the callbacks' thread call the callbacks of a launch that has ended."""
+    """Passes the callbacks of a launch that has ended to the thread of the callbacks."""
     if launch.callbacks:
         _callbacks.put(launch)
 
 
 def _forget_after_fork() -> None:
-    """Resets a forked child, which does not have the threads."""
+    """Resets this module in a forked child process, which does not have the threads."""
     global _registering
     _registering = threading.Lock()
     _all.clear()
