@@ -20,6 +20,7 @@ from contract import (
     reductions_of,
 )
 from gradsync.communicators.agreement import Agreement, agreement_on
+from gradsync.communicators.for_bucketing import all_reduce_resident, make_resident_memory
 from gradsync.reduction import ReduceOp
 
 _SIZES = (1, 77, 20_011)
@@ -30,7 +31,7 @@ def agreed(size: int, what: str = "resident") -> Agreement:
 
 
 def make(comm: Any, size_bytes: int) -> Any:
-    return comm._make_resident_memory(size_bytes, agreed(size_bytes, "make_resident_memory"))
+    return make_resident_memory(comm, size_bytes, agreed(size_bytes, "make_resident_memory"))
 
 
 def kit_of(comm: Any) -> Any:
@@ -45,8 +46,8 @@ def reduce_values(comm: Any, memory: Any, values: Host, op: str, begin: int = 0,
     view = memory.bytes[begin:end].view(values.dtype)
     view[...] = kit.put(values)
     producers = [comm._mark_work()]
-    end_of_work = comm._all_reduce_resident(
-        memory, begin, end, values.dtype, ReduceOp(op), agreed(values.size), producers=producers, **options
+    end_of_work = all_reduce_resident(
+        comm, memory, begin, end, values.dtype, ReduceOp(op), agreed(values.size), producers=producers, **options
     )
     if end_of_work is not None:
         end_of_work.wait()
@@ -113,7 +114,8 @@ def check_many_resident_reductions_in_a_row(comm: Any, _kit: Any) -> None:
     for step in range(200 if IS_EVERYWHERE or comm.backend != "nccl" else 40):  # to save time, on the stand-in
         for (begin, size), view in zip(ranges, views, strict=True):
             view[...] = comm.rank + step
-            end = comm._all_reduce_resident(
+            end = all_reduce_resident(
+                comm,
                 memory,
                 begin,
                 begin + 4 * size,
@@ -136,7 +138,7 @@ def check_resident_memory_of_different_sizes_is_refused(comm: Any, _kit: Any) ->
     assert not error.broken
     # Sizes that differ are found out where the ranks agree on the rest, too.
     alike = agreed(0, "make_resident_memory")
-    expect(gs.PlanMismatch, lambda: comm._make_resident_memory(size_bytes, alike), "resident memory of 65 bytes")
+    expect(gs.PlanMismatch, lambda: make_resident_memory(comm, size_bytes, alike), "resident memory of 65 bytes")
     memory = make(comm, 64)
     got = reduce_values(comm, memory, contribution(comm.rank, (3,), "float64"), "sum")
     assert_equal_to_reference(got, "sum", "float64", (3,), comm.world_size)

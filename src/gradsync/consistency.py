@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.host_arrays import digest_of_values
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, PlanMismatch
 from gradsync.reduction import Array
@@ -71,7 +72,7 @@ def _named(named_arrays: Any, communicator: Communicator) -> dict[str, Array]:
 
 
 def _print_of(native: Array, communicator: Communicator) -> _Print:
-    return _Print(native.shape, str(native.dtype), communicator._digest_of_values(native))
+    return _Print(native.shape, str(native.dtype), digest_of_values(communicator._arrays, native))
 
 
 def _difference(communicator: Communicator, different: list[str], count: int, by_rank: list[_Prints]) -> PlanMismatch:

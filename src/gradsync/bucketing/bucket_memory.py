@@ -13,6 +13,7 @@ from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.backend import ResidentMemory
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.for_bucketing import make_resident_memory
 from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, dtype_of
@@ -57,7 +58,7 @@ class BucketMemory:
             self._stretches[bucket.number] = Stretch(begin, end)
         self._arrays = communicator._arrays
         self._label = communicator.label
-        self.memory: ResidentMemory = communicator._make_resident_memory(max(end, 1), agreed(_agreement(buckets)))
+        self.memory: ResidentMemory = make_resident_memory(communicator, max(end, 1), agreed(_agreement(buckets)))
         self.views: list[Array] = [self.memory.bytes] * sum(len(bucket.slots) for bucket in buckets)
         self._names: list[str] = [""] * len(self.views)
         for bucket in buckets:

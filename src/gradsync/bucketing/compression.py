@@ -184,7 +184,7 @@ class WireFormat:
 
 
 class Compressed:
-    """Packs gradients in the wire's format before their reduction; see Stage of communicator.py.
+    """Packs gradients in the wire's format before their reduction; see Stage of for_bucketing.py.
 
     Args:
         wire: the format.
@@ -208,7 +208,7 @@ class Compressed:
 
 
 class Scaled:
-    """Scales gradients where they lie, before their reduction and after it; see Stage of communicator.py.
+    """Scales gradients where they lie, before their reduction and after it; see Stage of for_bucketing.py.
 
     This takes half the memory traffic of a scaled copy, and the reduction then finds the gradients in the cache. A
     read-only gradient is scaled into its target, so that all ranks reduce lists of equal sizes: the messages over MPI

@@ -19,7 +19,7 @@ from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket, GradientSpec
 from gradsync.communicators.agreement import Agreement, digest_of
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.host_arrays import ArrayKind, overlaps_itself
+from gradsync.communicators.host_arrays import ArrayKind, digest_of_values, overlaps_itself
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, check_operation, dtype_name, dtype_of
 
@@ -352,7 +352,7 @@ def warn_of_unequal_values(
     if not any(_shares_memory(array, gradient) for array in arrays.values()):
         natives = {name: communicator._native_array(array, f"parameter {name}") for name, array in arrays.items()}
         if all(communicator._arrays.writeable(native) for native in natives.values()):
-            digests = {name: communicator._digest_of_values(native) for name, native in natives.items()}
+            digests = {name: digest_of_values(communicator._arrays, native) for name, native in natives.items()}
     import hashlib  # here: start-up counts
 
     whole = int.from_bytes(hashlib.sha256(repr(digests).encode()).digest()[:8], "little", signed=True)

@@ -15,6 +15,7 @@ import numpy as np
 from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement, array_line, digest_of
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.for_bucketing import broadcast_list
 from gradsync.communicators.groups import NonMember
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.world import group_or_world
@@ -248,4 +249,4 @@ def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, co
         return "\n".join([f"{what} of {len(lines)} arrays from root {root}", *lines])
 
     agreement = Agreement(digest_of(what, root, lines), describe, item="array {} of the list")
-    communicator._broadcast_list([native for _, native in named], root, agreement)
+    broadcast_list(communicator, [native for _, native in named], root, agreement)

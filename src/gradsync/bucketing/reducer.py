@@ -23,7 +23,8 @@ from gradsync.bucketing.lists import array_module
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket, GradientSpec, Planner
 from gradsync.bucketing.values import BucketWatch, Values
-from gradsync.communicators.communicator import Communicator, ListReduction, Stage
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.for_bucketing import ListReduction, Stage, all_reduce_resident
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import CommunicatorClosed, InvalidArgument
 from gradsync.futures import CollectiveEnd, Completion
@@ -58,8 +59,8 @@ class Reduction:
 
     Attributes:
         bucket: the gradients.
-        sources, targets: flat arrays, one for each slot; see ListReduction of communicator.py. If gradients live in the
-            bucket, one flat view of it.
+        sources, targets: flat arrays, one for each slot; see ListReduction of for_bucketing.py. If gradients live in
+            the bucket, one flat view of it.
         write_backs: pairs of a target and the native array that gets its values afterwards.
         results: native arrays that hold the reduced values in the end.
         locked: the gradients that are read-only until the end; None if there are none.
@@ -97,7 +98,7 @@ class Reduction:
     def prepare(
         self, communicator: Communicator, op: ReduceOp, *, looks: bool, wire: Wire | None, recurs: bool = False
     ) -> ListReduction:
-        """Returns an all-reduce of the arrays; see ListReduction of communicator.py."""
+        """Returns an all-reduce of the arrays; see ListReduction of for_bucketing.py."""
         return ListReduction(
             communicator,
             self.sources,
@@ -285,7 +286,8 @@ class Reducer:
         # The same on all ranks, though the gradients of some may be read-only.
         agrees_first = wire is None and self._wire.only_scales(dtype) and not communicator._runs_beside_host
         if reduction.memory is not None and wire is None and not isinstance(scale, Compressed):
-            return communicator._all_reduce_resident(
+            return all_reduce_resident(
+                communicator,
                 reduction.memory.memory,
                 *reduction.memory.stretch(reduction.bucket),
                 dtype,
@@ -429,7 +431,7 @@ class Reducer:
 
 
 class _Divided:
-    """Divides a sum by the number of ranks that had gradients. See Stage of communicator.py."""
+    """Divides a sum by the number of ranks that had gradients. See Stage of for_bucketing.py."""
 
     def __init__(self, count: int, arrays: ArrayKind) -> None:
         self._count = count

@@ -27,7 +27,8 @@ from gradsync.bucketing.guard import refuse_in_flight
 from gradsync.bucketing.lists import broadcast_named, check_writable, communicator_and_root
 from gradsync.bucketing.plan import Bucket, GradientSpec, plan_buckets
 from gradsync.communicators.agreement import Agreement, digest_of
-from gradsync.communicators.communicator import Communicator, ListReduction
+from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.for_bucketing import ListReduction
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, PlanMismatch, UnsupportedDtype, describe

@@ -220,7 +220,7 @@ class Values:
 
 
 class BucketWatch:
-    """Checks the values of one bucket before and after its reduction; see Stage of communicator.py.
+    """Checks the values of one bucket before and after its reduction; see Stage of for_bucketing.py.
 
     Args:
         values: notes the findings.

@@ -68,8 +68,8 @@ class PreparedList(Protocol):
 class ResidentMemory:
     """This rank's part of the memory for gradients that are reduced in place, without a copy.
 
-    All ranks make it together (Communicator._make_resident_memory), with the same size on each rank. Views of `bytes`
-    stay valid, also after the communicator has ended. The shared-memory backend has a subclass of it
+    All ranks make it together (make_resident_memory of for_bucketing.py), with the same size on each rank. Views of
+    `bytes` stay valid, also after the communicator has ended. The shared-memory backend has a subclass of it
     (shared_memory/resident.py).
 
     Args:
@@ -213,7 +213,7 @@ class Backend(ABC):
         *,
         looks: bool,
     ) -> None:
-        """Reduces a range of resident memory in place. For the arguments see Communicator._all_reduce_resident.
+        """Reduces a range of resident memory in place. For the arguments see all_reduce_resident of for_bucketing.py.
 
         With `looks`, the finder (if there is one) collects non-finite values.
         """

@@ -1,9 +1,9 @@
 """The communicator: every public collective checks its arguments, makes the agreement, and calls the backend.
 
-A collective first becomes a CollectiveCall: all checks of arguments are made there, with the same errors on every
-backend, before any other rank is involved. Then it runs, at once or through the queue (collective_queue.py). The
-`Backend` moves the bytes. For a call that repeats an earlier one (same collective, operator, shape and dtype) only the
-flags of the arrays are checked, and the backend may have a plan for it: see `_find_known`.
+Each collective is one method, in three steps. First it checks its arguments, with the same errors on every backend and
+before any other rank is involved. Then it makes the agreement that the ranks compare. Then `_run` opens the turn and
+calls the backend, which moves the bytes. A call that repeats an earlier one (same collective, operator or root, shape
+and dtype) begins at `_find_known`: it checks only the flags of the arrays, and runs the backend's plan.
 
 Every rank of the communicator must call the same methods in the same order with the same shape, dtype, operator and
 root. If the ranks disagree, all of them get PlanMismatch before data moves, and the communicator stays usable. On NCCL,
@@ -16,29 +16,19 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial, wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, cast
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, cast
 
 import numpy as np
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import (
-    ROWS,
-    Agreement,
-    Description,
-    agreement_on,
-    digest_of,
-    mismatch,
-)
+from gradsync.communicators.agreement import ROWS, Agreement, Description, agreement_on, digest_of, mismatch
 from gradsync.communicators.backend import (
     Backend,
     Bounds,
     Message,
-    PreparedList,
-    ResidentMemory,
     Run,
     Shape,
     Sizes,
@@ -50,23 +40,13 @@ from gradsync.communicators.backend import (
     row_shape,
 )
 from gradsync.communicators.collective_queue import LostFailure, submit
-from gradsync.communicators.failures import CAUSE_SECONDS, await_cause
-from gradsync.communicators.groups import NO_COLOR, Family, NonMember, listed, meet_members
+from gradsync.communicators.groups import NO_COLOR, Family, NonMember, listed, meet_members, reporting_failures
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime, culprit_of
-from gradsync.errors import (
-    BackendUnavailable,
-    CommunicatorClosed,
-    InvalidArgument,
-    PlanMismatch,
-    RankFailed,
-    UnsupportedDtype,
-    describe,
-    shown,
-)
-from gradsync.futures import CollectiveEnd, CollectiveFuture, Completion, check_may_call, pending
+from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, UnsupportedDtype, describe, shown
+from gradsync.futures import CollectiveEnd, CollectiveFuture, check_may_call, pending
 from gradsync.machine import machine_identity
-from gradsync.reduction import Array, ReduceOp, Wire, check_operation
+from gradsync.reduction import Array, ReduceOp, check_operation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -78,14 +58,16 @@ BYTE = np.dtype(np.uint8)
 _TOO_MUCH = 2**63  # the limit of NumPy's sizes, and of the numbers that ranks exchange
 _MAX_KNOWN = 1024  # kinds of calls that a communicator remembers
 _UNKNOWN = -1  # a number of rows that the caller has not given
-# The host memory for reading a GPU's array, piece by piece.
-_PIECE_BYTES = 32 * 1024**2
 
 
 #: One checked collective of one rank: its name in errors, the agreement, a function that moves the bytes within the
 #: communicator's turn, and two arrays. With arrays the function is a backend's plan: function(source, target,
 #: agreement), and the target is the result. Without arrays it is called as function(launch) and returns the result.
 CollectiveCall = tuple[str, Agreement, Callable[..., Any], Array | None, Array | None]
+
+
+#: For a call that may be repeated: its operator or root, and a function that returns the backend's plan for such calls.
+_MakePlan = tuple[Any, Callable[[], Run | None]]
 
 
 class _Known(NamedTuple):
@@ -102,16 +84,6 @@ class _Known(NamedTuple):
     run: Run
     shape: Shape
     in_place: bool
-
-
-class Stage(Protocol):
-    """Work before and after the reduction of a list, within the same call, and on a GPU on the same stream."""
-
-    def before(self, given: Sequence[Array]) -> Sequence[Array]:
-        """Handles this rank's values. Returns them, or other arrays to reduce, which receive the results."""
-
-    def after(self, results: Sequence[Array]) -> Sequence[Array]:
-        """Handles the reduced values. Returns the arrays that hold them afterwards."""
 
 
 class Communicator:
@@ -191,29 +163,22 @@ class Communicator:
             CommunicatorClosed: closed, aborted, or inherited through a fork.
             NcclError: NCCL or the GPU failed.
         """
-        return self._run(self._all_reduce_call(array, op, out=out), stream)
-
-    def _all_reduce_call(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None) -> CollectiveCall:
-        known = self._find_known("all_reduce", op, array, out)
-        if known is not None:
-            return known
-        source, parsed, agreement = self._checked_reduction("all_reduce", array, op)
-        if out is None:
-            target = source
-            self._check_writable("all_reduce", target)
-        else:
-            target = self._checked_out("all_reduce", out, source.shape, source.dtype)
-
-        def move(launch: Any) -> Any:
-            flat_source = self._flat_source(source, None if target is source else target)
-            flat_target = flat_source if target is source else self._flat_target(target)
-            self._backend.all_reduce([flat_source], [flat_target], parsed, agreement)
-            self._deliver(flat_target, target, launch)
-            plan = self._backend.plan_all_reduce(source.size, source.dtype, parsed)
-            self._remember("all_reduce", op, source, agreement, plan, source.shape, in_place=True)
-            return array if out is None else out
-
-        return "all_reduce", agreement, move, None, None
+        call = self._find_known("all_reduce", op, array, out)
+        if call is None:
+            source, parsed = self._checked_reduction("all_reduce", array, op)
+            target = self._checked_target("all_reduce", source, out)
+            agreement = agreement_on("all_reduce", source.shape, source.dtype, parsed.value)
+            call = self._call(
+                "all_reduce",
+                agreement,
+                source,
+                target,
+                lambda flat, flat_target: self._backend.all_reduce([flat], [flat_target], parsed, agreement),
+                array if out is None else out,
+                in_place=True,
+                plan=(op, partial(self._backend.plan_all_reduce, source.size, source.dtype, parsed)),
+            )
+        return self._run(call, stream)
 
     def reduce(
         self, array: Any, op: str | ReduceOp = "sum", root: int = 0, *, out: Any = None, stream: Any = None
@@ -238,30 +203,21 @@ class Communicator:
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 all_reduce.
         """
-        return self._run(self._reduce_call(array, op, root, out=out), stream)
-
-    def _reduce_call(self, array: Any, op: str | ReduceOp = "sum", root: int = 0, *, out: Any = None) -> CollectiveCall:
-        source, parsed, _ = self._checked_reduction("reduce", array, op)
+        source, parsed = self._checked_reduction("reduce", array, op)
         root = checked_rank(self._backend, "reduce", "root", root)
-        target = None
-        if self.rank == root and out is not None:
-            target = self._checked_out("reduce", out, source.shape, source.dtype)
-        elif self.rank == root:
-            target = source
-            self._check_writable("reduce", target)
+        is_root = self.rank == root
+        target = self._checked_target("reduce", source, out) if is_root else None
         agreement = agreement_on("reduce", source.shape, source.dtype, f"{parsed.value}, root {root}")
-
-        def move(launch: Any) -> Any:
-            flat_source = self._flat_source(source, None if target is source else target)
-            if target is None:
-                self._backend.reduce(flat_source, None, parsed, root, agreement)
-                return None
-            flat_target = flat_source if target is source else self._flat_target(target)
-            self._backend.reduce(flat_source, flat_target, parsed, root, agreement)
-            self._deliver(flat_target, target, launch)
-            return array if out is None else out
-
-        return "reduce", agreement, move, None, None
+        call = self._call(
+            "reduce",
+            agreement,
+            source,
+            target,
+            lambda flat, flat_target: self._backend.reduce(flat, flat_target, parsed, root, agreement),
+            (array if out is None else out) if is_root else None,
+            in_place=True,
+        )
+        return self._run(call, stream)
 
     def reduce_scatter(
         self,
@@ -292,49 +248,26 @@ class Communicator:
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 all_reduce.
         """
-        return self._run(self._reduce_scatter_call(array, op, sizes=sizes, out=out), stream)
-
-    def _reduce_scatter_call(
-        self, array: Any, op: str | ReduceOp = "sum", *, sizes: Sequence[int] | None = None, out: Any = None
-    ) -> CollectiveCall:
-        what = "reduce_scatter"
-        known = self._find_known(what, op, array, out) if sizes is None else None
-        if known is not None:
-            return known
-        source, parsed, agreement = self._checked_reduction(what, array, op)
-        rows = source.shape[0] if source.shape else 1
-        if sizes is None:
-            parts = _parts(source.shape, self._equal_sizes(what, "sizes", rows), source.dtype.itemsize, self.rank)
-        else:
-            given = self._checked_sizes(what, "sizes", sizes, rows)
-            parts = _parts(source.shape, given, source.dtype.itemsize, self.rank)
-            detail = f"{parsed.value}, rows {list(given)}"
-            agreement = agreement_on(what, source.shape, source.dtype, detail)
-        target = None if out is None else self._checked_out(what, out, parts.part_shape, source.dtype)
-
-        def move(launch: Any) -> Any:
-            result = self._arrays.empty(parts.part_shape, source.dtype, source) if target is None else target
-            flat_source = self._flat_source(source, target, source_part=parts.own_bytes)
-            flat_target = self._flat_target(result)
-            self._backend.reduce_scatter(flat_source, flat_target, parts.bounds, parsed, agreement)
-            self._deliver(flat_target, result, launch)
-            if sizes is None:
-                plan = self._backend.plan_reduce_scatter(source.size, source.dtype, parsed)
-                self._remember(what, op, source, agreement, plan, parts.part_shape)
-            return result if out is None else out
-
-        return what, agreement, move, None, None
-
-    def _checked_reduction(self, what: str, array: Any, op: str | ReduceOp) -> tuple[Array, ReduceOp, Agreement]:
-        """Returns the native array, the operator, which its dtype supports, and the agreement."""
-        is_native = type(array) is np.ndarray and not array.dtype.hasobject  # nearly always
-        source = array if is_native else self._native_array(array, what)
-        try:
-            if not isinstance(op, str):
-                ReduceOp.parse(op)  # before the cache below, which needs a hashable operator
-            return source, *_reduction(what, op, source.shape, source.dtype)
-        except (InvalidArgument, UnsupportedDtype) as error:
-            raise type(error)(f"{self.label}: {what}: {error}") from None
+        call = self._find_known("reduce_scatter", op, array, out) if sizes is None else None
+        if call is None:
+            source, parsed = self._checked_reduction("reduce_scatter", array, op)
+            of_ranks = self._checked_division("reduce_scatter", "sizes", sizes, source.shape[0] if source.shape else 1)
+            parts = _parts(source.shape, of_ranks, source.dtype.itemsize, self.rank)
+            detail = parsed.value if sizes is None else f"{parsed.value}, rows {list(of_ranks)}"
+            agreement = agreement_on("reduce_scatter", source.shape, source.dtype, detail)
+            plan = partial(self._backend.plan_reduce_scatter, source.size, source.dtype, parsed)
+            call = self._call(
+                "reduce_scatter",
+                agreement,
+                source,
+                None if out is None else self._checked_out("reduce_scatter", out, parts.part_shape, source.dtype),
+                lambda flat, target: self._backend.reduce_scatter(flat, target, parts.bounds, parsed, agreement),
+                out,
+                shape=parts.part_shape,
+                source_part=parts.own_bytes,
+                plan=(op, plan) if sizes is None else None,
+            )
+        return self._run(call, stream)
 
     # -- Movements: rows are along the first axis; a 0-d array is one row ----------------------------------------
 
@@ -356,28 +289,24 @@ class Communicator:
             UnsupportedDtype: the dtype holds Python objects.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
-        return self._run(self._broadcast_call(array, root), stream)
-
-    def _broadcast_call(self, array: Any, root: int = 0) -> CollectiveCall:
-        known = self._find_known("broadcast", root, array, None) if type(root) is int else None
-        if known is not None:
-            return known
-        root = checked_rank(self._backend, "broadcast", "root", root)
-        native = self._native_array(array, "broadcast")
-        if self.rank != root:
-            self._check_writable("broadcast", native, remedy="pass a copy")
-        agreement = agreement_on("broadcast", native.shape, native.dtype, f"root {root}")
-
-        def move(launch: Any) -> Any:
-            flat = self._flat_source(native)
-            self._backend.broadcast([flat.view(BYTE)], root, agreement)
+        call = self._find_known("broadcast", root, array, None) if type(root) is int else None
+        if call is None:
+            root = checked_rank(self._backend, "broadcast", "root", root)
+            native = self._native_array(array, "broadcast")
             if self.rank != root:
-                self._deliver(flat, native, launch)
-            plan = self._backend.plan_broadcast(native.nbytes, root)
-            self._remember("broadcast", root, native, agreement, plan, native.shape, in_place=True)
-            return array
-
-        return "broadcast", agreement, move, None, None
+                self._check_writable("broadcast", native, remedy="pass a copy")
+            agreement = agreement_on("broadcast", native.shape, native.dtype, f"root {root}")
+            call = self._call(
+                "broadcast",
+                agreement,
+                native,
+                None if self.rank == root else native,
+                lambda flat, _: self._backend.broadcast([flat.view(BYTE)], root, agreement),
+                array,
+                in_place=True,
+                plan=(root, partial(self._backend.plan_broadcast, native.nbytes, root)),
+            )
+        return self._run(call, stream)
 
     def all_gather(self, array: Any, *, sizes: Sizes = None, out: Any = None, stream: Any = None) -> Any:
         """Concatenates the arrays of all ranks along the first axis, in rank order; every rank gets the result.
@@ -399,11 +328,8 @@ class Communicator:
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 broadcast.
         """
-        return self._run(self._all_gather_call(array, sizes=sizes, out=out), stream)
-
-    def _all_gather_call(self, array: Any, *, sizes: Sizes = None, out: Any = None) -> CollectiveCall:
-        known = self._find_known("all_gather", None, array, out) if sizes is None else None
-        return self._gathering("all_gather", array, None, sizes, out) if known is None else known
+        call = self._find_known("all_gather", None, array, out) if sizes is None else None
+        return self._run(call or self._gathering("all_gather", array, None, sizes, out), stream)
 
     def gather(self, array: Any, root: int = 0, *, sizes: Sizes = None, out: Any = None, stream: Any = None) -> Any:
         """Concatenates the arrays of all ranks along the first axis, in rank order; the root gets the result.
@@ -426,11 +352,8 @@ class Communicator:
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 broadcast.
         """
-        return self._run(self._gather_call(array, root, sizes=sizes, out=out), stream)
-
-    def _gather_call(self, array: Any, root: int = 0, *, sizes: Sizes = None, out: Any = None) -> CollectiveCall:
         root = checked_rank(self._backend, "gather", "root", root)
-        return self._gathering("gather", array, root, sizes, out if self.rank == root else None)
+        return self._run(self._gathering("gather", array, root, sizes, out if self.rank == root else None), stream)
 
     def _gathering(self, what: str, array: Any, root: int | None, sizes: Sizes, out: Any) -> CollectiveCall:
         """Makes the call of a gather; if the root is None, of an all_gather."""
@@ -441,6 +364,7 @@ class Communicator:
         row_bytes = math.prod([length or 1 for length in rest]) * source.dtype.itemsize
         if (sizes is None or isinstance(sizes, str)) and rows * self.world_size * row_bytes >= _TOO_MUCH:
             raise InvalidArgument(f"{self.label}: {what} of {rows} rows from each rank does not fit into an array")
+
         if isinstance(sizes, str):
             if sizes != "ask":
                 raise InvalidArgument(f'{self.label}: {what} needs sizes as a list, None or "ask", got {sizes!r}')
@@ -448,65 +372,45 @@ class Communicator:
                 raise InvalidArgument(f'{self.label}: {what} with out= needs sizes as a list, got "ask"')
             asking = agreement_on(what, (ROWS, *rest), source.dtype, _joined("rows asked for", to_root))
 
-            def ask_and_move(launch: Any) -> Any:
-                known = tuple([numbers[0] for numbers in self._backend.share_numbers([rows], asking)])
-                detail = _joined(f"rows {list(known)}", to_root)
-                agreement = agreement_on(what, (ROWS, *rest), source.dtype, detail)
-                return self._gather_rows(source, known, root, None, agreement, launch)
+            def ask_and_gather(launch: Any) -> Any:
+                answers = [numbers[0] for numbers in self._backend.share_numbers([rows], asking)]
+                _, _, gather, _, _ = self._gathering(what, source, root, answers, None)
+                return gather(launch)
 
-            return what, asking, ask_and_move, None, None
+            return what, asking, ask_and_gather, None, None
         if sizes is None:
-            known = (rows,) * self.world_size
+            of_ranks = (rows,) * self.world_size
             agreement = agreement_on(what, source.shape, source.dtype, to_root)
         else:
-            known = self._checked_sizes(what, "sizes", sizes, row_bytes=row_bytes)
-            if known[self.rank] != rows:
+            of_ranks = self._checked_sizes(what, "sizes", sizes, row_bytes=row_bytes)
+            if of_ranks[self.rank] != rows:
                 raise InvalidArgument(
-                    f"{self.label}: {what}: sizes {list(known)} give this rank {known[self.rank]} rows, but its array "
-                    f"has {rows}"
+                    f"{self.label}: {what}: sizes {list(of_ranks)} give this rank {of_ranks[self.rank]} rows, but its "
+                    f"array has {rows}"
                 )
-            detail = _joined(f"rows {list(known)}", to_root)
+            detail = _joined(f"rows {list(of_ranks)}", to_root)
             agreement = agreement_on(what, (ROWS, *rest), source.dtype, detail)
-        target = None if out is None else self._checked_out(what, out, (sum(known), *rest), source.dtype)
+        parts = _parts(source.shape, of_ranks, source.dtype.itemsize, self.rank)
 
-        def move(launch: Any) -> Any:
-            result = self._gather_rows(source, known, root, target, agreement, launch)
-            if root is None and sizes is None:
-                plan = self._backend.plan_all_gather(source.nbytes)
-                self._remember(what, None, source, agreement, plan, (sum(known), *rest))
-            return result if out is None else out
+        def transfer(flat: Array, target: Any) -> None:
+            if root is None:
+                self._backend.all_gather(flat.view(BYTE), target.view(BYTE), parts.byte_bounds, agreement)
+            else:
+                room = None if target is None else target.view(BYTE)
+                self._backend.gather(flat.view(BYTE), room, parts.byte_bounds, root, agreement)
 
-        return what, agreement, move, None, None
-
-    def _gather_rows(
-        self,
-        source: Array,
-        sizes: tuple[int, ...],
-        root: int | None,
-        target: Array | None,
-        agreement: Agreement,
-        launch: Any,
-    ) -> Array | None:
-        """Gathers rows into the target, or into a new array if the target is None.
-
-        Returns that array, or None on a rank that gets no rows.
-        """
-        parts = _parts(source.shape, sizes, source.dtype.itemsize, self.rank)
-        if root is not None and root != self.rank:
-            self._backend.gather(self._flat_source(source).view(BYTE), None, parts.byte_bounds, root, agreement)
-            return None
-        if target is None:
-            target = self._arrays.empty(parts.shape, source.dtype, source)
-            flat = self._flat_source(source)
-        else:
-            flat = self._flat_source(source, target, target_part=parts.own_bytes)
-        flat_target = self._flat_target(target)
-        if root is None:
-            self._backend.all_gather(flat.view(BYTE), flat_target.view(BYTE), parts.byte_bounds, agreement)
-        else:
-            self._backend.gather(flat.view(BYTE), flat_target.view(BYTE), parts.byte_bounds, root, agreement)
-        self._deliver(flat_target, target, launch)
-        return target
+        plan = partial(self._backend.plan_all_gather, source.nbytes)
+        return self._call(
+            what,
+            agreement,
+            source,
+            None if out is None else self._checked_out(what, out, parts.shape, source.dtype),
+            transfer,
+            out,
+            shape=parts.shape if root in (None, self.rank) else None,
+            target_part=parts.own_bytes,
+            plan=(None, plan) if root is None and sizes is None else None,
+        )
 
     def scatter(
         self,
@@ -540,48 +444,35 @@ class Communicator:
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 broadcast.
         """
-        return self._run(self._scatter_call(array, root, sizes=sizes, out=out), stream)
-
-    def _scatter_call(
-        self, array: Any, root: int = 0, *, sizes: Sequence[int] | None = None, out: Any = None
-    ) -> CollectiveCall:
-        what = "scatter"
-        root = checked_rank(self._backend, what, "root", root)
+        root = checked_rank(self._backend, "scatter", "root", root)
         is_root = self.rank == root
         if is_root and array is None:
-            raise InvalidArgument(f"{self.label}: {what} needs an array on its root, which is this rank; got None")
+            raise InvalidArgument(f"{self.label}: scatter needs an array on its root, which is this rank; got None")
         if not is_root and out is None:
             raise InvalidArgument(
-                f"{self.label}: {what} needs out= on every rank but the root, got None; only the root, rank "
+                f"{self.label}: scatter needs out= on every rank but the root, got None; only the root, rank "
                 f"{self.ranks[root]}, knows the shape and dtype of the rows"
             )
-        source = self._native_array(array, what) if is_root else None
-        model = self._native_array(out, f"{what}: out") if source is None else source
-        shape, dtype = row_shape(model.shape), model.dtype
-        if sizes is not None:
-            known = self._checked_sizes(what, "sizes", sizes, shape[0] if is_root else None)
-        elif is_root:
-            known = self._equal_sizes(what, "sizes", shape[0])
+        source = self._native_array(array, "scatter") if is_root else None
+        model = self._native_array(out, "scatter: out") if source is None else source
+        rows, *rest = model.shape or (1,)
+        if is_root:
+            of_ranks = self._checked_division("scatter", "sizes", sizes, rows)
         else:
-            known = (shape[0],) * self.world_size
-        part_shape = (known[self.rank], *shape[1:])
-        target = None if out is None else self._checked_out(what, out, part_shape, dtype)
-        detail = f"root {root}" if sizes is None else f"root {root}, rows {list(known)}"
-        agreement = agreement_on(what, part_shape if sizes is None else (ROWS, *shape[1:]), dtype, detail)
-        bounds = bounds_of(known, row_elements(shape) * dtype.itemsize)
+            of_ranks = (rows,) * self.world_size if sizes is None else self._checked_sizes("scatter", "sizes", sizes)
+        parts = _parts(model.shape, of_ranks, model.dtype.itemsize, self.rank)
+        target = None if out is None else self._checked_out("scatter", out, parts.part_shape, model.dtype)
+        if sizes is None:
+            agreement = agreement_on("scatter", parts.part_shape, model.dtype, f"root {root}")
+        else:
+            agreement = agreement_on("scatter", (ROWS, *rest), model.dtype, f"root {root}, rows {list(of_ranks)}")
 
-        def move(launch: Any) -> Any:
-            result = self._arrays.empty(part_shape, dtype, model) if target is None else target
-            flat_target = self._flat_target(result)
-            if source is None:
-                self._backend.scatter(None, flat_target.view(BYTE), bounds, root, agreement)
-            else:
-                flat = self._flat_source(source, result)
-                self._backend.scatter(flat.view(BYTE), flat_target.view(BYTE), bounds, root, agreement)
-            self._deliver(flat_target, result, launch)
-            return result if out is None else out
+        def transfer(flat: Array | None, flat_target: Array) -> None:
+            data = None if flat is None else flat.view(BYTE)
+            self._backend.scatter(data, flat_target.view(BYTE), parts.byte_bounds, root, agreement)
 
-        return what, agreement, move, None, None
+        call = self._call("scatter", agreement, source, target, transfer, out, shape=parts.part_shape)
+        return self._run(call, stream)
 
     def all_to_all(
         self,
@@ -613,62 +504,46 @@ class Communicator:
             PlanMismatch: the ranks disagree, or a rank expects another number of rows than another rank sends to it.
             UnsupportedDtype, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for broadcast.
         """
-        return self._run(self._all_to_all_call(array, send_sizes=send_sizes, recv_sizes=recv_sizes, out=out), stream)
-
-    def _all_to_all_call(
-        self,
-        array: Any,
-        *,
-        send_sizes: Sequence[int] | None = None,
-        recv_sizes: Sequence[int] | None = None,
-        out: Any = None,
-    ) -> CollectiveCall:
-        what = "all_to_all"
         is_even = send_sizes is None and recv_sizes is None
-        call = self._find_known(what, None, array, out) if is_even else None
+        call = self._find_known("all_to_all", None, array, out) if is_even else None
         if call is not None:
-            return call
+            return self._run(call, stream)
+        what = "all_to_all"
         source = self._native_array(array, what)
         rows, *rest = source.shape or (1,)
         if send_sizes is None and recv_sizes is not None:
             raise InvalidArgument(f"{self.label}: {what} with recv_sizes needs send_sizes, got None")
+        sending = receiving = self._checked_division(what, "send_sizes", send_sizes, rows)
         if send_sizes is None:
-            sending = receiving = self._equal_sizes(what, "send_sizes", rows)
             agreement = agreement_on(what, source.shape, source.dtype, "")
         else:
-            sending = self._checked_sizes(what, "send_sizes", send_sizes, rows)
-            receiving = (_UNKNOWN,) * self.world_size
+            agreement = agreement_on(what, (ROWS, *rest), source.dtype, "uneven rows")
             if recv_sizes is not None:
                 receiving = self._checked_sizes(what, "recv_sizes", recv_sizes)
-            elif out is not None:
+            elif out is None:
+                receiving = (_UNKNOWN,) * self.world_size
+            else:
                 raise InvalidArgument(f"{self.label}: {what} with send_sizes and out needs recv_sizes, got None")
-            agreement = agreement_on(what, (ROWS, *rest), source.dtype, "uneven rows")
         target = None if out is None else self._checked_out(what, out, (sum(receiving), *rest), source.dtype)
 
-        def move(launch: Any) -> Any:
-            coming, largest = receiving, sending[0]
-            if send_sizes is not None:
-                coming, largest = self._share_sizes(sending, receiving, agreement)
+        def call_with(coming: tuple[int, ...], largest: int) -> CollectiveCall:
             sent = _parts(source.shape, sending, source.dtype.itemsize, self.rank)
             received = _parts(source.shape, coming, source.dtype.itemsize, self.rank)
-            result = self._arrays.empty(received.shape, source.dtype, source) if target is None else target
-            flat = self._flat_source(source, target)
-            flat_target = self._flat_target(result)
-            self._backend.all_to_all(
-                flat.view(BYTE),
-                flat_target.view(BYTE),
-                sent.byte_bounds,
-                received.byte_bounds,
-                largest * sent.row_bytes,
-                agreement,
-            )
-            self._deliver(flat_target, result, launch)
-            if is_even:
-                plan = self._backend.plan_all_to_all(source.nbytes)
-                self._remember(what, None, source, agreement, plan, received.shape)
-            return result if out is None else out
+            of_ranks = sent.byte_bounds, received.byte_bounds, largest * sent.row_bytes
 
-        return what, agreement, move, None, None
+            def transfer(flat: Array, flat_target: Array) -> None:
+                self._backend.all_to_all(flat.view(BYTE), flat_target.view(BYTE), *of_ranks, agreement)
+
+            plan = (None, partial(self._backend.plan_all_to_all, source.nbytes)) if is_even else None
+            return self._call(what, agreement, source, target, transfer, out, shape=received.shape, plan=plan)
+
+        def share_sizes_and_move(launch: Any) -> Any:
+            _, _, move, _, _ = call_with(*self._share_sizes(sending, receiving, agreement))
+            return move(launch)
+
+        if is_even:
+            return self._run(call_with(receiving, sending[0]), stream)
+        return self._run((what, agreement, share_sizes_and_move, None, None), stream)
 
     def _share_sizes(
         self, sending: Sequence[int], receiving: Sequence[int], agreement: Agreement
@@ -712,17 +587,14 @@ class Communicator:
             PlanMismatch: the other rank expects another shape or dtype, or runs another collective; raised on both.
             RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
-        self._run(self._send_call(array, dest), stream)
-
-    def _send_call(self, array: Any, dest: int) -> CollectiveCall:
         dest = self._checked_peer("send", "dest", dest)
         source = self._native_array(array, "send")
         agreement = self._message_agreement(source, self.rank, dest)
 
-        def move(_launch: Any) -> None:
-            self._backend.exchange(self._outgoing(source, None, dest, agreement), None)
+        def transfer(flat: Array, _: None) -> None:
+            self._backend.exchange(Message(dest, flat.view(BYTE), agreement), None)
 
-        return "send", agreement, move, None, None
+        return cast(None, self._run(self._call("send", agreement, source, None, transfer), stream))
 
     def recv(self, array: Any, source: int, *, stream: Any = None) -> Any:
         """Receives an array from one other rank, which must call send.
@@ -739,21 +611,15 @@ class Communicator:
             InvalidArgument: not a writable array, or `source` is not another rank of this communicator.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
         """
-        return self._run(self._recv_call(array, source), stream)
-
-    def _recv_call(self, array: Any, source: int) -> CollectiveCall:
         source = self._checked_peer("recv", "source", source)
         target = self._native_array(array, "recv")
         self._check_writable("recv", target, remedy="pass another array")
         agreement = self._message_agreement(target, source, self.rank)
 
-        def move(launch: Any) -> Any:
-            flat = self._flat_target(target)
+        def transfer(_: None, flat: Array) -> None:
             self._backend.exchange(None, Message(source, flat.view(BYTE), agreement))
-            self._deliver(flat, target, launch)
-            return array
 
-        return "recv", agreement, move, None, None
+        return self._run(self._call("recv", agreement, None, target, transfer, array), stream)
 
     def exchange(self, array: Any, *, dest: int, out: Any, source: int, stream: Any = None) -> Any:
         """Sends an array to one rank and at the same time receives an array from the same or another rank.
@@ -776,9 +642,6 @@ class Communicator:
             InvalidArgument: not an array, not a rank of this communicator, or a read-only `out`.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
         """
-        return self._run(self._exchange_call(array, dest=dest, out=out, source=source), stream)
-
-    def _exchange_call(self, array: Any, *, dest: int, out: Any, source: int) -> CollectiveCall:
         dest = self._checked_peer("exchange", "dest", dest, is_self_allowed=True)
         source = self._checked_peer("exchange", "source", source, is_self_allowed=True)
         if (dest == self.rank) != (source == self.rank):
@@ -797,18 +660,11 @@ class Communicator:
                 f"got shape {target.shape} and dtype {target.dtype}"
             )
 
-        def move(launch: Any) -> Any:
-            flat = self._flat_target(target)
-            message = self._outgoing(outgoing, target, dest, sending)
-            self._backend.exchange(message, Message(source, flat.view(BYTE), receiving))
-            self._deliver(flat, target, launch)
-            return out
+        def transfer(flat: Array, flat_target: Array) -> None:
+            message = Message(dest, flat.view(BYTE), sending)
+            self._backend.exchange(message, Message(source, flat_target.view(BYTE), receiving))
 
-        return "exchange", sending, move, None, None
-
-    def _outgoing(self, source: Array, target: Array | None, dest: int, agreement: Agreement) -> Message:
-        flat = self._flat_source(source, target)
-        return Message(dest, flat.view(BYTE), agreement)
+        return self._run(self._call("exchange", sending, outgoing, target, transfer, out), stream)
 
     def _message_agreement(self, array: Array, sender: int, receiver: int) -> Agreement:
         way = f"rank {self.ranks[sender]} to rank {self.ranks[receiver]}"
@@ -829,11 +685,9 @@ class Communicator:
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
-        self._run(self._barrier_call(), None)
-
-    def _barrier_call(self) -> CollectiveCall:
         agreement = agreement_on("barrier", (), None, "")
-        return "barrier", agreement, lambda _launch: self._backend.meet(agreement), None, None
+        call = "barrier", agreement, lambda _launch: self._backend.meet(agreement), None, None
+        return cast(None, self._run(call, None))
 
     @cached_property
     def asynchronous(self) -> Asynchronous:
@@ -885,11 +739,7 @@ class Communicator:
         self._lifetime.check_usable("new_group")
         if self.rank not in members:
             return NonMember(self.label, f"the group of ranks {self._listed(members)}")
-        name = self._new_name(members)
-        with self._reporting_failures("new_group"):
-            self._meet_members("new_group", members, name)
-            group = Communicator(self._backend.connect_group(members, name))
-        return self._add_to_family(group)
+        return self._make_group("new_group", members, partial(self._backend.connect_group, members))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | NonMember:
         """Makes a group of the ranks of each color.
@@ -911,21 +761,16 @@ class Communicator:
         agreement = agreement_on("split", (), None, "")
         number = 0 if color is None else self._checked_word("color", color)
         mine = [0 if color is None else 1, number, self._checked_word("key", key)]
-        call = "split", agreement, lambda _launch: self._backend.share_numbers(mine, agreement), None, None
-        shared: list[list[int]] = self._run(call, None)
+        shared = self._share_numbers("split", mine, agreement)
         colors = list(dict.fromkeys([number for has_color, number, _ in shared if has_color]))
         if color is None:
-            with self._reporting_failures("split"):
+            with reporting_failures(self._backend, "split"):
                 self._backend.split_group(NO_COLOR, 0, (), "")
             return NonMember(self.label, "any group of a split in which its color was None")
         same = [rank for rank, (has_color, number, _) in enumerate(shared) if has_color and number == color]
         members = tuple(sorted(same, key=lambda rank: (shared[rank][2], rank)))
-        name = self._new_name(members)
-        with self._reporting_failures("split"):
-            self._meet_members("split", members, name)
-            backend = self._backend.split_group(colors.index(color), members.index(self.rank), members, name)
-            group = Communicator(cast(Backend, backend))  # not None: it has a color
-        return self._add_to_family(group)
+        connect = partial(self._backend.split_group, colors.index(color), members.index(self.rank), members)
+        return self._make_group("split", members, connect)
 
     def split_by_machine(self) -> Communicator:
         """Makes a group of the ranks on each machine. Every rank must call it.
@@ -944,52 +789,22 @@ class Communicator:
         machine = digest_of("machine", machine_identity() or socket.gethostname())
         return cast(Communicator, self.split(machine - 2**63))  # it has a color
 
-    @contextmanager
-    def _reporting_failures(self, what: str) -> Iterator[None]:
-        """Reports a failure in making a group to the other ranks, which would otherwise wait for this one."""
-        try:
-            yield
-        except (RankFailed, CommunicatorClosed):
-            self._lifetime.check_usable(what)  # raises this rank's own failure instead of the server's copy of it
-            raise  # no report: every member gets this error by itself
-        except BaseException as error:
-            if self._backend.client is not None:
-                if isinstance(error, BackendUnavailable):
-                    # If a member has died, that is the cause.
-                    await_cause(CAUSE_SECONDS, self._backend.client.check)
-                self._backend.client.report_failure(f"in {what}: {describe(error)}")
-            raise
-
-    def _new_name(self, members: Sequence[int]) -> str:
-        return self._family.new_name(self._listed(members))
-
-    def _listed(self, members: Sequence[int]) -> str:
-        return listed([self.ranks[member] for member in members])
-
-    def _add_to_family(self, group: Communicator) -> Communicator:
+    def _make_group(
+        self, what: str, members: tuple[int, ...], connect: Callable[[str], Backend | None]
+    ) -> Communicator:
+        """Makes the group of some members, one of which is this rank; `connect(name)` makes its backend."""
+        name = self._family.new_name(self._listed(members))
+        with reporting_failures(self._backend, what):
+            meet_members(self._backend, what, members, name)
+            group = Communicator(cast(Backend, connect(name)))  # not None: this rank is a member
         if self._debug:
             group._use_debug_mode()
         group._family = self._family
         self._family.add(group)
         return group
 
-    def _meet_members(self, what: str, members: Sequence[int], name: str) -> None:
-        """Waits for the other members of a new group."""
-        if self._backend.client is None or len(members) == 1:
-            return
-
-        def look_around(missing: tuple[int, ...]) -> None:
-            self._lifetime.check_usable(what)
-            self._backend.look_for_ended([self.ranks.index(rank) for rank in missing])
-
-        def on_timeout(waited_seconds: float, missing: str) -> str:
-            return (
-                f"{self.label}: {what} of the ranks {self._listed(members)} waited {waited_seconds:.3g} s for "
-                f"{missing}; every member must call {what} with the same ranks, and ranks that are in several groups "
-                "must all make these groups in the same order"
-            )
-
-        meet_members(self._backend.client, members, name, self._backend.timeout_seconds, look_around, on_timeout)
+    def _listed(self, members: Sequence[int]) -> str:
+        return listed([self.ranks[member] for member in members])
 
     def _checked_members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         try:
@@ -1066,7 +881,7 @@ class Communicator:
         state = "" if ended is None else f", closed: {ended}"
         return f"<{type(self).__name__} {self.label} on {self.device} ({self.backend}){state}>"
 
-    # -- For bucketing; arguments are not checked ----------------------------------------------------------------
+    # -- For gradsync's own use; arguments are not checked -------------------------------------------------------
 
     def _use_debug_mode(self) -> None:
         """For gradsync's own use: from now on the ranks agree on every collective before data moves.
@@ -1075,33 +890,6 @@ class Communicator:
         """
         self._debug = True
         self._backend.agree_always()
-
-    def _broadcast_list(self, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
-        """Copies the root's arrays into the arrays of the other ranks, in place, as one collective.
-
-        Every rank must call it with arrays of the same shapes and dtypes. The arguments are not checked.
-
-        Args:
-            natives: native arrays (see _native_array) of any layout; writable except on the root.
-            root: the rank whose values all ranks get.
-            agreement: this rank's agreement.
-
-        Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
-        """
-
-        def move(launch: Any) -> None:
-            flats = [self._arrays.flat(native) for native in natives]
-            self._backend.keep(*natives, *flats)
-            self._backend.broadcast([flat.view(BYTE) for flat in flats], root, agreement)
-            if self.rank != root:
-                for flat, native in zip(flats, natives, strict=True):
-                    self._backend.bring_back(flat, native, launch)
-
-        if natives:
-            self._run(("broadcast", agreement, move, None, None), None)
-        else:
-            self._agree(agreement)
 
     def _share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         """Returns the numbers of every rank, by rank; for gradsync's own use.
@@ -1121,24 +909,6 @@ class Communicator:
         )
         return shared
 
-    def _digest_of_values(self, native: Array) -> str:
-        """Returns the SHA-256 of an array's elements in C order, whatever its layout; for gradsync's own use.
-
-        Elements are compared as bytes. A GPU's array is copied to host memory in pieces, after the current stream's
-        work.
-        """
-        import hashlib  # imported here to keep the start of a rank short
-
-        hasher = hashlib.sha256()
-        if isinstance(native, np.ndarray):
-            hasher.update(np.ascontiguousarray(native).reshape(-1).view(np.uint8).data)
-            return hasher.hexdigest()
-        flat: Any = self._arrays.flat(native)
-        step = max(1, _PIECE_BYTES // flat.dtype.itemsize)
-        for begin in range(0, flat.size, step):
-            hasher.update(flat[begin : begin + step].get().view(np.uint8).data)
-        return hasher.hexdigest()
-
     def _agree(self, agreement: Agreement) -> None:
         """Checks that all ranks have the same agreement; may wait for all ranks. For bucketing.
 
@@ -1148,116 +918,58 @@ class Communicator:
         with self._lifetime.turn("agree", agreement):
             self._backend.agree(agreement)
 
-    # -- Resident memory: gradients live there, and are reduced without a copy -----------------------------------
-
-    def _make_resident_memory(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
-        """Makes memory of the same size on every rank, whose ranges can be reduced in place.
-
-        Every rank must call it, with the same size.
-
-        Args:
-            size_bytes: size of each rank's part.
-            agreement: this rank's agreement.
-
-        Raises:
-            PlanMismatch: the sizes differ; nothing was allocated.
-            BackendUnavailable: a rank, which the text names, does not have enough memory. Then no rank gets memory, and
-                the communicator stays usable.
-            RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, NcclError: as for all_reduce.
-        """
-        what = "make_resident_memory"
-        memory: ResidentMemory | None = None
-        failure: BackendUnavailable | None = None
-
-        def make(_launch: Any) -> list[list[int]]:
-            nonlocal memory, failure
-            sizes = self._backend.share_numbers([size_bytes], agreement)
-            if sizes.count([size_bytes]) < self.world_size:
-                headlines = [f"resident memory of {size} bytes" for [size] in sizes]
-                texts = dict(zip(self.ranks, map(Description, headlines), strict=True))
-                raise mismatch(self.label, agreement, texts)
-            try:
-                memory = self._backend.make_resident(size_bytes, agreement)
-            except BackendUnavailable as error:
-                failure = error
-            return self._backend.share_numbers([failure is None], agreement)
-
-        have_made = self._run((what, agreement, make, None, None), None)
-        without = [rank for rank, [has_made] in zip(self.ranks, have_made, strict=True) if not has_made]
-        if failure is not None:
-            raise BackendUnavailable(f"{self.label}: {what}: {failure}") from failure
-        if without or memory is None:
-            raise BackendUnavailable(
-                f"{self.label}: {what} needs {size_bytes} bytes on every rank; ranks {without} could not allocate them"
-            )
-        return memory
-
-    def _all_reduce_resident(
-        self,
-        memory: ResidentMemory,
-        begin_bytes: int,
-        end_bytes: int,
-        dtype: np.dtype[Any],
-        op: ReduceOp,
-        agreement: Agreement,
-        *,
-        producers: Sequence[Any] = (),
-        mean_over: int | None = None,
-        stages: Sequence[Stage] = (),
-        agrees_first: bool = False,
-        looks: bool = False,
-    ) -> Completion | None:
-        """Reduces a range of resident memory in place, on every rank.
-
-        Every rank must call it for the same memory, range, dtype and operator. The result has the same bits as that of
-        a ListReduction, except for products of complex numbers. The arguments are not checked. PlanMismatch leaves the
-        range unchanged; after any other error the range's values are undefined.
-
-        Args:
-            memory: resident memory of this communicator.
-            begin_bytes: the begin of the range in `memory.bytes`: a multiple of 64.
-            end_bytes: the end of the range; the range has zero or more whole elements.
-            dtype: the elements' dtype.
-            op, agreement, stages, producers, agrees_first: as for ListReduction; stages get the range, and return it.
-            mean_over: the number of ranks that contributed values, by which the sum is divided; None does not divide.
-            looks: whether the communicator's finder collects non-finite values.
-
-        Returns:
-            As ListReduction.run.
-
-        Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
-        """
-        with self._lifetime.turn("all_reduce", agreement), self._backend.launching(None, producers) as launch:
-            if agrees_first:
-                self._backend.agree(agreement)
-            values = [memory.view(begin_bytes, end_bytes, dtype)] if stages else []
-            for stage in stages:
-                stage.before(values)
-            self._backend.all_reduce_resident(
-                memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, looks=looks
-            )
-            for stage in reversed(stages):
-                stage.after(values)
-        return launch
-
     # -- Running -------------------------------------------------------------------------------------------------
 
-    def _native_array(self, array: Any, what: str) -> Array:
-        """Returns `array` as this backend's own array type over the same memory; for bucketing too.
+    def _call(
+        self,
+        what: str,
+        agreement: Agreement,
+        source: Any,
+        target: Any,
+        transfer: Callable[[Any, Any], None],
+        given: Any = None,
+        *,
+        shape: Shape | None = None,
+        in_place: bool = False,
+        source_part: slice | None = None,
+        target_part: slice | None = None,
+        plan: _MakePlan | None = None,
+    ) -> CollectiveCall:
+        """Makes the call of a checked collective: flattens its arrays, calls the backend, and delivers the result.
 
         Args:
-            array: the caller's argument.
-            what: the operation's name in the error.
-
-        Raises:
-            InvalidArgument: not an array, or an array on another device.
-            UnsupportedDtype: the elements are Python objects.
+            what: the collective's name in errors.
+            agreement: the collective's agreement.
+            source: the native array to send; None if this rank sends nothing.
+            target: the native array that receives the result; None if there is none, see `shape`.
+            transfer: transfer(flat source, flat target) calls the backend.
+            given: the caller's array that has the result afterwards; None if the result is the native target.
+            shape: the shape of a new array for the result, made if there is no target; None if this rank gets no
+                result.
+            in_place: whether the backend may write the result over the source, if the target is the source.
+            source_part, target_part: see _flat_source.
+            plan: see _MakePlan; None if the backend plans no such calls.
         """
-        if type(array) is np.ndarray and not array.dtype.hasobject:  # nearly always; saves making the label
-            return array
-        native: Array = self._arrays.native(array, f"{self.label}: {what}")
-        return native
+        is_one_array = in_place and target is source
+
+        def move(launch: Any) -> Any:
+            result: Any = target
+            if shape is not None and target is None:
+                result = self._arrays.empty(shape, source.dtype, source)
+            flat = flat_target = None
+            if source is not None:
+                overlapping = None if is_one_array else target
+                flat = self._flat_source(source, overlapping, source_part=source_part, target_part=target_part)
+            if result is not None:
+                flat_target = flat if is_one_array else self._flat_target(result)
+            transfer(flat, flat_target)
+            if result is not None:
+                self._deliver(flat_target, result, launch)
+            if plan is not None:
+                self._remember(what, agreement, source, plan, None if in_place else shape)
+            return result if given is None else given
+
+        return what, agreement, move, None, None
 
     def _run(self, call: CollectiveCall, stream: Any) -> Any:
         what, agreement, move, source, target = call
@@ -1308,23 +1020,59 @@ class Communicator:
         return (what, agreement, run, array, array) if flags.writeable else None
 
     def _remember(
-        self,
-        what: str,
-        detail: Any,
-        source: Array,
-        agreement: Agreement,
-        run: Run | None,
-        shape: Shape,
-        *,
-        in_place: bool = False,
+        self, what: str, agreement: Agreement, source: Array, plan: _MakePlan, new_shape: Shape | None
     ) -> None:
-        """Stores the backend's plan, if there is one, for `_find_known`. Call it within the turn."""
-        if run is not None:
-            if len(self._known) >= _MAX_KNOWN:
-                del self._known[next(iter(self._known))]  # the oldest
-            self._known[what, detail, source.shape, source.dtype] = _Known(agreement, run, shape, in_place)
+        """Stores the backend's plan, if there is one, for `_find_known`. Call it within the turn.
+
+        Args:
+            what, agreement, source, plan: as for `_call`.
+            new_shape: the shape of the result, for which each call needs `out` or a new array; None if the array itself
+                receives the result.
+        """
+        detail, make_plan = plan
+        run = make_plan()
+        if run is None:
+            return
+        if len(self._known) >= _MAX_KNOWN:
+            del self._known[next(iter(self._known))]  # the oldest
+        shape = source.shape if new_shape is None else new_shape
+        self._known[what, detail, source.shape, source.dtype] = _Known(agreement, run, shape, new_shape is None)
 
     # -- Checks --------------------------------------------------------------------------------------------------
+
+    def _native_array(self, array: Any, what: str) -> Array:
+        """Returns `array` as this backend's own array type over the same memory; for bucketing too.
+
+        Args:
+            array: the caller's argument.
+            what: the operation's name in the error.
+
+        Raises:
+            InvalidArgument: not an array, or an array on another device.
+            UnsupportedDtype: the elements are Python objects.
+        """
+        if type(array) is np.ndarray and not array.dtype.hasobject:  # nearly always; saves making the label
+            return array
+        native: Array = self._arrays.native(array, f"{self.label}: {what}")
+        return native
+
+    def _checked_reduction(self, what: str, array: Any, op: str | ReduceOp) -> tuple[Array, ReduceOp]:
+        """Returns the native array, and the operator, which the array's dtype supports."""
+        is_native = type(array) is np.ndarray and not array.dtype.hasobject  # nearly always
+        source = array if is_native else self._native_array(array, what)
+        try:
+            if not isinstance(op, str):
+                ReduceOp.parse(op)  # before the cache below, which needs a hashable operator
+            return source, _operator(op, source.dtype)
+        except (InvalidArgument, UnsupportedDtype) as error:
+            raise type(error)(f"{self.label}: {what}: {error}") from None
+
+    def _checked_target(self, what: str, source: Array, out: Any) -> Array:
+        """Returns the native array for a result like the source: the caller's `out`, or the source for None."""
+        if out is None:
+            self._check_writable(what, source)
+            return source
+        return self._checked_out(what, out, source.shape, source.dtype)
 
     def _check_writable(self, what: str, target: Array, name: str = "array", remedy: str = "pass out=") -> None:
         """Refuses an argument that cannot be written to.
@@ -1362,7 +1110,7 @@ class Communicator:
     ) -> tuple[int, ...]:
         """Returns the number of rows of each rank; their sum must be `total`, if that is known."""
         try:
-            checked = tuple(operator.index(size) for size in sizes)
+            checked = tuple(map(operator.index, sizes))
         except TypeError:
             checked = ()
         if len(checked) != self.world_size or min(checked) < 0 or sum(checked) * max(row_bytes, 1) >= _TOO_MUCH:
@@ -1376,8 +1124,10 @@ class Communicator:
             )
         return checked
 
-    def _equal_sizes(self, what: str, name: str, rows: int) -> tuple[int, ...]:
-        """Returns the number of rows of each rank's part, for equal parts."""
+    def _checked_division(self, what: str, name: str, sizes: Any, rows: int) -> tuple[int, ...]:
+        """Returns the number of rows of each rank's part of an array; equal parts if `sizes` is None."""
+        if sizes is not None:
+            return self._checked_sizes(what, name, sizes, rows)
         if rows % self.world_size:
             raise InvalidArgument(
                 f"{self.label}: {what} needs a multiple of {self.world_size} rows for equal parts, got {rows}: "
@@ -1432,7 +1182,7 @@ class Communicator:
         flat: Array = arrays.flat(target) if arrays.is_viewed_flat(target) else arrays.empty_flat(target)
         return flat
 
-    def _deliver(self, flat: Array, target: Array, launch: Any) -> None:
+    def _deliver(self, flat: Any, target: Array, launch: Any) -> None:
         """Copies the results to the target, if `flat` is not a view of it."""
         if self._runs_beside_host:
             self._backend.keep(target, flat)
@@ -1441,123 +1191,53 @@ class Communicator:
             self._arrays.write_back(flat, target)
 
 
-class ListReduction:
-    """The all-reduce of a list of arrays as one collective, for a gradient bucket.
-
-    Every rank must run one, with lists of equal sizes and dtypes. The arguments are not checked: bucketing has checked
-    them. Make it in the thread that runs the collectives.
-
-    Args:
-        communicator: the communicator of the ranks.
-        sources: 1-D contiguous arrays of one dtype, on the communicator's device.
-        targets: arrays for the results: for each source an array of its size and dtype, or the source itself.
-        op: an operator that the dtype supports.
-        write_backs: pairs of a target and the native array that gets the target's values afterwards.
-        looks: whether the communicator's finder collects non-finite values.
-        wire: the form in which the values travel, on all ranks; needs a backend that converts. None: as they are.
-        recurs: whether these very arrays will be reduced again: then the backend prepares the reduction now. In one
-            collective some ranks may have a prepared reduction, and others none.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        sources: Sequence[Array],
-        targets: Sequence[Array],
-        op: ReduceOp,
-        *,
-        write_backs: Sequence[tuple[Array, Array]] = (),
-        looks: bool = False,
-        wire: Wire | None = None,
-        recurs: bool = False,
-    ) -> None:
-        self._lifetime = communicator._lifetime
-        self._backend = backend = communicator._backend
-        self._sources = sources
-        self._targets = targets
-        self._op = op
-        self._write_backs = write_backs
-        self._looks = looks
-        self._wire = wire
-        self._prepared: PreparedList | None = None
-        if recurs and self._lifetime.ended_because is None:
-            self._prepared = backend.prepare(sources, targets, op, looks=looks, wire=wire)
-
-    def run(
-        self,
-        agreement: Agreement,
-        *,
-        stages: Sequence[Stage] = (),
-        producers: Sequence[Any] = (),
-        agrees_first: bool = False,
-    ) -> Completion | None:
-        """Reduces the arrays' current values.
-
-        Args:
-            agreement: this rank's agreement.
-            stages: called before the reduction in this order, and after it in reverse order.
-            producers: marks (see mark_work) of the work that made the sources.
-            agrees_first: whether the ranks also agree before the stages, because some rank's stages write into its
-                sources; the same on all ranks.
-
-        Returns:
-            None on the CPU, where the results are complete; on a GPU the Completion of the launched reduction.
-
-        Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
-        """
-        backend, sources, targets = self._backend, self._sources, self._targets
-        with self._lifetime.turn("all_reduce", agreement), backend.launching(None, producers) as launch:
-            if agrees_first:
-                backend.agree(agreement)
-            given = sources
-            for stage in stages:
-                given = stage.before(given)
-            if given is sources:
-                prepared = self._prepared
-                if prepared is None and (self._looks or self._wire is not None):
-                    prepared = backend.prepare(sources, targets, self._op, looks=self._looks, wire=self._wire)
-                if prepared is None:
-                    backend.all_reduce(sources, targets, self._op, agreement)
-                else:
-                    prepared.run(agreement)
-                results = targets
-            else:
-                backend.keep(*sources, *targets, *given)
-                backend.all_reduce(given, given, self._op, agreement)
-                results = given
-            for stage in reversed(stages):
-                results = stage.after(results)
-            for target, native in self._write_backs:
-                backend.bring_back(target, native, launch)
-        return launch
-
-
 _Parameters = ParamSpec("_Parameters")
 
 
-def _submitting(
-    collective: Callable[Concatenate[Communicator, _Parameters], Any], make_call: Callable[..., CollectiveCall]
-) -> Callable[Concatenate[Asynchronous, _Parameters], CollectiveFuture]:
-    """Returns the asynchronous form of a collective.
+class _Submitter(Communicator):
+    """A communicator, with the same backend and lifetime, that submits each collective and returns its future."""
 
-    Args:
-        collective: the blocking method.
-        make_call: checks all arguments but `stream`, and makes the call.
-    """
-    signature = inspect.signature(collective)
-    has_stream = "stream" in signature.parameters
+    def __init__(self, communicator: Communicator) -> None:
+        vars(self).update(vars(communicator))
+
+    def _run(self, call: CollectiveCall, stream: Any) -> CollectiveFuture:
+        if not self._runs_beside_host:
+            return submit(self._lifetime, call[0], partial(super()._run, call, stream))
+        what, agreement, move, source, result = call
+        name = f"{self.label}: {what}"
+        stream = self._checked_stream(stream, what)
+        end = CollectiveEnd()
+        producers = [self._mark_work()] if stream is None else None
+        turn = self._lifetime.turn(what, agreement)
+        try:
+            with turn, self._backend.launching(stream, producers) as launch:
+                if result is None:
+                    result = move(launch)
+                else:
+                    move(source, result, agreement)
+        except Exception as error:
+            closed = isinstance(error, CommunicatorClosed)  # the failure that closed the communicator was reported
+            end.finish(None, error, log_entry=None if closed else LostFailure(name, error, self._lifetime))
+        else:
+            end.finish(result, None, launch)
+        return CollectiveFuture(name, end)
+
+
+def _submitting(
+    collective: Callable[Concatenate[Communicator, _Parameters], Any],
+) -> Callable[Concatenate[Asynchronous, _Parameters], CollectiveFuture]:
+    """Returns the asynchronous form of a collective."""
 
     @wraps(collective)
     def asynchronous(self: Asynchronous, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> CollectiveFuture:
-        stream = kwargs.pop("stream", None) if has_stream else None
-        return self._submit(make_call(self._communicator, *args, **kwargs), stream)
+        future: CollectiveFuture = collective(self._submitter, *args, **kwargs)
+        return future
 
     whole = inspect.getdoc(collective) or ""  # python -OO has none
     asynchronous.__doc__ = f"Returns a CollectiveFuture of the result of Communicator.{collective.__name__}:\n\n{whole}"
-    asynchronous.__dict__["__signature__"] = signature.replace(return_annotation="CollectiveFuture")
-    # Python shows these names in errors about missing or unknown arguments.
-    asynchronous.__qualname__ = make_call.__qualname__ = f"Asynchronous.{collective.__name__}"
+    signature = inspect.signature(collective).replace(return_annotation="CollectiveFuture")
+    asynchronous.__dict__["__signature__"] = signature
+    asynchronous.__qualname__ = f"Asynchronous.{collective.__name__}"
     return asynchronous
 
 
@@ -1586,45 +1266,23 @@ class Asynchronous:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
+        self._submitter = _Submitter(communicator)
 
     def __repr__(self) -> str:
         return f"<asynchronous collectives of {self._communicator!r}>"
 
-    all_reduce = _submitting(Communicator.all_reduce, Communicator._all_reduce_call)
-    reduce = _submitting(Communicator.reduce, Communicator._reduce_call)
-    reduce_scatter = _submitting(Communicator.reduce_scatter, Communicator._reduce_scatter_call)
-    broadcast = _submitting(Communicator.broadcast, Communicator._broadcast_call)
-    all_gather = _submitting(Communicator.all_gather, Communicator._all_gather_call)
-    gather = _submitting(Communicator.gather, Communicator._gather_call)
-    scatter = _submitting(Communicator.scatter, Communicator._scatter_call)
-    all_to_all = _submitting(Communicator.all_to_all, Communicator._all_to_all_call)
-    send = _submitting(Communicator.send, Communicator._send_call)
-    recv = _submitting(Communicator.recv, Communicator._recv_call)
-    exchange = _submitting(Communicator.exchange, Communicator._exchange_call)
-    barrier = _submitting(Communicator.barrier, Communicator._barrier_call)
-
-    def _submit(self, call: CollectiveCall, stream: Any) -> CollectiveFuture:
-        communicator = self._communicator
-        what, agreement, move, source, result = call
-        if not communicator._runs_beside_host:
-            return submit(communicator._lifetime, what, partial(communicator._run, call, stream))
-        name = f"{communicator.label}: {what}"
-        stream = communicator._checked_stream(stream, what)
-        end = CollectiveEnd()
-        producers = [communicator._mark_work()] if stream is None else None
-        turn = communicator._lifetime.turn(what, agreement)
-        try:
-            with turn, communicator._backend.launching(stream, producers) as launch:
-                if result is None:
-                    result = move(launch)
-                else:
-                    move(source, result, agreement)
-        except Exception as error:
-            closed = isinstance(error, CommunicatorClosed)  # the failure that closed the communicator was reported
-            end.finish(None, error, log_entry=None if closed else LostFailure(name, error, communicator._lifetime))
-        else:
-            end.finish(result, None, launch)
-        return CollectiveFuture(name, end)
+    all_reduce = _submitting(Communicator.all_reduce)
+    reduce = _submitting(Communicator.reduce)
+    reduce_scatter = _submitting(Communicator.reduce_scatter)
+    broadcast = _submitting(Communicator.broadcast)
+    all_gather = _submitting(Communicator.all_gather)
+    gather = _submitting(Communicator.gather)
+    scatter = _submitting(Communicator.scatter)
+    all_to_all = _submitting(Communicator.all_to_all)
+    send = _submitting(Communicator.send)
+    recv = _submitting(Communicator.recv)
+    exchange = _submitting(Communicator.exchange)
+    barrier = _submitting(Communicator.barrier)
 
 
 class _Parts(NamedTuple):
@@ -1663,8 +1321,8 @@ def _parts(shape: Shape, sizes: tuple[int, ...], itemsize: int, rank: int) -> _P
 
 
 @lru_cache(maxsize=1024)
-def _reduction(what: str, op: str | ReduceOp, shape: Shape, dtype: np.dtype[Any]) -> tuple[ReduceOp, Agreement]:
-    """Returns the operator and the agreement of a reduction.
+def _operator(op: str | ReduceOp, dtype: np.dtype[Any]) -> ReduceOp:
+    """Returns the operator of a reduction.
 
     Raises:
         InvalidArgument: not an operator.
@@ -1672,7 +1330,7 @@ def _reduction(what: str, op: str | ReduceOp, shape: Shape, dtype: np.dtype[Any]
     """
     parsed = ReduceOp.parse(op)
     check_operation(parsed, dtype)
-    return parsed, agreement_on(what, shape, dtype, parsed.value)
+    return parsed
 
 
 def _joined(*details: str) -> str:

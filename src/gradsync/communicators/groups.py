@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
 
+from gradsync.communicators.backend import Backend
+from gradsync.communicators.failures import CAUSE_SECONDS, await_cause
 from gradsync.communicators.lifetime import Lifetime, RaisedFailures
-from gradsync.errors import GradsyncError, RendezvousTimeout, name_ranks
-
-if TYPE_CHECKING:
-    from gradsync.rendezvous.client import RendezvousClient
+from gradsync.errors import (
+    BackendUnavailable,
+    CommunicatorClosed,
+    GradsyncError,
+    RankFailed,
+    RendezvousTimeout,
+    describe,
+    name_ranks,
+)
 
 NO_COLOR = -1  # for Backend.split_group: the rank joins no group
 _LISTED_CHARACTERS = 40  # the longest list of members in a group's name
@@ -102,28 +110,44 @@ class NonMember:
         raise AttributeError(f"{self} and cannot use its {name!r}; check `if group:` first")
 
 
-def meet_members(
-    client: RendezvousClient,
-    members: Sequence[int],
-    name: str,
-    timeout_seconds: float,
-    look_around: Callable[[tuple[int, ...]], None],
-    on_timeout: Callable[[float, str], str],
-) -> None:
+@contextmanager
+def reporting_failures(backend: Backend, what: str) -> Iterator[None]:
+    """Reports a failure in making a group to the other ranks, which would otherwise wait for this one.
+
+    Args:
+        backend: the backend of the communicator that makes the group.
+        what: the public method, for errors.
+    """
+    try:
+        yield
+    except (RankFailed, CommunicatorClosed):
+        backend.lifetime.check_usable(what)  # raises this rank's own failure instead of the server's copy of it
+        raise  # no report: every member gets this error by itself
+    except BaseException as error:
+        if backend.client is not None:
+            if isinstance(error, BackendUnavailable):
+                # If a member has died, that is the cause.
+                await_cause(CAUSE_SECONDS, backend.client.check)
+            backend.client.report_failure(f"in {what}: {describe(error)}")
+        raise
+
+
+def meet_members(backend: Backend, what: str, members: Sequence[int], name: str) -> None:
     """Waits until all members of a new group have called this.
 
     Args:
-        client: the parent communicator's client.
-        members: ranks of that client.
+        backend: the backend of the communicator that makes the group.
+        what: the public method, for errors.
+        members: the group's ranks, as numbered in that communicator.
         name: the group's name, not used before in this generation.
-        timeout_seconds: how long to wait.
-        look_around: look_around(missing ranks) is called while waiting; it raises if they cannot arrive any more.
-        on_timeout: on_timeout(waited seconds, missing ranks in words) returns the text of the error.
 
     Raises:
         RendezvousTimeout: a member did not arrive.
-        RankFailed: a member has died.
+        RankFailed: a member has died, or cannot arrive any more.
     """
+    client, timeout_seconds = backend.client, backend.timeout_seconds
+    if client is None or len(members) == 1:
+        return
     # A client group of its own: the server removes its entries when all have left it, however the new group ends.
     meeting = client.group(members, f"{name}/members")
     began = time.monotonic()
@@ -134,10 +158,17 @@ def meet_members(
                 meeting.barrier(meeting.name, timeout_seconds=min(left_seconds, _LOOK_AROUND_EVERY_SECONDS))
                 return
             except RendezvousTimeout as error:
-                look_around(error.missing_ranks)
+                backend.lifetime.check_usable(what)
+                backend.look_for_ended([backend.ranks.index(rank) for rank in error.missing_ranks])
                 if left_seconds <= _LOOK_AROUND_EVERY_SECONDS:
-                    text = on_timeout(time.monotonic() - began, whom(error))
-                    raise RendezvousTimeout(text, missing_ranks=error.missing_ranks, missing=error.missing) from error
+                    raise RendezvousTimeout(
+                        f"{backend.label}: {what} of the ranks {listed([backend.ranks[rank] for rank in members])} "
+                        f"waited {time.monotonic() - began:.3g} s for {whom(error)}; every member must call {what} "
+                        "with the same ranks, and ranks that are in several groups must all make these groups in the "
+                        "same order",
+                        missing_ranks=error.missing_ranks,
+                        missing=error.missing,
+                    ) from error
     finally:
         meeting.close()
 

@@ -20,6 +20,8 @@ from gradsync.reduction import Array, divide_into
 DLPACK_CPU = 1
 DLPACK_CUDA_HOST = 3  # pinned host memory
 
+_PIECE_BYTES = 32 * 1024**2  # the host memory for reading a GPU's array, piece by piece
+
 _FOR_NUMBERS = "make it an array with numpy.array(...), or pass numbers to gs.comm.reduce_dict or comm.objects"
 _FOR_OBJECTS = "comm.objects gathers, broadcasts and scatters Python objects"
 
@@ -292,3 +294,22 @@ def overlaps_itself(array: Any) -> bool:
             return True
         extent = stride * (length - 1) + extent
     return False
+
+
+def digest_of_values(arrays: ArrayKind, native: Any) -> str:
+    """Returns the SHA-256 of an array's elements, as bytes in C order, whatever its layout.
+
+    A GPU's array is copied to host memory in pieces, after the current stream's
+    work.
+    """
+    import hashlib  # imported here to keep the start of a rank short
+
+    hasher = hashlib.sha256()
+    if isinstance(native, np.ndarray):
+        hasher.update(np.ascontiguousarray(native).reshape(-1).view(np.uint8).data)
+        return hasher.hexdigest()
+    flat: Any = arrays.flat(native)
+    step = max(1, _PIECE_BYTES // flat.dtype.itemsize)
+    for begin in range(0, flat.size, step):
+        hasher.update(flat[begin : begin + step].get().view(np.uint8).data)
+    return hasher.hexdigest()

@@ -102,7 +102,7 @@ class ResidentReduction:
         self._widened: list[Array] = []  # buffers for half precision: a sum and an addend
 
     def all_reduce(self, memory: SharedResidentMemory, key: Range, agreement: Agreement) -> None:
-        """Reduces a range in place; see Communicator._all_reduce_resident."""
+        """Reduces a range in place; see all_reduce_resident of for_bucketing.py."""
         steps = memory.prepared(key, self._prepare)
         laps = tracing.laps_of(self._recorder)
         self._barrier.meet(agreement)

@@ -1,0 +1,245 @@
+"""The collectives that gradient bucketing adds to those of a communicator; their arguments are not checked.
+
+Bucketing reduces lists of arrays as one collective, with work before and after on the same stream, and resident memory,
+in which gradients live and are reduced without a copy. The public collectives are in communicator.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from gradsync.communicators.agreement import Agreement, Description, mismatch
+from gradsync.communicators.backend import PreparedList, ResidentMemory
+from gradsync.communicators.communicator import BYTE, Communicator
+from gradsync.errors import BackendUnavailable
+from gradsync.futures import Completion
+from gradsync.reduction import Array, ReduceOp, Wire
+
+
+class Stage(Protocol):
+    """Work before and after the reduction of a list, within the same call, and on a GPU on the same stream."""
+
+    def before(self, given: Sequence[Array]) -> Sequence[Array]:
+        """Handles this rank's values. Returns them, or other arrays to reduce, which receive the results."""
+
+    def after(self, results: Sequence[Array]) -> Sequence[Array]:
+        """Handles the reduced values. Returns the arrays that hold them afterwards."""
+
+
+class ListReduction:
+    """The all-reduce of a list of arrays as one collective, for a gradient bucket.
+
+    Every rank must run one, with lists of equal sizes and dtypes. The arguments are not checked: bucketing has checked
+    them. Make it in the thread that runs the collectives.
+
+    Args:
+        communicator: the communicator of the ranks.
+        sources: 1-D contiguous arrays of one dtype, on the communicator's device.
+        targets: arrays for the results: for each source an array of its size and dtype, or the source itself.
+        op: an operator that the dtype supports.
+        write_backs: pairs of a target and the native array that gets the target's values afterwards.
+        looks: whether the communicator's finder collects non-finite values.
+        wire: the form in which the values travel, on all ranks; needs a backend that converts. None: as they are.
+        recurs: whether these very arrays will be reduced again: then the backend prepares the reduction now. In one
+            collective some ranks may have a prepared reduction, and others none.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        sources: Sequence[Array],
+        targets: Sequence[Array],
+        op: ReduceOp,
+        *,
+        write_backs: Sequence[tuple[Array, Array]] = (),
+        looks: bool = False,
+        wire: Wire | None = None,
+        recurs: bool = False,
+    ) -> None:
+        self._lifetime = communicator._lifetime
+        self._backend = backend = communicator._backend
+        self._sources = sources
+        self._targets = targets
+        self._op = op
+        self._write_backs = write_backs
+        self._looks = looks
+        self._wire = wire
+        self._prepared: PreparedList | None = None
+        if recurs and self._lifetime.ended_because is None:
+            self._prepared = backend.prepare(sources, targets, op, looks=looks, wire=wire)
+
+    def run(
+        self,
+        agreement: Agreement,
+        *,
+        stages: Sequence[Stage] = (),
+        producers: Sequence[Any] = (),
+        agrees_first: bool = False,
+    ) -> Completion | None:
+        """Reduces the arrays' current values.
+
+        Args:
+            agreement: this rank's agreement.
+            stages: called before the reduction in this order, and after it in reverse order.
+            producers: marks (see mark_work) of the work that made the sources.
+            agrees_first: whether the ranks also agree before the stages, because some rank's stages write into its
+                sources; the same on all ranks.
+
+        Returns:
+            None on the CPU, where the results are complete; on a GPU the Completion of the launched reduction.
+
+        Raises:
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        """
+        backend, sources, targets = self._backend, self._sources, self._targets
+        with self._lifetime.turn("all_reduce", agreement), backend.launching(None, producers) as launch:
+            if agrees_first:
+                backend.agree(agreement)
+            given = sources
+            for stage in stages:
+                given = stage.before(given)
+            if given is sources:
+                prepared = self._prepared
+                if prepared is None and (self._looks or self._wire is not None):
+                    prepared = backend.prepare(sources, targets, self._op, looks=self._looks, wire=self._wire)
+                if prepared is None:
+                    backend.all_reduce(sources, targets, self._op, agreement)
+                else:
+                    prepared.run(agreement)
+                results = targets
+            else:
+                backend.keep(*sources, *targets, *given)
+                backend.all_reduce(given, given, self._op, agreement)
+                results = given
+            for stage in reversed(stages):
+                results = stage.after(results)
+            for target, native in self._write_backs:
+                backend.bring_back(target, native, launch)
+        return launch
+
+
+def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: int, agreement: Agreement) -> None:
+    """Copies the root's arrays into the arrays of the other ranks, in place, as one collective.
+
+    Every rank must call it with arrays of the same shapes and dtypes. The arguments are not checked.
+
+    Args:
+        natives: native arrays (see _native_array) of any layout; writable except on the root.
+        root: the rank whose values all ranks get.
+        agreement: this rank's agreement.
+
+    Raises:
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+    """
+
+    def move(launch: Any) -> None:
+        flats = [communicator._arrays.flat(native) for native in natives]
+        communicator._backend.keep(*natives, *flats)
+        communicator._backend.broadcast([flat.view(BYTE) for flat in flats], root, agreement)
+        if communicator.rank != root:
+            for flat, native in zip(flats, natives, strict=True):
+                communicator._backend.bring_back(flat, native, launch)
+
+    if natives:
+        communicator._run(("broadcast", agreement, move, None, None), None)
+    else:
+        communicator._agree(agreement)
+
+
+# -- Resident memory: gradients live there, and are reduced without a copy -------------------------------------------
+
+
+def make_resident_memory(communicator: Communicator, size_bytes: int, agreement: Agreement) -> ResidentMemory:
+    """Makes memory of the same size on every rank, whose ranges can be reduced in place.
+
+    Every rank must call it, with the same size.
+
+    Args:
+        size_bytes: size of each rank's part.
+        agreement: this rank's agreement.
+
+    Raises:
+        PlanMismatch: the sizes differ; nothing was allocated.
+        BackendUnavailable: a rank, which the text names, does not have enough memory. Then no rank gets memory, and the
+            communicator stays usable.
+        RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+    """
+    what, backend = "make_resident_memory", communicator._backend
+    memory: ResidentMemory | None = None
+    failure: BackendUnavailable | None = None
+
+    def make(_launch: Any) -> list[list[int]]:
+        nonlocal memory, failure
+        sizes = backend.share_numbers([size_bytes], agreement)
+        if sizes.count([size_bytes]) < communicator.world_size:
+            headlines = [f"resident memory of {size} bytes" for [size] in sizes]
+            texts = dict(zip(communicator.ranks, map(Description, headlines), strict=True))
+            raise mismatch(communicator.label, agreement, texts)
+        try:
+            memory = backend.make_resident(size_bytes, agreement)
+        except BackendUnavailable as error:
+            failure = error
+        return backend.share_numbers([failure is None], agreement)
+
+    have_made = communicator._run((what, agreement, make, None, None), None)
+    without = [rank for rank, [has_made] in zip(communicator.ranks, have_made, strict=True) if not has_made]
+    if failure is not None:
+        raise BackendUnavailable(f"{communicator.label}: {what}: {failure}") from failure
+    if without or memory is None:
+        raise BackendUnavailable(
+            f"{communicator.label}: {what} needs {size_bytes} bytes on every rank; ranks {without} could not allocate "
+            "them"
+        )
+    return memory
+
+
+def all_reduce_resident(
+    communicator: Communicator,
+    memory: ResidentMemory,
+    begin_bytes: int,
+    end_bytes: int,
+    dtype: np.dtype[Any],
+    op: ReduceOp,
+    agreement: Agreement,
+    *,
+    producers: Sequence[Any] = (),
+    mean_over: int | None = None,
+    stages: Sequence[Stage] = (),
+    agrees_first: bool = False,
+    looks: bool = False,
+) -> Completion | None:
+    """Reduces a range of resident memory in place, on every rank.
+
+    Every rank must call it for the same memory, range, dtype and operator. The result has the same bits as that of
+    a ListReduction, except for products of complex numbers. The arguments are not checked. PlanMismatch leaves the
+    range unchanged; after any other error the range's values are undefined.
+
+    Args:
+        memory: resident memory of this communicator.
+        begin_bytes: the begin of the range in `memory.bytes`: a multiple of 64.
+        end_bytes: the end of the range; the range has zero or more whole elements.
+        dtype: the elements' dtype.
+        op, agreement, stages, producers, agrees_first: as for ListReduction; stages get the range, and return it.
+        mean_over: the number of ranks that contributed values, by which the sum is divided; None does not divide.
+        looks: whether the communicator's finder collects non-finite values.
+
+    Returns:
+        As ListReduction.run.
+
+    Raises:
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+    """
+    backend = communicator._backend
+    with communicator._lifetime.turn("all_reduce", agreement), backend.launching(None, producers) as launch:
+        if agrees_first:
+            backend.agree(agreement)
+        values = [memory.view(begin_bytes, end_bytes, dtype)] if stages else []
+        for stage in stages:
+            stage.before(values)
+        backend.all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, looks=looks)
+        for stage in reversed(stages):
+            stage.after(values)
+    return launch
