@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from gradsync.machine import machine_identity
-from gradsync.rendezvous.frames import NEXT_GENERATION, PROTOCOL_VERSION, THE_WORLD, FrameType, Message
+from gradsync.rendezvous.frames import NEXT_GENERATION, THE_WORLD, FrameType, Message
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameReader, Session
 from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, LEAVE, PUT_ID, UNIQUE_ID
@@ -47,9 +47,8 @@ class GradsyncRank:
             if self._session is None:
                 proof, self._session = self._handshake.receive(frame)
                 self._reader.limit_bytes = MAX_FRAME_BYTES
-                fields = (PROTOCOL_VERSION, self._rank, self._world_size, NEXT_GENERATION)
+                fields = self._rank, self._world_size, NEXT_GENERATION, _MACHINE, "node", os.getpid(), None, 0, None
                 answer += proof + self._session.seal(FrameType.JOIN, *fields)
-                answer += self._seal(FrameType.INTRODUCE, _MACHINE, "node", os.getpid(), None, 0)
             else:
                 self._take(self._session.open(frame))
         return answer
@@ -69,8 +68,6 @@ class GradsyncRank:
         raise ValueError(phase)
 
     def _take(self, message: Message) -> None:
-        if message.type is FrameType.JOIN_ACCEPTED:
-            return
         if message.type is FrameType.PULSE:
             self.pulses += 1
         elif message.type in (FrameType.REPLY, FrameType.JOINED):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from gradsync.rendezvous.frames import (
     NEXT_GENERATION,
-    PROTOCOL_VERSION,
     THE_WORLD,
     Close,
     Ended,
@@ -68,18 +67,15 @@ class Bench:
         generation: int = NEXT_GENERATION,
         world_size: int = 0,
         *,
-        introduces: bool = True,
+        pid: int = 0,  # a process that nobody looks at
+        machine: str = SERVER,
+        min_ranks: int | None = None,
+        steps: int = 0,
+        start: str | None = None,
     ) -> int:
         size = world_size or self.world_size
-        sequence = self.send(connection, FrameType.JOIN, PROTOCOL_VERSION, rank, size, generation)
-        if introduces and connection in self.core._seats:
-            self.introduce(connection, 0)  # a process that nobody looks at
-        return sequence
-
-    def introduce(
-        self, connection: int, pid: int, machine: str = "this machine", min_ranks: int | None = None, steps: int = 0
-    ) -> None:
-        self.send(connection, FrameType.INTRODUCE, machine, "node7", pid, min_ranks, steps)
+        who = machine, "node7", pid, min_ranks, steps, start
+        return self.send(connection, FrameType.JOIN, rank, size, generation, *who)
 
     def cancel(self, connection: int, sequence: int) -> None:
         """What a client does at its deadline."""
@@ -88,9 +84,9 @@ class Bench:
     def leave(self, connection: int) -> None:
         self.send(connection, FrameType.LEAVE, THE_WORLD, None, 0)
 
-    def join_all(self, first_connection: int = 0) -> None:
+    def join_all(self, first_connection: int = 0, first_pid: int = 0, machine: str = SERVER) -> None:
         for rank in range(self.world_size):
-            self.join(first_connection + rank, rank)
+            self.join(first_connection + rank, rank, pid=first_pid and first_pid + rank, machine=machine)
         self.inbox.clear()
 
     def lose(self, connection: int, cause: str = "reset") -> None:

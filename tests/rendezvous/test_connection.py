@@ -26,7 +26,7 @@ from gradsync.machine import machine_identity
 from gradsync.rendezvous import client as client_module
 from gradsync.rendezvous import connection as connection_module
 from gradsync.rendezvous.connection import Connection
-from gradsync.rendezvous.frames import DEATH, INVALID, PROTOCOL_VERSION, Decision, FrameType, LaunchedEvent
+from gradsync.rendezvous.frames import DEATH, INVALID, Decision, FrameType, LaunchedEvent
 from gradsync.rendezvous.handshake import ServerProcess
 from gradsync.rendezvous.liveness import ProcessState
 from gradsync.rendezvous.server import RendezvousServer
@@ -85,7 +85,7 @@ class Wire:
         return self.connection.take_turn(has_input=True)
 
     def join(self) -> None:
-        self.connection.post(FrameType.JOIN, PROTOCOL_VERSION, 0, 2, 0)
+        self.connection.post(FrameType.JOIN, 0, 2, 0, "machine", "node7", 7, None, 0, None)
         assert self.received() == [FrameType.JOIN]
 
     def beat(self, times: int, seconds: float = 0.5) -> list[FrameType]:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
-from gradsync.rendezvous.frames import FrameType
+from gradsync.rendezvous.frames import PROTOCOL_VERSION, FrameType
 from gradsync.rendezvous.handshake import (
     MAX_RUN_ID_BYTES,
     ClientHandshake,
@@ -114,9 +114,11 @@ def test_versions_that_do_not_fit_are_told_apart_in_the_handshake() -> None:
     challenge = server.receive(cut(bytes.fromhex(OLD_HELLO)))
     assert isinstance(challenge, bytes)
     body = cut(challenge).body
-    assert body[:9] == b"gradsync\2"
+    assert body[:9] == b"gradsync" + bytes([PROTOCOL_VERSION])
     assert len(body) - 41 <= MAX_RUN_ID_BYTES  # the old side measures this before it reads the version
-    with pytest.raises(RendezvousError, match="server speaks handshake revision 1, this side 2; run the same version"):
+    with pytest.raises(
+        RendezvousError, match=f"speaks protocol version 1, this side version {PROTOCOL_VERSION}; run the same"
+    ):
         ClientHandshake(SECRET, b"c" * 24).receive(cut(bytes.fromhex(OLD_CHALLENGE)))
 
 

@@ -107,7 +107,7 @@ def test_a_verdict_is_one_on_its_generation_alone() -> None:
     bench.wait(1)  # it has still to be found anew
     bench.states[PID] = ProcessState.RUNNING
     bench.join(6, 1)
-    assert [message[0] for message in bench.take(5)] == [FrameType.JOIN_ACCEPTED, FrameType.JOINED]
+    assert [message[0] for message in bench.take(5)] == [FrameType.PULSE, FrameType.JOINED]
 
 
 def test_nobody_is_looked_at_whose_process_is_not_known() -> None:
@@ -144,11 +144,3 @@ def test_a_server_that_was_itself_stopped_condemns_nobody() -> None:
     bench.states[PID] = ProcessState.RUNNING
     bench.wait(10)
     assert failures(bench, 0) == []
-
-
-def test_who_stands_still_between_its_join_and_its_introduction_is_found_too() -> None:
-    bench = waiting_bench()
-    bench.join(1, 1, introduces=False)
-    bench.states[PID] = ProcessState.STOPPED
-    bench.wait(3)
-    assert [failure[2] for failure in failures(bench, 0)] == [1]

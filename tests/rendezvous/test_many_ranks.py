@@ -71,7 +71,7 @@ def test_a_quiet_server_gathers_heartbeats_and_still_answers(crowd_of) -> None:
         crowd.play(JOIN)
         assert crowd.beat(0.4, 0.1) == 16
         crowd.play(BARRIER)  # behind the heartbeats: they have been answered by then
-        assert [rank.pulses for rank in crowd._ranks] == [4] * 4
+        assert [rank.pulses for rank in crowd._ranks] == [1 + 4] * 4  # the first one answered its JOIN
 
 
 def test_thousands_of_silent_ranks_are_looked_at_in_one_turn() -> None:

@@ -8,7 +8,6 @@ from core_bench import Bench
 from gradsync.rendezvous.frames import (
     DEATH,
     INVALID,
-    PROTOCOL_VERSION,
     REFUSED,
     THE_WORLD,
     FrameType,
@@ -22,10 +21,10 @@ def joined(sequence: int, generation: int, rank: int, world_size: int, most_adva
 def test_generation_forms_when_all_have_joined() -> None:
     bench = Bench(2)
     first = bench.join(10, 1)
-    assert bench.take(10) == [(FrameType.JOIN_ACCEPTED, first)]
+    assert bench.take(10) == [(FrameType.PULSE,)]
     second = bench.join(11, 0)
     assert bench.take(10) == [joined(first, 1, 1, 2)]
-    assert bench.take(11) == [(FrameType.JOIN_ACCEPTED, second), joined(second, 1, 0, 2)]
+    assert bench.take(11) == [(FrameType.PULSE,), joined(second, 1, 0, 2)]
 
 
 def test_who_waits_no_longer_to_join_is_told_the_rank_that_never_came() -> None:
@@ -106,28 +105,6 @@ def test_a_group_of_ranks_that_do_not_exist_cannot_be_left() -> None:
     assert bench.take(1) == [(FrameType.REPLY, stored, True)]
 
 
-def test_a_generation_waits_until_each_rank_has_said_which_process_it_is() -> None:
-    """The introduction travels right behind the join. A rank that stops in between would never be missed."""
-    bench = Bench(2)
-    first = bench.join(0, 0)
-    second = bench.join(1, 1, introduces=False)
-    assert [message[0] for message in bench.take(1)] == [FrameType.JOIN_ACCEPTED]
-    bench.cancel(0, first)
-    assert bench.take(0)[-1] == (FrameType.TIMED_OUT, first, (1,), "rank 1 (joining)")
-    bench.join(2, 0)
-    bench.introduce(1, 1001)
-    assert bench.take(1) == [joined(second, 1, 1, 2)]
-
-
-def test_who_stopped_waiting_is_not_blamed_before_one_that_has_not_said_who_it_is() -> None:
-    bench = Bench(3)
-    waits = [bench.join(0, 0), bench.join(1, 1)]
-    bench.join(2, 2, introduces=False)
-    for connection in (0, 1):
-        bench.cancel(connection, waits[connection])
-        assert bench.take(connection)[-1] == (FrameType.TIMED_OUT, waits[connection], (2,), "rank 2 (joining)")
-
-
 def test_slow_joiners_are_named_every_few_seconds() -> None:
     bench = Bench(3)
     bench.join(0, 0)
@@ -137,21 +114,20 @@ def test_slow_joiners_are_named_every_few_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "rank", "world_size", "generation", "texts"),
+    ("rank", "world_size", "generation", "texts"),
     [
-        (PROTOCOL_VERSION + 1, 0, 2, 0, (f"version {PROTOCOL_VERSION}", f"version {PROTOCOL_VERSION + 1}")),
-        (PROTOCOL_VERSION, 0, 3, 0, ("world_size 2", "with world_size 3")),
-        (PROTOCOL_VERSION, 0, 1, 0, ("world_size 2", "with world_size 1")),
-        (PROTOCOL_VERSION, 2, 2, 0, ("ranks 0 to 1", "rank 2")),
-        (PROTOCOL_VERSION, 1, 2, 0, ("rank 1/2 has joined already",)),
-        (PROTOCOL_VERSION, 0, 2, 3, ("rank 0 wants to join generation 3, the next one is 1",)),
+        (0, 3, 0, ("world_size 2", "with world_size 3")),
+        (0, 1, 0, ("world_size 2", "with world_size 1")),
+        (2, 2, 0, ("ranks 0 to 1", "rank 2")),
+        (1, 2, 0, ("rank 1/2 has joined already",)),
+        (0, 2, 3, ("rank 0 wants to join generation 3, the next one is 1",)),
     ],
 )
-def test_wrong_joins_are_refused_and_harm_nobody(version, rank, world_size, generation, texts) -> None:
+def test_wrong_joins_are_refused_and_harm_nobody(rank, world_size, generation, texts) -> None:
     bench = Bench(2)
     first = bench.join(1, 1)
     bench.take(1)
-    bad = bench.send(9, FrameType.JOIN, version, rank, world_size, generation)
+    bad = bench.join(9, rank, generation, world_size)
     kind, sequence, refusal, text = bench.take(9)[0]
     assert (kind, sequence, refusal) == (FrameType.REFUSED, bad, REFUSED)
     assert all(part in text for part in texts)
@@ -165,8 +141,8 @@ def test_who_has_ended_is_not_waited_for() -> None:
     bench = Bench(3)
     bench.join(0, 0)
     bench.end(1)
-    [seated, (kind, *failure, text)] = bench.take(0)
-    assert (seated[0], kind, *failure) == (FrameType.JOIN_ACCEPTED, FrameType.FAILED, 0, DEATH, 1, "joining", ())
+    [accepted, (kind, *failure, text)] = bench.take(0)
+    assert (accepted[0], kind, *failure) == (FrameType.PULSE, FrameType.FAILED, 0, DEATH, 1, "joining", ())
     assert text == "rank 1/3 ended with exit code 0 without joining; the other ranks waited for it"
     bench.join(2, 2)  # too late for that generation, and there can be no other
     assert bench.take(2)[-1][0] is FrameType.FAILED
@@ -250,7 +226,7 @@ def test_goodbye_leads_to_the_next_generation() -> None:
     bench.join_all()
     bench.leave(0)
     held = bench.join(10, 0)
-    assert bench.take(10) == [(FrameType.JOIN_ACCEPTED, held)]  # rank 1 still lives in generation 1
+    assert bench.take(10) == [(FrameType.PULSE,)]  # rank 1 still lives in generation 1
     again = bench.join(11, 0)
     assert bench.take(11)[0][:2] == (FrameType.REFUSED, again)  # one held join per rank
     bench.leave(1)
@@ -435,9 +411,8 @@ def failed_bench(world_size: int = 4, dead: int = 1) -> Bench:
 
 def rebuild(bench: Bench, rank: int, *, min_ranks: int = 2, steps: int = 0) -> int:
     """Joins anew beside the old connection, as a survivor does."""
-    sequence = bench.join(10 + rank, rank, generation=2, introduces=False)
-    bench.introduce(10 + rank, 1000 + rank, min_ranks=min_ranks, steps=steps)
-    assert bench.inbox[10 + rank].pop(0)[0] is FrameType.JOIN_ACCEPTED
+    sequence = bench.join(10 + rank, rank, 2, pid=1000 + rank, min_ranks=min_ranks, steps=steps)
+    assert bench.inbox[10 + rank].pop(0)[0] is FrameType.PULSE
     return sequence
 
 
@@ -472,7 +447,7 @@ def test_a_rank_started_anew_waits_for_the_survivors_and_is_one_of_them() -> Non
     bench.end(1)
     bench.start(1, 77)
     anew = bench.join(21, 1)
-    assert [message[0] for message in bench.take(21)] == [FrameType.JOIN_ACCEPTED]
+    assert [message[0] for message in bench.take(21)] == [FrameType.PULSE]
     sent = {rank: rebuild(bench, rank, steps=5 + rank) for rank in (0, 2)}
     assert bench.take(21) == [joined(anew, 2, 1, 3, most_advanced=2)]
     assert bench.take(12) == [joined(sent[2], 2, 2, 3, most_advanced=2)]

@@ -20,7 +20,6 @@ from gradsync.rendezvous import wire
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import (
     NEXT_GENERATION,
-    PROTOCOL_VERSION,
     THE_WORLD,
     Close,
     FrameType,
@@ -200,9 +199,13 @@ def test_a_deadline_is_absolute_however_often_a_stranger_speaks(monkeypatch: pyt
         assert 1 < said < len(hello)
 
 
+#: The end of a JOIN: machine, host, pid, min_ranks, steps, start.
+PROCESS = ("m", "node7", 7, None, 0, None)
+
+
 def test_an_id_is_given_only_when_every_rank_has_authenticated_and_joined() -> None:
     core = RendezvousCore(2, machine="m")
-    join = Message(FrameType.JOIN, 2, (PROTOCOL_VERSION, 0, 2, NEXT_GENERATION))
+    join = Message(FrameType.JOIN, 2, (0, 2, NEXT_GENERATION, *PROCESS))
     core.handle(0.0, Received(1, join))
     for early in (
         Message(FrameType.SET, 3, ("id", bytes(128), True)),
@@ -250,10 +253,10 @@ def test_a_session_is_for_the_generation_that_its_hello_has_named() -> None:
             assert connection.receive() == []
             connection.flush()
             proof, session = client.receive(frame_of(left.recv(512)))
-            left.sendall(proof + session.seal(FrameType.JOIN, PROTOCOL_VERSION, 0, 2, joined))
+            left.sendall(proof + session.seal(FrameType.JOIN, 0, 2, joined, *PROCESS))
             if is_taken:
                 [message] = connection.receive()
-                assert message.fields[3] == 5
+                assert message.fields[2] == 5
             else:
                 with pytest.raises(FrameError, match=f"JOIN names generation {joined}, HELLO named 5"):
                     connection.receive()

@@ -19,9 +19,7 @@ class BeatingBench(Bench):
 
     def __init__(self, world_size: int, machine: str = SERVER) -> None:
         super().__init__(world_size)
-        self.join_all()
-        for rank in range(world_size):
-            self.send(rank, FrameType.INTRODUCE, machine, "node7", 1000 + rank, None, 0)
+        self.join_all(first_pid=1000, machine=machine)
 
     def live(self, seconds: float, ranks: list[int], states: dict[int, ProcessState] | None = None) -> None:
         """Lets time pass in which these ranks beat, and probes are answered."""
@@ -138,8 +136,7 @@ def test_rank_that_has_left_or_never_said_who_it_is_is_not_listened_for() -> Non
 
 def test_stopped_rank_fails_those_who_wait_to_join() -> None:
     bench = Bench(2)
-    bench.join(0, 0)
-    bench.send(0, FrameType.INTRODUCE, SERVER, "", 1000, None, 0)
+    bench.join(0, 0, pid=1000)
     bench.take(0)
     bench.wait(1.5)
     bench.find(0, ProcessState.STOPPED)

@@ -7,8 +7,6 @@ from core_bench import Bench
 
 from gradsync.rendezvous.frames import (
     INVALID,
-    NEXT_GENERATION,
-    PROTOCOL_VERSION,
     REFUSED,
     SILENCE,
     FrameType,
@@ -31,8 +29,7 @@ class StartsBench(Bench):
         super().__init__(2)
         self.core = LaunchersCore(2, machine="this machine")  # type: ignore[assignment]
         for node, connection in enumerate(LAUNCHERS):
-            self.send(connection, FrameType.JOIN, PROTOCOL_VERSION, node, 2, NEXT_GENERATION)
-            self.introduce(connection, 0)
+            self.join(connection, node)
         self.inbox.clear()
 
     def begin(self, start: str = "a") -> None:
@@ -40,11 +37,8 @@ class StartsBench(Bench):
             sequence = self.send(connection, FrameType.BEGIN_START, start, 2)
             assert self.take(connection) == [(FrameType.REPLY, sequence, None)]
 
-    def join_rank(self, rank: int, start: str = "a") -> int:
-        sequence = self.send(RANKS[rank], FrameType.JOIN_START, start, PROTOCOL_VERSION, rank, 2, NEXT_GENERATION)
-        if RANKS[rank] not in self.closed:
-            self.introduce(RANKS[rank], 0)
-        return sequence
+    def join_rank(self, rank: int, start: str = "a", pid: int = 0) -> int:
+        return self.join(RANKS[rank], rank, start=start, pid=pid)
 
     def answer_looks(self, node: int, state: ProcessState) -> int:
         """Answers the looks that a launcher is asked for; returns how many."""
@@ -122,7 +116,7 @@ def test_only_launchers_of_a_running_generation_begin_a_start(bench: StartsBench
 
 def test_a_launcher_joins_no_start_itself(bench: StartsBench) -> None:
     bench.begin()
-    sequence = bench.send(LAUNCHERS[0], FrameType.JOIN_START, "a", PROTOCOL_VERSION, 0, 2, NEXT_GENERATION)
+    sequence = bench.join(LAUNCHERS[0], 0, start="a")
     [(kind, answered, *_)] = bench.take(LAUNCHERS[0])
     assert (kind, answered) == (FrameType.REFUSED, sequence)
     bench.lose(LAUNCHERS[0])  # it still counts as a launcher
@@ -196,8 +190,7 @@ def test_a_rank_that_is_stopped_before_it_joins_is_found_by_its_launcher(bench: 
 def test_silent_launchers_and_silent_ranks_are_looked_at(bench: StartsBench) -> None:
     bench.begin()
     for rank in range(2):
-        bench.join_rank(rank)
-        bench.introduce(RANKS[rank], 500 + rank)
+        bench.join_rank(rank, pid=500 + rank)
     bench.wait(2.0)
     assert {(connection, pid) for connection, pid in bench.probes} >= {(10, 500), (11, 501)}
     for _ in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core_bench import SERVER, Bench
+from core_bench import Bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,9 +30,7 @@ class WaitingBench(Bench):
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
         self.histories: dict[int, dict[str, list]] = {}
-        self.join_all()
-        for rank in range(world_size):
-            self.send(rank, FrameType.INTRODUCE, SERVER, "", 1000 + rank, None, 0)
+        self.join_all(first_pid=1000)
 
     def come_to(self, position: int, *ranks: int, group: str = "world") -> None:
         for rank in ranks:

@@ -20,6 +20,7 @@ from gradsync.rendezvous.frames import (
     MAX_PHASE_BYTES,
     MAX_RANKS,
     MAX_REPORT_BYTES,
+    MAX_START_BYTES,
     MAX_STATUS_CALLS,
     MAX_STATUS_GROUPS,
     MAX_TEXT_BYTES,
@@ -57,7 +58,6 @@ positions = st.integers(0, 2**63 - 1)
 digests = st.integers(0, 2**64 - 1)
 groups = st.text(st.characters(exclude_categories=["Cs"]), max_size=MAX_GROUP_BYTES // 4)
 requests = st.one_of(
-    st.tuples(st.just(FrameType.JOIN), st.integers(0, 9), st.integers(0, 2**31), st.integers(0, 2**31), timeouts),
     st.tuples(st.just(FrameType.SET), keys, st.binary(max_size=2000), st.booleans()),
     st.tuples(st.just(FrameType.GET), keys, st.none() | st.integers(0, 99)),
     st.tuples(st.just(FrameType.BARRIER), keys, members),
@@ -76,19 +76,22 @@ of_group = st.tuples(positions, st.lists(calls, max_size=8)).map(list)
 statuses = st.dictionaries(groups, of_group, max_size=MAX_STATUS_GROUPS)
 tidings = st.one_of(
     st.tuples(
-        st.just(FrameType.INTRODUCE),
+        st.just(FrameType.JOIN),
+        st.integers(0, 2**31),
+        st.integers(0, 2**31),
+        st.integers(0, 10**12),
         st.just("boot pid:[1]"),
         st.just("node7"),
         st.integers(0, 2**31),
         st.none() | st.integers(1, 99),
         positions,
+        st.none() | st.text(max_size=16).map(clip_text),
     ),
     st.tuples(st.just(FrameType.HEARTBEAT), progress),
     st.tuples(st.just(FrameType.STUCK), groups, members, positions, texts, timeouts, members, st.booleans()),
     st.tuples(st.just(FrameType.STATUS), positions, statuses, texts),
 )
 pushes = st.one_of(
-    st.tuples(st.just(FrameType.JOIN_ACCEPTED), positions),
     st.tuples(st.just(FrameType.PULSE)),
     st.tuples(st.just(FrameType.STATUS_REQUEST), positions),
     st.tuples(
@@ -247,8 +250,10 @@ def test_longest_description_and_key_of_an_event_fit() -> None:
         (FrameType.HEARTBEAT, ({"g": -1},)),
         (FrameType.HEARTBEAT, ({1: 1},)),
         (FrameType.HEARTBEAT, ({str(n): 1 for n in range(MAX_STATUS_GROUPS + 1)},)),
-        (FrameType.INTRODUCE, ("m" * (MAX_MACHINE_BYTES + 1), "host", 1, None, 0)),
-        (FrameType.INTRODUCE, ("m", "host", -1, None, 0)),
+        (FrameType.JOIN, (0, 2, 0, "m" * (MAX_MACHINE_BYTES + 1), "host", 1, None, 0, None)),
+        (FrameType.JOIN, (0, 2, 0, "m", "host", -1, None, 0, None)),
+        (FrameType.JOIN, (0, 2, 0, "m", "host", 1, None, 0, "s" * (MAX_START_BYTES + 1))),
+        (FrameType.JOIN, (0, 2, 0, "m", "host", 1, None, 0, 0)),
         (FrameType.STATUS, (1, {"world": 1}, "")),
         (FrameType.STATUS, (1, {}, "x" * (MAX_REPORT_BYTES + 1))),
         (FrameType.STATUS, (1, {"world": (1, [[1, 2, "barrier"]])}, "")),

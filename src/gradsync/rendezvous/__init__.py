@@ -15,10 +15,9 @@ Other rooms import only these names:
 - `hosting.join`: decides who hosts and where, and gives the process group its client.
 - `secret_files`: how processes of one machine find a server and its secret.
 
-A generation is a set of ranks that have joined together. It forms when all launched ranks have joined and introduced
-their processes, or, after a failure, from the ranks that come back (`connect(min_ranks=)`). The first failure ends the
-generation: every rank gets the same error, at once and at every later call. The keys and barriers of a generation are
-removed when it ends.
+A generation is a set of ranks that have joined together. It forms when all launched ranks have joined or, after a
+failure, from the ranks that join again (`connect(min_ranks=)`). The first failure ends the generation: every rank gets
+the same error, at once and at every later call. The keys and barriers of a generation are removed when it ends.
 
 The modules from the bottom up: `liveness` (silence timers), `frames` (types and schemas), `wire` (sealed frames),
 `handshake` and `sockets`; the server's core, without I/O: `roster`, `store`, `agreement_service`, `stuck`, `protocol`;

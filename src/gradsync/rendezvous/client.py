@@ -29,7 +29,6 @@ from gradsync.rendezvous.connection import (
 from gradsync.rendezvous.frames import (
     MAX_MACHINE_BYTES,
     NEXT_GENERATION,
-    PROTOCOL_VERSION,
     Decision,
     FrameType,
     clip_text,
@@ -142,24 +141,18 @@ class RendezvousClient:
         secret = check_secret(secret)
         label = f"{noun} {rank}/{world_size}"
         host = clip_text(socket.gethostname(), MAX_MACHINE_BYTES)
-        join = (FrameType.JOIN,) if start is None else (FrameType.JOIN_START, start)
-        introduction = FrameType.INTRODUCE, machine_identity(), host, os.getpid(), min_ranks, steps
+        process = machine_identity(), host, os.getpid()
         attempts_left = _JOIN_ATTEMPTS
         while True:
             attempts_left -= 1
             connection = dial(address, secret=secret, deadline=deadline, label=label, generation=generation)
             try:
                 connection.start(heartbeat_seconds(world_size))
-                # INTRODUCE is sent together with JOIN: nobody would notice a rank that was paused between the two.
                 joined = connection.ask(
                     "joining",
                     max(deadline - time.monotonic(), 0.0),
-                    *join,
-                    PROTOCOL_VERSION,
-                    rank,
-                    world_size,
-                    generation,
-                    then=introduction,
+                    FrameType.JOIN,
+                    *(rank, world_size, generation, *process, min_ranks, steps, start),
                     shown_seconds=timeout_seconds,
                 )
             except BaseException as error:

@@ -202,7 +202,6 @@ class Connection:
         timeout_seconds: float,
         frame_type: FrameType,
         *fields: Any,
-        then: tuple[Any, ...] = (),
         shown_seconds: float | None = None,
         arriving: tuple[list[object], object] | None = None,
     ) -> Any:
@@ -214,7 +213,6 @@ class Connection:
             operation: the request's name in messages.
             timeout_seconds: the caller's deadline.
             frame_type, fields: the type and the fields of the request.
-            then: the type and the fields of another message to send right after the request.
             shown_seconds: the timeout to name in error texts, if it is not `timeout_seconds`.
             arriving: see RendezvousClient.agree.
 
@@ -227,7 +225,7 @@ class Connection:
         pending = _Pending(arriving)
         self.raise_failure()
         try:
-            self._send(frame_type, fields, then, pending)
+            self._send(frame_type, fields, pending)
             self.raise_failure()  # a failure from before the request was registered does not end the wait below
             if not self._wait(pending, deadline):
                 self.post(FrameType.CANCEL, pending.sequence)
@@ -241,7 +239,7 @@ class Connection:
         except GradsyncError:
             raise
         except BaseException as error:  # e.g. KeyboardInterrupt: the server must not count this rank as waiting
-            if frame_type in (FrameType.JOIN, FrameType.JOIN_START):  # tell the others why, so that they do not wait
+            if frame_type is FrameType.JOIN:  # tell the others why, so that they do not wait
                 self.report_failure(describe(error), None)
             elif pending.sequence:
                 with contextlib.suppress(RendezvousError):
@@ -321,13 +319,7 @@ class Connection:
             ranks = None
         self.post(FrameType.STUCK, group, ranks, operator.index(position), what, waited_ms, missing, is_over)
 
-    def _send(
-        self,
-        frame_type: FrameType,
-        fields: tuple[Any, ...],
-        then: tuple[Any, ...] = (),
-        pending: _Pending | None = None,
-    ) -> None:
+    def _send(self, frame_type: FrameType, fields: tuple[Any, ...], pending: _Pending | None = None) -> None:
         """Seals a message and writes as much as the socket takes now.
 
         Raises:
@@ -342,8 +334,6 @@ class Connection:
             try:
                 # Sealed and added in one statement: a Ctrl-C between two statements would lose a sequence number.
                 self._unsent += self._session.seal(frame_type, *fields)
-                if then:
-                    self._unsent += self._session.seal(*then)
             except FieldError:
                 if pending is not None:
                     pending.sequence = 0
@@ -440,9 +430,7 @@ class Connection:
         """Passes an answer to its request, and a push to the answering thread; never waits, and calls no callback."""
         kind = message.type
         if kind is FrameType.PULSE:
-            return
-        if kind is FrameType.JOIN_ACCEPTED:
-            self.is_accepted = True
+            self.is_accepted = True  # the server sends the first PULSE when it accepts the JOIN
         elif kind is FrameType.FAILED and message.fields[0] == TO_GENERATION:
             if self.failure is None:
                 self._fail(failure_of(message, self.label))
@@ -679,7 +667,7 @@ class Connection:
         deadline = time.monotonic() + _LEAVE_SECONDS
         with contextlib.suppress(RendezvousError):
             # The server answers by closing the connection; after that this rank may join the next generation.
-            self._send(FrameType.LEAVE, (THE_WORLD, None, 0), (), pending)
+            self._send(FrameType.LEAVE, (THE_WORLD, None, 0), pending)
             if not self._has_ended:
                 self._wait(pending, deadline)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gradsync.rendezvous.liveness import ProcessState
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10  # below 256: HELLO and CHALLENGE have one byte for it
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key
 MAX_EXCHANGED_BYTES = 512 * 1024  # all members' values together: each member receives all of them
@@ -67,12 +67,10 @@ class FrameType(enum.IntEnum):
     LEAVE = 27
     AGREE = 28
     LAUNCHED = 29
-    INTRODUCE = 30
     HEARTBEAT = 31
     STUCK = 33
     STATUS = 34
     LEFT_RANKS = 35
-    JOIN_START = 36
     BEGIN_START = 37
     STARTED = 38
     ENDED = 39
@@ -82,7 +80,6 @@ class FrameType(enum.IntEnum):
     REFUSED = 65
     TIMED_OUT = 66
     FAILED = 67
-    JOIN_ACCEPTED = 68
     ASKED = 69
     DECISION = 70
     PULSE = 71
@@ -117,12 +114,15 @@ def _integer(name: str, low: int, high: int, *, optional: bool = False) -> Field
     return Field(name, f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
 
 
-def _text(name: str, max_bytes: int) -> Field:
+def _text(name: str, max_bytes: int, *, optional: bool = False) -> Field:
     def accepts(value: Any) -> bool:
         # A character takes at most 4 bytes, so a short text fits without being encoded.
         return type(value) is str and (len(value) * 4 <= max_bytes or _utf8_length(value) <= max_bytes)
 
-    return Field(name, f"text of at most {max_bytes} bytes in UTF-8", accepts)
+    needed = f"text of at most {max_bytes} bytes in UTF-8"
+    if optional:
+        return Field(name, f"{needed}, or nil", lambda v: v is None or accepts(v))
+    return Field(name, needed, accepts)
 
 
 def _utf8_length(text: str) -> int:
@@ -213,22 +213,21 @@ _STATUS = Field(
     f"at most {MAX_STATUS_GROUPS} groups, each with its begun collectives and last calls, {MAX_STATUS_CALLS} together",
     _is_status,
 )
-_MACHINE = _text("machine", MAX_MACHINE_BYTES)
 _PID = _integer("pid", 0, 2**31)
-# JOIN has the same form in every protocol version, because the server first compares the versions here. Up to
-# version 6 the last field was a deadline.
-_JOIN = (
-    _integer("protocol version", 0, 2**31),
-    _integer("rank", 0, 2**31),
-    _integer("world_size", 0, 2**31),
-    _integer("generation", 0, 10**12),
-)
-_START = _text("start", MAX_START_BYTES)
 
 SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
-    FrameType.JOIN: _JOIN,
-    FrameType.JOIN_START: (_START, *_JOIN),
-    FrameType.BEGIN_START: (_START, _SIZE),
+    FrameType.JOIN: (
+        _integer("rank", 0, 2**31),  # the core refuses a rank that is too large, and names the allowed ones
+        _integer("world_size", 0, 2**31),
+        _integer("generation", 0, 10**12),
+        _text("machine", MAX_MACHINE_BYTES),
+        _text("host", MAX_MACHINE_BYTES),
+        _PID,
+        _integer("min_ranks", 1, MAX_RANKS, optional=True),
+        _integer("steps", 0, 2**63 - 1),
+        _text("start", MAX_START_BYTES, optional=True),
+    ),
+    FrameType.BEGIN_START: (_text("start", MAX_START_BYTES), _SIZE),
     FrameType.STARTED: (_RANK, _PID),
     FrameType.ENDED: (_RANK, _text("how", MAX_REASON_BYTES)),
     FrameType.LOOKED: (
@@ -249,13 +248,6 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.LEFT_RANKS: (_NAME, _MEMBERS),
     FrameType.AGREE: (_GROUP, _POSITION, _DIGEST, _MEMBERS),
     FrameType.LAUNCHED: (_GROUP, _POSITION, _DIGEST, _text("description", MAX_EVENT_BYTES)),
-    FrameType.INTRODUCE: (
-        _MACHINE,
-        _text("host", MAX_MACHINE_BYTES),
-        _PID,
-        _integer("min_ranks", 1, MAX_RANKS, optional=True),
-        _integer("steps", 0, 2**63 - 1),
-    ),
     FrameType.HEARTBEAT: (_PROGRESS,),
     FrameType.STUCK: (
         _GROUP,
@@ -270,7 +262,6 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean or bytes", _is_result)),
     FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),
     FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks", optional=False), _text("text", MAX_TEXT_BYTES)),
-    FrameType.JOIN_ACCEPTED: (_REQUEST,),
     FrameType.JOINED: (_REQUEST, _integer("generation", 1, 10**12), _RANK, _SIZE, _RANK),
     FrameType.ASKED: (_GROUP, _POSITION),
     FrameType.DECISION: (_REQUEST, _integer("decision", 0, 2), _POSITION),

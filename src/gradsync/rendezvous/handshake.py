@@ -4,8 +4,8 @@ The connections of both ends use it; it uses `wire`. The two classes are state m
 and frames, and return bytes.
 
     client                                  server
-    HELLO     magic, generation and client nonce ->
-                                     <-     CHALLENGE  magic, server nonce, machine, pid, run id
+    HELLO     magic, version, generation and client nonce ->
+                                     <-     CHALLENGE  magic, version, server nonce, machine, pid, run id
                                                        MAC: the server's proof
     PROOF     MAC: the client's proof ->
     JOIN ... (session keys)          <->
@@ -13,7 +13,7 @@ and frames, and return bytes.
 The server gives its proof first. So a client sends no proof to a server that does not know the secret, and a client
 with a wrong secret notices that by itself. Each proof covers all bytes exchanged so far and the label of its direction,
 so no frame can be reflected, replayed or spliced. Bodies have a fixed binary layout: no decoder runs before
-authentication.
+authentication. A client refuses a server of another protocol version here, so all later frames have one form.
 
 The first 8 bytes of the client's nonce are the number of the generation to join, which JOIN repeats. So the keys of a
 session hold for one run and one generation, and the server refuses a rank of another generation.
@@ -33,7 +33,7 @@ import struct
 from typing import NamedTuple
 
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
-from gradsync.rendezvous.frames import NEXT_GENERATION, FrameType
+from gradsync.rendezvous.frames import NEXT_GENERATION, PROTOCOL_VERSION, FrameType
 from gradsync.rendezvous.wire import MAC_BYTES, Frame, FrameError, Mac, Session, pack_frame
 
 NONCE_BYTES = 32
@@ -41,8 +41,7 @@ RANDOM_BYTES = 24  # the random part of a client's nonce; the rest is the genera
 MIN_SECRET_BYTES = 16
 MAX_RUN_ID_BYTES = 64
 _MAGIC = b"gradsync"
-_REVISION = 2
-_PREFIX = _MAGIC + bytes([_REVISION])
+_PREFIX = _MAGIC + bytes([PROTOCOL_VERSION])
 _PROCESS = struct.Struct(">8sI")  # a digest of the machine's identity (zeros if unknown), and the pid
 _NO_MAC = bytes(MAC_BYTES)  # in HELLO: there is no key yet; both proofs cover the frame later
 
@@ -195,7 +194,7 @@ class ClientHandshake:
 
         Raises:
             FrameError: the frame is not a CHALLENGE: another service uses that port.
-            RendezvousError: the server speaks another revision of the handshake.
+            RendezvousError: the server speaks another version of the protocol.
             AuthenticationError: the server's proof is wrong: the secrets differ.
         """
         _expect(frame, FrameType.CHALLENGE, 0)
@@ -216,9 +215,9 @@ def _read_challenge(body: bytes) -> tuple[str, ServerProcess]:
     """Returns the run id and the server's process from a CHALLENGE's body."""
     if not body.startswith(_MAGIC) or len(body) < len(_PREFIX):
         raise FrameError("malformed CHALLENGE: the peer is not a gradsync server")
-    if body[len(_MAGIC)] != _REVISION:
+    if body[len(_MAGIC)] != PROTOCOL_VERSION:
         raise RendezvousError(
-            f"the server speaks handshake revision {body[len(_MAGIC)]}, this side {_REVISION}; "
+            f"the server speaks protocol version {body[len(_MAGIC)]}, this side version {PROTOCOL_VERSION}; "
             "run the same version of gradsync on every rank"
         )
     begin = len(_PREFIX) + NONCE_BYTES

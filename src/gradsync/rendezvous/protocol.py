@@ -3,7 +3,7 @@
 Its one function takes the time and an event, and returns actions. It has no sockets, no clock and no randomness, so
 tests and model checkers can drive it as `server` does. A connection
 joins as one rank of the earliest generation that has not had that rank yet. A generation forms when all its ranks have
-joined and introduced their processes, and the generation before has ended. It ends when all its connections have ended.
+joined, and the generation before has ended. It ends when all its connections have ended.
 
 Three things fail a generation: a connection that ends without a LEAVE, a silent member that is found stopped (SIGSTOP),
 gone or unreachable, and a member that does not arrive at a collective in time. Every member gets the failure at once,
@@ -40,7 +40,7 @@ from gradsync.rendezvous.frames import (
     Started,
 )
 from gradsync.rendezvous.liveness import Judgement, Peers, process_key
-from gradsync.rendezvous.roster import Failure, Members, MemberState, Roster, join_refusal, members_of
+from gradsync.rendezvous.roster import Failure, Member, Members, MemberState, Roster, join_refusal, members_of
 from gradsync.rendezvous.store import Barriers, Departures, Keys, Request, Wait, WaitTable, outsider_refusal
 from gradsync.rendezvous.stuck import StuckCollectives, WaitReport
 
@@ -193,9 +193,9 @@ class RendezvousCore:
     # Joining, leaving, failing.
 
     def _join(self, now: float, connection: int, message: Message) -> list[Action]:
-        version, rank, world_size, number = message.fields
+        rank, world_size, number, machine, host, pid, min_ranks, steps, _ = message.fields
         request = Request(connection, rank, message.sequence, now)
-        refusal = join_refusal(self._world_size, version, rank, world_size, self._noun)
+        refusal = join_refusal(self._world_size, rank, world_size, self._noun)
         if not refusal and number not in (NEXT_GENERATION, self.formed_count + 1):
             refusal = (
                 f"{self._noun} {rank} wants to join generation {number}, the next one is {self.formed_count + 1}: "
@@ -219,26 +219,16 @@ class RendezvousCore:
             return [request.fail(generation.failure), Close(connection)]
         if generation not in self._generations:
             self._generations.append(generation)
-        generation.roster.seat(rank, connection)
+        host = "" if machine and machine == self._machine else host or "another machine"
+        generation.roster.add(rank, Member(connection, pid or None, host, min_ranks, steps))
+        if min_ranks is not None:
+            generation.least_ranks = max(min_ranks, generation.least_ranks or 0)
         self._seats[connection] = (generation, rank)
         self._waits.add(request, generation)
-        return [Send(connection, FrameType.JOIN_ACCEPTED, (message.sequence,))]
-
-    def _introduce(
-        self, generation: Generation, request: Request, machine: str, host: str, pid: int, least: int | None, steps: int
-    ) -> list[Action]:
-        """Records a rank's process, and begins to watch it for silence."""
-        member = generation.roster.members[request.rank]
-        member.pid = pid or None
-        member.host = "" if machine and machine == self._machine else host or "another machine"
-        member.min_ranks, member.steps = least, steps
-        generation.roster.unintroduced.discard(request.rank)
-        if least is not None:
-            generation.least_ranks = max(least, generation.least_ranks or 0)
-        self._peers.end(process_key(request.rank))
-        if generation.failure is None and pid:
-            self._peers.begin(request.connection, request.now)
-        return []
+        self._peers.end(process_key(rank))
+        if pid:
+            self._peers.begin(connection, now)
+        return [Send(connection, FrameType.PULSE, ())]
 
     def _leave(
         self, generation: Generation, request: Request, name: str, ranks: list[int] | None, position: int
@@ -331,7 +321,7 @@ class RendezvousCore:
             return self._form(forming)
         if forming.least_ranks is None:
             for rank, how in self._ended.items():
-                if not roster.has_come(rank):
+                if rank not in roster.members:
                     return self._fail_generation(forming, roster.ended(rank, how)) + self._advance_generations(now)
         elif self._may_form_of_some(forming) and all(rank in self._ended for rank in roster.missing_ranks()):
             return self._form(forming)
@@ -349,9 +339,7 @@ class RendezvousCore:
     def _may_form_of_some(self, generation: Generation) -> bool:
         """Whether a generation has reached the smallest size that its members accept."""
         least = generation.least_ranks
-        if least is None or generation.roster.unintroduced:
-            return False
-        return generation is self._next_to_form() and len(generation.roster.members) >= least
+        return least is not None and generation is self._next_to_form() and len(generation.roster.members) >= least
 
     def _form(self, generation: Generation) -> list[Action]:
         roster = generation.roster
@@ -380,7 +368,7 @@ class RendezvousCore:
     def _watch(self, now: float, rank: int) -> None:
         """Begins to watch the process of a rank that has not joined."""
         forming = self._forming
-        if forming is not None and rank in self._pids and not forming.roster.has_come(rank):
+        if forming is not None and rank in self._pids and rank not in forming.roster.members:
             self._peers.begin(process_key(rank), now)
 
     def _look_at_silent(self, now: float) -> list[Action]:
@@ -515,7 +503,6 @@ Handler = Callable[..., "list[Action]"]  # (core, generation, request, *fields)
 #: The handler of each frame that a member may send.
 _HANDLERS: dict[FrameType, tuple[_When, Handler]] = {
     FrameType.HEARTBEAT: (_When.ALWAYS, RendezvousCore._heartbeat),
-    FrameType.INTRODUCE: (_When.ALWAYS, RendezvousCore._introduce),
     FrameType.CANCEL: (_When.ALWAYS, RendezvousCore._cancel),
     FrameType.REPORT_FAILURE: (_When.ALWAYS, RendezvousCore._report_failure),
     FrameType.LEAVE: (_When.ALWAYS, RendezvousCore._leave),
@@ -532,4 +519,4 @@ _HANDLERS: dict[FrameType, tuple[_When, Handler]] = {
 }
 _NO_HANDLER = _When.REQUEST, RendezvousCore._refuse_frame
 #: The frames after which a generation may form or end.
-_CHANGING = (FrameType.INTRODUCE, FrameType.CANCEL, FrameType.REPORT_FAILURE, FrameType.LEAVE)
+_CHANGING = (FrameType.CANCEL, FrameType.REPORT_FAILURE, FrameType.LEAVE)

@@ -13,7 +13,6 @@ from gradsync.errors import MAX_NAMED_RANKS
 from gradsync.rendezvous.frames import (
     DEATH,
     MAX_FAILURE_BYTES,
-    PROTOCOL_VERSION,
     SILENCE,
     STUCK,
     FrameType,
@@ -94,19 +93,21 @@ class Member:
     """One rank of the generation.
 
     Attributes:
+        connection: the number of its connection.
+        pid: its process id; None if unknown.
+        host: the name of its machine; "" if that is the server's machine.
         min_ranks: the smallest number of ranks with which it accepts a generation; None if it needs all ranks.
         steps: the number of training steps that it has completed.
-        pid: its process id; None until its INTRODUCE has arrived.
-        host: the name of its machine; "" if that is the server's machine.
+        state: whether it is connected.
         positions: the number of collectives that it has begun, by group.
     """
 
     connection: int
+    pid: int | None
+    host: str
+    min_ranks: int | None
+    steps: int
     state: MemberState = MemberState.PRESENT
-    min_ranks: int | None = None
-    steps: int = 0
-    pid: int | None = None
-    host: str = ""
     positions: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -127,7 +128,6 @@ class Roster:
         members: the members by rank. Until the generation forms, the key is the launched rank. If it forms without all
             ranks, the members are numbered anew.
         by_launch_rank: the same members, always by launched rank.
-        unintroduced: the ranks whose JOIN has arrived and whose INTRODUCE, sent right after it, has not.
     """
 
     def __init__(self, world_size: int, noun: str = "rank") -> None:
@@ -136,7 +136,6 @@ class Roster:
         self.phase = JOINING_PHASE
         self.members: dict[int, Member] = {}
         self.by_launch_rank: dict[int, Member] = {}
-        self.unintroduced: set[int] = set()
         self._cancelled: dict[int, None] = {}  # ranks that gave up waiting to join, in the order in which they gave up
         self._left: list[int] = []  # in the order of leaving
         self._present_count = 0
@@ -159,24 +158,22 @@ class Roster:
 
     # Joining.
 
-    def seat(self, rank: int, connection: int) -> None:
+    def add(self, rank: int, member: Member) -> None:
         """Adds a rank that joins."""
-        self.members[rank] = self.by_launch_rank[rank] = Member(connection)
+        self.members[rank] = self.by_launch_rank[rank] = member
         self._present_count += 1
-        self.unintroduced.add(rank)
         self._cancelled.pop(rank, None)
 
     def cancel(self, rank: int) -> None:
         """Removes a joining rank, unless it has failed; it may join again."""
         if self.members[rank].state is MemberState.PRESENT:
             self._present_count -= 1
-            self.unintroduced.discard(rank)
             del self.members[rank], self.by_launch_rank[rank]
             self._cancelled[rank] = None
 
     def is_complete(self) -> bool:
-        """Whether every launched rank has joined and introduced its process."""
-        return len(self.members) == self.world_size and not self.unintroduced
+        """Whether every launched rank has joined."""
+        return len(self.members) == self.world_size
 
     def form(self) -> None:
         """Forms the generation from the ranks that have joined, numbered anew in their old order."""
@@ -197,12 +194,8 @@ class Roster:
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Returns the ranks that have never joined; if there are none, the ranks that gave up waiting."""
-        absent = tuple(rank for rank in range(self.world_size) if not self.has_come(rank))
+        absent = tuple(rank for rank in range(self.world_size) if rank not in self.members)
         return tuple(rank for rank in absent if rank not in self._cancelled) or absent
-
-    def has_come(self, rank: int) -> bool:
-        """Returns whether a rank has joined and introduced its process; before that nobody might notice its end."""
-        return rank in self.members and rank not in self.unintroduced
 
     # Who is there.
 
@@ -307,13 +300,8 @@ class Roster:
         return "left" if member.state is MemberState.LEFT else self.phase
 
 
-def join_refusal(expected_size: int, version: int, rank: int, world_size: int, noun: str) -> str:
+def join_refusal(expected_size: int, rank: int, world_size: int, noun: str) -> str:
     """Returns the reason why a join is refused, with both values; "" if it is accepted."""
-    if version != PROTOCOL_VERSION:
-        return (
-            f"the server speaks protocol version {PROTOCOL_VERSION}, {noun} {rank} version {version}; "
-            f"run the same version of gradsync on every {noun}"
-        )
     if world_size != expected_size:
         return f"the server expects world_size {expected_size}, {noun} {rank} joined with world_size {world_size}"
     if rank >= expected_size:

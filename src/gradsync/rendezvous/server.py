@@ -316,18 +316,9 @@ class ServerConnection:
         return messages
 
     def _check_generation(self, message: Message) -> None:
-        """Refuses a session if its HELLO and its JOIN name different generations.
-
-        Up to version 6 neither named a generation. The core refuses a JOIN of such a version, and names both versions.
-        """
-        if message.type is FrameType.JOIN:
-            if message.fields[0] < _FIRST_VERSION_WITH_GENERATION:
-                return
-        elif message.type is not FrameType.JOIN_START:
-            return
-        named = message.fields[-1]
-        if named != self._handshake.generation:
-            raise FrameError(f"JOIN names generation {named}, HELLO named {self._handshake.generation}")
+        """Refuses a session if its HELLO and its JOIN name different generations."""
+        if message.type is FrameType.JOIN and message.fields[2] != self._handshake.generation:
+            raise FrameError(f"JOIN names generation {message.fields[2]}, HELLO named {self._handshake.generation}")
 
     def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
         """Queues a message for an authenticated peer.
@@ -360,9 +351,6 @@ class ServerConnection:
         with contextlib.suppress(OSError):  # the peer has closed the stream already
             self.stream.shutdown(socket.SHUT_RDWR)
         self.stream.close()
-
-
-_FIRST_VERSION_WITH_GENERATION = 7
 
 
 class EventLoop:

@@ -58,7 +58,8 @@ class LaunchersCore:
             connection, message = event.connection, event.message
             if connection in self._rank_connections:
                 return self._pass_to_ranks(now, event)
-            if message.type is FrameType.JOIN_START and not self._launchers.has_member(connection):
+            is_of_rank = message.type is FrameType.JOIN and message.fields[-1] is not None
+            if is_of_rank and not self._launchers.has_member(connection):
                 return self._join(now, connection, message)
             if message.type in _OF_LAUNCHERS and self._launchers.has_running_member(connection):
                 return self._handle_launcher(now, connection, message)
@@ -90,12 +91,11 @@ class LaunchersCore:
 
     def _join(self, now: float, connection: int, message: Message) -> list[Action]:
         """Handles the join of a rank, which needs to belong to the current start."""
-        start, *fields = message.fields
-        if self._ranks is None or start != self._start:
-            text = f"rank {fields[1]} belongs to another start of the ranks, not to the current one"
+        if self._ranks is None or message.fields[-1] != self._start:
+            text = f"rank {message.fields[0]} belongs to another start of the ranks, not to the current one"
             return [Send(connection, FrameType.REFUSED, (message.sequence, REFUSED, text)), Close(connection)]
         self._rank_connections.add(connection)
-        return self._pass_to_ranks(now, Received(connection, Message(FrameType.JOIN, message.sequence, tuple(fields))))
+        return self._pass_to_ranks(now, Received(connection, message))
 
     def _handle_launcher(self, now: float, connection: int, message: Message) -> list[Action]:
         if message.type is FrameType.BEGIN_START:

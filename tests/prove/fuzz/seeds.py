@@ -10,7 +10,7 @@ from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 from gradsync.diagnostics.dump import FORMAT
 from gradsync.launching.in_rank.result import ERROR, REPORT
 from gradsync.launching.nodes import NodeReport, encode
-from gradsync.rendezvous.frames import PROTOCOL_VERSION, FrameType
+from gradsync.rendezvous.frames import FrameType
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.wire import Frame, FrameReader, Session, pack_frame
 
@@ -22,8 +22,7 @@ def seeds() -> dict[str, list[bytes]]:
     assert isinstance(challenge, bytes)
     client = Session(**KEYS, is_server=False)
     bodies = [bytes([kind]) + msgpack.packb(fields) for kind, *fields in _samples()]
-    script = [[rank, 0, PROTOCOL_VERSION, rank, RANKS, 0] for rank in range(RANKS)]
-    script += [[rank, REQUESTS.index(FrameType.INTRODUCE), "m", "h", 7, None, 0] for rank in range(RANKS)]
+    script = [[rank, 0, rank, RANKS, 0, "m", "h", 7, None, 0, None] for rank in range(RANKS)]
     script += [[0, REQUESTS.index(kind), *fields] for kind, *fields in _samples() if kind in REQUESTS]
     record = {"node": 1, "host": "h", "pid": 1, "address": "10.0.0.1", "interface": "eth0", "n_ranks": 2}
     record |= {"n_gpus": 0, "restart": 0, "max_restarts": 0, "master_port": 4000, "start": "00ff"}
@@ -69,15 +68,13 @@ def seeds() -> dict[str, list[bytes]]:
 def _samples() -> list[list[object]]:
     """A message of most kinds."""
     return [
-        [FrameType.JOIN, PROTOCOL_VERSION, 0, 3, 0],
-        [FrameType.JOIN_START, "00ff", PROTOCOL_VERSION, 0, 3, 0],
+        [FrameType.JOIN, 0, 3, 0, "m", "h", 7, None, 0, None],
+        [FrameType.JOIN, 0, 3, 0, "m", "h", 7, 2, 5, "00ff"],
         [FrameType.BEGIN_START, "00ff", 3],
         [FrameType.STARTED, 1, 7],
         [FrameType.ENDED, 1, "ended with exit code 0"],
         [FrameType.LOOKED, 1, "RUNNING"],
         [FrameType.LOOK, 1, 7],
-        [FrameType.INTRODUCE, "m", "h", 7, None, 0],
-        [FrameType.INTRODUCE, "m", "h", 7, 2, 5],
         [FrameType.SET, "k", b"v", True],
         [FrameType.GET, "k", 1],
         [FrameType.BARRIER, "b", [0, 1]],

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradsync.errors import RendezvousError
-from gradsync.rendezvous.frames import PROTOCOL_VERSION, THE_WORLD, TO_GENERATION, FrameType
+from gradsync.rendezvous.frames import THE_WORLD, TO_GENERATION, FrameType
 from gradsync.rendezvous.handshake import NONCE_BYTES, RANDOM_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, Frame, FrameReader, Session
 
@@ -142,8 +142,7 @@ def _requests(generation: int, rng: random.Random) -> list[tuple[Any, ...]]:
     """What a rank sends from joining to leaving; the same message twice, so that only its place tells them apart."""
     delete = (FrameType.DELETE, "steps")
     return [
-        (FrameType.JOIN, PROTOCOL_VERSION, 0, 2, generation),
-        (FrameType.INTRODUCE, "machine", "host", 4200, None, 0),
+        (FrameType.JOIN, 0, 2, generation, "machine", "host", 4200, None, 0, None),
         (FrameType.SET, "key", rng.randbytes(rng.randrange(100)), True),
         (FrameType.BARRIER, "begin", None),
         delete,
@@ -156,7 +155,7 @@ def _requests(generation: int, rng: random.Random) -> list[tuple[Any, ...]]:
 
 def _answers(generation: int, rng: random.Random) -> list[tuple[Any, ...]]:
     return [
-        (FrameType.JOIN_ACCEPTED, 2),
+        (FrameType.PULSE,),
         (FrameType.JOINED, 2, generation, 0, 2, 0),
         (FrameType.REPLY, 4, None),
         (FrameType.PULSE,),

@@ -53,7 +53,7 @@ class ReferenceModel:
         return found + [(rank, wait) for rank, (wait, _) in self.exchanged.items()]
 
     def join(self, rank: int, wait: Waiting) -> None:
-        self._tell(wait, FrameType.JOIN_ACCEPTED)
+        self.told[wait.connection].append((FrameType.PULSE,))
         self.joining[rank] = wait
         self._form()
 

@@ -155,9 +155,8 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 def _shortened(message: tuple[Any, ...]) -> Told:
-    frame_type, sequence, *rest = message
-    place = _VALUE_AT.get(frame_type)
-    return (frame_type, sequence) if place is None else (frame_type, sequence, rest[place - 2])
+    place = _VALUE_AT.get(message[0])
+    return message[:2] if place is None else (*message[:2], message[place])
 
 
 SETTINGS = settings(max_examples=60, stateful_step_count=50, deadline=None)

@@ -36,14 +36,14 @@ def nothing_is_sent_to_who_is_gone(turn: Turn) -> str | None:
 def who_sits_was_awaited(turn: Turn) -> str | None:
     """A rank gets a seat only in a generation that has not formed, has not failed and has not had that rank."""
     for send in turn.sends:
-        if send.type is not FrameType.JOIN_ACCEPTED:
+        if send.type is not FrameType.PULSE or send.connection in turn.ledger.seats:
             continue
-        asked = turn.asked(send)
-        if asked is None or asked.type is not FrameType.JOIN:
+        rank = turn.rank_at(send.connection)
+        if rank is None:
             return f"connection {send.connection} was seated without having asked to join"
-        era = turn.ledger.era_to_join(asked.fields[1])
+        era = turn.ledger.era_to_join(rank)
         if era.number is not None or era.has_failed:
-            return f"rank {asked.fields[1]} was seated in generation {era.number}, failed: {era.has_failed}"
+            return f"rank {rank} was seated in generation {era.number}, failed: {era.has_failed}"
     return None
 
 

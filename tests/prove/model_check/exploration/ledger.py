@@ -110,7 +110,7 @@ class Turn:
             return self.ledger.seats[connection][1]
         event = self.event
         if isinstance(event, Received) and event.connection == connection and event.message.type is FrameType.JOIN:
-            return int(event.message.fields[1])
+            return int(event.message.fields[0])
         return None
 
 
@@ -201,13 +201,14 @@ class Ledger:
         turn.due = self.present(era)
 
     def _settle_send(self, turn: Turn, send: Send) -> None:
-        if send.type is FrameType.JOIN_ACCEPTED:
-            message = self.open[send.connection][send.fields[0]]
-            era = self.era_to_join(message.fields[1])
+        if send.type is FrameType.PULSE and send.connection not in self.seats:  # the answer to its JOIN
+            [message] = self.open[send.connection].values()
+            rank = message.fields[0]
+            era = self.era_to_join(rank)
             if era not in self.eras:
                 self.eras.append(era)
-            era.members[message.fields[1]] = send.connection
-            self.seats[send.connection] = (era, message.fields[1])
+            era.members[rank] = send.connection
+            self.seats[send.connection] = (era, rank)
         elif _is_push(send):
             era, _ = self.seats[send.connection]
             self.told.add(send.connection)

@@ -10,7 +10,7 @@ from exploration.core_side import CoreSide, Violation
 from exploration.ledger import Ledger
 from exploration.moves import DELIVERIES, next_step, open_moves
 from exploration.state_invariants import STATE_INVARIANTS
-from exploration.steps import Ask, Launch, agree, introduce, join, report
+from exploration.steps import Ask, Launch, agree, join, report
 from exploration.world import FIRST_PID, Life, RankModel, Wire, World, new_core
 from gradsync.rendezvous.frames import THE_WORLD, TO_GENERATION, FrameType, Lost, Message, Received, Tick
 
@@ -90,10 +90,7 @@ class Model:
         if self.configuration.has_frames:
             world.wires[fresh.connection] = Wire()
         size = len(world.ranks)
-        self._ask(world, fresh, join(rank, size))
-        if fresh.is_connected:  # right behind it
-            who = introduce(FIRST_PID + rank if self.configuration.listens else 0)
-            self._say(world, fresh, who.type, who.fields)
+        self._ask(world, fresh, join(rank, size, FIRST_PID + rank if self.configuration.listens else 0))
 
     def _step(self, world: World, rank: int) -> None:
         model = world.ranks[rank]
@@ -263,7 +260,7 @@ class Model:
             model.inquiries.append(fields[0])
         elif frame_type is FrameType.FAILED and fields[0] == TO_GENERATION:
             model.life, model.waits_for = Life.OVER, None
-        elif fields and fields[0] == model.waits_for and frame_type is not FrameType.JOIN_ACCEPTED:
+        elif fields and fields[0] == model.waits_for:
             _take_answer(model, frame_type, fields)
 
 

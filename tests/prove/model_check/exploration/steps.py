@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gradsync.rendezvous.frames import NEXT_GENERATION, PROTOCOL_VERSION, FrameType
+from gradsync.rendezvous.frames import NEXT_GENERATION, FrameType
 
 ID = bytes(128)
 
@@ -39,8 +39,8 @@ Step = Ask | Tell | Launch | Leave
 LEAVE = Leave()
 
 
-def join(rank: int, world_size: int) -> Ask:
-    return Ask(FrameType.JOIN, (PROTOCOL_VERSION, rank, world_size, NEXT_GENERATION))
+def join(rank: int, world_size: int, pid: int = 0) -> Ask:
+    return Ask(FrameType.JOIN, (rank, world_size, NEXT_GENERATION, "machine", "host", pid, None, 0, None))
 
 
 def barrier(name: str = "b", *, ranks: tuple[int, ...] | None = None) -> Ask:
@@ -77,10 +77,6 @@ def left_ranks(name: str) -> Ask:
 
 def report(reason: str, culprit: int | None = None) -> Tell:
     return Tell(FrameType.REPORT_FAILURE, (reason, culprit))
-
-
-def introduce(pid: int) -> Tell:
-    return Tell(FrameType.INTRODUCE, ("machine", "host", pid, None, 0))
 
 
 def waiting(position: int, missing: tuple[int, ...] | None = None) -> Tell:
