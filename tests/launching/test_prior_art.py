@@ -423,7 +423,7 @@ def test_spawn_backend_auto_goes_by_the_devices(monkeypatch, nprocs, gpus, backe
 
 
 def test_spawn_unknown_option_is_named():
-    with pytest.raises(gs.InvalidArgument, match="no option 'gpu'; did you mean gpus"):
+    with pytest.raises(gs.InvalidArgument, match="no option 'gpu': did you mean gpus"):
         gs.spawn(rank_functions.place, nprocs=1, gpu="0")
 
 

@@ -262,7 +262,7 @@ def test_sigterm_while_spawn_waits(tmp_path):
         ((rank_functions.place, (), 0), {}, "spawn needs nprocs to be an integer of at least 1, got 0"),
         ((rank_functions.place, (), -2), {}, "got -2"),
         ((rank_functions.place, (), True), {}, "got True"),
-        ((rank_functions.place,), {"start_metod": "fork"}, "no option 'start_metod'; did you mean start_method?"),
+        ((rank_functions.place,), {"start_metod": "fork"}, "no option 'start_metod': did you mean start_method?"),
         ((rank_functions.place,), {"zzz": 1}, r"no option 'zzz' \(it has start_method, gpus, ips, backend"),
         ((rank_functions.place,), {"start_method": "thread"}, "spawn needs a start method of 'spawn', 'fork'"),
         ((rank_functions.place,), {"backend": "ucc"}, "spawn needs a backend of auto, .*, got 'ucc'"),

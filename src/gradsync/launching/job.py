@@ -6,7 +6,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradsync.arguments import DEFAULT_GRACE_SECONDS, check_integer, check_port, check_seconds
 from gradsync.errors import BackendUnavailable, InvalidArgument
@@ -19,8 +19,7 @@ START_METHODS = ("spawn", "fork", "forkserver")
 _WHO = "the launch"
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """The program that `rank_main` runs in each rank.
 
     Attributes:
@@ -52,7 +51,7 @@ class Target:
         return command
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """The request of a launch.
 
@@ -111,7 +110,7 @@ class Job:
             )
         self._check_numbers()
         if self.world_size == 0:
-            object.__setattr__(self, "world_size", self.rank_start + self.n_ranks)
+            self.world_size = self.rank_start + self.n_ranks
         if self.start_method not in START_METHODS:
             raise InvalidArgument(f"the start method needs to be one of {START_METHODS}, got {self.start_method!r}")
 
@@ -121,15 +120,12 @@ class Job:
         return range(self.rank_start, self.rank_start + self.n_ranks)
 
     def _check_numbers(self) -> None:
-        n_ranks = check_integer(_WHO, "the number of processes", self.n_ranks, 1)
-        rank_start = check_integer(_WHO, "rank_start", self.rank_start, 0)
-        numbers = {"n_ranks": n_ranks, "rank_start": rank_start}
+        self.n_ranks = check_integer(_WHO, "the number of processes", self.n_ranks, 1)
+        self.rank_start = check_integer(_WHO, "rank_start", self.rank_start, 0)
         if self.world_size != 0:
-            numbers["world_size"] = check_integer(_WHO, "world_size", self.world_size, rank_start + n_ranks)
+            self.world_size = check_integer(_WHO, "world_size", self.world_size, self.rank_start + self.n_ranks)
         if self.master_port is not None:
-            numbers["master_port"] = check_port(_WHO, "master_port", self.master_port)
-        numbers["rendezvous_port"] = check_port(_WHO, "rendezvous_port", self.rendezvous_port)
+            self.master_port = check_port(_WHO, "master_port", self.master_port)
+        self.rendezvous_port = check_port(_WHO, "rendezvous_port", self.rendezvous_port)
         check_seconds(_WHO, "the grace period", self.grace_seconds)
-        numbers["max_restarts"] = check_integer(_WHO, "max_restarts", self.max_restarts, 0)
-        for name, number in numbers.items():
-            object.__setattr__(self, name, number)
+        self.max_restarts = check_integer(_WHO, "max_restarts", self.max_restarts, 0)

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradsync.errors import name_ranks
 from gradsync.launching.out_of_memory import kind_of_memory
@@ -17,8 +17,7 @@ _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 _FAULTHANDLER_SAYS = "Fatal Python error"
 
 
-@dataclass(frozen=True)
-class RankOutcome:
+class RankOutcome(NamedTuple):
     """How one rank ended.
 
     Attributes:
@@ -75,8 +74,7 @@ class RankOutcome:
         return "" if lack is None else f", out of {lack}"
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a run ended.
 
     Attributes:

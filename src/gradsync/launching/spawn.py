@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import difflib
 import os
 import queue
 import signal
@@ -17,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gradsync.arguments import check_integer, check_port, integer_of
+from gradsync.arguments import check_integer, check_port, did_you_mean, integer_of
 from gradsync.backends import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.launching.function_call import (
@@ -145,7 +144,8 @@ def _translate(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
             if value is not None:
                 given.setdefault(new_name or name, value)
         elif name not in _KNOWN:
-            raise InvalidArgument(_unknown(name))
+            known = f"(it has {', '.join(_KNOWN)})"
+            raise InvalidArgument(f"spawn has no option {name!r}{did_you_mean(name, (*_KNOWN, *_DEPRECATED))} {known}")
     return given
 
 
@@ -155,12 +155,6 @@ def _what_to_do(name: str, new_name: str | None) -> str:
     if name == "started_port":
         return "the option started_port is deprecated; without it the ranks meet at a free port"
     return f"the option {name} is deprecated and does nothing: PaddleCloud is out of scope"
-
-
-def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(name, (*_KNOWN, *_DEPRECATED), n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"spawn has no option {name!r}{hint} (it has {', '.join(_KNOWN)})"
 
 
 def _count_processes(nprocs: int, gpus: str | Sequence[int | str] | None, backend: str) -> int:

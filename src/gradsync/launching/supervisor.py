@@ -15,7 +15,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gradsync.environment import check_variables
@@ -164,8 +163,6 @@ class Supervisor:
         """
         check_variables()
         job = self._job
-        if restart == 0:
-            log_added_variables(job)
         if job.n_ranks > _RANKS_BEFORE_SERVER:
             from gradsync.rendezvous.sockets import raise_limit  # imported here to keep the start of few ranks short
 
@@ -202,6 +199,8 @@ class Supervisor:
                     break
         if self._output is not None:
             self._output.start()
+        if restart == 0:
+            log_added_variables(job)  # now, because the ranks start while this process imports logging
 
     def finish(self, on_restart: Callable[[Outcome, int], None] | None = None) -> Outcome:
         """Watches the ranks to their end; after a failure starts all again, at most as often as the job allows."""
@@ -374,11 +373,11 @@ class Supervisor:
         # Wait for a slow reader of the output, but only until a signal comes.
         while outcome.signal_number is None and not output.drain(_LOOK_FOR_SIGNALS_SECONDS):
             if self._is_asked_to_end():
-                outcome = replace(outcome, signal_number=self._signal_number)
+                outcome = outcome._replace(signal_number=self._signal_number)
         output.close(_LAST_OUTPUT_SECONDS)
-        return replace(
-            outcome, ranks=tuple(replace(rank, last_lines=tuple(output.tail(rank.rank))) for rank in outcome.ranks)
-        )
+        last_lines = (tuple(output.tail(rank.rank)) for rank in outcome.ranks)
+        ranks = (rank._replace(last_lines=lines) for rank, lines in zip(outcome.ranks, last_lines, strict=True))
+        return outcome._replace(ranks=tuple(ranks))
 
     # -- Stopping ------------------------------------------------------------------------------------------------
 
