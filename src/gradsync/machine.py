@@ -23,14 +23,8 @@ BLAS_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 _LOOK_EVERY_SECONDS = 0.02
-# Source: include/uapi/linux/netlink.h, rtnetlink.h and if_addr.h.
-_HEADER = "=IHHII"  # length, type, flags, sequence, port
-_ADDRESS = "=BBBBI"  # family, prefix length, flags, scope, index of the interface
-_ATTRIBUTE = "=HH"  # length, type
-_NEW_ADDRESS, _GET_ADDRESS, _DONE, _ERROR = 20, 22, 3, 2
-_REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP: all addresses
-_IFA_ADDRESS, _IFA_LOCAL = 1, 2
-_READ_BYTES = 65536
+# Source: netdevice(7), SIOCGIFCONF; the size of struct ifreq on 64-bit Linux.
+_SIOCGIFCONF, _IFREQ_BYTES, _MOST_ADDRESSES = 0x8912, 40, 1000
 _OF_CONTAINERS = ("docker", "br-", "virbr", "cni", "flannel", "veth", "podman")
 
 _Result = TypeVar("_Result")
@@ -381,14 +375,13 @@ def interface_of(address: str) -> str | None:
         address: a numeric IPv4 or IPv6 address.
     """
     import ipaddress
-    import socket
 
     wanted = ipaddress.ip_address(address.partition("%")[0])
     mapped = wanted.ipv4_mapped if isinstance(wanted, ipaddress.IPv6Address) else None
     wanted = mapped or wanted
-    for index, found in addresses():
+    for name, found in addresses():
         if found == wanted.packed:
-            return socket.if_indextoname(index)
+            return name
     return "lo" if wanted.is_loopback else None  # "lo" has all addresses of 127.0.0.0/8
 
 
@@ -418,9 +411,8 @@ def own_addresses() -> list[str]:
     Loopback and link-local addresses and those of container bridges are left out: they are equal on many machines.
     """
     import ipaddress
-    import socket
 
-    found = [(socket.if_indextoname(index), ipaddress.ip_address(packed)) for index, packed in addresses()]
+    found = [(name, ipaddress.ip_address(packed)) for name, packed in addresses()]
     usable = [
         address
         for name, address in found
@@ -429,41 +421,20 @@ def own_addresses() -> list[str]:
     return [str(address) for address in sorted(usable, key=lambda address: address.version)]
 
 
-def addresses() -> Iterator[tuple[int, bytes]]:
-    """Yields this machine's addresses as (index of the interface, packed address); none if the kernel gives none."""
+def addresses() -> Iterator[tuple[str, bytes]]:
+    """Yields this machine's addresses as (name of the interface, packed address); none if the kernel gives none."""
+    import fcntl
     import socket
     import struct
+    from array import array
 
-    try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE) as kernel:
-            kernel.settimeout(5.0)
-            size = struct.calcsize(_HEADER) + struct.calcsize(_ADDRESS)
-            request = struct.pack(_HEADER, size, _GET_ADDRESS, _REQUEST_DUMP, 1, 0)
-            kernel.send(request + struct.pack(_ADDRESS, 0, 0, 0, 0, 0))
-            while True:
-                for (_, kind, *_), body in _records(kernel.recv(_READ_BYTES), _HEADER):
-                    if kind in (_DONE, _ERROR):
-                        return
-                    if kind == _NEW_ADDRESS:
-                        *_, index = struct.unpack_from(_ADDRESS, body)
-                        attributes = _records(body[struct.calcsize(_ADDRESS) :], _ATTRIBUTE)
-                        found = {which: value for (_, which), value in attributes}
-                        # For a point-to-point connection, IFA_LOCAL is the address of this end.
-                        address = found.get(_IFA_LOCAL, found.get(_IFA_ADDRESS))
-                        if address is not None:
-                            yield index, address
-    except OSError:
-        return
-
-
-def _records(data: bytes, header: str) -> Iterator[tuple[tuple[int, ...], bytes]]:
-    """Yields header and body of each record of a netlink message; each begins with its length, padded to 4 bytes."""
-    import struct
-
-    size = struct.calcsize(header)
-    while len(data) >= size:
-        fields = struct.unpack_from(header, data)
-        if fields[0] < size:
-            return
-        yield fields, data[size : fields[0]]
-        data = data[(fields[0] + 3) & ~3 :]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as kernel:
+        records = array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
+        request = bytearray(struct.pack("iP", len(records), records.buffer_info()[0]))
+        fcntl.ioctl(kernel, _SIOCGIFCONF, request)
+        for at in range(0, struct.unpack_from("i", request)[0], _IFREQ_BYTES):
+            name, packed = struct.unpack_from("16s4x4s", records, at)
+            yield name.partition(b"\0")[0].decode().partition(":")[0], packed  # an alias is called "eth0:1"
+    for line in _lines("/proc/net/if_inet6"):
+        address, *_, name = line.split()
+        yield name, bytes.fromhex(address)

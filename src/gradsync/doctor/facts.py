@@ -219,12 +219,12 @@ def _host_error() -> str:
 
 
 def _interfaces() -> list[Interface]:
-    by_index: dict[int, str] = {}
-    for index, packed in addresses():
+    by_name: dict[str, str] = {}
+    for name, packed in addresses():
         if len(packed) == _BYTES_OF_IPV4:
-            by_index.setdefault(index, socket.inet_ntoa(packed))
+            by_name.setdefault(name, socket.inet_ntoa(packed))
     with contextlib.suppress(OSError):
-        return [Interface(name, by_index.get(index, ""), _is_up(name)) for index, name in socket.if_nameindex()]
+        return [Interface(name, by_name.get(name, ""), _is_up(name)) for _, name in socket.if_nameindex()]
     return []
 
 
