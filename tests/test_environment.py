@@ -10,7 +10,7 @@ from gradsync import environment
 from gradsync.arguments import check_address
 from gradsync.environment import RankEnvironment, read_environment
 from gradsync.errors import InvalidArgument
-from gradsync.launchers import first_host, variables_of_mpi
+from gradsync.launcher_variables import first_host, variables_of_mpi
 
 SECRET = "5a" * 32
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-SHOW = "import os; from gradsync.launchers import name_run; print(name_run(os.environ, {source!r}))"
+SHOW = "import os; from gradsync.launcher_variables import name_run; print(name_run(os.environ, {source!r}))"
 OPEN_MPI = ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 PMI = ("PMI", "PMI_RANK", "PMI_SIZE")
 # Stands for a launcher: starts ranks 0 and 1, each by what its arguments say.

@@ -17,6 +17,10 @@ from gradsync.errors import InvalidArgument
 LARGEST_PORT = 65535
 #: The time between asking ranks to end and killing them.
 DEFAULT_GRACE_SECONDS = 5.0
+#: The deadline for joining the other ranks, and for each request to the rendezvous.
+DEFAULT_TIMEOUT_SECONDS = 120.0
+#: The deadline of a collective.
+DEFAULT_COLLECTIVE_TIMEOUT_SECONDS = 300.0
 
 
 def integer_of(value: object) -> int | None:

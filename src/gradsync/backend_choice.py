@@ -18,7 +18,7 @@ from gradsync.communicators.backend import Backend
 from gradsync.communicators.communicator import Communicator
 from gradsync.environment import BACKEND, DEBUG, RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
-from gradsync.launchers import SOURCES_WITH_MPI
+from gradsync.launcher_variables import SOURCES_WITH_MPI
 from gradsync.machine import count_gpus
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from gradsync import __version__
-from gradsync.arguments import DEFAULT_GRACE_SECONDS, LARGEST_PORT
+from gradsync.arguments import DEFAULT_GRACE_SECONDS, DEFAULT_TIMEOUT_SECONDS, LARGEST_PORT
 from gradsync.backends import BACKENDS, TABLE
 from gradsync.bench.command import bench
 from gradsync.environment import BACKEND, SECRET_FILE, STATE_DIR
@@ -157,7 +157,7 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
     "--join-timeout",
     "join_timeout_seconds",
     type=click.FloatRange(min=0),
-    default=120.0,
+    default=DEFAULT_TIMEOUT_SECONDS,
     show_default=True,
     help="Seconds to wait for the other machines, at the start and after a failure.",
 )

@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 from gradsync.arguments import check_address
 from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.errors import InvalidArgument
-from gradsync.launchers import (
+from gradsync.launcher_variables import (
     TORCHRUN,
     LauncherVariables,
     Place,

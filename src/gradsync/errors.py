@@ -292,6 +292,18 @@ def callers() -> list[Caller]:
     return found["program"] or found["package"]
 
 
+def raised_at(error: BaseException) -> Caller | None:
+    """Returns the innermost line of the user's program in an error's traceback; without one, the innermost line."""
+    trace = error.__traceback__
+    innermost = found = None
+    while trace is not None:
+        innermost = Caller(trace.tb_frame.f_code, trace.tb_lasti)
+        if _kind_of(innermost.code.co_filename) == "program":
+            found = innermost
+        trace = trace.tb_next
+    return found or innermost
+
+
 @lru_cache(maxsize=1024)
 def _kind_of(file: str) -> str:
     """Returns the kind of a source file: "gradsync", its "launching", "python", a "package", or the "program"."""

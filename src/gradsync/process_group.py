@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from gradsync.arguments import integer_of, is_number
+from gradsync.arguments import DEFAULT_COLLECTIVE_TIMEOUT_SECONDS, DEFAULT_TIMEOUT_SECONDS, integer_of, is_number
 from gradsync.backend_choice import agree_on_another, agree_on_backend, choose_before_meeting, connect
 from gradsync.backends import BACKENDS, TABLE, unknown_backend
 from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
@@ -82,8 +82,8 @@ def init_process_group(
     world_size: int | None = None,
     address: str | None = None,
     device: str | None = None,
-    timeout_seconds: float = 120.0,
-    collective_timeout_seconds: float = 300.0,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    collective_timeout_seconds: float = DEFAULT_COLLECTIVE_TIMEOUT_SECONDS,
     allow_shared_gpu: bool = False,
     debug: bool | None = None,
 ) -> Communicator:

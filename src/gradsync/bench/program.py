@@ -19,7 +19,7 @@ from gradsync.backends import TABLE
 from gradsync.communicators.communicator import Communicator
 from gradsync.environment import launched_world_size, without_launcher
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RankFailed
-from gradsync.launchers import find_mpiexec
+from gradsync.launcher_variables import find_mpiexec
 from gradsync.launching.launcher import launcher
 from gradsync.machine import blas_thread_variables, count_gpus
 

@@ -149,7 +149,7 @@ class Backend(ABC):
     finder: NonFiniteFinder | None = None
     lifetime: Lifetime
 
-    def __init__(self, client: RendezvousClient | None, group: str, timeout_seconds: float = 300.0) -> None:
+    def __init__(self, client: RendezvousClient | None, group: str, timeout_seconds: float) -> None:
         self.client = client
         self.timeout_seconds = timeout_seconds
         self.rank: int = 0 if client is None else client.rank

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradsync.arguments import DEFAULT_COLLECTIVE_TIMEOUT_SECONDS
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message
 from gradsync.communicators.communicator import Communicator
@@ -15,9 +16,9 @@ from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, ReduceOp
 
 
-def local_communicator(*, collective_timeout_seconds: float = 300.0, force_packing: bool = False) -> Communicator:
-    """Returns a communicator of one rank; arguments as for LocalBackend."""
-    return Communicator(LocalBackend(collective_timeout_seconds, force_packing=force_packing))
+def local_communicator(*, force_packing: bool = False) -> Communicator:
+    """Returns a communicator of one rank; see LocalBackend."""
+    return Communicator(LocalBackend(force_packing=force_packing))
 
 
 def check(place: RankEnvironment) -> None:
@@ -46,7 +47,9 @@ class LocalBackend(Backend):
 
     name = "local"
 
-    def __init__(self, timeout_seconds: float = 300.0, *, force_packing: bool = False) -> None:
+    def __init__(
+        self, timeout_seconds: float = DEFAULT_COLLECTIVE_TIMEOUT_SECONDS, *, force_packing: bool = False
+    ) -> None:
         super().__init__(None, "local", timeout_seconds)
         self.force_packing = force_packing
         self._packed = np.empty(0, np.uint8)

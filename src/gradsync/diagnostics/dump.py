@@ -21,7 +21,7 @@ from gradsync.diagnostics.stacks import stack_report
 from gradsync.diagnostics.tracing import Arrival, Phase, Step
 from gradsync.environment import RANK
 from gradsync.errors import InvalidArgument
-from gradsync.launchers import value_of
+from gradsync.launcher_variables import value_of
 from gradsync.machine import machine_identity, run_with_timeout
 
 if TYPE_CHECKING:

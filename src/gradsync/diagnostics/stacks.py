@@ -18,8 +18,6 @@ MAX_BYTES = 8192
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _INSTALLED = os.path.join(_STANDARD_LIBRARY, "site-packages", "")
-_PACKAGES = os.path.join("", "site-packages", "")  # of any environment
-_NOT_THE_PROGRAM = (_PACKAGE, _STANDARD_LIBRARY, "<frozen ")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
 _SERVICE_THREADS = "gradsync-"  # how the names of gradsync's own threads begin
 # Numbers of innermost frames that are tried, until the text fits.
@@ -43,21 +41,6 @@ def stack_report(max_bytes: int = MAX_BYTES) -> str:
         return _report(max_bytes)
     except Exception as error:  # a report about a failure must not fail
         return f"(the stacks cannot be shown: {describe(error)})"[:max_bytes]
-
-
-def place_of_error(error: BaseException) -> str:
-    """Returns the innermost line of the program in an error's traceback, as "train.py:7 in load"; "" for none.
-
-    Lines of gradsync, of the standard library and of installed packages count only where there is no other.
-    """
-    frames: list[tuple[str, str]] = []
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        frames.append((code.co_filename, f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"))
-        trace = trace.tb_next
-    of_program = [place for name, place in frames if not name.startswith(_NOT_THE_PROGRAM) and _PACKAGES not in name]
-    return [*(place for _, place in frames), *of_program][-1] if frames else ""
 
 
 def _report(max_bytes: int) -> str:

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 from gradsync.diagnostics import tracing
 from gradsync.diagnostics.dump import write_dump
 from gradsync.diagnostics.recorder import recorders
-from gradsync.diagnostics.stacks import place_of_error
 from gradsync.environment import DUMP_DIR, TRACE
-from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, describe, headline
+from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, describe, headline, raised_at
 
 if TYPE_CHECKING:
     from pathlib import Path  # which takes long to load, and few processes write a file
@@ -132,7 +131,7 @@ def dump_at_failure(error: BaseException) -> None:
 def dump_at_exception(error: BaseException) -> None:
     """Writes a dump for any other error that ends this rank; a collective's has its dump already."""
     if not isinstance(error, _OF_A_COLLECTIVE):
-        _dump_because_of(error, raised_at="" if _follows_a_failure(error) else place_of_error(error))
+        _dump_because_of(error, raised_at="" if _follows_a_failure(error) else str(raised_at(error) or ""))
 
 
 def _follows_a_failure(error: BaseException) -> bool:

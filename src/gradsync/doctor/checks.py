@@ -13,7 +13,7 @@ from gradsync import environment
 from gradsync.communicators.nccl.library import version_text
 from gradsync.doctor.facts import CUPY_PACKAGES, Facts, Package
 from gradsync.errors import InvalidArgument
-from gradsync.launchers import read_port
+from gradsync.launcher_variables import read_port
 from gradsync.machine import BLAS_VARIABLES, count_gpus, visible_gpus
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from gradsync.environment import without_launcher
 from gradsync.errors import GradsyncError
-from gradsync.launchers import find_mpiexec
+from gradsync.launcher_variables import find_mpiexec
 from gradsync.machine import addresses, usable_cores
 
 _NAME_SECONDS = 1.0

@@ -13,14 +13,14 @@ import socket
 import time
 from collections.abc import Iterator
 
-from gradsync.arguments import join_address, parse_address
+from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, join_address, parse_address
 from gradsync.environment import SECRET, SECRET_FILE, take_secret
 from gradsync.errors import AuthenticationError, RendezvousTimeout
 from gradsync.launching.signals import own_descriptors
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
 from gradsync.rendezvous.sockets import bind_listener, format_address
 
-_MEETING_SECONDS = 120.0  # as long as init_process_group() waits
+_MEETING_SECONDS = DEFAULT_TIMEOUT_SECONDS  # as long as init_process_group() waits
 _PROBE_SECONDS = 1.0
 
 

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import NamedTuple, TypeVar
 
-from gradsync.arguments import LARGEST_PORT, check_seconds, parse_address
+from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, LARGEST_PORT, check_seconds, parse_address
 from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, SECRET_FILE, read_secret_option, take_secret
 from gradsync.errors import (
     AuthenticationError,
@@ -98,7 +98,7 @@ class NodeOptions:
     node_rank: int
     rendezvous: str
     secret: bytes = field(repr=False)
-    join_timeout_seconds: float = 120.0
+    join_timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     node_address: str | None = None
 
     @property

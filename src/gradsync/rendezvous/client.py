@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
+from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS
 from gradsync.errors import GradsyncError, InvalidArgument
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.connection import (
@@ -98,7 +99,7 @@ class RendezvousClient:
         secret: bytes,
         rank: int,
         world_size: int,
-        timeout_seconds: float = 120.0,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         noun: str = "rank",
         generation: int = NEXT_GENERATION,
         min_ranks: int | None = None,
@@ -227,7 +228,7 @@ class RendezvousClient:
         data = bytes(value) if isinstance(value, (bytearray, memoryview)) else value
         return bool(self._ask_at_once(f"set {key!r}", FrameType.SET, self._scoped(key), data, replace))
 
-    def get(self, key: str, *, from_rank: int | None = None, timeout_seconds: float = 120.0) -> bytes:
+    def get(self, key: str, *, from_rank: int | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bytes:
         """Returns the value of a key; waits until it is set.
 
         Args:
@@ -247,7 +248,7 @@ class RendezvousClient:
         """Removes a key; returns whether it was there."""
         return bool(self._ask_at_once(f"delete {key!r}", FrameType.DELETE, self._scoped(key)))
 
-    def exchange(self, name: str, value: bytes, *, timeout_seconds: float = 120.0) -> list[bytes]:
+    def exchange(self, name: str, value: bytes, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> list[bytes]:
         """Returns the values of all members, by rank. Every member must call it, with the same name.
 
         Args:
@@ -265,7 +266,7 @@ class RendezvousClient:
         by_world_rank = dict(zip(sorted(self.world_ranks), values, strict=True))
         return [by_world_rank[rank] for rank in self.world_ranks]
 
-    def barrier(self, name: str = "", *, timeout_seconds: float = 120.0) -> None:
+    def barrier(self, name: str = "", *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         """Waits until every member has arrived. Every member must call it, with the same name, which can be used again.
 
         A rank that reaches its deadline no longer counts as arrived, and may call it again. Raises the errors of
@@ -282,7 +283,7 @@ class RendezvousClient:
         position: int,
         digest: int,
         *,
-        timeout_seconds: float = 120.0,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         arriving: tuple[list[object], object] | None = None,
     ) -> Decision:
         """Asks whether all members run the same collective at a position of their group, and returns the decision.
