@@ -80,7 +80,7 @@ def test_new_bytes_in_old_memory_are_not_refused_or_kept(sync: Any) -> None:
     for number in range(100):
         with sync.accumulate(reused=number % 2 == 1):
             sync("p", np.frombuffer(bytearray(24)) if number % 2 == 0 else scratch)
-    assert len(sync._step.sums.by_key["p"].given) < 5
+    assert len(sync._step.sums.by_key["p"].handed_over) < 5
     sync.discard()
 
 

@@ -29,7 +29,7 @@ def test_without_a_dtype_it_is_float32(tmp_path):
         ("[", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("{}", "needs a list of at least one gradient, got one dict"),
-        ("[]", "needs a list of at least one gradient, got an empty one"),
+        ("[]", "needs a list of at least one gradient, got an empty list"),
         ('[["w", [1]], "b"]', "entry 1 needs to be [name, shape] or [name, shape, dtype], got 'b'"),
         ('[["w"]]', "entry 0 needs to be"),
         ("[[3, [1]]]", "entry 0 needs a string as name, got 3"),

@@ -1,12 +1,15 @@
-"""The agreements of a callback: that all ranks use the same one, and each event of its steps: buckets and the flush.
+"""The agreements of a callback: all ranks use the same callback, and agree on each event of its steps.
+
+The events of a step are its buckets and its flush.
 
 Ranks that use their callbacks in different orders would average the gradients of two models. A callback is known by the
-name that the program gave it, or by the line that made it. When it is first used on a communicator the ranks compare
-these. From then on its number on that communicator is a part of every digest of its steps.
+name that the program gave it, or by the line that made it. At the first use of a callback on a communicator the ranks
+compare the names or lines. From then on the callback's number on that communicator is a part of every digest of its
+steps.
 
-The number is not that of the construction: one rank may have made one more callback, which it never uses, and ranks may
-make theirs at different lines. The number of the first use is not enough either: if the ranks cross their callbacks at
-the first use, the numbers are equal.
+The number counts first uses, not constructions: one rank may have made one more callback, which it never uses, and
+ranks may make their callbacks at different lines. The number alone is not enough: if two ranks use two callbacks
+crosswise, both first uses have the same number.
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ from gradsync.diagnostics import names_text, size_text
 from gradsync.errors import InvalidArgument, callers, shown
 from gradsync.reduction import ReduceOp
 
-#: Returns gradients, whether no more will follow, and the sizes of buckets; see StepEvents.arrived.
+#: Returns gradients, whether no more will follow, and the limits of the buckets' sizes; see StepEvents.arrived.
 Arrived = Callable[[], tuple[list[GradientSpec], bool, tuple[str, ...]]]
 
 
 class StepEvents:
-    """The events of a step, each as an Agreement; a step that repeats the last one makes no new ones.
+    """The events of a step, each as an Agreement; a step that repeats the last one makes no new agreements.
 
     Args:
         op: sum or mean.
@@ -40,8 +43,8 @@ class StepEvents:
 
     Attributes:
         local_passes: the number of local passes before this step.
-        arrived: returns the gradients that this rank has handed over and that are not reduced yet, whether no more
-            will follow, and the sizes of its buckets: a method of Step, which is not kept alive. None if not known.
+        arrived: a method of Step, whose object is not kept alive, or None. It returns the gradients that this rank has
+            handed over and that are not reduced yet, whether no more will follow, and the limits of the buckets' sizes.
     """
 
     arrived: WeakMethod[Arrived] | None = None
@@ -55,29 +58,30 @@ class StepEvents:
         self.change_settings(settings)
 
     def change_settings(self, settings: Sequence[str]) -> None:
-        """Changes the settings in later events; call it between steps."""
+        """Changes the settings of later events; call it between steps."""
         op = self._reduce_op.value
         self._op = ", ".join([op, *settings])
         self._settings = (f"reduce_method {op}", *settings)
-        self._known: list[tuple[Bucket | _Flush, int, Agreement]] = []  # of the last step: with its local passes
+        # The events of the last step, each with the number of local passes before it.
+        self._known: list[tuple[Bucket | _Flush, int, Agreement]] = []
 
     def change_callback(self, callback: KnownCallback | None) -> None:
-        """Marks later events with the callback, as the ranks know it; None leaves them unmarked."""
+        """Includes the callback in the digests of later events; None includes no callback."""
         self._callback = callback
         self._known = []
         self._others = {}
 
     def of_callback(self, agreement: Agreement) -> Agreement:
-        """Returns an agreement outside the steps, such as that on the buckets' memory, marked with the callback."""
+        """Includes the callback in an agreement outside the steps, such as the agreement on the buckets' memory."""
         if self._callback is None:
             return agreement
         known = self._others.get(agreement.digest)
         if known is None:
-            known = self._others[agreement.digest] = self._callback.mark(agreement)
+            known = self._others[agreement.digest] = self._callback.include_in(agreement)
         return known
 
     def begin_step(self, passes: int = 0) -> None:
-        """Begins with the first event, after so many local passes."""
+        """Begins with the first event of a step after `passes` local passes."""
         self._index = 0
         self.local_passes = passes
 
@@ -89,10 +93,10 @@ class StepEvents:
             if known is bucket and passes == self.local_passes:  # a step that repeats the last has the same objects
                 self._index = index + 1
                 return agreement
-        return self._note(bucket)
+        return self._add(bucket)
 
     def flush(self, gradients: int, missing: tuple[str, ...] = ()) -> Agreement:
-        """Returns the agreement that the step ends after so many gradients; `missing` names the missing ones."""
+        """Returns the agreement that the step ends after `gradients` gradients; `missing` names missing ones."""
         event, index = _Flush(gradients, missing), self._index
         if index == 0:  # an empty step leaves the known events as they are
             return self._make(event, 0)
@@ -101,9 +105,10 @@ class StepEvents:
             if known == event and passes == self.local_passes:
                 self._index = index + 1
                 return agreement
-        return self._note(event)
+        return self._add(event)
 
-    def _note(self, event: Bucket | _Flush) -> Agreement:
+    def _add(self, event: Bucket | _Flush) -> Agreement:
+        """Adds an event that the last step did not have at this index."""
         index, self._index = self._index, self._index + 1
         agreement = self._make(event, index)
         self._known[index:] = [(event, self.local_passes, agreement)]
@@ -125,7 +130,7 @@ class StepEvents:
             settings=self._settings + passes,
             so_far=None if self.arrived is None else partial(_so_far, self.arrived, event),
         )
-        return agreement if self._callback is None else self._callback.mark(agreement)
+        return agreement if self._callback is None else self._callback.include_in(agreement)
 
 
 class _Flush(NamedTuple):
@@ -136,7 +141,7 @@ class _Flush(NamedTuple):
 
 
 def _so_far(arrived: WeakMethod[Arrived], event: Bucket | _Flush) -> StepSoFar:
-    """Returns the gradients beside those of the event."""
+    """Returns the step of this rank up to an event, without the gradients of the event."""
     method = arrived()
     if method is None:
         return StepSoFar()
@@ -202,19 +207,19 @@ def _count(number: int, one: str, many: str = "") -> str:
 # -- Which callback it is --------------------------------------------------------------------------------------------
 
 _FIRST_USE = "the first use of a callback"
-_ITEM = "how they were made"
+_ITEM = "how they were made"  # the name of a line in the error
 _MOST_CHARACTERS = 80  # of a name
 
 
 class KnownCallback(NamedTuple):
-    """A callback that all ranks of a communicator know. Keeps neither the callback nor the communicator alive.
+    """A callback that all ranks of a communicator know. It keeps neither the callback nor the communicator alive.
 
     Attributes:
-        number: of the callback on the communicator, from 1, in the order of first use; the same on all ranks.
-        name: given by the program, or None.
-        made_at: the line of this rank's program that made it.
-        used: the number of callbacks used on the communicator so far, in a list of one, which all of them share.
-        communicator: where it has that number.
+        number: the callback's number on the communicator, from 1, in the order of first use; the same on all ranks.
+        name: the name that the program gave the callback, or None.
+        made_at: the line of this rank's program that made the callback.
+        used: the number of callbacks used on the communicator so far, in a list of one, which these callbacks share.
+        communicator: a reference to the communicator.
     """
 
     number: int
@@ -223,7 +228,7 @@ class KnownCallback(NamedTuple):
     used: list[int]
     communicator: ReferenceType[Communicator]
 
-    def mark(self, agreement: Agreement) -> Agreement:
+    def include_in(self, agreement: Agreement) -> Agreement:
         """Returns the agreement with this callback in its digest and texts."""
         return agreement._replace(
             digest=digest_of(agreement.digest, self.number),
@@ -234,7 +239,7 @@ class KnownCallback(NamedTuple):
         )
 
     def _shown(self, has_others: bool) -> str:
-        """Returns its name in quotes, or its number; "" if the program has only one callback."""
+        """Returns the callback's name in quotes, or its number; "" if the program has only one callback."""
         if self.name is not None:
             return repr(self.name)
         return str(self.number) if has_others else ""
@@ -242,10 +247,10 @@ class KnownCallback(NamedTuple):
     def _has_others(self) -> bool:
         """Whether this rank has other live callbacks for the communicator, used there or not."""
         communicator = self.communicator()
-        return communicator is not None and any(each.is_beside(self.number, communicator) for each in _alive())
+        return communicator is not None and any(each.is_other(self.number, communicator) for each in _alive())
 
     def _called(self) -> str:
-        """Returns its name or number for errors; "" if the program has had only one callback."""
+        """Returns the callback's name or number for errors; "" if the program has had only one callback."""
         return self._shown(self.used[0] > 1 or self._has_others())
 
     def _describe(self, agreement: Agreement) -> str:
@@ -263,14 +268,14 @@ class KnownCallback(NamedTuple):
 
 
 class CallbackIdentity:
-    """The name of one callback, or the lines that made it. Only the callback holds it, so it lives as long.
+    """The name of one callback, or the lines that made it. It lives as long as its callback, which alone holds it.
 
     Args:
-        name: given by the program, or None.
-        group: its communicator; None is the world's.
+        name: the name that the program gave the callback, or None.
+        group: the callback's communicator; None is the world's.
 
     Raises:
-        InvalidArgument: the name is no text of one line, or is too long.
+        InvalidArgument: the name is not text of one line, or is too long.
     """
 
     def __init__(self, name: str | None, group: Communicator | None) -> None:
@@ -284,7 +289,8 @@ class CallbackIdentity:
         self._name = name
         self._group = group
         self._stack = tuple([each.short() for each in callers()]) or ("an unknown line",)
-        # Counted in each thread: threads make callbacks in any order, so a common count would differ between ranks.
+        # Each thread has its own count: threads make callbacks in any order, so a common count would differ between
+        # ranks.
         self._number = 0 if name is not None else _made.count(group, self._stack)
         identity = (self._stack, self._number) if name is None else name
         self._digest = digest_of(identity) >> 1  # numbers that ranks share have a sign
@@ -292,7 +298,7 @@ class CallbackIdentity:
         _living[next(_serials)] = self
 
     def known_on(self, communicator: Communicator) -> KnownCallback | None:
-        """Returns the callback as the ranks know it; None if it was not used on this communicator yet."""
+        """Returns the callback as the ranks know it; None before its first use on this communicator."""
         return self._known.get(communicator)
 
     def agree(self, communicator: Communicator) -> KnownCallback:
@@ -304,7 +310,7 @@ class CallbackIdentity:
         """
         agreement = self._agreement(_FIRST_USE, self._name)
         digests = {digest for [digest] in communicator._share_numbers(_FIRST_USE, [self._digest], agreement)}
-        if len(digests) > 1:  # made at different lines, which may be intended; or used crosswise
+        if len(digests) > 1:  # the ranks made them at different lines, perhaps on purpose, or use them crosswise
             holds = self._holds_other(digests - {self._digest}, communicator)
             agreement = self._agreement(_FIRST_USE, "made in different places")
             if any(held for [held] in communicator._share_numbers(_FIRST_USE, [int(holds)], agreement)):
@@ -332,8 +338,8 @@ class CallbackIdentity:
             gc.collect()  # callbacks that are only in a reference cycle must not count
         return is_there()
 
-    def is_beside(self, number: int, communicator: Communicator) -> bool:
-        """Whether it is for the communicator, and has another number there, or none yet."""
+    def is_other(self, number: int, communicator: Communicator) -> bool:
+        """Whether this callback is for the communicator, and has another number there, or none yet."""
         known = self.known_on(communicator)
         return self._is_for(communicator) and (known is None or known.number != number)
 
@@ -342,14 +348,14 @@ class CallbackIdentity:
 
 
 class _Made(threading.local):
-    """Counts the callbacks without a name that this thread has made, by group and place."""
+    """Counts the callbacks without a name that this thread has made, by group and lines of code."""
 
     def __init__(self) -> None:
         self._of_world: dict[tuple[str, ...], int] = {}
         self._of_groups: WeakKeyDictionary[Communicator, dict[tuple[str, ...], int]] = WeakKeyDictionary()
 
     def count(self, group: Communicator | None, stack: tuple[str, ...]) -> int:
-        """Returns the number of callbacks made there before, and counts one more. Numbers are never used again."""
+        """Returns the number of callbacks that these lines have made before, and counts one more."""
         counts = self._of_world if group is None else self._of_groups.setdefault(group, {})
         number = counts[stack] = counts.get(stack, -1) + 1
         return number

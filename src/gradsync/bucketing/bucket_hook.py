@@ -24,12 +24,13 @@ class GradientBucket:
     """Some gradients of a step, packed, before their reduction.
 
     Attributes:
-        index: number of the bucket in its step, from 0. The same gradients keep it while steps repeat.
-        names: of the gradients, in the order in which they lie in `flat`: a string as it is, other names as repr().
-        shapes: of the gradients, in that order.
-        flat: 1-D contiguous array of this rank's values, on the communicator's device. The hook may write to it; it is
+        index: the bucket's number in its step, from 0. A bucket keeps its number while steps repeat.
+        names: the names of the gradients, in the order in which they lie in `flat`: a string as it is, other names as
+            repr().
+        shapes: the shapes of the gradients, in that order.
+        flat: 1-D contiguous array of this rank's values, on the communicator's device. The hook may write to it. It is
             valid until the bucket has its result.
-        communicator: whose ranks reduce it.
+        communicator: the communicator whose ranks reduce the bucket.
         op: the required reduction: sum or mean.
     """
 
@@ -45,16 +46,16 @@ class GradientBucket:
         return param_pack_split(self.flat, get_offsets(self.shapes), self.shapes)
 
 
-#: Returns the reduced values, an array of the size and dtype of `bucket.flat` (which it may be), or a future that gives
-#: one, such as `bucket.communicator.asynchronous.all_reduce(bucket.flat, bucket.op)`.
+#: A hook returns the reduced values: an array of the size and dtype of `bucket.flat`, or that array itself, or a future
+#: of such an array, such as `bucket.communicator.asynchronous.all_reduce(bucket.flat, bucket.op)`.
 BucketHook = Callable[[GradientBucket], Any]
 
 
 def settings_of(hook: BucketHook) -> str:
-    """Returns the text about a hook on which ranks must agree: its `settings` if it has any, else its name.
+    """Returns the text about a hook on which ranks must agree: the hook's `settings` if it has any, else its name.
 
-    Several lambdas or inner functions may have one name: a digest of the code is added. The values in a closure are not
-    compared, because a rank's number may be among them.
+    Several lambdas or inner functions may have one name, so their text includes a digest of their code. The ranks do
+    not compare the values in a closure, because a rank's number may be among them.
     """
     settings = getattr(hook, "settings", None)
     if settings:
@@ -79,17 +80,17 @@ def _code_digest(code: CodeType) -> int:
 
 
 def result_of(value: Any, bucket: GradientBucket) -> Array:
-    """Returns a hook's result for a bucket as a flat array; waits for it if it is a future.
+    """Returns a hook's result for a bucket as a flat array; waits for a future.
 
     On a GPU the current stream waits for a future, the host does not.
 
     Args:
-        value: an array, or an object whose result() gives one.
-        bucket: of the result.
+        value: the hook's return value: an array, or an object whose result() gives an array.
+        bucket: the bucket that the hook has reduced.
 
     Raises:
-        InvalidArgument: the result is no array, or has another size or dtype.
-        PlanMismatch, RankFailed, ...: raised by the future.
+        InvalidArgument: the result is not an array, or has another size or dtype.
+        PlanMismatch, RankFailed, ...: the error of the future.
     """
     communicator = bucket.communicator
     if callable(getattr(value, "result", None)):

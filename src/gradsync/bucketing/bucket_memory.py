@@ -1,7 +1,8 @@
 """Gradients that live inside the buckets: memory that is reduced in place, with a view for each parameter.
 
-The memory belongs to the communicator: on the CPU the ranks share it, on a GPU it is device memory. A view keeps it
-alive: a program may read its views after the communicator is closed, but the memory cannot be reduced any more.
+The memory belongs to the communicator: on the CPU the ranks share the memory, on a GPU it is device memory. A view
+keeps the memory alive: a program may read its views after the communicator is closed, but the ranks cannot reduce the
+memory any more.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class BucketMemory:
     """The memory of all buckets of a plan. Collective: every rank makes it, for the same plan.
 
     Args:
-        buckets: of the plan.
+        buckets: the buckets of the plan.
         communicator: makes the memory, and reduces it.
-        agreed: makes an agreement that of one callback.
+        agreed: includes the callback in an agreement; see StepEvents.of_callback.
 
     Attributes:
-        memory: of all buckets.
-        views: the gradients, by place, each in its shape.
+        memory: the memory of all buckets.
+        views: the gradients, by position, each in its shape.
 
     Raises:
         PlanMismatch: the ranks' plans differ.
@@ -48,7 +49,7 @@ class BucketMemory:
         self,
         buckets: Sequence[Bucket],
         communicator: Communicator,
-        agreed: Callable[[Agreement], Agreement] = lambda agreement: agreement,
+        agreed: Callable[[Agreement], Agreement],
     ) -> None:
         self._stretches: dict[int, Stretch] = {}
         end = 0
@@ -69,7 +70,7 @@ class BucketMemory:
         self._bounds = self._arrays.byte_bounds(self.memory.bytes)
 
     def stretch(self, bucket: Bucket) -> Stretch:
-        """Returns where a bucket lies."""
+        """Returns the bytes of a bucket."""
         return self._stretches[bucket.number]
 
     def flat(self, bucket: Bucket) -> Array:
@@ -79,10 +80,10 @@ class BucketMemory:
         return flat
 
     def holds(self, position: int, native: Array) -> bool:
-        """Whether an array is the view of the bucket at a place.
+        """Whether an array is the view of the gradient at a position.
 
         Raises:
-            InvalidArgument: it lies in the buckets' memory at another place: the reduction would mix two gradients.
+            InvalidArgument: the array overlaps the view of another gradient: the reduction would mix the two.
         """
         own = self.views[position]
         if native is own:
@@ -95,8 +96,8 @@ class BucketMemory:
         if self._arrays.byte_bounds(own) == (begin, end) and native.flags.c_contiguous:
             return True
         raise InvalidArgument(
-            f"{self._label}: the gradient of {self._names[position]} lies in the buckets' memory, but not in its own "
-            "place: hand over the array that gradient_buffers() gave for this parameter, or a copy"
+            f"{self._label}: the gradient of {self._names[position]} lies in the buckets' memory, but not where that "
+            "parameter has its view: hand over the array that gradient_buffers() gave for this parameter, or a copy"
         )
 
 

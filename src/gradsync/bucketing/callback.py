@@ -1,8 +1,8 @@
 """AllreduceCallback: takes gradients one by one, reduces them bucket by bucket, resolves their futures.
 
-A program calls this class. Each gradient goes on to step.py, which remembers the last step. plan.py says which buckets
-the gradient completes. reducer.py reduces a complete bucket at once; the flush reduces the rest. The ranks agree on
-every bucket, and on the flush, before data moves.
+A program calls this class. The callback hands each gradient to step.py, which remembers the last step. plan.py says
+which buckets the gradient completes. reducer.py reduces a complete bucket at once, and the flush reduces the rest. The
+ranks agree on every bucket, and on the flush, before data moves.
 """
 
 from __future__ import annotations
@@ -65,37 +65,37 @@ class AllreduceCallback:
         group: the communicator; None is the world's, looked up at each call.
         backend: None or "auto", or the backend that the communicator must have.
         name: the callback's name, the same on all ranks. Ranks that use callbacks of other names, or in another order,
-            get PlanMismatch, which shows the names. A callback without a name is known by the line that made it: name
-            each one where ranks make several callbacks at different lines, or in threads.
+            get PlanMismatch, which shows the names. The ranks know a callback without a name by the line that made it:
+            name each callback if ranks make several callbacks at different lines, or in threads.
         threshold_bytes: size that a bucket of several gradients never exceeds, in bytes or as text: "25 MB" is
             25 * 1024**2; a larger gradient goes alone. None is 10 MiB, and 64 MiB for `gradient_as_bucket_view` on the
             CPU.
-        first_bucket_bytes: the same for the first bucket of a step, so that communication starts early.
+        first_bucket_bytes: the threshold for the first bucket of a step, so that communication starts early.
         parameters: names -> array or (shape, dtype); or a list of arrays, if gradients are handed over by arrays.
             It fixes the gradients of each step and the buckets. Buckets are launched in this order, in whatever order
-            the gradients arrive. Arrays are taken for the parameters themselves: before the first step the ranks
-            compare their bytes, once (0.1 s for 100 MB), and a warning of the logger `gradsync` names the first that
-            differs. Pass (shape, dtype) for arrays that only show a shape.
-        missing: what flush() does if a parameter has no gradient: "error" raises, on all ranks; "zero" reduces zeros in
-            its place, and puts the result into `filled`.
+            the gradients arrive. Arrays must be the parameters themselves: before the first step the ranks compare
+            the arrays' bytes, once (0.1 s for 100 MB), and a warning of the logger `gradsync` names the first array
+            that differs. Pass (shape, dtype) in place of an array that only shows a shape.
+        missing: the action of flush() if a parameter has no gradient. "error": it raises, on all ranks. "zero": it
+            reduces zeros for the parameter, and puts the result into `filled`.
         gradient_as_bucket_view: gradients live inside the buckets; needs `parameters`. Futures give views of the
             buckets, whose values are valid until the next step. See gradient_buffers().
-        compression: "float16" or "bfloat16": the dtype in which float32 and float64 gradients travel. On the CPU they
-            are added up in float32, in rank order (over MPI up to 16 ranks), and rounded once; NCCL adds in half
-            precision.
+        compression: "float16" or "bfloat16": the dtype in which float32 and float64 gradients travel. On the CPU
+            gradsync adds them up in float32, in rank order (over MPI up to 16 ranks), and rounds the sum once; NCCL
+            adds in half precision.
         prescale: factor of the gradients before the reduction.
         postscale: factor of the results after it.
         nonfinite: the treatment of NaN and infinity, on all ranks in the same step. "off": none. "raise": flush()
             raises NonFiniteGradient, which names the parameter and the rank. "skip": `skip_step` is True, for loss
             scaling. A sum that overflows counts too.
-        clip_norm: the largest Euclidean norm of all reduced gradients of a step. If theirs is larger they are scaled
-            down to it; float("inf") only computes the norm. `norm` has the value before clipping. Until the flush, and
-            in done-callbacks, gradients are not clipped yet.
+        clip_norm: the largest Euclidean norm of all reduced gradients of a step. If their norm is larger, flush()
+            scales them down to this norm; float("inf") only computes the norm. `norm` has the value before clipping.
+            Until the flush, and in done-callbacks, gradients are not clipped yet.
         lock_gradients: makes NumPy gradients read-only from their hand-over until their future is done. A
-            `gradient += ...` in between then raises ValueError ("assignment destination is read-only"); otherwise it
-            would be averaged in, or lost. Only arrays whose flag can surely be restored are locked: arrays that own
-            their memory, and views of such arrays. The base array of a gradient, and older views, can still be written
-            to. False locks nothing. Ranks need not agree on it.
+            `gradient += ...` in between then raises ValueError ("assignment destination is read-only"); otherwise the
+            addend would be averaged in, or lost. gradsync locks only arrays whose flag can surely be restored: arrays
+            that own their memory, and views of such arrays. A program can still write to the base array of a gradient,
+            and to older views. False locks nothing. Ranks may differ in this option.
 
     Raises:
         InvalidArgument: an unknown word, a size below 1, options that exclude each other, or a group that is no
@@ -174,12 +174,12 @@ class AllreduceCallback:
         lock_gradients.
 
         Args:
-            param: the parameter: any hashable name, or an array (known by identity, and across ranks by its place in
-                the order).
+            param: the parameter: any hashable name, or an array. gradsync knows an array by its identity, and across
+                ranks by its number in the order.
             grad: array of any shape and layout, or a NumPy scalar or float (the future then gives a 0-d array). The
                 reduce method must be defined for its dtype. It must be on the communicator's device, made by work on
-                the current stream. NCCL takes host arrays too, and copies the results back to the host; but where
-                gradients live in buckets the futures give views on the device.
+                the current stream. NCCL takes host arrays too, and copies the results back to the host; but if
+                gradients live in buckets, the futures give views on the device.
 
         Returns:
             A future of the reduced gradient; not ready until the bucket is full or flushed.
@@ -210,11 +210,11 @@ class AllreduceCallback:
         over. Any other array is copied into its bucket first. On one machine without GPUs the ranks share this memory:
         other ranks write to it from a gradient's hand-over until its future is done.
 
-        The arrays stay valid when the communicator is closed; only handing them over is an error then. Arrays of an
-        earlier call count as any other array, and are copied.
+        The arrays stay valid when the communicator is closed, but the callback does not take them any more. Arrays of
+        an earlier call are like any other array: they are copied.
 
         Args:
-            parameters: refused: the constructor takes them.
+            parameters: refused: pass them to the constructor.
 
         Returns:
             A mapping of names to arrays, or a list, like `parameters`. All elements are zero.
@@ -264,7 +264,7 @@ class AllreduceCallback:
 
     @property
     def filled(self) -> dict[Any, Any]:
-        """After a flush with missing="zero": the results of parameters for which this rank had no gradient."""
+        """After a flush: the results of parameters for which this rank had no gradient, or only in local passes."""
         return self._step.filled
 
     def flush(self) -> None:
@@ -292,7 +292,7 @@ class AllreduceCallback:
         Not collective: call it on one rank, after a flush.
 
         Args:
-            path: of the file; an existing file is replaced.
+            path: the path of the file; an existing file is replaced.
 
         Raises:
             InvalidArgument: in the middle of a step, or no step has ended well yet.
@@ -349,9 +349,9 @@ class AllreduceCallback:
         agree on the number of local passes: ranks that accumulate differently get PlanMismatch.
 
         Args:
-            reused: says that an array which is handed over in several passes of one step holds only the gradient of its
-                pass, as scratch memory and gradient_buffers() do. Without it such an array is refused, because a
-                running total would be added twice.
+            reused: True allows the program to hand over one array in several passes of a step, if the array holds only
+                the gradient of its pass, as scratch memory and gradient_buffers() do. False refuses such an array,
+                because a running total would be added twice.
 
         Raises:
             InvalidArgument: in the middle of a step, or within another block of local passes.
@@ -377,17 +377,17 @@ class AllreduceCallback:
         """
         self._check_between_steps("discard()")
         if self._is_local:
-            raise InvalidArgument("discard() within a block of local passes: leave it first")
+            raise InvalidArgument("discard() within a block of local passes: leave the block first")
         self._step.discard()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Surrounds local passes in which no gradient is handed over; flush() counts them.
 
-        For programs that add gradients up by themselves and hand over the sum in the last pass, outside this block. A
-        gradient that is handed over inside is refused; accumulate() is the block that adds gradients up. This block
-        only makes the ranks agree on the number of local passes: each flush() or backward() inside counts one, and the
-        next step's agreement includes the number. Ranks that accumulate differently get PlanMismatch.
+        It is for programs that add gradients up by themselves and hand over the sum in the last pass, outside this
+        block. Handing over a gradient inside raises InvalidArgument; accumulate() is the block that adds gradients up.
+        This block only makes the ranks agree on the number of local passes: each flush() or backward() inside counts
+        one, and the next step's agreement includes the number. Ranks that accumulate differently get PlanMismatch.
 
             for batch in batches[:-1]:
                 total += gradient_of(batch)
@@ -415,13 +415,13 @@ class AllreduceCallback:
 
     @contextmanager
     def join(self, parameters: Any = None) -> Iterator[Join]:
-        """Surrounds a loop over batches of which the ranks may have different numbers, or none.
+        """Surrounds a loop over batches; the ranks may have different numbers of batches, or none.
 
         A rank that leaves the block takes part in the steps of the other ranks, with zeros, until all have left. It
         repeats the gradients of its own last step, in their order. The mean is over the ranks that handed over
         gradients. (If some ranks are absent, half precision is rounded twice: after the sum and after the division.)
 
-        The parameters of a rank that leaves early are out of date. Afterwards all ranks can take the newest ones:
+        The parameters of a rank that leaves early are out of date. After the block all ranks can take the newest ones:
 
             with sync.join() as joined:
                 for batch in batches:
@@ -440,8 +440,8 @@ class AllreduceCallback:
 
         Raises:
             InvalidArgument: called in the middle of a step, or inside another join() of this callback.
-            PlanMismatch: the other ranks' step differs from the one that this rank repeats, or this rank knows none; on
-                all ranks.
+            PlanMismatch: the other ranks' step differs from the step that this rank repeats, or this rank knows no
+                step; on all ranks.
             RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
         """
         self._check_between_steps("join()")
@@ -483,7 +483,7 @@ class AllreduceCallback:
             raise InvalidArgument(f"{what} in the middle of a backward pass: flush first")
 
     def _abandon(self, what: str, error: BaseException) -> None:
-        """Cancels the step, and aborts the communicator unless every rank has got this error."""
+        """Cancels the step, and aborts the communicator unless every rank has raised this error."""
         try:
             self._step.fail(GradientCancelled(f"{what} ended with {describe(error)}"))
         finally:  # a done-callback may raise SystemExit

@@ -1,7 +1,8 @@
 """Gradients that were handed over and never reduced: an error when their group ends, and the program's exit code 1.
 
-The process group calls this when it ends and at the program's exit. A rank that runs one function of the launcher calls
-it when the function has returned. The process group imports this file, so it imports almost nothing.
+The process group calls these functions when it ends and at the program's exit. A rank that runs one function of the
+launcher calls them when the function has returned. The process group imports this file, so this file imports almost
+nothing.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _log = logging.getLogger("gradsync")
 
 
 class _Lost(NamedTuple):
-    """The error text that a collected callback has left, and its communicator."""
+    """The error text about the gradients of a callback that was garbage-collected, and its communicator."""
 
     text: str
     communicator: weakref.ref[Communicator]
 
 
-_watched: dict[Step, None] = {}  # of the callbacks that are alive, oldest first
+_watched: dict[Step, None] = {}  # the steps of the callbacks that are alive, oldest first
 _lost: list[_Lost] = []
-exit_code = 0  # of the program at its exit; read by a rank that does not end as the interpreter does
+exit_code = 0  # the program's exit code, for a rank that does not end as the interpreter does
 
 
 def watch(callback: object, step: Step) -> None:
@@ -45,8 +46,8 @@ def raise_forgotten(*, everywhere: bool = False) -> None:
     """Raises for gradients that can never be reduced, once.
 
     Args:
-        everywhere: counts the gradients on all communicators, because none will be reduced any more; otherwise only
-            those on closed communicators.
+        everywhere: whether to count the gradients on all communicators, because none will be reduced any more;
+            otherwise only the gradients on closed communicators.
 
     Raises:
         InvalidArgument: there are such gradients; the text names this rank and the first parameter.
@@ -59,7 +60,7 @@ def raise_forgotten(*, everywhere: bool = False) -> None:
 def report_forgotten_at_exit() -> None:
     """Logs at the program's exit which gradients were never reduced, and makes the exit code 1 if it is 0.
 
-    Does neither if the program ends with an exception, which is then the cause.
+    It does neither if the program ends with an exception, because the exception is then the cause.
     """
     texts = _take(everywhere=True)
     if uncaught_error() is None:
@@ -77,7 +78,7 @@ def fail_at_exit(text: str) -> None:
 
 
 def _take(*, everywhere: bool) -> list[str]:
-    """Returns the texts about forgotten gradients, oldest first, and cancels their futures; each text once."""
+    """Returns the texts about forgotten gradients, oldest first, and cancels their futures. Each text comes once."""
     texts = []
     for lost in list(_lost):
         communicator = lost.communicator()
@@ -95,13 +96,13 @@ def _take(*, everywhere: bool) -> list[str]:
 
 
 def _collected(step: Step) -> None:
-    """Warns if a collected callback had gradients that were never reduced, and makes these writeable again.
+    """Warns if a garbage-collected callback had gradients that were never reduced, and makes them writeable again.
 
-    Sums of local passes only give a warning: a loop may end before the step that would take them.
+    Sums of local passes only give a warning: a loop may end before the step that would take the sums.
     """
     found = step.forgotten()
     step.unlock_waiting()
-    if step not in _watched:  # it belongs to the parent of this forked process
+    if step not in _watched:  # the step belongs to the parent of this forked process
         return
     del _watched[step]
     if uncaught_error() is not None:
@@ -116,8 +117,9 @@ def _collected(step: Step) -> None:
 def _change_exit_code(code: int) -> None:
     """Changes the exit code of this process, which is about to exit.
 
-    An exception in an exit handler does not change the code, and os._exit() there would skip later handlers and
-    MPI_Finalize. So a handler of C's exit(), which runs after everything that Python does, ends the process.
+    An exception in an exit handler does not change the code, and os._exit() in an exit handler would skip later
+    handlers and MPI_Finalize. So a handler of C's exit(), which runs after all exit handlers of Python, ends the
+    process.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # None, closed, or a pipe that nobody reads

@@ -1,7 +1,7 @@
-"""A gradient between its arrival and its bucket's reduction: which arrays are accepted, names, where results go.
+"""One gradient between its arrival and its bucket's reduction: the checks of its array, its name, and its destination.
 
 Two gradients that share memory would be reduced into one another: OverlapCheck refuses the second one. The last part of
-the file reads `parameters=`, which names gradients before the first step.
+the file reads `parameters=`, which names the gradients before the first step.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def display_name(param: Any, position: int) -> str:
 
 
 class _Claim(NamedTuple):
-    """Bytes [begin, end) of memory that one gradient lies in; `order` keeps claims comparable."""
+    """Bytes [begin, end) in which one gradient lies; `order` lets claims with equal addresses be compared."""
 
     begin: int
     order: int
@@ -198,7 +198,7 @@ class _Claim(NamedTuple):
 
 
 class OverlapCheck:
-    """Refuses gradients of one step that share memory. Holds them, so that no other array gets their memory."""
+    """Refuses gradients of one step that share memory. It holds the gradients, so no other array gets their memory."""
 
     def __init__(self) -> None:
         self._claims: list[_Claim] = []
@@ -206,15 +206,15 @@ class OverlapCheck:
         self._ranges_overlap = False  # rarely True: interleaved views, or read-only arrays
 
     def claim(self, array: Array, name: str, arrays: ArrayKind) -> None:
-        """Enters a gradient.
+        """Adds a gradient.
 
         Args:
-            array: native to the communicator; addresses of host and devices are one space.
-            name: of the gradient, for the error.
-            arrays: how the communicator handles arrays.
+            array: the gradient as the communicator's array; addresses of host and devices are one space.
+            name: the gradient's name, for the error.
+            arrays: the communicator's functions for arrays.
 
         Raises:
-            InvalidArgument: it shares memory with an earlier gradient, and one of the two is written to.
+            InvalidArgument: the gradient shares memory with an earlier one, and the reduction writes to one of the two.
         """
         if not array.size:
             return
@@ -258,9 +258,10 @@ class KnownParameter(NamedTuple):
     """A parameter that `parameters=` names.
 
     Attributes:
-        parameter: the name or array by which its gradients will be handed over; held, so that no other gets its id.
-        key: identifies it in this process.
-        spec: of its gradients.
+        parameter: the name or array by which the program will hand over its gradients; held, so that no other object
+            gets its id.
+        key: identifies the parameter in this process.
+        spec: the name, shape and dtype of its gradients.
     """
 
     parameter: Any
@@ -269,7 +270,7 @@ class KnownParameter(NamedTuple):
 
     @property
     def label(self) -> Any:
-        """The key of its result in `filled`: the name, or the array's place among the parameters ("#3")."""
+        """The key of its result in `filled`: the name, or the array's number among the parameters ("#3")."""
         return self.spec.name if hasattr(self.parameter, "dtype") else self.parameter
 
 
@@ -279,9 +280,9 @@ def known_parameters(parameters: Any, what: str, op: ReduceOp, communicator: Com
     Args:
         parameters: names -> array or (shape, dtype); or a list of arrays, if gradients are handed over by arrays; or
             None, for no parameters.
-        what: the call, for errors.
-        op: of the reduction.
-        communicator: of the arrays.
+        what: the name of the call, for errors.
+        op: the operator of the reduction.
+        communicator: the communicator of the arrays.
 
     Raises:
         InvalidArgument: `parameters` is of another type, or names a parameter twice.
@@ -332,15 +333,15 @@ def warn_of_unequal_values(
 ) -> None:
     """Logs a warning, on one rank, if the parameters' values differ between ranks. Every rank must call it.
 
-    Values are compared by their bytes. Nothing is compared if a rank has no arrays to compare. That is so if it passed
+    The ranks compare the bytes of the values. They compare nothing if a rank has no arrays to compare: if it passed
     shapes and dtypes, or read-only arrays (the program may use other arrays by now), or the arrays of its gradients.
 
     Args:
         known: the parameters.
-        parameters: as the caller passed them.
+        parameters: the parameters as the caller passed them.
         gradient: the first gradient that was handed over, or None.
-        communicator: whose ranks are compared.
-        agreed: makes an agreement that of this callback.
+        communicator: the communicator whose ranks compare their values.
+        agreed: includes the callback in an agreement; see StepEvents.of_callback.
 
     Raises:
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the exchange.

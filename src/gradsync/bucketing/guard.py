@@ -1,12 +1,13 @@
 """Guards gradients in flight against writes: NumPy arrays are read-only meanwhile, and the debug mode finds writes.
 
 The lock: NumPy sets the WRITEABLE flag of an array that does not own its memory only while an array of its base chain
-is writeable, or never. So a gradient is locked only if its flag can surely be restored. gradsync itself writes through
-a view that it made before the lock: a view keeps its flag.
+is writeable, or never. So gradsync locks a gradient only if the flag can surely be restored. gradsync itself writes
+through a view that it made before the lock: a view keeps its flag.
 
-The debug mode: from its hand-over until its bucket is reduced, a gradient belongs to gradsync. Then its future is done,
-and the result belongs to the caller. A program that has not asked the future cannot know that. So results that no
-program has asked for are watched until the step ends: this finds a program that still adds to a reduced gradient.
+The debug mode: a gradient belongs to gradsync from its hand-over until its bucket is reduced. Then its future is done,
+and the result belongs to the program. A program that has not asked the future cannot know that. So the debug mode
+watches results until the step ends, unless the program has asked for them. This finds a program that still adds to a
+reduced gradient.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Holder(Protocol):
     """A callback that has gradients in flight.
 
     Attributes:
-        label: begins errors, and names the rank.
-        whose: names this callback in the errors of other callbacks.
+        label: this rank, for the beginning of errors.
+        whose: the callback's name in the errors of other callbacks.
     """
 
     @property
@@ -59,8 +60,8 @@ class LockedGradients:
     """The locked gradients of a bucket, which are unlocked together.
 
     Args:
-        entries: of the bucket's gradients, locked or not.
-        holder: the callback that has them in flight.
+        entries: the entries of the bucket's gradients, locked or not.
+        holder: the callback that has the gradients in flight.
     """
 
     def __init__(self, entries: Sequence[GradientEntry], holder: Holder) -> None:
@@ -73,10 +74,10 @@ class LockedGradients:
         return bool(self._arrays)
 
     def unlock(self) -> None:
-        """Makes all of them writeable again, also if NumPy refuses at first.
+        """Makes all gradients writeable again, also if NumPy refuses at first.
 
-        NumPy refuses if the base array of a gradient has become read-only meanwhile: by the program, or because another
-        callback has it in flight.
+        NumPy refuses if the base array of a gradient has become read-only meanwhile: the program has made it read-only,
+        or another callback has it in flight.
 
         Raises:
             InvalidArgument: a gradient stays read-only, or another callback has the same memory in flight.
@@ -128,16 +129,16 @@ def register(holder: Holder) -> None:
 
 
 def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool:
-    """Whether a gradient may be locked: its flag can surely be restored.
+    """Whether a gradient may be locked, because its flag can surely be restored.
 
     Args:
         gradient: a NumPy array, of any subclass.
-        name: of the gradient.
-        holder: the callback that takes it.
+        name: the gradient's name.
+        holder: the callback that takes the gradient.
         is_on: whether the holder locks gradients.
 
     Raises:
-        InvalidArgument: another callback has it in flight.
+        InvalidArgument: another callback has the gradient in flight.
     """
     owner = _owner(gradient)
     if owner is None:
@@ -149,15 +150,15 @@ def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool
 
 
 def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> None:
-    """Raises if another callback has an array in flight: it must not be mistaken for a read-only array.
+    """Raises if another callback has an array in flight: gradsync must not mistake it for a read-only array.
 
     Args:
-        array: read-only, or a view of read-only memory.
-        who: begins the error.
+        array: a read-only array, or a view of read-only memory.
+        who: the beginning of the error: this rank, and the array's name.
         holder: the callback that asks; None for other functions.
 
     Raises:
-        InvalidArgument: it is in flight.
+        InvalidArgument: the array is in flight.
     """
     others = [reference() for reference in list(_holders.values())]
     for other in others:
@@ -184,32 +185,34 @@ def _owner(array: Array) -> Array | None:
 class _Watched:
     """One gradient of the step: its digest, and the line of the program that handed it over."""
 
-    __slots__ = ("array", "digest", "end", "entry", "place")
+    __slots__ = ("array", "digest", "end", "entry", "line")
 
-    def __init__(self, entry: GradientEntry, end: CollectiveEnd, digest: int, place: str) -> None:
+    def __init__(self, entry: GradientEntry, end: CollectiveEnd, digest: int, line: str) -> None:
         self.entry = entry
         self.end = end
         self.array = _watched_array(entry)
         self.digest = digest
-        self.place = place
+        self.line = line
 
 
 class GradientGuard:
-    """Watches the gradients of one step after another.
+    """Watches the gradients of one step after another for writes.
 
     Args:
-        communicator: whose ranks reduce them.
+        communicator: the communicator that reduces the gradients.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._given: dict[int, _Watched] = {}  # by place in the step
-        self._reduced: list[list[_Watched]] = []  # by bucket
+        self._given: dict[int, _Watched] = {}  # by position: the gradients that are not reduced yet
+        self._results: list[_Watched] = []
 
     def take(self, entry: GradientEntry, end: CollectiveEnd) -> None:
-        """Begins to watch a gradient at its hand-over, until its bucket is reduced."""
+        """Begins to watch a gradient at its hand-over; `end` is the end of its bucket."""
         digest = self._digest(_watched_array(entry))
-        self._given[entry.position] = _Watched(entry, end, digest, _place_of_caller())
+        found = caller()
+        line = "an unknown line" if found is None else f"{found.code.co_filename}:{found.line}"
+        self._given[entry.position] = _Watched(entry, end, digest, line)
 
     def check_handed_over(self, bucket: Bucket) -> None:
         """Checks that the gradients of a bucket are unchanged since their hand-over.
@@ -226,33 +229,30 @@ class GradientGuard:
         """Begins to watch the results of a bucket, before its futures are done; on a GPU, waits for the results."""
         if completion is not None:
             completion.wait()
-        results = []
         for slot in bucket.slots:
             watched = self._given.pop(slot.position, None)
             if watched is not None:
                 watched.array = watched.entry.native if watched.entry.write_back is None else watched.entry.write_back
                 watched.digest = self._digest(watched.array)
-                results.append(watched)
-        self._reduced.append(results)
+                self._results.append(watched)
 
     def check_results(self) -> None:
-        """Checks that results for which no future was asked are unchanged since their reduction.
+        """Checks that results are unchanged since their reduction, unless the program has asked their future.
 
         Raises:
             GradientChanged: one was written to.
         """
-        for results in self._reduced:
-            for watched in results:
-                if not watched.end.was_asked and self._digest(watched.array) != watched.digest:
-                    raise self._changed(watched, _REDUCTION)
+        for watched in self._results:
+            if not watched.end.was_asked and self._digest(watched.array) != watched.digest:
+                raise self._changed(watched, _REDUCTION)
 
     def clear(self) -> None:
         """Forgets the step."""
         self._given.clear()
-        self._reduced.clear()
+        self._results.clear()
 
     def _digest(self, array: Any) -> int:
-        """Returns a digest of the elements; of a GPU's array after the work of the current stream."""
+        """Returns a digest of the elements. On a GPU the current stream's work comes first."""
         if not isinstance(array, np.ndarray):
             array = self._communicator._arrays.flat(array).get()
         return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -260,21 +260,15 @@ class GradientGuard:
     def _changed(self, watched: _Watched, between: str) -> GradientChanged:
         communicator, name = self._communicator, watched.entry.spec.name
         return GradientChanged(
-            f"{communicator.label}: the gradient of {name}, handed over at {watched.place}, was written to between "
+            f"{communicator.label}: the gradient of {name}, handed over at {watched.line}, was written to between "
             f"{between}",
             rank=communicator.ranks[communicator.rank],
             parameter=watched.entry.spec.label,
-            handed_over_at=watched.place,
+            handed_over_at=watched.line,
         )
 
 
 def _watched_array(entry: GradientEntry) -> Any:
-    """Returns the array to which the program could write: for a host array on a GPU's communicator, not the copy."""
+    """Returns the array to which the program could write: the host array, if the communicator has a copy on a GPU."""
     is_copied = isinstance(entry.gradient, np.ndarray) and not isinstance(entry.native, np.ndarray)
     return entry.gradient if is_copied else entry.native
-
-
-def _place_of_caller() -> str:
-    """Returns "file:line" of the user's program."""
-    found = caller()
-    return "an unknown place" if found is None else f"{found.code.co_filename}:{found.line}"

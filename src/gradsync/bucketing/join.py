@@ -1,7 +1,7 @@
 """Uneven inputs: a rank without batches takes part in the steps of the other ranks, until no rank has a batch.
 
-Before the first collective of each step the ranks count the active ones: every rank reports whether it has gradients. A
-rank that has left the block shadows the step: it reduces zeros, and the mean is over the other ranks only.
+Before the first collective of each step the ranks count the active ranks: every rank reports whether it has gradients.
+A rank that has left the block shadows the step: it reduces zeros, and the mean is over the other ranks only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from gradsync.communicators.communicator import Communicator
 from gradsync.errors import NonFiniteGradient, PlanMismatch
 from gradsync.reduction import Array, dtype_of
 
-# The answers of a rank when the active ones are counted.
+# The answers of a rank when the ranks count the active ranks: it has left the block and can shadow a step; it has
+# gradients; it has left the block and knows no step to shadow.
 _ENDED, _PRESENT, _UNABLE = range(3)
 
 _COUNT = "the beginning of a step inside join()"
@@ -31,13 +32,13 @@ class Join:
     """The result of `with callback.join() as joined`.
 
     Args:
-        step: of the callback.
-        communicator: of the ranks.
+        step: the steps of the callback.
+        communicator: the communicator of the ranks.
         parameters: see AllreduceCallback.join.
 
     Attributes:
-        last_rank: after the block, and the same on all ranks: a rank that had gradients in the last step, and so has
-            the newest parameters.
+        last_rank: after the block, and the same on all ranks: a rank that had gradients in the last step. So it has the
+            newest parameters.
     """
 
     def __init__(self, step: Step, communicator: Communicator, parameters: Any) -> None:
@@ -58,7 +59,8 @@ class Join:
         """Takes part in the steps of the other ranks, with zeros, until no rank has gradients.
 
         Raises:
-            PlanMismatch: their step differs from the one that this rank repeats, or this rank knows none; on all ranks.
+            PlanMismatch: the other ranks' step differs from the step that this rank repeats, or this rank knows no
+                step; on all ranks.
             RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
         """
         specs = self._step.agreed or self._given
@@ -66,7 +68,7 @@ class Join:
             present, passes = self._exchange(_ENDED if specs else _UNABLE)
             if not present:
                 return
-            with suppress(NonFiniteGradient):  # raised by the ranks that have gradients, which may go on
+            with suppress(NonFiniteGradient):  # the ranks that have gradients raise it, and may go on
                 self._step.reducer.shadow_step(
                     self._step.planner,
                     specs,
@@ -90,13 +92,13 @@ class Join:
         return len(present), answers[present[0]][1]
 
     def _unable(self, rank: int) -> PlanMismatch:
-        """Makes the error that every rank raises if one rank has no step to repeat."""
+        """Returns the error that every rank raises if one rank has no step to repeat."""
         communicator = self._communicator
         named = communicator.ranks[rank]
         return PlanMismatch(
             f"{communicator.label}: rank {named} had no batch at all inside join(), and does not know the gradients "
-            "that the others reduce: pass join(parameters=...) with their names, shapes and dtypes, in the order in "
-            "which they are handed over",
+            "that the other ranks reduce: pass join(parameters=...) with the names, shapes and dtypes of the "
+            "gradients, in the order in which the ranks hand them over",
             descriptions={named: "a step of unknown gradients inside join()"},
         )
 

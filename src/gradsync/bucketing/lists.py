@@ -1,6 +1,6 @@
 """Lists of arrays: packed into a flat buffer and split again, broadcast, and reduced as one pack.
 
-The functions use the module of the arrays, NumPy or CuPy, so that one source serves both devices.
+The functions use the module of the arrays, NumPy or CuPy, so the same code works on the CPU and on GPUs.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def param_pack_concat(
 
     Args:
         inputs: arrays of any shape and layout, all of one dtype and one device; elements go in index (C) order.
-        offsets: the result of get_offsets for their shapes; may be an array on the device.
-        offsets_val: the same on the host, used in place of `offsets` if that is on a device.
-        out: 1-D contiguous array of that dtype with room for all elements; a new one when None.
+        offsets: the result of get_offsets for the inputs' shapes; may be an array on the device.
+        offsets_val: the offsets in host memory, used in place of `offsets`, if `offsets` is on a device.
+        out: 1-D contiguous array of the inputs' dtype with room for all elements; None makes a new array.
 
     Returns:
-        1-D array of offsets[-1] elements (`out`, or its beginning when it is larger).
+        1-D array of offsets[-1] elements: `out`, or the beginning of `out` if that is larger.
 
     Raises:
-        InvalidArgument: no inputs, mixed dtypes, offsets that do not fit the inputs, or an unfit `out`.
+        InvalidArgument: no inputs, mixed dtypes, offsets that do not fit the inputs, or an `out` of another form.
     """
     if not inputs:
         raise InvalidArgument("param_pack_concat needs at least one array, got none")
@@ -155,11 +155,12 @@ def bcast_list_(
     Args:
         arrays: arrays of any shape, layout and dtype on the communicator's device; writable except on the root.
         root: the rank whose values all ranks get.
-        communicator: None is the world's.
+        communicator: the communicator of the ranks; None is the world's.
         group: another name for `communicator`.
 
     Raises:
-        InvalidArgument: a root outside the communicator, not an array, or a read-only one; nothing was sent.
+        InvalidArgument: a root outside the communicator, a value that is not an array, or a read-only array; nothing
+            was sent.
         PlanMismatch: the ranks' lists differ in length, shapes, dtypes or root; nothing was sent.
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the collective.
     """
@@ -187,11 +188,11 @@ def pack_allreduce_split(
 ) -> list[Any]:
     """Packs arrays of one dtype, reduces them in one collective, and splits the result.
 
-    Every rank must call it with the same shapes, dtype and method. The inputs are left as they are.
+    Every rank must call it with the same shapes, dtype and method. The inputs are not changed.
 
     Args:
         pack_list: arrays of one dtype on the communicator's device.
-        shapes: the shapes that the results shall have; as many elements as the inputs.
+        shapes: the shapes of the results; each result has as many elements as its input.
         group: the communicator; None is the world's.
         reduce_method: "sum" or "mean", in any case.
 
@@ -217,7 +218,7 @@ def pack_allreduce_split(
 
 
 def communicator_and_root(what: str, communicator: Communicator | None, root: int) -> tuple[Communicator, int]:
-    """Returns the communicator, the world's for None, and `root` as an int after checking that it is a rank there."""
+    """Returns the communicator, the world's for None, and `root` as an int; checks that the root is a rank there."""
     if isinstance(root, (Communicator, NonMember)):
         raise InvalidArgument(
             f"{what} got a communicator ({root!r}) in the place of the root's number: pass it by name, communicator=..."
@@ -233,7 +234,7 @@ def communicator_and_root(what: str, communicator: Communicator | None, root: in
 
 
 def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: Communicator) -> None:
-    """Refuses arrays into which a broadcast cannot write; the error names the first."""
+    """Refuses arrays into which a broadcast cannot write; the error names the first of them."""
     for name, native in named:
         writeable = communicator._arrays.writeable(native)
         if not writeable or overlaps_itself(native):
@@ -242,7 +243,7 @@ def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: 
 
 
 def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, communicator: Communicator) -> None:
-    """Broadcasts arrays once the ranks have agreed on their names, shapes and dtypes."""
+    """Broadcasts arrays, after the ranks have agreed on the names, shapes and dtypes."""
     lines = [array_line(name, native.dtype, native.shape) for name, native in named]
 
     def describe() -> str:

@@ -16,7 +16,7 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, d
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a callback; see AllreduceCallback, which has the same names.
+    """The options of a callback, checked; see AllreduceCallback, whose arguments have the same names.
 
     Attributes:
         op: sum or mean.

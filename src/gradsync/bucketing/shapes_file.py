@@ -25,7 +25,7 @@ _EXAMPLE = '[["layer.weight", [64, 3], "float32"], ["layer.bias", [64]]]'
 
 
 def write_shapes(path: str | Path, specs: Iterable[GradientSpec]) -> None:
-    """Writes gradients to a file, one a line; an existing one is replaced.
+    """Writes gradients to a file, one a line; an existing file is replaced.
 
     Raises:
         OSError: the file cannot be written.
@@ -35,11 +35,11 @@ def write_shapes(path: str | Path, specs: Iterable[GradientSpec]) -> None:
 
 
 def read_shapes(path: str | Path) -> list[GradientSpec]:
-    """Reads the gradients of a file, in its order; those without a dtype are float32.
+    """Reads the gradients of a file, in its order; gradients without a dtype are float32.
 
     Raises:
-        InvalidArgument: the file cannot be read, is not such a list, is empty, or has a dtype that cannot be reduced;
-            the text gives the number of the entry, from 0.
+        InvalidArgument: the file cannot be read, is not such a list, is empty, or has a dtype that cannot be reduced.
+            The text gives the number of the entry, from 0.
     """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -48,7 +48,7 @@ def read_shapes(path: str | Path) -> list[GradientSpec]:
     except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
         raise _malformed(path, f"is not JSON ({error})") from None
     if not isinstance(entries, list) or not entries:
-        got = "an empty one" if entries == [] else f"one {type(entries).__name__}"
+        got = "an empty list" if entries == [] else f"one {type(entries).__name__}"
         raise _malformed(path, f"needs a list of at least one gradient, got {got}")
     return [_spec(path, number, entry) for number, entry in enumerate(entries)]
 
@@ -89,7 +89,7 @@ def _malformed(path: str | Path, what: str) -> InvalidArgument:
 
 
 def _plain(name: str) -> str:
-    """Returns a name as the program wrote it; the plan has its repr."""
+    """Returns a name as the program wrote it; a GradientSpec has the name's repr."""
     if name[:1] not in ("'", '"'):
         return name
     try:

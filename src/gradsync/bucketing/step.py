@@ -424,7 +424,8 @@ class Step:
 
     def flush(self, communicator: Communicator) -> None:
         """Reduces the rest of the buckets, and ends the step."""
-        self._begin_call("flush()", communicator)
+        if communicator is not self._communicator or pending or self._is_busy:
+            self._begin_call("flush()", communicator)
         if communicator._runs_beside_host:  # before any collective: this stream will wait for the results
             communicator._checked_stream(None, "flush()")
         self.filled = {}

@@ -5,9 +5,9 @@ agreement, and reduces the arrays in lists that the communicator packs by itself
 through the callback, so that its options apply.
 
 broadcast_tree() sends a training's whole state to all ranks: arrays in place, other values in the tree that it returns.
-A tree is split into the arrays and a layout, which has everything but the arrays' values. The root sends its layout to
-all ranks, and every rank walks its own tree in the order of that layout. Each rank compares its tree with the layout,
-and makes the tree that it will return, before it writes to any array; then all ranks report whether they can go on.
+Each rank splits its tree into the arrays and a layout. The layout has everything except the arrays' values. The root
+sends its layout to all ranks. Every rank walks its own tree in the order of that layout, compares the two, and makes
+the tree that it will return, before it writes to any array. Then all ranks report whether they can go on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name, par
 Tree = TypeVar("Tree")
 
 _WHAT = "average_gradients"
-# Packed together by one collective; more gains nothing, and on a GPU takes as much memory again.
+# The bytes that one collective packs. A larger pack is not faster, and on a GPU it takes as much memory again.
 _LIST_BYTES = 64 * 1024**2
 _ALONE = "the gradient"  # the path of a tree that is nothing but an array
 
@@ -64,17 +64,17 @@ def average_gradients(
     With one rank, and without a callback, it returns the tree unchanged and unchecked.
 
     Args:
-        tree: of gradients, on the communicator's device; a single array is a tree too. Its containers are not changed.
-        callback: gets the gradients, under their paths, and ends its step, so that all its options apply, such as
-            clipping. Within its no_sync() that is an error, because no gradient may be handed over there.
-        op: "mean" or "sum", in any case; None is the mean, or the callback's.
-        communicator: None is the world's, or the callback's.
+        tree: gradients on the communicator's device; a single array is a tree too. Its containers are not changed.
+        callback: a callback that gets the gradients under their paths, and ends its step. So all its options apply,
+            such as clipping. Within its no_sync() that is an error, because no gradient may be handed over there.
+        op: "mean" or "sum", in any case; None is the mean, or the callback's operator.
+        communicator: the communicator of the ranks; None is the world's, or the callback's.
 
     Returns:
         A tree of the same structure. Of a dataclass, a copy.
 
     Raises:
-        InvalidArgument: a value in the tree is neither an array nor a number; two arrays share memory, or have one
+        InvalidArgument: a value in the tree is neither an array nor a number; two arrays share memory, or have the same
             path; a container contains itself; or `op` or `communicator` is passed with a callback.
         UnsupportedDtype: e.g. the mean of integers; the text has the path.
         PlanMismatch: the ranks' trees differ; on all ranks, with the first different path. Nothing was written.
@@ -83,7 +83,7 @@ def average_gradients(
     if callback is not None:
         _check_callback(callback, op, communicator)
         leaves = _leaves_of(tree, _WHAT)
-        return _put_together(tree, leaves, _by_callback(leaves, callback))
+        return _merged(tree, leaves, _by_callback(leaves, callback))
     method = parse_reduce_method("mean" if op is None else op)
     communicator = group_or_world(communicator, _WHAT, "communicator")
     if pending:
@@ -91,16 +91,16 @@ def average_gradients(
     if communicator.world_size == 1:
         return tree
     leaves = _leaves_of(tree, f"{communicator.label}: {_WHAT}")
-    return _put_together(tree, leaves, average_leaves(leaves, method, communicator))
+    return _merged(tree, leaves, average_leaves(leaves, method, communicator))
 
 
 class Leaf(NamedTuple):
-    """The value at one place of a tree.
+    """A value of a tree that is not a container.
 
     Attributes:
-        path: of the place.
+        path: the path of the value in the tree.
         given: the value.
-        array: the value as an array; None if it is None.
+        array: the value as an array; None if the value is None.
     """
 
     path: str
@@ -125,13 +125,15 @@ def average_leaves(leaves: Sequence[Leaf], op: ReduceOp, communicator: Communica
         for leaf, native in zip(present, natives, strict=True)
     ]
     _check_memory(specs, natives, communicator)
-    goes = [destination(leaf.array, native, communicator) for leaf, native in zip(present, natives, strict=True)]
+    destinations = [
+        destination(leaf.array, native, communicator) for leaf, native in zip(present, natives, strict=True)
+    ]
     plan = _plan(op, tuple(specs), tuple([leaf.path for leaf in ordered if leaf.array is None]))
     if not plan.buckets:
         communicator._agree(plan.agreement)
     for bucket in plan.buckets:
-        _reduce(bucket, goes, op, plan.agreement, communicator)
-    return {spec.name: each.result for spec, each in zip(specs, goes, strict=True)}
+        _reduce(bucket, destinations, op, plan.agreement, communicator)
+    return {spec.name: each.result for spec, each in zip(specs, destinations, strict=True)}
 
 
 class _Plan(NamedTuple):
@@ -143,7 +145,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]) -> _Plan:
-    """Makes the plan of a tree; cached, because loops repeat."""
+    """Returns the plan of a tree; cached, because loops repeat their trees."""
 
     def describe() -> str:
         lines = {spec.name: spec.line for spec in specs} | {path: f"{path}: None" for path in absent}
@@ -155,11 +157,11 @@ def _plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]
 
 
 def _reduce(
-    bucket: Bucket, goes: Sequence[Destination], op: ReduceOp, agreement: Agreement, communicator: Communicator
+    bucket: Bucket, destinations: Sequence[Destination], op: ReduceOp, agreement: Agreement, communicator: Communicator
 ) -> None:
     """Reduces the arrays of one bucket. Work that the caller queues next on the current stream sees the results."""
     communicator._checked_stream(None, _WHAT)
-    parts = [goes[slot.position] for slot in bucket.slots]
+    parts = [destinations[slot.position] for slot in bucket.slots]
     reduction = ListReduction(
         communicator,
         [part.source for part in parts],
@@ -218,7 +220,7 @@ def _as_array(given: Any, path: str, who: str) -> Any:
     )
 
 
-def _put_together(tree: Tree, leaves: Sequence[Leaf], results: dict[str, Any]) -> Tree:
+def _merged(tree: Tree, leaves: Sequence[Leaf], results: dict[str, Any]) -> Tree:
     whole: Tree = with_leaves(tree, iter([_as_given(leaf, results.get(leaf.path)) for leaf in leaves]))
     return whole
 
@@ -249,7 +251,7 @@ def _native(leaf: Leaf, op: ReduceOp, communicator: Communicator) -> Array:
 
 
 def _check_memory(specs: Sequence[GradientSpec], natives: Sequence[Array], communicator: Communicator) -> None:
-    """Refuses arrays that would be reduced into one another."""
+    """Refuses arrays that share memory, because they would be reduced into one another."""
     memory = OverlapCheck()
     for spec, native in zip(specs, natives, strict=True):
         try:
@@ -272,7 +274,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     Args:
         tree: its containers are not changed.
         root: the rank whose values all ranks get.
-        communicator: None is the world's.
+        communicator: the communicator of the ranks; None is the world's.
 
     Returns:
         A tree of the same structure with the root's values, its dicts in the root's order; the arrays are the caller's
@@ -290,10 +292,10 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     def native(array: Any, path: str) -> Array:
         return communicator._native_array(array, f"broadcast_tree, {path or 'the tree'}")
 
-    named, plan = _taken_apart(tree, native, communicator)
+    named, plan = _split(tree, native, communicator)
     if communicator.rank != root:
         check_writable("broadcast_tree", named, communicator)
-    theirs = _from_root(plan, root, communicator)
+    theirs = _plan_of_root(plan, root, communicator)
     whole, difference = tree, None
     try:
         if isinstance(theirs, str):
@@ -310,26 +312,26 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     return whole
 
 
-class _Place(NamedTuple):
-    """The place of an array relative to an earlier array of the tree with which it shares memory."""
+class _SharedMemory(NamedTuple):
+    """Where an array lies relative to an earlier array of the tree with which it shares memory."""
 
     offset_bytes: int
-    strides: tuple[tuple[int, ...], ...]  # of both; empty where they are the same
+    strides: tuple[tuple[int, ...], ...]  # the strides of both arrays; empty if shapes and strides are the same
 
 
 class _RootPlan(NamedTuple):
-    """The root's tree without the arrays' values, as it is sent to all ranks.
+    """The root's tree without the arrays' values, as the root sends it to all ranks.
 
     Attributes:
-        layout: of the tree.
-        shared: the relative places of arrays that share memory, by their numbers in the tree, the lower one first.
+        layout: the layout of the tree.
+        shared: the arrays that share memory, by their two numbers in the tree, the lower number first.
     """
 
     layout: Layout
-    shared: dict[tuple[int, int], _Place]
+    shared: dict[tuple[int, int], _SharedMemory]
 
 
-def _taken_apart(tree: Any, native: ToNative, communicator: Communicator) -> tuple[list[tuple[str, Array]], _RootPlan]:
+def _split(tree: Any, native: ToNative, communicator: Communicator) -> tuple[list[tuple[str, Array]], _RootPlan]:
     """Returns the arrays of this rank's tree with their paths, and the plan that it would send as the root."""
     try:
         layout = layout_of(tree, native)
@@ -341,10 +343,11 @@ def _taken_apart(tree: Any, native: ToNative, communicator: Communicator) -> tup
     return named, _RootPlan(layout, _shared_memory(named, communicator._arrays))
 
 
-def _from_root(plan: _RootPlan, root: int, communicator: Communicator) -> _RootPlan | str:
+def _plan_of_root(plan: _RootPlan, root: int, communicator: Communicator) -> _RootPlan | str:
     """Returns the root's plan, or the reason why this rank cannot unpickle it.
 
-    It is unpickled here, and not by the broadcast of an object: a rank that fails must still go on with the others.
+    This function unpickles the plan, and not the broadcast of an object: a rank that fails must still take part in the
+    next collective.
     """
     data = refusal = None
     if communicator.rank == root:
@@ -367,12 +370,12 @@ def _from_root(plan: _RootPlan, root: int, communicator: Communicator) -> _RootP
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return f"it does not unpickle here: {describe(error)}; can this rank import all that it is made of?"
+        return f"it does not unpickle here: {describe(error)}; can this rank import all of its classes?"
     return theirs
 
 
-def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> dict[tuple[int, int], _Place]:
-    """Returns the relative places of arrays that share memory, by their numbers, the lower one first."""
+def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> dict[tuple[int, int], _SharedMemory]:
+    """Returns the arrays that share memory; see _RootPlan."""
     ranges = sorted((*arrays.byte_bounds(native), i) for i, (_, native) in enumerate(named) if native.size)
     shared = {}
     reaching: list[tuple[int, int, int]] = []  # ranges that begin before this one and end in it or beyond
@@ -384,15 +387,15 @@ def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> dic
                 offset = begin - other_begin if other < number else other_begin - begin
                 are_same = not offset and (first.shape, first.strides) == (second.shape, second.strides)
                 strides = () if are_same else (tuple(first.strides), tuple(second.strides))
-                shared[min(number, other), max(number, other)] = _Place(offset, strides)
+                shared[min(number, other), max(number, other)] = _SharedMemory(offset, strides)
         reaching.append((begin, end, number))
     return shared
 
 
 def _check_shared_memory(
-    named: Sequence[tuple[str, Array]], of_root: dict[tuple[int, int], _Place], arrays: ArrayKind
+    named: Sequence[tuple[str, Array]], of_root: dict[tuple[int, int], _SharedMemory], arrays: ArrayKind
 ) -> None:
-    """Refuses arrays that share memory here, but not in the same way on the root, which would send two values."""
+    """Refuses arrays that share memory here, but not in the same way on the root: the root would send two values."""
     for pair, place in sorted(_shared_memory(named, arrays).items()):
         if of_root.get(pair) != place:
             first, second = (named[number][0] for number in pair)
@@ -401,7 +404,7 @@ def _check_shared_memory(
 
 
 def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: Communicator) -> None:
-    """Raises the differences between the ranks' trees and the root's, if there are any; on every rank."""
+    """Raises PlanMismatch on every rank if a rank's tree differs from the root's."""
     differences = {rank: text for rank, text in zip(communicator.ranks, by_rank, strict=True) if text is not None}
     if differences:
         lines = "".join(f"\n  rank {rank}: {text}" for rank, text in differences.items())
@@ -416,11 +419,11 @@ def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: C
 
 
 class Difference(Exception):
-    """Two trees differ; the text has the first different path, and the values there on the root and on this rank."""
+    """Two trees differ. The text has the first different path, and the values there on the root and on this rank."""
 
 
 class Unfit(Exception):
-    """A tree cannot be taken apart and put together again; the text has the path."""
+    """A tree has a container that gradsync cannot copy. The text has its path."""
 
 
 class ArrayLayout(NamedTuple):
@@ -461,13 +464,13 @@ def layout_of(tree: Any, native: ToNative, path: str = "", within: tuple[int, ..
     """Returns the layout of a tree.
 
     Args:
-        tree: of the caller.
+        tree: the caller's tree, or a part of it.
         native: native(array, path) returns a native array, or raises.
-        path: of the tree in the whole one.
-        within: the ids of the containers around it.
+        path: the path of this part in the caller's tree.
+        within: the ids of the containers around this part.
 
     Raises:
-        Unfit: a container contains itself, cannot be made anew, or has a key that cannot be found again.
+        Unfit: a container contains itself, cannot be copied, or has a key that is not equal to itself.
     """
     if is_array(tree):
         array = native(tree, path)
@@ -508,8 +511,8 @@ def rebuilt(layout: Layout, tree: Any) -> Any:
     """Returns a tree of the same containers, with its own arrays and the layout's other values.
 
     Args:
-        layout: of the tree.
-        tree: not changed; the new tree has its arrays.
+        layout: the layout of the tree.
+        tree: the tree, which is not changed; the new tree has its arrays.
     """
     if isinstance(layout, ArrayLayout):
         return tree
@@ -520,7 +523,7 @@ def rebuilt(layout: Layout, tree: Any) -> Any:
 
 
 def leaves_of(tree: Any) -> list[tuple[str, Any]]:
-    """Returns the values of a tree that are no containers, with their paths.
+    """Returns the values of a tree that are not containers, with their paths.
 
     Raises:
         Unfit: see layout_of.
@@ -529,7 +532,7 @@ def leaves_of(tree: Any) -> list[tuple[str, Any]]:
 
 
 def with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Returns a tree of the same containers, with other leaves in place of its own, in the order of leaves_of."""
+    """Returns a tree of the same containers with other leaves, in the order of leaves_of."""
     children = _children(tree)
     if children is None:
         return next(leaves)
@@ -553,7 +556,7 @@ def _leaves(tree: Any, path: str, within: tuple[int, ...]) -> Iterator[tuple[str
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array with memory; a mere description has a shape and a dtype too."""
+    """Whether a value is an array with memory. (A description such as jax.ShapeDtypeStruct has a shape and dtype.)"""
     if isinstance(value, np.ndarray):
         return True
     exports = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
@@ -607,7 +610,7 @@ def _check_container(tree: Any, children: dict[Hashable, Any], path: str, within
     if id(tree) in within:
         raise Unfit(f"{where}: this {_kind(tree)} contains itself")
     for key in children:
-        if key != key:  # NaN: no other rank could find it
+        if key != key:  # NaN: no other rank could find its value
             raise Unfit(f"{where}: a dict has the key {key!r}, which is not equal to itself: use another key")
     try:
         _filled(tree, children)
