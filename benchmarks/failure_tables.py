@@ -155,6 +155,7 @@ def simulation(results: dict[str, Any]) -> list[str]:
     lines = ["| fault | seeds | seeds with a reported failure |", "| --- | --- | --- |"]
     lines += [f"| {fault} | {found['seeds']:,} | {found['told']:,} |" for fault, found in results["faults"].items()]
     extent = (
-        f"{results['seeds']:,} seeds, {results['events']:,} events, {results['virtual_seconds']:,} s of virtual time"
+        f"The simulation played {results['seeds']:,} seeds with {results['events']:,} events, in "
+        f"{results['virtual_seconds']:,} s of virtual time"
     )
     return [*lines, "", f"{extent}. {len(results['checks'])} checks found {len(results['violations'])} violations."]

@@ -61,17 +61,18 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 #: docs/performance.md says once that its tables show medians, and that the programs ran alternately.
 METHOD = "The times were measured with two ranks", ""
 _MEDIANS = "The table shows medians. The programs ran alternately in one run"
-_AS_PROVEN = "`{command}` makes the table. `make prove` makes it in full"
-_BOLD = "A time counts from the moment of the failure. Times above their limit are in bold"
+_AS_PROVEN = "`{command}` makes the table"
+_BOLD = "Each time begins at the failure. Times above their limit are in bold"
 #: The line below a table, before and after the machine; {command} is the command in the file of results.
 METHODS = {
     "all_reduce": (
         METHOD[0],
-        "With busy cores, some rounds meet no busy process, so a time below that of idle cores is noise",
+        'In the rows "busy cores", other processes do not run in every round, so a time below that on idle cores is '
+        "noise",
     ),
     "collectives": (
         METHOD[0],
-        "The size is that of a rank's input (all_gather, all_to_all), of its output (reduce_scatter), or "
+        "The table names the size of a rank's input (all_gather, all_to_all), of its output (reduce_scatter), or "
         "of the array (broadcast). Samples and limits are in `benchmarks/results/collectives.json`",
     ),
     "buckets": (
@@ -90,8 +91,8 @@ METHODS = {
     "over_mpi": ("The times were measured with two ranks of MPICH", f"{_MEDIANS}. `make bench-mpi` makes the table"),
     "adapters": (
         METHOD[0],
-        "A time is that of the slower rank. The programs ran alternately in one run. The gradients have the shapes of "
-        "ResNet-50 and exist before the pass, so the times are those of the synchronisation alone. "
+        "The table shows the times of the slower rank. The programs ran alternately in one run. The gradients have the "
+        "shapes of ResNet-50 and exist before the pass, so the times are those of the synchronisation alone. "
         "`python benchmarks/adapters.py` makes the table",
     ),
     "real_model": (
