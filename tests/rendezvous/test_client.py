@@ -261,6 +261,7 @@ def test_client_waits_for_a_server_that_starts_later() -> None:
     address = f"127.0.0.1:{listener.getsockname()[1]}"
 
     def serve():
+        listener.listen()
         with RendezvousServer(1, secret=SECRET, listener=listener) as server:
             joined.wait(60)
         return server.address

@@ -45,7 +45,7 @@ def test_a_storm_of_ranks_joins_without_a_loss(crowd_of) -> None:
         crowd = crowd_of(server, RANKS)
         crowd.play(JOIN)
         assert crowd.lost == 0
-        assert server.generation == 1
+        assert server._core.formed_count == 1
         crowd.play(PUT_ID, slice(0, 1))
         crowd.play(GET_ID, slice(1, None))
         crowd.play(BARRIER)
@@ -60,7 +60,7 @@ def test_a_second_generation_follows_the_first(crowd_of) -> None:
         for generation in (1, 2):
             crowd = crowd_of(server, 32)
             crowd.play(JOIN)
-            assert (server.generation, crowd.lost) == (generation, 0)
+            assert (server._core.formed_count, crowd.lost) == (generation, 0)
             crowd.leave(LEAVE)
 
 
@@ -103,7 +103,7 @@ def test_a_rank_that_is_turned_away_while_it_joins_comes_again(crowd_of, monkeyp
         crowd = crowd_of(server, 8)
         crowd.play(JOIN)
         assert crowd.lost > 0
-        assert server.generation == 1
+        assert server._core.formed_count == 1
 
 
 def test_only_large_runs_gather() -> None:

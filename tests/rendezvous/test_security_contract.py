@@ -30,6 +30,7 @@ from gradsync.rendezvous.frames import (
 from gradsync.rendezvous.handshake import NONCE_BYTES, RANDOM_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.server import RendezvousServer, ServerConnection
+from gradsync.rendezvous.sockets import send_some
 from gradsync.rendezvous.wire import FrameError, pack_frame
 
 SECRET = bytes(range(32))
@@ -251,7 +252,7 @@ def test_a_session_is_for_the_generation_that_its_hello_has_named() -> None:
             connection = ServerConnection(1, right, ServerHandshake(SECRET, "run", bytes(NONCE_BYTES)), 0.0)
             left.sendall(client.hello())
             assert connection.receive() == []
-            connection.flush()
+            send_some(right, connection.output)
             proof, session = client.receive(frame_of(left.recv(512)))
             left.sendall(proof + session.seal(FrameType.JOIN, 0, 2, joined, *PROCESS))
             if is_taken:

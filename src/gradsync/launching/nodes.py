@@ -52,11 +52,10 @@ from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
 from gradsync.launching.supervisor import MakeOutput, Supervisor
 from gradsync.machine import count_gpus, interface_of
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.connection import StreamEnded
 from gradsync.rendezvous.frames import MAX_RANKS
 from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.server import RendezvousServer
-from gradsync.rendezvous.sockets import look_up
+from gradsync.rendezvous.sockets import ConnectionLost, look_up
 
 _JOIN_NOTICE_SECONDS = 4.0  # not 5 s, as between the server's notices: these would name a launcher that is asking again
 _RETRY_SECONDS = 0.5
@@ -568,7 +567,7 @@ class _NodeRun:
                 reason = f"a node left while others joined ({error})"
                 time.sleep(_RETRY_SECONDS)
             except RendezvousError as error:
-                if not self._restart and not isinstance(error.__cause__, StreamEnded):
+                if not self._restart and not isinstance(error.__cause__, ConnectionLost):
                     raise RendezvousError(f"{error} (--nnodes, --node-rank, --rendezvous)") from None
                 reason = str(error)
                 time.sleep(_RETRY_SECONDS)

@@ -23,7 +23,6 @@ from gradsync.rendezvous.connection import (
     Calls,
     Connection,
     OnAsked,
-    StreamEnded,
     check_timeout,
     dial,
 )
@@ -37,6 +36,7 @@ from gradsync.rendezvous.frames import (
 )
 from gradsync.rendezvous.handshake import check_secret
 from gradsync.rendezvous.liveness import heartbeat_seconds
+from gradsync.rendezvous.sockets import ConnectionLost
 
 _JOIN_ATTEMPTS = 50
 
@@ -159,7 +159,7 @@ class RendezvousClient:
             except BaseException as error:
                 connection.abandon()
                 # A server that is flooded with connections may drop one that has not authenticated yet.
-                if not isinstance(error.__cause__, StreamEnded) or connection.is_accepted or not attempts_left:
+                if not isinstance(error.__cause__, ConnectionLost) or connection.is_accepted or not attempts_left:
                     raise
                 continue
             number, own_rank, size, most_advanced = joined

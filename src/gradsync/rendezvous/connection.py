@@ -68,7 +68,7 @@ from gradsync.rendezvous.frames import (
 )
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerProcess
 from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, look_at, look_at_process
-from gradsync.rendezvous.sockets import look_up, tune_stream
+from gradsync.rendezvous.sockets import ConnectionLost, look_up, receive_some, send_some, tune_stream
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, UNFINISHED, FrameError, FrameReader, Session
 
 #: The longest wait for an answer that the server gives at once, e.g. to a CANCEL.
@@ -96,10 +96,6 @@ OnAsked = Callable[[int], "LaunchedEvent | None"]
 Calls = Mapping[str, Sequence[tuple[int, int, str, bool]]]
 
 _log = logging.getLogger("gradsync.rendezvous")
-
-
-class StreamEnded(RendezvousError):
-    """The peer closed or reset the connection."""
 
 
 def check_timeout(timeout_seconds: float) -> float:
@@ -167,7 +163,7 @@ class Connection:
         self.failure: GradsyncError | None = None
         self.is_accepted = False
         self._server = server
-        self._ended_by: StreamEnded | None = None
+        self._ended_by: ConnectionLost | None = None
         self._stream = stream
         self._session = session
         self._reader = reader
@@ -232,7 +228,7 @@ class Connection:
                 self._wait(pending, time.monotonic() + ANSWER_SECONDS)
         except FieldError as error:
             raise InvalidArgument(f"{self.label}: {operation}: {error}") from None
-        except StreamEnded as error:
+        except ConnectionLost as error:
             # The reader notices the lost server too, after it has read the server's last messages.
             if not pending.is_over.acquire(timeout=ANSWER_SECONDS):
                 self._lose(error)
@@ -260,7 +256,7 @@ class Connection:
 
         Raises:
             FieldError: a field does not fit its schema; nothing was sent.
-            StreamEnded: the server is gone.
+            ConnectionLost: the server is gone.
         """
         self._send(frame_type, fields)
 
@@ -277,7 +273,7 @@ class Connection:
         """Fails the generation; does not wait for an answer, because the caller is handling an error."""
         if self.failure is None:
             self._has_reported = True
-            with contextlib.suppress(StreamEnded):
+            with contextlib.suppress(ConnectionLost):
                 self.post(FrameType.REPORT_FAILURE, clip_text(reason, MAX_REASON_BYTES), culprit)
 
     def report_stuck(
@@ -288,7 +284,7 @@ class Connection:
         self._pending[key] = pending
         try:
             self.raise_failure()
-            with contextlib.suppress(StreamEnded):
+            with contextlib.suppress(ConnectionLost):
                 self.post_stuck(group, ranks, position, what, waited_seconds, missing, is_over=True)
             self._wait(pending, time.monotonic() + _FAILURE_WITHIN_SECONDS)
         finally:
@@ -324,7 +320,7 @@ class Connection:
 
         Raises:
             FieldError: a field does not fit its schema; nothing was sent.
-            StreamEnded: the server is gone.
+            ConnectionLost: the server is gone.
         """
         with self._sending:
             self._has_asked = True
@@ -343,15 +339,8 @@ class Connection:
 
     def _write(self) -> None:
         """Writes as much as the socket takes now; the caller holds the lock."""
-        if not self._unsent:
-            return
-        try:
-            sent = self._stream.send(self._unsent)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            raise StreamEnded(error.strerror or str(error)) from error
-        del self._unsent[:sent]
+        if self._unsent:
+            send_some(self._stream, self._unsent)
 
     def _wait(self, pending: _Pending, deadline: float) -> bool:
         """Waits until a request is over; returns False at the deadline (monotonic seconds)."""
@@ -393,7 +382,7 @@ class Connection:
                 was_late = now - self.beat_at > LATE_AFTER_SECONDS
                 self.beat_at = now + self._interval_seconds
                 self._beat(now, was_late=was_late)
-        except (StreamEnded, FrameError) as error:
+        except (ConnectionLost, FrameError) as error:
             self._lose(error)
         except Exception as error:  # no caller would see it
             _log.exception("%s: the reader's thread of the rendezvous client has failed", self.label)
@@ -408,15 +397,7 @@ class Connection:
         return select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
 
     def _read(self) -> None:
-        try:
-            data = self._stream.recv(MAX_FRAME_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            raise StreamEnded(error.strerror or str(error)) from error
-        if not data:
-            raise StreamEnded("connection closed by the server")
-        self._reader.feed(data)
+        self._reader.feed(receive_some(self._stream, MAX_FRAME_BYTES))
         was_complete = False
         while (frame := self._reader.next_frame()) is not None:
             was_complete = True
@@ -471,7 +452,7 @@ class Connection:
     def _lose(self, error: RendezvousError) -> None:
         """Ends all requests, because the connection was lost."""
         self._has_ended = True
-        if self.failure is None and isinstance(error, StreamEnded):
+        if self.failure is None and isinstance(error, ConnectionLost):
             self._ended_by = error
         self._fail(
             RendezvousError(
@@ -558,7 +539,7 @@ class Connection:
                 if not self._pushes:
                     return
                 continue  # a push was added in between; the reader may have started another thread for it
-            with contextlib.suppress(StreamEnded):  # the reader reports that the server is gone
+            with contextlib.suppress(ConnectionLost):  # the reader reports that the server is gone
                 if push.type is FrameType.ASKED:
                     self._answer_question(*push.fields)
                 elif push.type is FrameType.STATUS_REQUEST:
@@ -579,7 +560,7 @@ class Connection:
             if event is not None:
                 text = clip_text(event.description, MAX_EVENT_BYTES)
                 self.post(FrameType.LAUNCHED, group, position, operator.index(event.digest), text)
-        except StreamEnded:
+        except ConnectionLost:
             raise
         except Exception:  # the asking rank cannot handle it
             _log.exception("%s: position %d of group %r counts as not launched", self.label, position, group)
@@ -881,7 +862,7 @@ def _try_handshake(
             stream.close()
         if isinstance(error, RendezvousTimeout):  # a busy server answers later
             return _NO_ANSWER
-        if isinstance(error, (StreamEnded, OSError)):
+        if isinstance(error, (ConnectionLost, OSError)):
             return str(error)
         if isinstance(error, AuthenticationError):
             raise AuthenticationError(f"{label}: {address}: {error}") from None
@@ -905,22 +886,14 @@ def _shake_hands(
         together with the first message; and the server's process.
     """
     handshake = ClientHandshake(secret, os.urandom(RANDOM_BYTES), generation)
-    reader, unsent, waiter = FrameReader(), handshake.hello(), select.poll()
+    reader, unsent, waiter = FrameReader(), bytearray(handshake.hello()), select.poll()
     while (frame := reader.next_frame()) is None:
         waiter.register(stream, select.POLLIN | select.POLLOUT if unsent else select.POLLIN)
         if not waiter.poll(_milliseconds_until(deadline)) and time.monotonic() >= deadline:
             raise RendezvousTimeout("no answer to the handshake")
-        try:
-            if unsent:
-                unsent = unsent[stream.send(unsent) :]
-            data = stream.recv(MAX_FRAME_BYTES)
-        except (BlockingIOError, InterruptedError):
-            continue
-        except OSError as error:
-            raise StreamEnded(error.strerror or str(error)) from error
-        if not data:
-            raise StreamEnded("connection closed by the server")
-        reader.feed(data)
+        if unsent:
+            send_some(stream, unsent)
+        reader.feed(receive_some(stream, MAX_FRAME_BYTES))
     proof, session = handshake.receive(frame)
     reader.limit_bytes = MAX_FRAME_BYTES
     return session, reader, proof, handshake.server

@@ -45,10 +45,18 @@ from gradsync.rendezvous.frames import (
     Started,
     Tick,
 )
-from gradsync.rendezvous.handshake import MAX_RUN_ID_BYTES, NONCE_BYTES, ServerHandshake, ServerProcess, check_secret
+from gradsync.rendezvous.handshake import NONCE_BYTES, ServerHandshake, ServerProcess, check_secret
 from gradsync.rendezvous.liveness import look_at
 from gradsync.rendezvous.protocol import RendezvousCore
-from gradsync.rendezvous.sockets import adopt_listener, bind_listener, format_address, make_room, tune_stream
+from gradsync.rendezvous.sockets import (
+    ConnectionLost,
+    bind_listener,
+    format_address,
+    make_room,
+    receive_some,
+    send_some,
+    tune_stream,
+)
 from gradsync.rendezvous.starts import LaunchersCore
 from gradsync.rendezvous.wire import (
     MAX_FRAME_BYTES,
@@ -84,13 +92,11 @@ class RendezvousServer:
         secret: the run's secret, which only its ranks know; at least 16 bytes.
         host: the interface to bind; loopback by default.
         port: the port to bind; 0 lets the kernel choose a free port.
-        listener: a bound TCP socket to use instead of host and port; the server owns it from now on.
-        run_id: the run's name in messages and session keys; random by default, at most 64 bytes.
+        listener: a listening socket from `bind_listener` to use instead of host and port; the server closes it.
         of_launchers: whether the members are launchers, which then begin starts of ranks here, see `LaunchersCore`.
 
     Attributes:
         address: the address for clients, e.g. "127.0.0.1:43211" or "[::1]:4000".
-        run_id: the run's name.
 
     Raises:
         InvalidArgument: an argument is out of its range, the secret is too short, or a removed variable is set.
@@ -106,20 +112,18 @@ class RendezvousServer:
         host: str = "127.0.0.1",
         port: int = 0,
         listener: socket.socket | None = None,
-        run_id: str | None = None,
         of_launchers: bool = False,
     ) -> None:
         size = integer_of(world_size)
         if size is None or not 1 <= size <= MAX_RANKS:
             raise InvalidArgument(f"the rendezvous needs a world_size from 1 to {MAX_RANKS}, got {world_size}")
         self.world_size = world_size = size
-        self.run_id = _check_run_id(run_id)
         secret = check_secret(secret)
         check_removed_variables()
-        listener = bind_listener(host, port) if listener is None else adopt_listener(listener)
+        listener = listener or bind_listener(host, port)
         self.address = format_address(listener)
         self._core = (LaunchersCore if of_launchers else RendezvousCore)(world_size, machine=machine_identity())
-        self._loop = EventLoop(listener, self._core, secret=secret, run_id=self.run_id, ranks=world_size)
+        self._loop = EventLoop(listener, self._core, secret=secret, ranks=world_size)
         self._pid = os.getpid()
         self._runner: int | None = None  # the thread that runs the loop
         self._thread: threading.Thread | None = None
@@ -128,11 +132,6 @@ class RendezvousServer:
 
     def __repr__(self) -> str:
         return f"RendezvousServer(address={self.address!r}, world_size={self.world_size})"
-
-    @property
-    def generation(self) -> int:
-        """The number of the last generation that formed; 0 before the first."""
-        return self._core.formed_count
 
     def __enter__(self) -> RendezvousServer:
         self.start()
@@ -224,14 +223,6 @@ class RendezvousServer:
         self._loop.run()
 
 
-def _check_run_id(run_id: str | None) -> str:
-    if run_id is None:
-        return os.urandom(8).hex()
-    if not run_id or len(run_id.encode()) > MAX_RUN_ID_BYTES:
-        raise InvalidArgument(f"a run_id needs 1 to {MAX_RUN_ID_BYTES} bytes, got {len(run_id.encode())}")
-    return run_id
-
-
 # A forked child must not keep the port or the streams open: the end of a stream shows a rank that the server is gone.
 _servers: weakref.WeakSet[RendezvousServer] = weakref.WeakSet()
 
@@ -243,10 +234,6 @@ def _abandon_copies() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_copies)
-
-
-class ConnectionLost(Exception):
-    """The peer is gone, or does not read its messages; the text says which of the two."""
 
 
 class ServerConnection:
@@ -284,19 +271,10 @@ class ServerConnection:
         """Reads once and returns the messages that are now complete.
 
         Raises:
-            ConnectionLost: the peer closed or reset the connection.
-            RendezvousError: the peer sent an invalid frame.
+            RendezvousError: the peer closed or reset the connection, or sent an invalid frame.
         """
         size = MAX_HANDSHAKE_FRAME_BYTES if self.is_unauthenticated else MAX_FRAME_BYTES
-        try:
-            data = self.stream.recv(size)
-        except (BlockingIOError, InterruptedError):
-            return []
-        except OSError as error:
-            raise ConnectionLost(error.strerror or str(error)) from error
-        if not data:
-            raise ConnectionLost("connection closed")
-        self._reader.feed(data)
+        self._reader.feed(receive_some(self.stream, size))
         messages: list[Message] = []
         while (frame := self._reader.next_frame()) is not None:
             if self._session is None:
@@ -332,20 +310,6 @@ class ServerConnection:
         if len(self.output) > MAX_OUTPUT_BYTES:
             raise ConnectionLost(f"it has not read its last {MAX_OUTPUT_BYTES} bytes")
 
-    def flush(self) -> None:
-        """Writes as much output as the socket takes now.
-
-        Raises:
-            ConnectionLost: the peer is gone.
-        """
-        while self.output:
-            try:
-                del self.output[: self.stream.send(self.output)]
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                raise ConnectionLost(error.strerror or str(error)) from error
-
     def close(self) -> None:
         """Shuts the stream down, then closes it, so that the copy in a forked process cannot keep it open."""
         with contextlib.suppress(OSError):  # the peer has closed the stream already
@@ -359,7 +323,7 @@ class EventLoop:
     Args:
         listener: the listening socket; owned and closed by the loop.
         core: turns events into actions.
-        secret, run_id: the secret and the name of the run, for the handshakes.
+        secret: the run's secret, for the handshakes.
         ranks: the number of ranks of one generation.
 
     Attributes:
@@ -368,14 +332,14 @@ class EventLoop:
     """
 
     def __init__(
-        self, listener: socket.socket, core: RendezvousCore | LaunchersCore, *, secret: bytes, run_id: str, ranks: int
+        self, listener: socket.socket, core: RendezvousCore | LaunchersCore, *, secret: bytes, ranks: int
     ) -> None:
         self.empty = Latch(is_set=True)
         self.over = Latch(is_set=False)
         self._listener = listener
         self._core = core
         self._secret = secret
-        self._run_id = run_id
+        self._run_id = os.urandom(8).hex()  # in the keys of every session
         self._process = ServerProcess.of(machine_identity(), os.getpid())
         self._ranks = ranks
         self._make_room(0)
@@ -523,7 +487,7 @@ class EventLoop:
     def _receive(self, connection: ServerConnection) -> None:
         try:
             messages = connection.receive()
-        except (ConnectionLost, RendezvousError) as error:
+        except RendezvousError as error:
             self._lost.append((connection, str(error)))
             return
         if not connection.is_unauthenticated and connection.number in self._unauthenticated:
@@ -545,11 +509,12 @@ class EventLoop:
         self._perform([Send(connection.number, FrameType.REFUSED, (sequence, REFUSED, text)), Close(connection.number)])
 
     def _flush(self, connection: ServerConnection) -> None:
-        try:
-            connection.flush()
-        except ConnectionLost as error:
-            self._lost.append((connection, str(error)))
-            return
+        if connection.output:
+            try:
+                send_some(connection.stream, connection.output)
+            except ConnectionLost as error:
+                self._lost.append((connection, str(error)))
+                return
         wants_room = bool(connection.output)
         if not wants_room and connection.number in self._closing:
             self._drop(connection, "closed by the server")

@@ -1,4 +1,4 @@
-"""Sockets of the rendezvous: binding, socket options, the limit of open files.
+"""Sockets of the rendezvous: binding, options, receiving and sending without waiting, the limit of open files.
 
 The server, clients and launchers use it. Only an address that a caller gave is looked up; addresses of peers are never
 resolved to names.
@@ -78,22 +78,6 @@ def bind_listener(host: str, port: int, *, if_taken: str = "use port 0 for a fre
     return listener
 
 
-def adopt_listener(listener: socket.socket) -> socket.socket:
-    """Makes a bound socket of the caller listen, and returns it.
-
-    Raises:
-        InvalidArgument: the socket is not a TCP socket.
-        RendezvousError: the socket cannot listen.
-    """
-    if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM:
-        raise InvalidArgument(f"the rendezvous needs a TCP socket as its listener, got {listener!r}")
-    try:
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        raise RendezvousError(f"the rendezvous cannot listen on the listener it was given: {error}") from error
-    return listener
-
-
 def tune_stream(stream: socket.socket) -> None:
     """Sets the options of a stream: it never blocks, sends at once, and notices a dead peer within seconds."""
     stream.setblocking(False)
@@ -104,6 +88,41 @@ def tune_stream(stream: socket.socket) -> None:
             stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+
+
+class ConnectionLost(RendezvousError):
+    """The peer has closed or reset the connection, or reads nothing; the text says which."""
+
+
+def receive_some(stream: socket.socket, max_bytes: int) -> bytes:
+    """Returns the bytes that have arrived, at most `max_bytes`; b"" if there are none. Never waits.
+
+    Raises:
+        ConnectionLost: the peer has closed or reset the connection.
+    """
+    try:
+        data = stream.recv(max_bytes)
+    except (BlockingIOError, InterruptedError):
+        return b""
+    except OSError as error:
+        raise ConnectionLost(error.strerror or str(error)) from error
+    if not data:
+        raise ConnectionLost("connection closed")
+    return data
+
+
+def send_some(stream: socket.socket, unsent: bytearray) -> None:
+    """Sends as many bytes as the socket takes now, and removes them from `unsent`. Never waits.
+
+    Raises:
+        ConnectionLost: the peer has closed or reset the connection.
+    """
+    try:
+        del unsent[: stream.send(unsent)]
+    except (BlockingIOError, InterruptedError):
+        return
+    except OSError as error:
+        raise ConnectionLost(error.strerror or str(error)) from error
 
 
 def _describe_holder(port: int) -> str:

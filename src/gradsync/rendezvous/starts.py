@@ -47,11 +47,6 @@ class LaunchersCore:
         self._rank_connections: set[int] = set()
         self._launcher_of: dict[int, int] = {}  # rank -> connection of the launcher that has started it
 
-    @property
-    def formed_count(self) -> int:
-        """The number of the last generation of launchers that formed."""
-        return self._launchers.formed_count
-
     def handle(self, now: float, event: Event) -> list[Action]:
         """Handles one event and returns the actions, as `RendezvousCore.handle`."""
         if isinstance(event, Received):
