@@ -63,7 +63,6 @@ INSIDE = {
     "launching.launcher": "bench",
     "launching.run": "cli",
     "rendezvous.client": "backend_choice communicators launching process_group",
-    "rendezvous.connection": "launching",
     "rendezvous.frames": "backend_choice communicators launching",
     "rendezvous.hosting": "communicators process_group",
     "rendezvous.secret_files": "launching",
