@@ -115,8 +115,7 @@ class OutputPump:
 
             self._logs = prepare_log_directory(log_dir, attempt, ranks_elsewhere)
         first, last = _screens_for(stdout, stderr)
-        print_once = _print_once_on(last)
-        self._writers = [_Writer(screen, prefix, print_once) for screen in dict.fromkeys((first, last))]
+        self._writers = [_Writer(screen, prefix, warnings=last) for screen in dict.fromkeys((first, last))]
         self._writers[0].prints_loss = True  # only for stdout: ranks see only that nobody reads their pipe
         self._tails: dict[int, Tail] = {}
 
@@ -208,11 +207,11 @@ class _Writer(threading.Thread):
         prints_loss: whether to print why nothing can be written to the screen any more.
     """
 
-    def __init__(self, screen: Screen, prefix: bool, print_once: Callable[[str, str], None]) -> None:
+    def __init__(self, screen: Screen, prefix: bool, *, warnings: Screen) -> None:
         super().__init__(name="gradsync output", daemon=True)
         self._screen = screen
         self._has_prefix = prefix
-        self._print_once = print_once
+        self._warnings = warnings
         self.prints_loss = False
         self._streams: list[_RankStream] = []  # the streams that have not ended
         self._label_width = 0
@@ -289,14 +288,17 @@ class _Writer(threading.Thread):
         self._screen.write(self._owner(stream), self._prefix(stream.rank), data)
         if self._screen.loss is not None:
             if self.prints_loss:
-                self._print_once("loss", _describe_loss(self._screen.loss))
+                self._warn(_describe_loss(self._screen.loss))
             for lost in list(self._streams):
                 self._forget(lost)
 
     def _log(self, stream: _RankStream, data: bytes) -> None:
         problem = None if stream.log is None else stream.log.write(data)
-        if problem is not None:  # only the first problem with a log is printed
-            self._print_once("log", f"warning: {problem}")
+        if problem is not None:
+            self._warn(f"warning: {problem}")
+
+    def _warn(self, text: str) -> None:
+        self._warnings.write(self._warnings, b"", f"gradsync: {text}\n".encode("utf-8", "replace"))
 
     def _end(self, stream: _RankStream) -> None:
         """Closes a stream at its end."""
@@ -330,21 +332,6 @@ class _Writer(threading.Thread):
 
 def _label(rank: int) -> bytes:
     return b"[rank %d]" % rank
-
-
-def _print_once_on(screen: Screen) -> Callable[[str, str], None]:
-    """Returns a function that prints each kind of trouble on a screen once."""
-    told: set[str] = set()
-    lock = threading.Lock()
-
-    def print_once(kind: str, text: str) -> None:
-        with lock:
-            is_new = kind not in told
-            told.add(kind)
-        if is_new:
-            screen.write(told, b"", f"gradsync: {text}\n".encode("utf-8", "replace"))
-
-    return print_once
 
 
 class Screen:

@@ -44,9 +44,7 @@ class RankLog:
                     left = left[self._file.write(left) :]
             except OSError as error:
                 self._failed = True
-                return (
-                    f"log file {self._path} cannot be written: {error.strerror}; the logs are incomplete from here on"
-                )
+                return f"log file {self._path} cannot be written: {error.strerror}; it is incomplete from here on"
             return None
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -64,7 +63,6 @@ def run_command(
     Raises:
         InvalidArgument: the options do not fit this machine, each other, or the script.
     """
-    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()  # closed by the parent process
     notices = Notices(sys.stderr)
     nodes = _node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
     misplaced = arguments[0].partition("=")[0] if arguments else ""
@@ -140,7 +138,8 @@ def _print_failure(outcome: Outcome, notices: Notices) -> None:
         notices.print(text.rstrip("\n"), wait_seconds=_REPORT_SECONDS)
         return
     with contextlib.suppress(OSError):  # the pipe has no reader
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is None if the parent process has closed it
+            sys.stdout.flush()
     notices.print_all(text.rstrip("\n"))
 
 
