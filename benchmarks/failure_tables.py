@@ -142,11 +142,17 @@ def restarts(results: dict[str, Any]) -> list[str]:
 
 
 def model_check(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each space of states that was searched."""
-    lines = ["| space | ranks | states | moves between them | complete | violations |", "| --- |" + " --- |" * 5]
-    for space in results["configurations"]:
-        cells = (f"{space['states']:,}", f"{space['moves']:,}", "yes" if space["closed"] else "not all")
-        lines.append(f"| {space['about']} | {space['ranks']} | {' | '.join(cells)} | {int(bool(space['violation']))} |")
+    """Returns the lines of a table of the searched spaces of states, by the number of their ranks."""
+    lines = [
+        "| ranks | searches | states | transitions | searches of all states | violations |",
+        "| --- |" + " --- |" * 5,
+    ]
+    configurations = results["configurations"]
+    for ranks in sorted({space["ranks"] for space in configurations}):
+        spaces = [space for space in configurations if space["ranks"] == ranks]
+        states, moves = (sum(space[name] for space in spaces) for name in ("states", "moves"))
+        closed, wrong = (sum(bool(space[name]) for space in spaces) for name in ("closed", "violation"))
+        lines.append(f"| {ranks} | {len(spaces)} | {states:,} | {moves:,} | {closed} | {wrong} |")
     return lines
 
 
