@@ -9,17 +9,18 @@ from gradsync.bucketing.plan import GradientSpec
 from gradsync.bucketing.shapes_file import read_shapes, write_shapes
 
 
-@pytest.mark.parametrize("name", ["#3", "7", "('block', 2)", "'half", "'a' + b"])
-def test_other_names_are_kept_as_they_are(tmp_path, name):
-    write_shapes(tmp_path / "shapes.json", [GradientSpec(name, (1,), "float32", 4)])
-    assert read_shapes(tmp_path / "shapes.json")[0].name == name
+@pytest.mark.parametrize("name", ["#3", "7", "('block', 2)", repr("'half"), repr("'a'\n + \"b\"")])
+def test_names_come_back_as_the_program_wrote_them(tmp_path, name):
+    spec = GradientSpec(name, (1,), "float32", 4)
+    write_shapes(tmp_path / "shapes.json", [spec])
+    assert read_shapes(tmp_path / "shapes.json")[0].label == spec.label
 
 
 def test_without_a_dtype_it_is_float32(tmp_path):
     (tmp_path / "shapes.json").write_text('[["w", [2, 3]], ["b", [], null]]')
     assert read_shapes(tmp_path / "shapes.json") == [
-        GradientSpec("w", (2, 3), "float32", 4),
-        GradientSpec("b", (), "float32", 4),
+        GradientSpec("'w'", (2, 3), "float32", 4),
+        GradientSpec("'b'", (), "float32", 4),
     ]
 
 

@@ -65,6 +65,11 @@ def test_invariants(gradients: list[GradientSpec], threshold_bytes: int) -> None
         assert bucket.size_elements == begin
 
 
+@given(st.text())
+def test_a_label_is_the_name_as_the_program_wrote_it(name: str) -> None:
+    assert GradientSpec(repr(name), (), "float32", 4).label == name
+
+
 @given(specs, st.integers(1, 2000))
 def test_planner_forgets_the_last_step(gradients: list[GradientSpec], threshold_bytes: int) -> None:
     planner = Planner(threshold_bytes)

@@ -7,6 +7,7 @@ launched, as soon as the next gradient does not fit.
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -35,7 +36,7 @@ class GradientSpec(NamedTuple):
     """A gradient's name, shape and dtype, on which the ranks must agree.
 
     Attributes:
-        name: the parameter's name, or its arrival index ("#3"); the same on all ranks.
+        name: the repr() of the parameter's name, or its arrival index ("#3"); the same on all ranks.
         shape: the gradient's shape.
         dtype: the name of the gradient's dtype.
         itemsize: the bytes of one element.
@@ -48,9 +49,10 @@ class GradientSpec(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name without the quotes of a string."""
-        is_quoted = self.name[:1] in ("'", '"') and self.name[:1] == self.name[-1:]
-        return self.name[1:-1] if is_quoted else self.name
+        """The name as the program wrote it, if that is a string; else `name`, which is its repr()."""
+        if self.name[:1] not in ("'", '"'):
+            return self.name
+        return self.name[1:-1] if "\\" not in self.name else str(ast.literal_eval(self.name))
 
     @property
     def line(self) -> str:

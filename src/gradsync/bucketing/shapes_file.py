@@ -6,7 +6,6 @@ AllreduceCallback.dump_shapes writes one, `gradsync bench thresholds --model` re
 
 from __future__ import annotations
 
-import ast
 import json
 import reprlib
 from collections.abc import Iterable
@@ -30,7 +29,7 @@ def write_shapes(path: str | Path, specs: Iterable[GradientSpec]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    entries = (json.dumps([_plain(spec.name), spec.shape, spec.dtype]) for spec in specs)
+    entries = (json.dumps([spec.label, spec.shape, spec.dtype]) for spec in specs)
     Path(path).write_text("[\n" + ",\n".join(f"  {entry}" for entry in entries) + "\n]\n", encoding="utf-8")
 
 
@@ -75,7 +74,7 @@ def _spec(path: str | Path, number: int, entry: Any) -> GradientSpec:
         raise _malformed(
             path, f"entry {number}, {reprlib.repr(name)}, has dtype {reprlib.repr(dtype)}: use {', '.join(_DTYPES)}"
         )
-    return GradientSpec(name, tuple(shape), dtype, itemsize_of(dtype))
+    return GradientSpec(repr(name), tuple(shape), dtype, itemsize_of(dtype))
 
 
 def _is_dimension(length: Any) -> bool:
@@ -86,14 +85,3 @@ def _malformed(path: str | Path, what: str) -> InvalidArgument:
     return InvalidArgument(
         f"the shapes file {str(path)!r} {what}; it looks like {_EXAMPLE}, and callback.dump_shapes(path) writes one"
     )
-
-
-def _plain(name: str) -> str:
-    """Returns a name as the program wrote it; a GradientSpec has the name's repr."""
-    if name[:1] not in ("'", '"'):
-        return name
-    try:
-        value = ast.literal_eval(name)
-    except (ValueError, SyntaxError):
-        return name
-    return value if isinstance(value, str) else name
