@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gradsync.diagnostics import tracing
 from gradsync.diagnostics.recorder import Entry, FlightRecorder, names_text, recorders
 from gradsync.diagnostics.stacks import stack_report
-from gradsync.diagnostics.tracing import Arrival, Phase, Step
+from gradsync.diagnostics.tracing import Arrival, Phase, TracedStep
 from gradsync.environment import RANK
 from gradsync.errors import InvalidArgument
 from gradsync.launcher_variables import value_of
@@ -413,7 +413,7 @@ class Dump(NamedTuple):
     groups: dict[str, DumpedGroup]
     phases: tuple[Phase, ...]
     arrivals: tuple[Arrival, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[TracedStep, ...]
     left_out: int
     raised_at: str = ""
 
@@ -495,7 +495,7 @@ def _dump(path: Path, content: Any) -> Dump:
         {group.name: group for group in groups},
         tuple([Phase(*row) for row in trace["phases"]]),
         tuple([Arrival(*row) for row in trace["arrivals"]]),
-        tuple([Step(*row) for row in trace["steps"]]),
+        tuple([TracedStep(*row) for row in trace["steps"]]),
         trace["left_out"],
         content.get("raised_at", ""),
     )

@@ -41,7 +41,7 @@ class Arrival(NamedTuple):
     at: float
 
 
-class Step(NamedTuple):
+class TracedStep(NamedTuple):
     """A step, from its first gradient to the end of its flush, with its number of gradients."""
 
     group: str
@@ -84,7 +84,7 @@ class Tracer:
     def __init__(self) -> None:
         self.phases: list[Phase] = []
         self.arrivals: list[Arrival] = []
-        self.steps: list[Step] = []
+        self.steps: list[TracedStep] = []
         self.left_out = 0
         self._step_began: dict[str, float] = {}  # by group
 
@@ -102,9 +102,9 @@ class Tracer:
     def end_step(self, group: str, gradients: int) -> None:
         """Records the end of the step that began with the last first gradient."""
         now = monotonic()
-        self.note(self.steps, Step(group, gradients, self._step_began.pop(group, now), now))
+        self.note(self.steps, TracedStep(group, gradients, self._step_began.pop(group, now), now))
 
-    def note(self, events: list[Any], event: Phase | Arrival | Step) -> None:
+    def note(self, events: list[Any], event: Phase | Arrival | TracedStep) -> None:
         """Keeps an event, while there is room."""
         if len(events) < _MAX_EVENTS:
             events.append(event)
