@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as arrays_of
 import gradsync as gs
 from gradsync.bucketing.compression import WireFormat, validate_compression
 from gradsync.communicators.agreement import agreement_on
-from gradsync.communicators.communicator import ListReduction
+from gradsync.communicators.for_bucketing import ListReduction
 from gradsync.communicators.host_arrays import HostArrays
 from places import GPU, SHM, STAND_IN, Place, on
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -12,9 +13,15 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.bucketing.values import clip_factor
+from gradsync.communicators.agreement import agreement_on
+from gradsync.communicators.for_bucketing import ListReduction, all_reduce_resident, make_resident_memory
 from gradsync.communicators.host_arrays import HostArrays
+from gradsync.communicators.host_values import SumOfSquares, tables_of
 from gradsync.communicators.local import local_communicator
+from gradsync.communicators.nonfinite import Checks
 from gradsync.communicators.pieces import share_of
+from gradsync.reduction import Wire
+from places import SHM
 
 
 def test_the_factor_that_clips() -> None:
@@ -67,3 +74,61 @@ def test_small_gradients_travel_as_large_ones_do(options: dict[str, Any]) -> Non
         with one.backward():
             whole = one("all", values.copy())
     np.testing.assert_array_equal(np.concatenate([future.result() for future in futures]), whole.result())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64"])
+def test_squares_that_are_added_in_parts(dtype: str) -> None:
+    """Values beyond the range of float32 squares, and subnormal ones, count too; a sum that is taken is forgotten."""
+    rng = np.random.default_rng(7)
+    squares = SumOfSquares()
+    for scale in (1.0, 1e-30, 1e25) if dtype != "float16" else (1.0, 1e-3):
+        flats = [(scale * rng.normal(size=size)).astype(dtype) for size in (5000, 1024, 3, 0, 70_000)]
+        with np.errstate(all="ignore"):
+            for flat in flats:
+                for table in tables_of(flat):
+                    squares.add_rows(table)
+                if not tables_of(flat):
+                    squares.add(flat)
+        wanted = sum(float((np.abs(flat.astype(np.complex128)) ** 2).sum()) for flat in flats)
+        assert squares.take() == pytest.approx(wanted, rel=1e-6)
+        assert squares.take() == 0.0
+
+
+#: Of lists that are reduced in one shot, and in chunks.
+LISTS = ([5, 0, 3000, 1], [90_000, 7, 400, 0, 250_001, 90, 90, 16, 300_000])
+FORMS = (None, Wire(np.dtype(np.float16), 0.5, 3.0), Wire(np.dtype(np.float32), 1.0, -2.0))
+
+
+def add_squares_while_reducing(comm: Any) -> list[float]:
+    """Each result is in the share of one rank, in a list and in resident memory. Returns all sums."""
+    agreement, sums = agreement_on("all_reduce", (1,), None, "squares"), []
+
+    def expect_norm(results: list[np.ndarray]) -> None:
+        shares = comm.objects.all_gather(comm._squares.take())
+        wanted = sum(float((result.astype(np.float64) ** 2).sum()) for result in results)
+        assert math.fsum(shares) == pytest.approx(wanted, rel=1e-6)
+        sums.append(math.fsum(shares))
+
+    for sizes, op, wire in itertools.product(LISTS, (gs.ReduceOp.SUM, gs.ReduceOp.MEAN), FORMS):
+        rng = np.random.default_rng(comm.rank)
+        arrays = [rng.normal(size=size).astype(np.float32) for size in sizes]
+        reduction = ListReduction(comm, arrays, arrays, op, checks=Checks.SQUARES, wire=wire, recurs=comm.rank == 0)
+        for _ in range(2):
+            reduction.run(agreement)
+            expect_norm(arrays)
+    memory = make_resident_memory(comm, 4 * 200_000, agreement)
+    values = memory.view(0, 4 * 200_000, np.dtype(np.float32))
+    values[:] = rng.normal(size=values.size)
+    for op, mean_over in ((gs.ReduceOp.MEAN, None), (gs.ReduceOp.SUM, 5)):
+        for checks in (Checks.SQUARES, Checks.SQUARES | Checks.NONFINITE):
+            all_reduce_resident(
+                comm, memory, 0, memory.bytes.size, values.dtype, op, agreement, mean_over=mean_over, checks=checks
+            )
+            expect_norm([values])
+    return sums
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shared_memory_adds_squares_while_it_reduces(world_size: int) -> None:
+    first, *others = SHM.run(world_size, add_squares_while_reducing)
+    assert others == [first] * (world_size - 1)

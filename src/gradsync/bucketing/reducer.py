@@ -26,6 +26,7 @@ from gradsync.bucketing.values import BucketWatch, Values
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import ListReduction, Stage, all_reduce_resident
 from gradsync.communicators.host_arrays import ArrayKind
+from gradsync.communicators.nonfinite import Checks
 from gradsync.errors import CommunicatorClosed, InvalidArgument
 from gradsync.futures import CollectiveEnd, Completion
 from gradsync.reduction import Array, ReduceOp, Wire
@@ -96,7 +97,7 @@ class Reduction:
         return cls(bucket, [flat], [flat], [], [flat], memory=memory)
 
     def prepare(
-        self, communicator: Communicator, op: ReduceOp, *, looks: bool, wire: Wire | None, recurs: bool = False
+        self, communicator: Communicator, op: ReduceOp, *, checks: Checks, wire: Wire | None, recurs: bool = False
     ) -> ListReduction:
         """Returns an all-reduce of the arrays; see ListReduction of for_bucketing.py."""
         return ListReduction(
@@ -105,7 +106,7 @@ class Reduction:
             self.targets,
             op,
             write_backs=self.write_backs,
-            looks=looks,
+            checks=checks,
             wire=wire,
             recurs=recurs,
         )
@@ -147,7 +148,7 @@ class Reducer:
         self._options = options
         self._wire = options.wire
         # Whether values are only reduced: not scaled, not converted, not looked at.
-        self._runs_plain = self._wire.is_plain and not self.values.is_watching
+        self._runs_plain = self._wire.is_plain and not self.values.checks
         self._hooked: _HookedBuckets | None = None
         self._present: int | None = None  # the number of ranks with gradients for this step, once it is counted
         self._launched: list[Completion] = []  # this step's reductions that run beside the host
@@ -204,9 +205,8 @@ class Reducer:
             return reduction
         wire, stage = self._conversion_of(reduction, communicator)
         if self._hooked is None and not isinstance(stage, Compressed):
-            is_plain = wire is None and stage is None
-            looks = is_plain and communicator._finder is not None and self.values.looks_for_nonfinite
-            reduction.prepared = reduction.prepare(communicator, self.op, looks=looks, wire=wire, recurs=True)
+            checks = self._checks_within(communicator, wire, stage, is_divided=False)
+            reduction.prepared = reduction.prepare(communicator, self.op, checks=checks, wire=wire, recurs=True)
         self._last[number] = reduction
         return reduction
 
@@ -243,7 +243,7 @@ class Reducer:
         agreement = self.events.bucket(bucket)
         completion = None
         if self._hooked is not None:
-            watch = self._watch(reduction, communicator, None)
+            watch = self._watch(reduction, communicator, Checks.NONE)
             try:
                 communicator._agree(agreement)
                 self._hooked.begin(reduction, communicator, op, mean_over, producers, end, watch)
@@ -274,11 +274,11 @@ class Reducer:
         """Reduces a bucket with its stages: the check of its values, a scale, another dtype."""
         arrays, dtype = communicator._arrays, reduction.sources[0].dtype
         wire, scale = self._conversion_of(reduction, communicator)
-        is_plain = wire is None and scale is None
-        finder = communicator._finder if is_plain and self.values.looks_for_nonfinite else None
-        watch = self._watch(reduction, communicator, finder)
+        is_divided = mean_over is not None and (reduction.memory is None or wire is not None or scale is not None)
+        checks = self._checks_within(communicator, wire, scale, is_divided=is_divided)
+        watch = self._watch(reduction, communicator, checks)
         stages: list[Stage] = [] if watch is None else [watch]
-        if mean_over is not None and (reduction.memory is None or not is_plain):
+        if mean_over is not None and is_divided:
             stages.append(_Divided(mean_over, arrays))
             mean_over = None
         if scale is not None:
@@ -297,12 +297,29 @@ class Reducer:
                 mean_over=mean_over,
                 stages=stages,
                 agrees_first=agrees_first,
-                looks=finder is not None,
+                checks=checks,
             )
         prepared = reduction.prepared
         if prepared is None or op is not self.op:
-            prepared = reduction.prepare(communicator, op, looks=finder is not None, wire=wire)
+            prepared = reduction.prepare(communicator, op, checks=checks, wire=wire)
         return prepared.run(agreement, stages=stages, producers=producers, agrees_first=agrees_first)
+
+    def _checks_within(
+        self, communicator: Communicator, wire: Wire | None, stage: Stage | None, *, is_divided: bool
+    ) -> Checks:
+        """Returns the checks that the communicator makes during a reduction. The bucket's watch makes the others.
+
+        Args:
+            communicator: reduces the bucket.
+            wire, stage: see _conversion_of.
+            is_divided: whether the results are divided after the reduction.
+        """
+        within = Checks.NONE
+        if communicator._finder is not None and wire is None and stage is None:
+            within |= Checks.NONFINITE
+        if communicator._squares is not None and stage is None and not is_divided:
+            within |= Checks.SQUARES
+        return self.values.checks & within
 
     def _conversion_of(
         self, reduction: Reduction, communicator: Communicator
@@ -377,11 +394,11 @@ class Reducer:
         if self._hooked is not None:
             self._hooked.finish()
         agreement, later = self.events.flush(gradients), None
-        if not self.values.is_watching:
+        if not self.values.checks:
             communicator._agree(agreement)
         for completion in self._launched:
             completion.order()
-        if self.values.is_watching:
+        if self.values.checks:
             later = self.values.end(communicator, agreement)
             self.statistics.skipped_steps += self.values.skip_step
         self.statistics.communication_seconds += time.perf_counter() - started
@@ -413,10 +430,10 @@ class Reducer:
         if self._hooked is not None:
             self._hooked.reset()
 
-    def _watch(self, reduction: Reduction, communicator: Communicator, finder: Any) -> BucketWatch | None:
-        if not self.values.is_watching:
+    def _watch(self, reduction: Reduction, communicator: Communicator, checks: Checks) -> BucketWatch | None:
+        if not self.values.checks:
             return None
-        return self.values.watch(reduction.bucket, reduction.results, communicator, finder)
+        return self.values.watch(reduction.bucket, reduction.results, communicator, checks)
 
     def _mean_over(self, communicator: Communicator) -> tuple[ReduceOp, int | None]:
         """Returns the operator, and the divisor of its result: if some ranks are absent, a sum and their number."""

@@ -2,7 +2,7 @@
 
     before a bucket's reduction: each rank checks its own gradients
     after it: each rank checks its share of the results, which are the same on all ranks
-    or, if the communicator has a finder: it checks the values of all ranks while it reduces them
+    or, if the communicator has a finder and can add up squares: it checks the values while it reduces them
     at the end of the step: one exchange, which is also the agreement on the flush; all ranks get the same verdict
 
 NaN and infinity of one rank reach the results of all ranks. Only the rank itself knows the parameter.
@@ -23,7 +23,8 @@ from gradsync.bucketing.lists import array_module
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.nonfinite import NOWHERE, NonFiniteFinder
+from gradsync.communicators.host_values import SumOfSquares
+from gradsync.communicators.nonfinite import NOWHERE, Checks, NonFiniteFinder
 from gradsync.communicators.pieces import share_of
 from gradsync.errors import InvalidArgument, NonFiniteGradient
 from gradsync.futures import Completion
@@ -58,34 +59,34 @@ class Values:
     Attributes:
         norm: of the last step's reduced gradients, before clipping; None without max_norm.
         skip_step: whether the last step's gradients are not finite, with policy "skip".
-        looks_for_nonfinite: whether values are checked for NaN and infinity.
-        is_watching: whether values are checked, or their norm is computed.
+        checks: the checks of every bucket.
     """
 
     def __init__(self, policy: str, max_norm: float | None) -> None:
         self.norm: float | None = None
         self.skip_step = False
-        self.looks_for_nonfinite = policy != "off"
-        self.is_watching = self.looks_for_nonfinite or max_norm is not None
+        self.checks = Checks.NONE
+        if policy != "off":
+            self.checks |= Checks.NONFINITE
+        if max_norm is not None:
+            self.checks |= Checks.SQUARES
         self._policy = policy
         self._max_norm = max_norm
         self._begin()
 
-    def watch(
-        self, bucket: Bucket, results: Sequence[Any], communicator: Communicator, finder: NonFiniteFinder | None
-    ) -> BucketWatch:
+    def watch(self, bucket: Bucket, results: Sequence[Any], communicator: Communicator, checks: Checks) -> BucketWatch:
         """Returns the stage that checks a bucket before and after its reduction.
 
         Args:
             bucket: the same on all ranks, in one order.
             results: native arrays that hold its reduced values in the end.
             communicator: whose ranks reduce it.
-            finder: notes NaN and infinity during the reduction, if the communicator can do that.
+            checks: the checks that the communicator makes during the reduction; the stage makes the others.
         """
         self._buckets += 1
         if self._max_norm is not None:
             self._results += results
-        return BucketWatch(self, bucket, communicator, finder)
+        return BucketWatch(self, bucket, communicator, checks)
 
     def end(self, communicator: Communicator, agreement: Agreement) -> Completion | None:
         """Ends a step: the ranks agree on the end, exchange their findings, and clip. Collective.
@@ -124,7 +125,8 @@ class Values:
         factor = clip_factor(self.norm, self._max_norm)
         if factor >= 1.0:
             return None
-        communicator._arrays.multiply_in_place(results, factor)
+        # The last results may still be in the cache.
+        communicator._arrays.multiply_in_place(results[::-1], factor)
         return communicator._mark_end()
 
     def fail(self) -> None:
@@ -162,13 +164,17 @@ class Values:
         if found.has_results:
             self._finite_results.append(False)
 
-    def _note_results(self, results: Sequence[Array], communicator: Communicator, *, looks: bool) -> None:
-        """Checks this rank's share of the reduced values; the other ranks check the rest."""
+    def _note_results(self, results: Sequence[Array], communicator: Communicator, checks: Checks) -> None:
+        """Makes checks of this rank's share of the reduced values; the other ranks check the rest."""
         share = packed(own_share(results, communicator))
-        if looks:
+        if Checks.NONFINITE in checks:
             self._finite_results += [communicator._arrays.all_finite(part) for part in share]
-        if self._max_norm is not None:
+        if Checks.SQUARES in checks:
             self._squares += [communicator._arrays.sum_of_squares(part) for part in share]
+
+    def _note_squares(self, squares: SumOfSquares) -> None:
+        """Takes the sum of the squares of this rank's share, which the communicator added up in the reduction."""
+        self._squares.append(squares.take())
 
     def _add_names(self, bucket: Bucket) -> int:
         """Notes a bucket's gradients by name; returns the number of its first one in the step."""
@@ -193,7 +199,7 @@ class Values:
         numbers = on_host([*self._own.values(), *self._finite_results, *self._squares])
         own, results = len(self._own), len(self._own) + len(self._finite_results)
         record = []
-        if self.looks_for_nonfinite:
+        if Checks.NONFINITE in self.checks:
             bad = [at for at, is_finite in zip(self._own, numbers[:own], strict=True) if not is_finite]
             if bad:
                 rank = communicator.rank
@@ -207,7 +213,7 @@ class Values:
 
     def _verdict(self, told: Sequence[Sequence[int]], communicator: Communicator) -> NonFiniteGradient | None:
         """Returns the error that says whose gradients are not finite; None if all gradients and results are."""
-        if not self.looks_for_nonfinite:
+        if Checks.NONFINITE not in self.checks:
             return None
         ranks = range(communicator.world_size)
         if communicator._finder is None:
@@ -224,20 +230,20 @@ class BucketWatch:
 
     Args:
         values: notes the findings.
-        bucket, communicator, finder: see Values.watch.
+        bucket, communicator, checks: see Values.watch.
     """
 
-    def __init__(
-        self, values: Values, bucket: Bucket, communicator: Communicator, finder: NonFiniteFinder | None
-    ) -> None:
+    def __init__(self, values: Values, bucket: Bucket, communicator: Communicator, checks: Checks) -> None:
         self._values = values
         self._bucket = bucket
         self._communicator = communicator
-        self._finder = finder
+        self._finder = communicator._finder if Checks.NONFINITE in checks else None
+        self._squares = communicator._squares if Checks.SQUARES in checks else None
+        self._checks = values.checks & ~checks
 
     def before(self, given: Sequence[Array]) -> Sequence[Array]:
         """Checks this rank's values, by gradient or in one array."""
-        if self._values.looks_for_nonfinite and self._finder is None:
+        if Checks.NONFINITE in self._checks:
             slots, sources = self._bucket.slots, given
             if len(sources) < len(slots):
                 sources = [given[0][slot.begin : slot.end] for slot in slots]
@@ -249,7 +255,10 @@ class BucketWatch:
         values = self._values
         if self._finder is not None:
             values._note_found(self._bucket, self._finder)
-        values._note_results(results, self._communicator, looks=values.looks_for_nonfinite and self._finder is None)
+        if self._squares is not None:
+            values._note_squares(self._squares)
+        if self._checks:
+            values._note_results(results, self._communicator, self._checks)
         return results
 
 

@@ -19,7 +19,8 @@ import numpy as np
 from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind, HostArrays
-from gradsync.communicators.nonfinite import NonFiniteFinder
+from gradsync.communicators.host_values import SumOfSquares
+from gradsync.communicators.nonfinite import Checks, NonFiniteFinder
 from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.diagnostics import FlightRecorder, Place
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, shown
@@ -132,6 +133,7 @@ class Backend(ABC):
             worlds; for benchmarks of the packing.
         converts: whether `prepare` supports a Wire; if not, the caller converts the values.
         finder: collects non-finite values while lists and resident memory are reduced; None if the backend cannot.
+        squares: adds up the squares of results in the same way; None if the backend cannot.
         client, timeout_seconds: as given.
         rank, world_size, ranks, label: as in Communicator.
         recorder: the communicator's flight recorder.
@@ -147,6 +149,7 @@ class Backend(ABC):
     plans_for: Any = np.ndarray
     converts = False
     finder: NonFiniteFinder | None = None
+    squares: SumOfSquares | None = None
     lifetime: Lifetime
 
     def __init__(self, client: RendezvousClient | None, group: str, timeout_seconds: float) -> None:
@@ -171,14 +174,14 @@ class Backend(ABC):
         """
 
     def prepare(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool, wire: Wire | None
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, checks: Checks, wire: Wire | None
     ) -> PreparedList | None:
         """Returns the prepared `all_reduce` of these very arrays, for repeated calls; None if that gains nothing.
 
         With a `wire`, which only a backend that `converts` gets, the values travel in that form on all ranks.
 
-        With `looks`, the finder (if there is one) collects non-finite values. Other ranks may call the unprepared
-        `all_reduce` in the same collective. `release` frees the prepared object's resources.
+        The backend also makes the `checks` that it has an attribute for. Without checks other ranks may call the
+        unprepared `all_reduce` in the same collective. `release` frees the prepared object's resources.
         """
         return None
 
@@ -211,11 +214,11 @@ class Backend(ABC):
         agreement: Agreement,
         mean_over: int | None,
         *,
-        looks: bool,
+        checks: Checks,
     ) -> None:
         """Reduces a range of resident memory in place. For the arguments see all_reduce_resident of for_bucketing.py.
 
-        With `looks`, the finder (if there is one) collects non-finite values.
+        The backend also makes the `checks` that it has an attribute for.
         """
         values = memory.view(begin_bytes, end_bytes, dtype)
         self.all_reduce([values], [values], op, agreement)

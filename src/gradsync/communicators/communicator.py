@@ -123,6 +123,7 @@ class Communicator:
         self._plans_for = backend.plans_for
         self._converts = backend.converts
         self._finder = backend.finder
+        self._squares = backend.squares
         self._timeout_seconds = backend.timeout_seconds
         self.recorder = backend.recorder
         self._lifetime = backend.lifetime = Lifetime(backend, self)

@@ -14,6 +14,7 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement, Description, mismatch
 from gradsync.communicators.backend import PreparedList, ResidentMemory
 from gradsync.communicators.communicator import BYTE, Communicator
+from gradsync.communicators.nonfinite import Checks
 from gradsync.errors import BackendUnavailable
 from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp, Wire
@@ -41,7 +42,7 @@ class ListReduction:
         targets: arrays for the results: for each source an array of its size and dtype, or the source itself.
         op: an operator that the dtype supports.
         write_backs: pairs of a target and the native array that gets the target's values afterwards.
-        looks: whether the communicator's finder collects non-finite values.
+        checks: the checks that the backend makes.
         wire: the form in which the values travel, on all ranks; needs a backend that converts. None: as they are.
         recurs: whether these very arrays will be reduced again: then the backend prepares the reduction now. In one
             collective some ranks may have a prepared reduction, and others none.
@@ -55,7 +56,7 @@ class ListReduction:
         op: ReduceOp,
         *,
         write_backs: Sequence[tuple[Array, Array]] = (),
-        looks: bool = False,
+        checks: Checks = Checks.NONE,
         wire: Wire | None = None,
         recurs: bool = False,
     ) -> None:
@@ -65,11 +66,11 @@ class ListReduction:
         self._targets = targets
         self._op = op
         self._write_backs = write_backs
-        self._looks = looks
+        self._checks = checks
         self._wire = wire
         self._prepared: PreparedList | None = None
         if recurs and self._lifetime.ended_because is None:
-            self._prepared = backend.prepare(sources, targets, op, looks=looks, wire=wire)
+            self._prepared = backend.prepare(sources, targets, op, checks=checks, wire=wire)
 
     def run(
         self,
@@ -103,8 +104,8 @@ class ListReduction:
                 given = stage.before(given)
             if given is sources:
                 prepared = self._prepared
-                if prepared is None and (self._looks or self._wire is not None):
-                    prepared = backend.prepare(sources, targets, self._op, looks=self._looks, wire=self._wire)
+                if prepared is None and (self._checks or self._wire is not None):
+                    prepared = backend.prepare(sources, targets, self._op, checks=self._checks, wire=self._wire)
                 if prepared is None:
                     backend.all_reduce(sources, targets, self._op, agreement)
                 else:
@@ -209,7 +210,7 @@ def all_reduce_resident(
     mean_over: int | None = None,
     stages: Sequence[Stage] = (),
     agrees_first: bool = False,
-    looks: bool = False,
+    checks: Checks = Checks.NONE,
 ) -> Completion | None:
     """Reduces a range of resident memory in place, on every rank.
 
@@ -224,7 +225,7 @@ def all_reduce_resident(
         dtype: the elements' dtype.
         op, agreement, stages, producers, agrees_first: as for ListReduction; stages get the range, and return it.
         mean_over: the number of ranks that contributed values, by which the sum is divided; None does not divide.
-        looks: whether the communicator's finder collects non-finite values.
+        checks: the checks that the backend makes.
 
     Returns:
         As ListReduction.run.
@@ -239,7 +240,7 @@ def all_reduce_resident(
         values = [memory.view(begin_bytes, end_bytes, dtype)] if stages else []
         for stage in stages:
             stage.before(values)
-        backend.all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, looks=looks)
+        backend.all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, checks=checks)
         for stage in reversed(stages):
             stage.after(values)
     return launch

@@ -108,6 +108,52 @@ def sum_of_squares(flat: Array) -> float:
         return float(sum(_sum_of_squares(piece.astype(wide)) for piece in _pieces(parts, _WIDENED_PIECE_ELEMENTS)))
 
 
+class SumOfSquares:
+    """Adds up the squares of flat arrays, as sum_of_squares does, each while it is in the cache."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def add(self, flat: Array) -> None:
+        """Adds the squares of an array of any dtype."""
+        self._sum += sum_of_squares(flat)
+
+    def add_rows(self, table: Array) -> None:
+        """Adds the squares of a table from `tables_of`, whose values must not change until `take`.
+
+        Call it only where NumPy ignores floating-point errors.
+        """
+        self._tables.append(table)
+        self._sums.append(np.vecdot(table, table))
+
+    def take(self) -> float:
+        """Returns the sum since the last call."""
+        total = self._sum
+        if self._tables:
+            sums = np.concatenate(self._sums)
+            if sums.dtype == np.float32 and _inexact(sums).any():
+                with np.errstate(all="ignore"):
+                    sums = np.concatenate(list(map(_summed_again, self._tables, self._sums)))
+            total += float(np.add.reduce(sums, dtype=np.float64))
+        self._forget()
+        return total
+
+    def _forget(self) -> None:
+        self._sum = 0.0
+        self._tables: list[Array] = []
+        self._sums: list[Array] = []
+
+
+def tables_of(flat: Array) -> list[Array]:
+    """Returns views of a flat array, as tables of rows that SumOfSquares adds; none if its values are widened first."""
+    parts = flat.view(part_dtype(flat.dtype))
+    if parts.dtype not in _MULTIPLIED_AS_THEY_ARE:
+        return []
+    whole = parts.size - parts.size % _ROW_ELEMENTS
+    tables = [parts[:whole].reshape(-1, _ROW_ELEMENTS), parts[whole:].reshape(1, -1)]
+    return [table for table in tables if table.size]
+
+
 def _is_floating(dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "f" or dtype_name(dtype) in _INFINITY_BITS
 
@@ -147,9 +193,19 @@ def _sum_of_squares(piece: Array) -> float:
     tail = piece[piece.size - rest :].astype(np.float64)
     sums = np.vecdot(table, table)
     if piece.dtype == np.float32:
-        sums = sums.astype(np.float64)
-        inexact = ~(np.isfinite(sums) & (sums >= _LEAST_ROW_SUM))
-        if inexact.any():
-            again = table[inexact].astype(np.float64)
-            sums[inexact] = np.vecdot(again, again)
+        sums = _summed_again(table, sums)
     return float(np.add.reduce(sums) + np.vecdot(tail, tail))
+
+
+def _summed_again(table: Array, sums: Array) -> Array:
+    """Returns the sums of rows in float64; rows whose sums float32 cannot hold are summed again."""
+    inexact, sums = _inexact(sums), sums.astype(np.float64)
+    if inexact.any():
+        again = table[inexact].astype(np.float64)
+        sums[inexact] = np.vecdot(again, again)
+    return sums
+
+
+def _inexact(sums: Array) -> Array:
+    inexact: Array = ~(np.isfinite(sums) & (sums >= _LEAST_ROW_SUM))
+    return inexact

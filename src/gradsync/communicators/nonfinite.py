@@ -1,11 +1,13 @@
-"""Finds the ranks that contribute NaN or infinity, while the values are reduced.
+"""Checks of results while they are reduced, because they are then in the cache.
 
-If a sum is finite, so are its summands. So it is nearly always enough to check the results while they are in the cache.
-If a result is not finite, the contributions are checked before they are overwritten, to find the rank.
+NonFiniteFinder finds the ranks that contribute NaN or infinity. If a sum is finite, so are its summands. So it is
+nearly always enough to check the results. If a result is not finite, the contributions are checked before they are
+overwritten, to find the rank.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +17,19 @@ from gradsync.reduction import Array
 
 #: The number of the first non-finite element if there is none.
 NOWHERE = -1
+
+
+class Checks(enum.Flag):
+    """The checks that a backend makes while it reduces a list or resident memory; the same on all ranks.
+
+    NONFINITE: the backend's `finder` collects the values that are not finite.
+    SQUARES: the backend's `squares` adds up the squares of this rank's share of the results. Each result is in the
+        share of one rank.
+    """
+
+    NONE = 0
+    NONFINITE = enum.auto()
+    SQUARES = enum.auto()
 
 
 class NonFinite(NamedTuple):

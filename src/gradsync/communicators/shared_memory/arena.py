@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradsync.communicators.host_values import SumOfSquares
 from gradsync.communicators.nonfinite import NonFiniteFinder
 from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
@@ -199,6 +200,7 @@ class ShmContext(NamedTuple):
         share_bytes: the same for each part of an array whose parts are for different ranks.
         recorder: the communicator's flight recorder.
         finder: collects non-finite values.
+        squares: adds up the squares of results.
     """
 
     rank: int
@@ -211,6 +213,7 @@ class ShmContext(NamedTuple):
     share_bytes: int
     recorder: FlightRecorder
     finder: NonFiniteFinder
+    squares: SumOfSquares
 
     def peers(self) -> list[int]:
         """Returns the other ranks, the next rank first, so that not all ranks read the same ring at once."""

@@ -27,7 +27,8 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, largest_part
 from gradsync.communicators.host_copy import copy_words, pack_words, publish_words, split_words, word_dtype
 from gradsync.communicators.host_values import finite_test
-from gradsync.communicators.pieces import Piece, cuts, pieces_between
+from gradsync.communicators.nonfinite import Checks
+from gradsync.communicators.pieces import Piece, cuts, pieces_between, share_of
 from gradsync.communicators.shared_memory.arena import HOT_BYTES, Scratch, ShmContext, Slots, share_begin, shares_bytes
 from gradsync.communicators.shared_memory.pipelined import (
     Call,
@@ -35,6 +36,7 @@ from gradsync.communicators.shared_memory.pipelined import (
     PipelinedAllReduce,
     Section,
     collecting,
+    piece_of,
     run_calls,
     worth_a_call,
 )
@@ -100,7 +102,7 @@ class Plans:
         targets: Sequence[Array],
         op: ReduceOp,
         *,
-        looks: bool = False,
+        checks: Checks = Checks.NONE,
         wire: Wire | None = None,
     ) -> OneShotList | PipelinedAllReduce:
         """Plans the all-reduce of these very arrays; see Backend.all_reduce and Backend.prepare."""
@@ -109,15 +111,15 @@ class Plans:
         size = sum([source.size for source in sources])
         if size * dtype.itemsize <= context.small_bytes:
             one_shot = self.one_shot(dtype, size, op)
-            return OneShotList(one_shot, sources, targets, context, scratch, looks=looks, wire=wire)
-        flags = self._slots.flags if looks else None
-        return PipelinedAllReduce(sources, targets, op, context, scratch, self._slots.of(dtype), flags, wire)
+            return OneShotList(one_shot, sources, targets, context, scratch, checks=checks, wire=wire)
+        slots, flags = self._slots.of(dtype), self._slots.flags
+        return PipelinedAllReduce(sources, targets, op, context, scratch, slots, flags, checks, wire)
 
     def prepare(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool, wire: Wire | None
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, checks: Checks, wire: Wire | None
     ) -> PreparedReduction:
         """Plans the all-reduce of these very arrays for many runs; see Backend.prepare."""
-        plan = self.list_reduction(sources, targets, op, looks=looks, wire=wire)
+        plan = self.list_reduction(sources, targets, op, checks=checks, wire=wire)
         if isinstance(plan, PipelinedAllReduce):
             plan.keep()
         prepared = PreparedReduction(plan)
@@ -467,7 +469,7 @@ class LargeReduction(_Plan):
     def __init__(
         self, context: ShmContext, scratch: Scratch, slots: Slots, dtype: np.dtype[Any], size: int, op: ReduceOp
     ) -> None:
-        self._settings = op, context, scratch, slots.of(dtype), None
+        self._settings = op, context, scratch, slots.of(dtype), slots.flags
         self._dtype = dtype
         self._size = size
         self._kept: dict[tuple[int, int], PipelinedAllReduce] = {}  # by the addresses of source and target
@@ -518,7 +520,7 @@ class OneShotList:
         sources, targets: see Backend.all_reduce.
         context: this rank's context.
         scratch: private memory.
-        looks: whether to collect non-finite values.
+        checks: the checks of the results.
         wire: the form in which values travel; None: that of the sources.
     """
 
@@ -530,7 +532,7 @@ class OneShotList:
         context: ShmContext,
         scratch: Scratch,
         *,
-        looks: bool,
+        checks: Checks,
         wire: Wire | None,
     ) -> None:
         self._one_shot = one_shot
@@ -540,7 +542,7 @@ class OneShotList:
         self._recorder = context.recorder
         self._finder = context.finder
         dtype, size = sources[0].dtype if wire is None else wire.dtype, one_shot.size
-        self._is_finite = finite_test(dtype) if looks else None
+        self._is_finite = finite_test(dtype) if Checks.NONFINITE in checks else None
         pieces = tuple([Piece(number, 0, source.size) for number, source in enumerate(sources) if source.size])
         self._published: list[tuple[int, int, list[Array]]] = []
         self._delivered: list[Call] = []
@@ -554,6 +556,12 @@ class OneShotList:
             self._published.append((begin, end, given))
             if is_delivered:
                 self._delivered += delivery.calls(self._result[begin:end], together)
+        self._squares = context.squares
+        self._share: list[Array] = []  # this rank's share of the results, if their squares are added up
+        if Checks.SQUARES in checks:
+            sizes = tuple([target.size for target in targets])
+            share = share_of(sizes, targets[0].dtype.itemsize, context.rank, context.world_size)
+            self._share = [piece_of(targets, piece) for piece in share]
 
     def run(self, agreement: Agreement) -> None:
         """Reduces each source into its target."""
@@ -586,6 +594,8 @@ class OneShotList:
                 run_calls(self._delivered)
         if laps is not None and self._delivered:
             laps.end("splitting")
+        if self._share:
+            self._squares.add(np.concatenate(self._share))
 
 
 class PreparedReduction(_Plan):

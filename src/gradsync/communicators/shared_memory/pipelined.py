@@ -25,8 +25,8 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_copy import copy_words, memcpy_is_slow, word_dtype
-from gradsync.communicators.host_values import finite_test, multiply_quietly
-from gradsync.communicators.nonfinite import NonFiniteFinder
+from gradsync.communicators.host_values import SumOfSquares, finite_test, multiply_quietly, tables_of
+from gradsync.communicators.nonfinite import Checks, NonFiniteFinder
 from gradsync.communicators.pieces import Piece, cuts, line_bounds, pieces_between
 from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT, Scratch, ShmContext, SlotArrays
 from gradsync.diagnostics import tracing
@@ -232,6 +232,18 @@ def collecting(sources: Sequence[Array], place: Array, wire: Wire | None, scratc
     return [gathering(sources, gathered), converting(gathered, wire.prescale, place)]
 
 
+def adding_squares(squares: SumOfSquares, values: Array, *, stays: bool) -> list[Call]:
+    """Returns the calls that add the squares of a flat array.
+
+    Args:
+        squares: gets the squares.
+        values: flat array.
+        stays: whether the values stay unchanged until the sum is taken.
+    """
+    tables = tables_of(values) if stays else []
+    return [(squares.add_rows, (table,)) for table in tables] or [(squares.add, (values,))]
+
+
 def scattering(packed: Array, targets: Sequence[Array]) -> Call:
     """Returns the call that copies a packed array into small 1-D arrays of the same total size.
 
@@ -292,6 +304,14 @@ class CopyOut:
             return [scattering(place, targets)]
         together = self._scratch.converted(targets[0].dtype, place.size)
         return [*self._delivering(place, together), scattering(together, targets)]
+
+    def delivered(self, place: Array, pieces: Sequence[Piece]) -> Array:
+        """Returns one array with the values that `calls` copies: a piece of a target, or an array that is reused."""
+        if len(pieces) == 1:
+            return piece_of(self._targets, pieces[0])
+        if not self._divides and self._wire is None:
+            return place
+        return self._scratch.converted(self._targets[0].dtype, place.size)
 
     def _delivering(self, place: Array, target: Array) -> list[Call]:
         """Returns the calls that divide the results into an array, convert them, or only copy them."""
@@ -405,7 +425,8 @@ class PipelinedAllReduce:
         context: this rank's context.
         scratch: private memory.
         slots: the slots as arrays of the dtype in which values travel; a chunk fits one slot.
-        flags: the ranks' flags for non-finite results; None without the check.
+        flags: the ranks' flags for non-finite results.
+        checks: the checks of the results.
         wire: the form in which values travel; None: that of the sources.
     """
 
@@ -417,7 +438,8 @@ class PipelinedAllReduce:
         context: ShmContext,
         scratch: Scratch,
         slots: SlotArrays,
-        flags: Flags | None,
+        flags: Flags,
+        checks: Checks = Checks.NONE,
         wire: Wire | None = None,
     ) -> None:
         self._sources = sources
@@ -442,10 +464,11 @@ class PipelinedAllReduce:
         divides_late = op is ReduceOp.MEAN and accumulation_dtype(dtype) == dtype
         self._op = ReduceOp.SUM if divides_late else op
         self._delivery = CopyOut(targets, world_size if divides_late else 1, scratch, wire)
-        is_finite = None if flags is None else finite_test(dtype)
+        is_finite = finite_test(dtype) if Checks.NONFINITE in checks else None
         self._look: ChunkCheck | None = None
-        if flags is not None and is_finite is not None:
+        if is_finite is not None:
             self._look = ChunkCheck(sources, lengths.chunk, rank, is_finite, flags, context.finder)
+        self._squares = context.squares if Checks.SQUARES in checks else None
         self._kept: list[_StepCalls] | None = None
 
     def keep(self) -> None:
@@ -535,4 +558,7 @@ class PipelinedAllReduce:
             made.append((self._look.look, (number, section, result)))
         made += [copying(result, place) for place in others]
         made += self._delivery.calls(result, pieces)
+        if self._squares is not None:
+            delivered = self._delivery.delivered(result, pieces)
+            made += adding_squares(self._squares, delivered, stays=len(pieces) == 1)
         return made

@@ -18,9 +18,10 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import ResidentMemory
 from gradsync.communicators.host_values import finite_test
+from gradsync.communicators.nonfinite import Checks
 from gradsync.communicators.pieces import cuts, line_bounds
 from gradsync.communicators.shared_memory.arena import ShmContext
-from gradsync.communicators.shared_memory.pipelined import Call, run_calls
+from gradsync.communicators.shared_memory.pipelined import Call, adding_squares, run_calls
 from gradsync.communicators.shared_memory.segment import (
     HUGE_PAGE_BYTES,
     SegmentOffer,
@@ -54,7 +55,7 @@ class Range(NamedTuple):
     dtype: np.dtype[Any]
     op: ReduceOp
     mean_over: int | None
-    looks: bool
+    checks: Checks
 
 
 class SharedResidentMemory(ResidentMemory):
@@ -98,6 +99,7 @@ class ResidentReduction:
         self._barrier = context.barrier
         self._recorder = context.recorder
         self._finder = context.finder
+        self._squares = context.squares
         self._sums = np.empty(_CHUNK_BYTES, np.uint8)  # buffer for results that are checked before they are written
         self._widened: list[Array] = []  # buffers for half precision: a sum and an addend
 
@@ -128,7 +130,7 @@ class ResidentReduction:
 
     def _chunk(self, parts: Sequence[Array], key: Range, at: int) -> list[Call]:
         """Returns the calls for one chunk, whose elements of all ranks are `parts`; `at` is its place in the range."""
-        is_finite = finite_test(key.dtype) if key.looks else None
+        is_finite = finite_test(key.dtype) if Checks.NONFINITE in key.checks else None
         if is_finite is None:
             # The result goes to the part of rank 0 or rank 1, because these parts are read before the first sum is
             # written; if this rank is one of the two, to its own part.
@@ -141,7 +143,10 @@ class ResidentReduction:
         if key.mean_over is not None:
             steps.append((divide_into, (result, key.mean_over, result)))
         # Source and target have the same offset in their pages, so NumPy's own copy is the fastest (see host_copy.py).
-        return [*steps, *((np.copyto, (part, result)) for part in parts if part is not result)]
+        steps += [(np.copyto, (part, result)) for part in parts if part is not result]
+        if Checks.SQUARES in key.checks:
+            steps += adding_squares(self._squares, parts[self._rank], stays=True)
+        return steps
 
     def _sum(self, parts: Sequence[Array], result: Array, op: ReduceOp) -> list[Call]:
         """Returns the calls of reduce_into."""

@@ -19,7 +19,8 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message, ResidentMemory, Run, bounds_of
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.host_copy import memcpy_is_slow
-from gradsync.communicators.nonfinite import NonFiniteFinder
+from gradsync.communicators.host_values import SumOfSquares
+from gradsync.communicators.nonfinite import Checks, NonFiniteFinder
 from gradsync.communicators.shared_memory.arena import Scratch, SharedRings, ShmContext, Slots
 from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SharedBarrier, header_bytes
 from gradsync.communicators.shared_memory.collectives import MAX_CHUNKS_KEPT, Plans, PreparedReduction
@@ -94,14 +95,15 @@ class ShmBackend(Backend):
         scratch = Scratch(CHUNK_BYTES)
         share_bytes = ROUND_BYTES // max(world_size - 1, 1) // 64 * 64
         sizes = SMALL_BYTES, chunk_bytes, ROUND_BYTES, share_bytes
-        finder = NonFiniteFinder(world_size)
+        finder, squares = NonFiniteFinder(world_size), SumOfSquares()
         self._context = context = ShmContext(
-            rank, world_size, self._barrier, self._rings, *sizes, self.recorder, finder
+            rank, world_size, self._barrier, self._rings, *sizes, self.recorder, finder, squares
         )
         self._plans = Plans(context, scratch, self._slots)
         self._resident_reduction = ResidentReduction(context)
         self.converts = world_size > 1
         self.finder = finder if world_size > 1 else None
+        self.squares = squares if world_size > 1 else None
         # If the program drops a group and the garbage collector deletes it, other ranks may still wait in a collective.
         self._when_dropped = weakref.finalize(self, _announce_dropped, self._barrier, os.getpid())
         self._when_dropped.atexit = False
@@ -122,9 +124,9 @@ class ShmBackend(Backend):
             self._plans.list_reduction(sources, targets, op).run(agreement)
 
     def prepare(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, looks: bool, wire: Wire | None
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, checks: Checks, wire: Wire | None
     ) -> PreparedReduction | None:
-        return self._plans.prepare(sources, targets, op, looks=looks, wire=wire) if self.world_size > 1 else None
+        return self._plans.prepare(sources, targets, op, checks=checks, wire=wire) if self.world_size > 1 else None
 
     def make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
         if self.world_size == 1:
@@ -143,13 +145,13 @@ class ShmBackend(Backend):
         agreement: Agreement,
         mean_over: int | None,
         *,
-        looks: bool,
+        checks: Checks,
     ) -> None:
         if not isinstance(memory, SharedResidentMemory):  # a world of one rank
-            super().all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, looks=looks)
+            super().all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, checks=checks)
             return
         with np.errstate(all="ignore"):  # see quiet_caller
-            key = Range(begin_bytes, end_bytes, dtype, op, mean_over, looks)
+            key = Range(begin_bytes, end_bytes, dtype, op, mean_over, checks)
             self._resident_reduction.all_reduce(memory, key, agreement)
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
