@@ -1,7 +1,7 @@
 """JAX: averages the gradients of a pytree over the ranks, inside or outside jax.jit, and broadcasts a pytree.
 
-JAX's arrays are read-only, so results are new arrays. On the CPU the adapter copies neither gradients nor results. It
-copies arrays on a GPU through host memory, so JAX's own collectives are the better choice on GPUs. With gradsync's
+JAX's arrays are read-only, so results are new arrays. On the CPU the adapter copies neither gradients nor results. The
+adapter copies arrays on a GPU through host memory, so use JAX's own collectives on GPUs. With gradsync's
 launcher you do not need jax.distributed; each rank has its own devices.
 """
 
@@ -48,11 +48,11 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
         communicator: the communicator of the ranks; None means all ranks.
 
     Returns:
-        A pytree of the same structure, with new arrays on the same devices. With one rank, the given tree.
+        A pytree of the same structure, with new arrays on the same devices. With one rank, returns the given tree.
 
     Raises:
         UnsupportedDtype: a leaf has a dtype without this operator, e.g. the mean of integers; the text has the path.
-        PlanMismatch: the ranks' trees differ. All ranks raise it, with the first path that differs.
+        PlanMismatch: the ranks' trees differ. All ranks raise this error, with the first path that differs.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective failed.
     """
     method = parse_reduce_method(op)

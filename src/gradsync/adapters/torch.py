@@ -73,8 +73,8 @@ class Synchronised(torch.nn.Module):
             more. A mean does not change by this, because the result is the same on all ranks. With "sum", prescale,
             postscale or clip_norm, call zero_grad() before each pass, and accumulate within no_sync().
         find_unused_parameters: whether a pass may leave out parameters, on some ranks or on all. gradsync uses zeros
-            for their gradients; if no rank has used a parameter, its gradient does not change. This takes one small
-            collective for each pass. If False, all ranks raise an error that names the missing parameters.
+            for their gradients; if no rank has used a parameter, its gradient does not change. With True, each pass
+            needs one more small collective. With False, all ranks raise an error that names the missing parameters.
         broadcast_buffers: whether every synchronising pass copies the buffers of rank 0, such as the statistics of
             BatchNorm, to all ranks.
         gradient_as_bucket_view: whether `parameter.grad` lives in the buckets. If autograd makes a gradient elsewhere
@@ -170,7 +170,7 @@ class Synchronised(torch.nn.Module):
         buffers. See AllreduceCallback.join.
 
         Raises:
-            InvalidArgument: find_unused_parameters is set. It needs a collective that ranks without batches do not
+            InvalidArgument: find_unused_parameters is set, which needs a collective that ranks without batches do not
                 call.
         """
         if self._may_miss:

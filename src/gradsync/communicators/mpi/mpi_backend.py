@@ -66,7 +66,7 @@ def offer(settings: WorldSettings) -> str:
 
 
 def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> MpiBackend:
-    """See BackendModule. If it fails, the caller must tell the other ranks, which would otherwise wait for this rank.
+    """See BackendModule. After an error the caller must tell the other ranks, which would otherwise wait for this rank.
 
     Raises:
         BackendUnavailable: mpi4py is missing, or mpiexec or srun has not started exactly these ranks.
@@ -342,7 +342,7 @@ class MpiBackend(Backend):
         return [array, counts, list(bounds[:-1]), self._mpi.BYTE]
 
     def _room(self, size: int) -> Array:
-        """Returns a buffer of `size` bytes. Later calls return the same memory."""
+        """Returns a buffer of `size` bytes, whose memory later calls use again."""
         if self._flat.size < size:
             self._flat = np.empty(size, np.uint8)
         return self._flat[:size]

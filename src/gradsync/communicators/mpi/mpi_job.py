@@ -169,7 +169,7 @@ def _finish(request: Any, place: RankEnvironment, deadline: float, *memory: obje
 
 
 def keep_for_ever(*kept: object) -> None:
-    """Keeps requests that have not ended, with their memory, because MPI may still read and write it."""
+    """Keeps requests that have not ended, with their memory, because MPI may still read and write this memory."""
     _unfinished.append(kept)
 
 

@@ -214,7 +214,7 @@ class MpiReduction:
             np.copyto(target, into)
 
     def _buffers(self, purpose: int, dtype: np.dtype[Any], elements: int, count: int = 1) -> list[Array]:
-        """Returns `count` arrays of equal size. Later calls return the same memory."""
+        """Returns `count` arrays of equal size, whose memory later calls use again."""
         memory = self._scratch.get((purpose, dtype))
         if memory is None or memory.size < count * elements:
             memory = self._scratch[purpose, dtype] = np.empty(count * elements, dtype)

@@ -113,8 +113,8 @@ class MpiRequests:
 
         Args:
             requests: MPI requests of this communicator.
-            memory: the arrays of the requests, if the requests do not keep them alive. Requests of `post` do, but not
-                the requests of all MPI collectives.
+            memory: the arrays of the requests, if the requests do not keep them alive. Requests of `post` keep their
+                arrays alive, but not all requests of MPI's collectives do.
             look: a function that a longer wait calls every few milliseconds.
 
         Raises:
@@ -139,7 +139,7 @@ class MpiRequests:
             is_done: a function that returns whether the wait is over; each call lets MPI make progress.
             kept: the requests and their memory; this object keeps them for ever if the wait fails.
             missing: for messages, a function that returns the ranks (numbers in this communicator) that have not done
-                their part. None for collectives, because MPI does not show which ranks are missing.
+                their part. For collectives `missing` is None, because MPI does not show which ranks are missing.
             absent: for messages, a function that returns the missing ranks that have not begun their part.
             look: a function that a longer wait calls every few milliseconds.
         """

@@ -1,1 +1,1 @@
-"""The backend between GPUs: CuPy arrays over NCCL. Other rooms import `connect` and `library` only."""
+"""The backend between GPUs: CuPy arrays over NCCL. Other folders import only `connect` and `library`."""

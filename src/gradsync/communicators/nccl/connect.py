@@ -101,7 +101,7 @@ def offer(settings: WorldSettings) -> str:
 
 
 def connect(client: RendezvousClient, settings: WorldSettings, group: str, *, force_packing: bool = False) -> Backend:
-    """See BackendModule. If it fails, the caller must tell the other ranks, which would otherwise wait for this rank.
+    """See BackendModule. After an error the caller must tell the other ranks, which would otherwise wait for this rank.
 
     Args:
         client: this rank's connection to the rendezvous server.
@@ -141,7 +141,7 @@ def _device_for(settings: WorldSettings) -> int:
 def _check_devices(
     client: RendezvousClient, identity: str, group: str, deadline: float, *, allow_shared_gpu: bool
 ) -> None:
-    """Raises an error on every rank if ranks share a GPU. Its text is more helpful than NCCL's."""
+    """Raises an error on every rank if ranks share a GPU, with a more helpful text than NCCL's error."""
     mine = identity.encode()[: MAX_EXCHANGED_BYTES // client.world_size]
     by_device: dict[bytes, list[int]] = {}
     seconds = max(0.0, deadline - time.monotonic())

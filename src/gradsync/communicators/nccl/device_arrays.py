@@ -133,7 +133,7 @@ class DeviceArrays:
                 target[...] = native
 
     def scratch(self, size: int, dtype: Any) -> Any:
-        """See ArrayKind. Allocates for the current stream, which alone uses the memory, not for `results_on`."""
+        """See ArrayKind. Allocates memory for the current stream only, not for `results_on`."""
         with cupy.cuda.Device(self._device_id):
             return cupy.empty(size, dtype)
 

@@ -292,7 +292,8 @@ class FusedPacker:
     queued launch reads it.
 
     Keep a packer until the device has done the packer's work. Only one thread at a time may use a packer. If each
-    thread has its own default stream (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM), only one thread may use it at all.
+    thread has its own default stream (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM), only one thread may ever use the
+    packer.
 
     Raises:
         ImportError: CuPy is not installed. If CuPy cannot compile a kernel, the packer raises CuPy's error.
@@ -313,8 +314,8 @@ class FusedPacker:
 
         Args:
             arrays: 1-D contiguous CuPy arrays of any dtypes; the caller keeps the arrays until the copy is done.
-            flat: 1-D contiguous CuPy array of uint8 with room for the layout. The copy is slower if its address is not
-                a multiple of ALIGNMENT_BYTES. Bytes between the arrays do not change.
+            flat: 1-D contiguous CuPy array of uint8 with room for the layout. The copy is slower if the address of
+                `flat` is not a multiple of ALIGNMENT_BYTES. Bytes between the arrays do not change.
 
         Raises:
             InvalidArgument: `flat` is too small.

@@ -79,7 +79,7 @@ class Events:
 
 
 class Launch:
-    """A Completion (see futures.py) by a CUDA event.
+    """A Completion (see futures.py) that ends when a CUDA event is reached.
 
     Attributes:
         name: the collective's name in messages.
@@ -350,7 +350,7 @@ def as_stream(stream: Any, device_id: int, who: str) -> Any:
         who: the text with which an error begins.
 
     Raises:
-        InvalidArgument: not a stream, or a stream of another GPU.
+        InvalidArgument: `stream` is not a stream, or belongs to another GPU.
     """
     if stream is None:
         return cupy.cuda.get_current_stream(device_id)

@@ -195,7 +195,7 @@ class Nccl:
     def join(self, client: RendezvousClient, device_id: int, group: str, deadline: float) -> Nccl:
         """Makes a communicator of the client's ranks. All these ranks must call it.
 
-        If it fails, the caller must tell the other ranks, which would otherwise wait for this rank.
+        After an error the caller must tell the other ranks, which would otherwise wait for this rank.
 
         Args:
             client: this rank's connection to the rendezvous server.

@@ -1,8 +1,8 @@
 """The backend between GPUs: CuPy arrays over NCCL.
 
 A single collective runs on the caller's stream. For a gradient bucket, the communicator's own stream waits for the work
-that made the gradients. On this stream the backend packs, reduces and splits the bucket, and records an event at its
-end. The host does not wait.
+that made the gradients. On this stream the backend packs, reduces and splits the bucket, and records an event after
+this work. The host does not wait.
 """
 
 from __future__ import annotations

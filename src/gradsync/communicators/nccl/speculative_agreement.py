@@ -42,8 +42,8 @@ class History:
     """Predicts the next event from the agreed events. All ranks have agreed on these events, so they predict the same.
 
     Attributes:
-        expected: the digest of the predicted event: the last events happened before, and this event followed them then.
-            None if the last events are new.
+        expected: the digest of the predicted event, which followed the same last events when they happened before. If
+            the last events are new, `expected` is None.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class SpeculativeAgreement:
             arrivals: a list; the client appends this object when the server's decision arrives.
 
         Raises:
-            PlanMismatch: the ranks differ. If `broken` is set, the communicator must not be used again.
+            PlanMismatch: the ranks differ. If the error has `broken` set, the communicator must not be used again.
             RankFailed, CollectiveTimeout: a rank died, left, or did not answer.
         """
         position = self.position
@@ -182,7 +182,7 @@ class SpeculativeAgreement:
         raise self._disagreement(position, agreement, broken=decision is Decision.LAUNCHED)
 
     def overtaken(self) -> PlanMismatch | None:
-        """Returns the error if this rank has launched an event that another rank did not, once; else None."""
+        """Returns the error of a wrong launch of this rank, if there is one; later calls return None."""
         with self._lock:
             position, self._overtaken_at = self._overtaken_at, None
             if position is None:
@@ -191,7 +191,7 @@ class SpeculativeAgreement:
         return self._mismatch(position, launched, broken=True)
 
     def announce_closed(self) -> None:
-        """Reports the number of events that this rank has passed, to ranks that may wait for it."""
+        """Reports how many events this rank has passed, because other ranks may wait for this rank."""
         self._client.announce_left(self._departures, self.position)
 
     def look_for_closed_ranks(self, position: float, ranks: Iterable[int] | None = None) -> None:
@@ -357,7 +357,7 @@ class NcclAgreements:
         messages in that group. Source: NCCL, src/transport.cc, ncclTransportP2pSetup.
 
         Raises:
-            PlanMismatch: the ranks differ. `broken` is set, and the communicator must not be used again.
+            PlanMismatch: the ranks differ. The error has `broken` set, and the communicator must not be used again.
             RankFailed, CollectiveTimeout: as for SpeculativeAgreement.asked.
         """
         ways = {question: self._of_way(question.sender, question.receiver) for question in questions}
@@ -384,7 +384,7 @@ class NcclAgreements:
         return any(agreement.was_overtaken for agreement in self._all())
 
     def overtaken(self) -> PlanMismatch | None:
-        """Returns the error if this rank has launched an event that another rank did not, once; else None."""
+        """Returns the error of a wrong launch of this rank, if there is one; later calls return None."""
         for agreement in self._all():
             mismatch = agreement.overtaken()
             if mismatch is not None:
@@ -401,7 +401,7 @@ class NcclAgreements:
         self.of_all.look_for_closed_ranks(math.inf, [self._client.world_ranks[rank] for rank in ranks])
 
     def announce_closed(self) -> None:
-        """Reports the number of events that this rank has passed, to ranks that may wait for it."""
+        """Reports how many events this rank has passed, because other ranks may wait for this rank."""
         for agreement in self._all():
             agreement.announce_closed()
 

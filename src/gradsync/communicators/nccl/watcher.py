@@ -146,7 +146,7 @@ class Watched:
     # -- On the watcher's thread ---------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Checks the communicator once, and reports its failure. Returns whether to check it again."""
+        """Checks the communicator once, and reports its failure. Returns whether to check the communicator again."""
         if not self._stopped:
             try:
                 self._look()
