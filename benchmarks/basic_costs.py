@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from rich.table import Table
 import gradsync as gs
 from gradsync.communicators.agreement import agreement_on
 from gradsync.diagnostics.recorder import FlightRecorder
-from measurement import Seconds, provenance, slowest_rank
+from measurement import Seconds, add_output, provenance, slowest_rank, write_result
 from models import MODELS, element_count
 
 FOLDER = Path(__file__).parent
@@ -219,10 +218,9 @@ def table_of(rows: list[Row]) -> Table:
     return table
 
 
-def as_json(rows: list[Row], made: dict[str, Any], settings: dict[str, int]) -> str:
+def as_dictionary(rows: list[Row], made: dict[str, Any], settings: dict[str, int]) -> dict[str, Any]:
     results = [{**asdict(row), "ratio": row.ratio, "kept": row.kept} for row in rows]
-    made["machine"]["load_average_after"] = os.getloadavg()[0]
-    return json.dumps({**made, "settings": settings, "results": results}, indent=2) + "\n"
+    return {**made, "settings": settings, "results": results}
 
 
 # -- Busy cores ----------------------------------------------------------------------------------------------
@@ -272,7 +270,7 @@ def main() -> int:
     parser.add_argument(
         "--only", choices=("imports", "start-up", "gradients", "busy", "recorder"), help="one part; writes likewise"
     )
-    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/basic_costs.json]")
+    add_output(parser, "basic_costs")
     options = parser.parse_args()
     settings = {"ranks": RANKS, "gradient_rounds": 31, "start_up_rounds": 11, "import_rounds": 21, "warm_up": 3}
     if options.quick:
@@ -293,11 +291,7 @@ def main() -> int:
     ]
     Console().print(table_of(rows))
     whole = not options.quick and options.only is None
-    output = options.output or (FOLDER / "results" / "basic_costs.json" if whole else None)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(as_json(rows, made, settings))
-        print(f"written to {os.path.relpath(output)}")
+    write_result("basic_costs", options.output, as_dictionary(rows, made, settings), is_whole=whole)
     return 1 if any(row.kept is False for row in rows) else 0
 
 

@@ -12,8 +12,6 @@ behind; a time above its target is only shown.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,7 +23,7 @@ from rich.table import Table
 
 from failures.observation import DOWN, RAISED, REPORTED, Result, Row, observe
 from failures.rows import rows
-from measurement import provenance
+from measurement import add_output, provenance, write_result
 
 FOLDER = Path(__file__).parent
 ROUNDS = 5
@@ -77,13 +75,6 @@ def _figures(summary: dict[str, Any]) -> tuple[str, str, str, str]:
     return f"{summary['median_seconds']:.3f}", f"{summary['worst_seconds']:.3f}", shown_target, verdict
 
 
-def as_json(results: Sequence[Result], made: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Returns the whole result, with its provenance."""
-    made["machine"]["load_average_after"] = os.getloadavg()[0]
-    body = {**made, "settings": settings, "results": [result.as_json() for result in results]}
-    return json.dumps(body, indent=2) + "\n"
-
-
 def tell_what_is_wrong(results: Sequence[Result], console: Console) -> None:
     for result in results:
         if result.skipped is not None:
@@ -100,7 +91,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows with this in their name")
     parser.add_argument("--large", action="store_true", help="also return 1 GiB from a rank")
     parser.add_argument("--list", action="store_true", help="list the rows' names, and end")
-    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/detection.json]")
+    add_output(parser, "detection")
     return parser.parse_args()
 
 
@@ -124,11 +115,8 @@ def main() -> int:
         console.print(f"{len(results)}/{len(wanted)} {row.name}", highlight=False)
     console.print(table_of(results))
     tell_what_is_wrong(results, console)
-    output = options.output or (None if options.only else FOLDER / "results" / "detection.json")
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(as_json(results, made, {"rounds": options.rounds}))
-        console.print(f"written to {os.path.relpath(output)}", highlight=False)
+    result = {**made, "settings": {"rounds": options.rounds}, "results": [each.as_json() for each in results]}
+    write_result("detection", options.output, result, is_whole=not options.only)
     return 0 if all(result.is_good for result in results) else 1
 
 

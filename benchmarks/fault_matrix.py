@@ -14,8 +14,6 @@ something was left; a time above its target is only shown.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
 import sys
 import time
@@ -31,7 +29,7 @@ from failure_tables import told
 from failures.matrix import VICTIMS, Cell, cells, row_of, why_not
 from failures.observation import DOWN, RAISED, REPORTED, Result, observe
 from failures.points import FAULTS, PHASES
-from measurement import provenance
+from measurement import provenance, write_result
 
 FOLDER = Path(__file__).parent
 OUTPUT = FOLDER / "results" / "fault_matrix.json"
@@ -99,7 +97,9 @@ def _entry(results: Iterable[Result]) -> str:
     return f"[yellow]{shown} late[/yellow]" if any(result.missed for result in results) else shown
 
 
-def as_json(wanted: Sequence[Cell], results: Sequence[Result], made: dict[str, Any], settings: dict[str, Any]) -> str:
+def as_dictionary(
+    wanted: Sequence[Cell], results: Sequence[Result], made: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the whole result, with the combinations that are no cell, and why."""
     body = [
         {"phase": cell.phase, "fault": cell.fault, "victim": cell.victim, **_without_texts(result)}
@@ -116,9 +116,7 @@ def as_json(wanted: Sequence[Cell], results: Sequence[Result], made: dict[str, A
         "wrong_or_unclean": sum(not result.is_good for result in results),
         "late": sum(bool(result.missed) for result in results),
     }
-    made["machine"]["load_average_after"] = os.getloadavg()[0]
-    whole = {**made, "settings": settings, "summary": summary, "results": body, "left_out": left_out}
-    return json.dumps(whole, indent=1) + "\n"
+    return {**made, "settings": settings, "summary": summary, "results": body, "left_out": left_out}
 
 
 def _without_texts(result: Result) -> dict[str, Any]:
@@ -143,7 +141,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="cells with all of these in their name")
     parser.add_argument("--rounds", type=int, help=f"of each cell [{ROUNDS}; 1 with --quick]")
     parser.add_argument("--at-a-time", type=int, default=AT_A_TIME, help=f"cells that run at once [{AT_A_TIME}]")
-    parser.add_argument("--json", type=Path, help=f"where the JSON goes [{OUTPUT.relative_to(FOLDER.parent)}]")
+    parser.add_argument(
+        "--json", dest="output", type=Path, help="where the JSON goes [benchmarks/results/fault_matrix.json]"
+    )
     return parser.parse_args()
 
 
@@ -164,11 +164,9 @@ def main() -> int:
     tell_what_is_wrong(results, console)
     bad = sum(not result.is_good for result in results)
     console.print(f"{len(results)} cells in {time.monotonic() - began:.0f} s: {bad or 'none'} wrong or unclean")
-    output = options.json or (None if options.quick or options.only else OUTPUT)
-    if output is not None:
-        settings = {"rounds": rounds, "cells_at_a_time": options.at_a_time}
-        output.write_text(as_json(wanted, results, made, settings))
-        console.print(f"written to {os.path.relpath(output)}", highlight=False)
+    settings = {"rounds": rounds, "cells_at_a_time": options.at_a_time}
+    result, whole = as_dictionary(wanted, results, made, settings), not (options.quick or options.only)
+    write_result("fault_matrix", options.output, result, is_whole=whole)
     return int(bad > 0)
 
 

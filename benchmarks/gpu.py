@@ -14,8 +14,6 @@ Takes about 10 GB of the GPU's memory, in both processes together.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,7 +25,7 @@ from rich.console import Console
 import gradsync as gs
 from gradsync.communicators.nccl.connect import count_devices
 from gradsync.communicators.nccl.library import Nccl
-from measurement import provenance
+from measurement import add_output, provenance, write_result
 from on_gpu.rows import Row, table_of
 from on_gpu.scale import FULL, QUICK, TINY, Scale
 from on_gpu.targets import COPY, PACKING, SHARED, STEP, Target, judge, table_of_targets
@@ -90,13 +88,12 @@ def parts_of(only: str | None) -> list[str]:
     return [COPY, PACKING] if only == PACKING else [only]  # packing is compared with the copies of the same run
 
 
-def as_json(
+def as_dictionary(
     made: dict[str, Any], scale: Scale, rows: Sequence[Row], targets: Sequence[Target], failures: dict[str, str]
-) -> str:
-    made["machine"]["load_average_after"] = os.getloadavg()[0]
+) -> dict[str, Any]:
     settings = {**asdict(scale), "models": list(scale.models)}
     results = {"rows": [row.as_json() for row in rows], "targets": [target.as_json() for target in targets]}
-    return json.dumps({**made, "settings": settings, **results, "failures": failures}, indent=2) + "\n"
+    return {**made, "settings": settings, **results, "failures": failures}
 
 
 def parse_options() -> argparse.Namespace:
@@ -105,7 +102,7 @@ def parse_options() -> argparse.Namespace:
     size.add_argument("--quick", dest="scale", action="store_const", const=QUICK, help="few rounds; writes likewise")
     size.add_argument("--tiny", dest="scale", action="store_const", const=TINY, help="a trial; writes likewise")
     parser.add_argument("--only", choices=tuple(TITLES), help="one part; writes only with --output")
-    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/gpu.json]")
+    add_output(parser, "gpu")
     parser.set_defaults(scale=FULL)
     return parser.parse_args()
 
@@ -129,11 +126,7 @@ def main() -> int:
     if targets:
         console.print(table_of_targets(targets))
     whole = options.scale is FULL and options.only is None
-    output = options.output or (FOLDER / "results" / "gpu.json" if whole else None)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(as_json(made, options.scale, rows, targets, failures))
-        print(f"written to {os.path.relpath(output)}")
+    write_result("gpu", options.output, as_dictionary(made, options.scale, rows, targets, failures), is_whole=whole)
     if failures:
         return 2
     return 1 if any(target.must_kept is False for target in targets) else 0

@@ -11,7 +11,6 @@ tests were not reached. Ranks that share a GPU take turns on it: nobody knows ye
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from measurement import provenance
+from measurement import provenance, write_result
 
 FOLDER = Path(__file__).parent
 TEST_SECONDS = 30
@@ -74,9 +73,7 @@ def main() -> int:
         made["machine"]["gpu"] = hardware.gpu()
         made["versions"] |= hardware.versions()
         found = {"seconds": round(results.seconds, 1), "not_reached": results.not_reached, "rows": results.rows}
-        output = FOLDER / "results" / "gpu_tests.json"
-        output.write_text(json.dumps({**made, **found}, indent=2) + "\n")
-        print(f"written to {output}")
+        write_result("gpu_tests", None, {**made, **found})
     if results.not_reached:
         print(f"gpu_tests: {results.not_reached} tests were not reached within {ALL_SECONDS} s", file=sys.stderr)
     return code or int(results.not_reached > 0)

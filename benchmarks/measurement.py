@@ -1,18 +1,33 @@
-"""Shared by the benchmarks: statistics of samples, and the machine and versions of a result."""
+"""Shared by the benchmarks: statistics of samples, the machine and versions of a result, ranks, and the JSON file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import gradsync
 from gradsync.bench import report
 from gradsync.bench.report import Seconds
 
-__all__ = ["Seconds", "output_of", "provenance", "slowest_rank"]
+__all__ = [
+    "RESULTS",
+    "Seconds",
+    "add_output",
+    "output_beside_torch",
+    "output_of",
+    "provenance",
+    "slowest_rank",
+    "write_result",
+]
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
@@ -53,3 +68,46 @@ def output_of(command: Sequence[str], variables: Mapping[str, str], timeout_seco
         raise RuntimeError(f"the ranks ended with {done.returncode}:\n{done.stderr}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def output_beside_torch(
+    python: str, script: str, arguments: Sequence[str], variables: Mapping[str, str], timeout_seconds: float
+) -> dict[str, Any]:
+    """Runs two ranks of a script in an environment with PyTorch; returns and raises as `output_of`.
+
+    Args:
+        python: the interpreter of that environment.
+        script: the name of a script beside this file.
+        arguments: the script's arguments.
+        variables: added to those of this process.
+        timeout_seconds: the time after which the ranks are killed.
+    """
+    command = [python, "-W", "ignore", "-m", "gradsync", "run", "--no-prefix", "-n", "2"]
+    sources = str(Path(gradsync.__file__).parents[1])
+    with tempfile.TemporaryDirectory() as folder:
+        own = {"PYTHONPATH": sources, "TMPDIR": folder, "GLOO_SOCKET_IFNAME": "lo"}
+        command += [str(Path(__file__).parent / script), *arguments]
+        return output_of(command, {**variables, **own}, timeout_seconds)
+
+
+def add_output(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the option --output; `name` is that of the results."""
+    parser.add_argument("--output", type=Path, help=f"where the JSON goes [benchmarks/results/{name}.json]")
+
+
+def write_result(name: str, output: Path | None, result: dict[str, Any], *, is_whole: bool = True) -> None:
+    """Writes a result as JSON.
+
+    Args:
+        name: the name of the results.
+        output: the option --output; None is benchmarks/results/NAME.json, and only for a whole measurement.
+        result: the result, with its provenance.
+        is_whole: whether everything was measured, with all rounds.
+    """
+    path = output or (RESULTS / f"{name}.json" if is_whole else None)
+    if path is None:
+        return
+    result["machine"]["load_average_after"] = os.getloadavg()[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {os.path.relpath(path)}")

@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.old is None:
         parser.error("--old is needed")
-    from measurement import provenance
+    from measurement import provenance, write_result
     from two_checkouts import commit_of
 
     made = provenance("benchmarks/nccl_host_cost.py")
@@ -190,13 +190,10 @@ def main(arguments: list[str] | None = None) -> int:
         low, high = row["range"]
         print(f"{row['case']:8} {row['clock']:11} {old} -> {new}: {row['new_to_old']:.2f} ({low:.2f} to {high:.2f})")
     print(f"python calls {python_calls[OLD]:g} -> {python_calls[NEW]:g}")
-    output = options.output or (None if options.quick else _HERE / "results" / "nccl_host_cost.json")
-    if output is not None:
-        made["machine"]["load_average_after"] = os.getloadavg()[0]
-        commits = {name: commit_of(path) for name, path in checkouts.items()}
-        settings = {"blocks": len(blocks[NEW]), "calls": CALLS, "burst": BURST, "warm_up": WARM_UP, "seed": SEED}
-        results = {**made, "commits": commits, "settings": settings, "python_calls": python_calls, "rows": rows}
-        output.write_text(json.dumps(results, indent=1) + "\n")
+    commits = {name: commit_of(path) for name, path in checkouts.items()}
+    settings = {"blocks": len(blocks[NEW]), "calls": CALLS, "burst": BURST, "warm_up": WARM_UP, "seed": SEED}
+    result = {**made, "commits": commits, "settings": settings, "python_calls": python_calls, "rows": rows}
+    write_result("nccl_host_cost", options.output, result, is_whole=not options.quick)
     return int(not all(row.get("kept", True) for row in rows))
 
 

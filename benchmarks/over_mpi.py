@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 import gradsync as gs
-from measurement import provenance
+from measurement import add_output, provenance, write_result
 from models import Shape, gpt2_small, resnet50
 
 FOLDER = Path(__file__).parent
@@ -104,7 +104,7 @@ def main() -> int:
     """Starts the ranks, prints their result, and writes it unless the rounds are shortened."""
     parser = argparse.ArgumentParser(description="Times gradsync over MPI beside mpi4py.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/over_mpi.json]")
+    add_output(parser, "over_mpi")
     options = parser.parse_args()
     rounds: int = options.rounds
     results = provenance("benchmarks/over_mpi.py")
@@ -120,9 +120,7 @@ def main() -> int:
     for row in found["rows"]:
         ours, theirs = row["seconds"]["gradsync"], row["seconds"]["mpi4py"]
         print(f"{row['work']:34} {ours * 1e3:7.3f} ms {theirs * 1e3:7.3f} ms  {ours / theirs:.2f}")
-    output = options.output or (FOLDER / "results" / "over_mpi.json" if rounds >= ROUNDS else None)
-    if output is not None:
-        output.write_text(json.dumps(results, indent=1) + "\n")
+    write_result("over_mpi", options.output, results, is_whole=rounds >= ROUNDS)
     return 0
 
 

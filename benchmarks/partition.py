@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import selectors
@@ -30,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from measurement import provenance
+from measurement import add_output, provenance, write_result
 
 FOLDER = Path(__file__).parent
 _TESTS = FOLDER.parent / "tests"
@@ -142,7 +141,7 @@ def main() -> int:
     """Measures all rows, prints them, and writes them unless the rounds are shortened."""
     parser = argparse.ArgumentParser(description="Measures how soon a machine that is cut off is told.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/partition.json]")
+    add_output(parser, "partition")
     options = parser.parse_args()
     rounds: int = options.rounds
     console = Console()
@@ -160,9 +159,7 @@ def main() -> int:
         times = (f"{line[name]:.2f}" for name in ("median_seconds", "worst_seconds", "target_seconds"))
         table.add_row(line["fault"], line["victim"], line["side"], *times)
     console.print(table)
-    output = options.output or (FOLDER / "results" / "partition.json" if rounds >= ROUNDS else None)
-    if output is not None:
-        output.write_text(json.dumps({**where, "results": found}, indent=1) + "\n")
+    write_result("partition", options.output, {**where, "results": found}, is_whole=rounds >= ROUNDS)
     return int(any(line["complaints"] for line in found))
 
 

@@ -20,15 +20,12 @@ The exit code is 1 where some bit differs, or where gradsync's step is slower th
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import gradsync
-from measurement import Seconds, output_of, provenance
+from measurement import Seconds, add_output, output_beside_torch, provenance, write_result
 from peers import systems
 from peers.contenders import TORCH
 
@@ -36,20 +33,6 @@ FOLDER = Path(__file__).parent
 STEPS, QUICK_STEPS = 6, 2
 RUN_SECONDS = 280.0
 OURS, THEIRS = "Synchronised", "DistributedDataParallel on gloo"
-
-
-def run(python: str, model: str, steps: int) -> dict[str, Any]:
-    """Runs the ranks, and returns rank 0's output.
-
-    Raises:
-        RuntimeError: a rank failed; with its standard error.
-    """
-    command = [python, "-W", "ignore", "-m", "gradsync", "run", "--no-prefix", "-n", "2"]
-    sources = str(Path(gradsync.__file__).parents[1])
-    with tempfile.TemporaryDirectory() as folder:
-        variables = {"PYTHONPATH": sources, "TMPDIR": folder, "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-        command += [str(FOLDER / "real_model_rank.py"), model, str(steps)]
-        return output_of(command, systems.THREADS | variables, RUN_SECONDS)
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -80,10 +63,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="two steps of a tiny GPT-2; writes only with --output")
     parser.add_argument("--python", default=str(systems.ENVIRONMENTS / TORCH / "bin" / "python"), help="with PyTorch")
-    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/real_model.json]")
+    add_output(parser, "real_model")
     options = parser.parse_args()
     results = provenance("benchmarks/real_model.py")
-    found = run(options.python, "tiny" if options.quick else "GPT-2 small", QUICK_STEPS if options.quick else STEPS)
+    arguments = ["tiny", str(QUICK_STEPS)] if options.quick else ["GPT-2 small", str(STEPS)]
+    variables = systems.THREADS | {"HF_HUB_OFFLINE": "1"}
+    found = output_beside_torch(options.python, "real_model_rank.py", arguments, variables, RUN_SECONDS)
     results["versions"] |= found["versions"]
     results["settings"] = found["settings"]
     rows = results["results"] = rows_of(found)
@@ -98,9 +83,7 @@ def main() -> int:
         same = "same weights" if row["weights_equal_bit_by_bit"] else "OTHER WEIGHTS"
         print(f"{row['model']:12} {row['what']:40} step {step:7.3f} s, backward {backward:7.3f} s, {same}")
     print(f"{OURS} against the quicker {THEIRS}: {ratio:.3f}")
-    output = options.output or (None if options.quick else FOLDER / "results" / "real_model.json")
-    if output is not None:
-        output.write_text(json.dumps(results, indent=2) + "\n")
+    write_result("real_model", options.output, results, is_whole=not options.quick)
     return int(not all(promise["kept"] for promise in results["promises"]))
 
 

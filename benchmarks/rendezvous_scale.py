@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.rendezvous.liveness import heartbeat_seconds
-from measurement import Seconds, provenance
+from measurement import Seconds, add_output, provenance, write_result
 from peers import systems
 from peers.contenders import TORCH
 from simulated_ranks import run
@@ -132,7 +131,7 @@ def torch_version() -> str:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure rendezvous servers under thousands of simulated ranks.")
     parser.add_argument("--quick", action="store_true", help="few rounds; writes only with --output")
-    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/rendezvous_scale.json]")
+    add_output(parser, "rendezvous_scale")
     return parser.parse_args()
 
 
@@ -144,7 +143,6 @@ def main() -> int:
     if len(present) > 1:
         made["versions"]["torch"] = torch_version()
     made["method"] = {"load_processes": LOAD_PROCESSES, "loopback_is_named": can_give_names()}
-    output = options.output or (None if options.quick else FOLDER / "results" / "rendezvous_scale.json")
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     beat_seconds = QUICK_BEAT_SECONDS if options.quick else BEAT_SECONDS
     results = []
@@ -154,8 +152,8 @@ def main() -> int:
             results.append(result(contender, ranks, runs))
             print(line_of(results[-1]), flush=True)
         made["results"], made["promises"] = results, promises(results)
-        if output:  # after each size: the larger one takes long
-            output.write_text(json.dumps(made, indent=1) + "\n")
+        # After each size, because the larger one takes long.
+        write_result("rendezvous_scale", options.output, made, is_whole=not options.quick)
     for promise in made["promises"]:
         kept = "kept" if promise["kept"] else "NOT KEPT"
         print(f"{promise['ranks']} ranks, {promise['what']}: {promise['value']:.3g} <= {promise['limit']:g}: {kept}")

@@ -24,8 +24,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from basic_costs import Row, as_json, gradsync_command
-from measurement import Seconds, provenance
+from basic_costs import Row, as_dictionary, gradsync_command
+from measurement import Seconds, add_output, provenance, write_result
 from peers import systems
 from peers.contenders import GRADSYNC, MPICH, OPENMPI, SYSTEMS, TORCH
 
@@ -141,7 +141,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, default=[*PROMISED_SECONDS], help="how many; writes likewise")
     parser.add_argument("--rounds", type=int, help=f"of each contender [{ROUNDS}]; writes likewise")
     parser.add_argument("--contenders", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="gradsync always; likewise")
-    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/start_up.json]")
+    add_output(parser, "start_up")
     return parser.parse_args()
 
 
@@ -158,13 +158,9 @@ def main() -> int:
     console.width = max(console.width, TABLE_WIDTH)
     console.print(table_of(rows))
     whole = rounds == ROUNDS and options.ranks == [*PROMISED_SECONDS] and len(present) == len(SYSTEMS)
-    output = options.output or (FOLDER / "results" / "start_up.json" if whole else None)
-    if output is not None:
-        made["versions"]["systems"] = {system: version_of(system) for system in present if system != GRADSYNC}
-        settings = {"ranks": options.ranks, "rounds": rounds, "warm_up": WARM_UP}
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(as_json(rows, made, settings))
-        print(f"written to {os.path.relpath(output)}")
+    made["versions"]["systems"] = {system: version_of(system) for system in present if system != GRADSYNC}
+    settings = {"ranks": options.ranks, "rounds": rounds, "warm_up": WARM_UP}
+    write_result("start_up", options.output, as_dictionary(rows, made, settings), is_whole=whole)
     return 1 if any(row.kept is False for row in rows) else 0
 
 

@@ -19,13 +19,11 @@ The exit code is 1 when all three together cost more than 1 % beyond doubt: when
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +32,7 @@ from rich.table import Table
 
 import gradsync as gs
 from gradsync import process_group
-from measurement import Seconds, provenance
+from measurement import Seconds, add_output, provenance, write_result
 from steady_contenders import ALL_THREE, CONTENDERS, MODELS, SILENT, USUAL, WITH, WITHOUT, Model
 
 TARGET = 0.01
@@ -192,16 +190,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two rounds of the small model; writes only with --output")
     parser.add_argument("--rounds", type=int, help="how many; writes likewise")
-    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/steady_cost.json]")
+    add_output(parser, "steady_cost")
     options = parser.parse_args(arguments)
     origin = provenance("benchmarks/steady_cost.py")
     of_models = [measured(plan) for plan in plans(options.rounds, is_quick=options.quick)]
     Console().print(table_of((told["model"], found) for told, found in of_models))
     whole = not options.quick and options.rounds is None
-    output = options.output or (Path(__file__).parent / "results" / "steady_cost.json" if whole else None)
-    if output is not None:
-        results = [told for told, _ in of_models]
-        output.write_text(json.dumps({**origin, "target": TARGET, "results": results}, indent=1) + "\n")
+    result = {**origin, "target": TARGET, "results": [told for told, _ in of_models]}
+    write_result("steady_cost", options.output, result, is_whole=whole)
     always = [cost for _, found in of_models for cost in found if cost.of == ALL_THREE]
     return int(any(cost.low > TARGET for cost in always))
 

@@ -12,7 +12,6 @@ test after each epoch; runs take turns.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradsync.machine import BLAS_VARIABLES, usable_cores
-from measurement import Seconds, output_of, provenance
+from measurement import Seconds, add_output, output_of, provenance, write_result
 
 FOLDER = Path(__file__).parent
 MODELS = {"digits": "the example", "larger": "a larger network"}
@@ -82,7 +81,7 @@ def measure(models: list[str], rounds: int, epochs: dict[str, int]) -> list[dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one short round; writes only with --output")
-    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/training_speed.json]")
+    add_output(parser, "training_speed")
     options = parser.parse_args()
     results = provenance("benchmarks/training_speed.py")
     if options.quick:
@@ -97,9 +96,7 @@ def main() -> None:
             f"({1e3 * seconds['lower_quartile']:.3g} to {1e3 * seconds['upper_quartile']:.3g}), "
             f"communication {100 * row['communication_share']:.0f} %, accuracy {row['accuracy']:.2%}"
         )
-    output = options.output or (None if options.quick else FOLDER / "results" / "training_speed.json")
-    if output is not None:
-        output.write_text(json.dumps(results, indent=2) + "\n")
+    write_result("training_speed", options.output, results, is_whole=not options.quick)
 
 
 if __name__ == "__main__":

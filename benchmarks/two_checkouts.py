@@ -18,8 +18,6 @@ The exit code is 1 when a case is broken, 2 when a rank failed.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import subprocess
 import sys
@@ -34,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradsync.bench.report import busy_machine
-from measurement import Seconds, provenance, slowest_rank
+from measurement import Seconds, provenance, slowest_rank, write_result
 from models import gpt2_small, resnet50
 from peers.crew import Crew, CrewFailed, Start
 
@@ -232,12 +230,10 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     console.width = max(console.width, 120)  # of a log, without a terminal
     console.print(table_of(rows))
-    if options.output is not None:
-        origin["machine"]["load_average_after"] = os.getloadavg()[0]
-        commits = {name: commit_of(path) for name, path in {OLD: options.old, NEW: options.new}.items()}
-        settings = {"ranks": RANKS, "blocks": blocks, "turns_a_block": turns, "seed": SEED, "threads": _THREADS}
-        results = {**origin, "commits": commits, "settings": settings, "rows": rows}
-        options.output.write_text(json.dumps(results, indent=1) + "\n")
+    commits = {name: commit_of(path) for name, path in {OLD: options.old, NEW: options.new}.items()}
+    settings = {"ranks": RANKS, "blocks": blocks, "turns_a_block": turns, "seed": SEED, "threads": _THREADS}
+    result = {**origin, "commits": commits, "settings": settings, "rows": rows}
+    write_result("two_checkouts", options.output, result, is_whole=False)
     return int(any(row["verdict"] == "broken" for row in rows))
 
 

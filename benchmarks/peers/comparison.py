@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from measurement import provenance
+from measurement import add_output, provenance, write_result
 from peers import systems
 from peers.blocks import measure, started_pairs
 from peers.collectives import EXTENTS, RANKS
@@ -24,7 +21,7 @@ from peers.contenders import GRADSYNC, SYSTEMS
 from peers.pair import PairFailed
 from peers.rows import NOT_ASKED_FOR, NOT_INSTALLED, Row, rows_of
 from peers.tables import table_of, table_of_verdicts
-from peers.targets import Target, Verdict, judge
+from peers.targets import Target, judge
 from peers.workload import Workload
 
 BLOCKS = 9
@@ -79,11 +76,11 @@ def main(script: str, comparisons: Mapping[str, Comparison]) -> int:
         return 2
     verdicts = judge(comparison.targets(), rows)
     console.print(table_of_verdicts(verdicts))
-    output = _output(options)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(as_json(made, versions, settings_of(workloads, blocks), rows, verdicts))
-        print(f"written to {os.path.relpath(output)}")
+    made["versions"]["systems"] = versions
+    whole = not options.quick and options.only is None and set(options.contenders) == set(SYSTEMS)
+    results = {"rows": [asdict(row) for row in rows], "targets": [verdict.as_json() for verdict in verdicts]}
+    result = {**made, "settings": settings_of(workloads, blocks), **results}
+    write_result(options.what, options.output, result, is_whole=whole)
     return 1 if any(verdict.must_kept is False for verdict in verdicts) else 0
 
 
@@ -97,7 +94,7 @@ def _parse_options(comparisons: Mapping[str, Comparison]) -> argparse.Namespace:
         "--contenders", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="systems; gradsync always; writes likewise"
     )
     parser.add_argument("--blocks", type=int, default=BLOCKS, help=f"of each contender [{BLOCKS}]")
-    parser.add_argument("--output", type=Path, help="where the JSON goes [benchmarks/results/WHAT.json]")
+    add_output(parser, "WHAT")
     options = parser.parse_args()
     if options.what is None and not options.install:
         parser.error(f"name what to measure: {', '.join(comparisons)}")
@@ -105,12 +102,6 @@ def _parse_options(comparisons: Mapping[str, Comparison]) -> argparse.Namespace:
     if options.only is not None and options.only not in parts:
         parser.error(f"--only {options.only}: the parts of {options.what} are {', '.join(parts)}")
     return options
-
-
-def _output(options: argparse.Namespace) -> Path | None:
-    """Returns where the JSON goes; None where only a part was measured and no file was named."""
-    whole = not options.quick and options.only is None and set(options.contenders) == set(SYSTEMS)
-    return options.output or (systems.BENCHMARKS / "results" / f"{options.what}.json" if whole else None)
 
 
 def run(
@@ -150,15 +141,6 @@ def why_absent(asked_for: set[str]) -> dict[str, str]:
         for system in SYSTEMS
     }
     return {system: reason for system, reason in reasons.items() if reason}
-
-
-def as_json(
-    made: dict[str, Any], versions: dict[str, Any], settings: dict[str, Any], rows: list[Row], verdicts: list[Verdict]
-) -> str:
-    made["machine"]["load_average_after"] = os.getloadavg()[0]
-    made["versions"]["systems"] = versions
-    results = {"rows": [asdict(row) for row in rows], "targets": [verdict.as_json() for verdict in verdicts]}
-    return json.dumps({**made, "settings": settings, **results}, indent=2) + "\n"
 
 
 def settings_of(workloads: Sequence[Workload], blocks: int) -> dict[str, Any]:
