@@ -34,5 +34,5 @@ def test_what_is_no_report_is_told_and_the_launcher_goes_on(tmp_path, written, t
     )
     code, _, err = command.run("run", "-n", 1, script)
     assert code == 1
-    assert re.search(f"what this rank reported cannot be read .*{told}", err), err
+    assert re.search(f"the report of this rank cannot be read .*{told}", err), err
     assert "Traceback" not in err

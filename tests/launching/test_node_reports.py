@@ -20,7 +20,7 @@ from gradsync.launching.rank_report import ErrorReport
 
 def failed(rank, *, order=0, consequence=False, stopped=False, text="Traceback\nValueError: x\n", code=1):
     error = ErrorReport(text, "ValueError: x", consequence)
-    return RankOutcome(rank, 100 + rank, code, error=error, order=order, was_stopped=stopped)
+    return RankOutcome(rank, 100 + rank, code, error=error, order=order, was_asked_to_end=stopped)
 
 
 def outcome(*ranks, signal_number=None):
@@ -76,7 +76,7 @@ def test_which_end_is_the_cause():
     own = report_of(2, outcome(failed(4)))
     late = report_of(1, outcome(failed(2, stopped=True)))
     suffering = report_of(0, outcome(failed(0, consequence=True)))
-    stopped = report_of(3, outcome(RankOutcome(6, 106, -15, order=0, was_stopped=True)))
+    stopped = report_of(3, outcome(RankOutcome(6, 106, -15, order=0, was_asked_to_end=True)))
     lost, signalled = loss_report(4, "is gone"), signal_report(5, 2)
     in_order = [signalled, lost, own, late, suffering, stopped]
     for first, cause in enumerate(in_order):

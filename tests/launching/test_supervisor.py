@@ -53,7 +53,7 @@ class PlayedRank:
         self.error = self._will_report
         return False
 
-    def is_stopped(self):
+    def is_paused(self):
         return self.stopped
 
     def send_signal(self, number):
@@ -152,7 +152,7 @@ def then_ends(first, first_code, second, second_code):
 @pytest.mark.usefixtures("_no_time_to_settle")
 def test_result_that_cannot_be_sent_leaves_the_others_their_time():
     working, unsendable = PlayedRank(0), PlayedRank(1)
-    with watching(working, unsendable, on_news=then_ends(unsendable, 1, working, 0)) as (watch, _):
+    with watching(working, unsendable, on_change=then_ends(unsendable, 1, working, 0)) as (watch, _):
         unsendable.fail(report(is_unsendable=True))
         outcome = watch.finish_start()
     assert working.received == []
@@ -172,7 +172,7 @@ def test_failure_outranks_a_result_that_cannot_be_sent():
 @pytest.mark.usefixtures("_no_time_to_settle")
 def test_consequence_never_hides_the_original():
     told_first, original = PlayedRank(0), PlayedRank(1)
-    with watching(told_first, original, on_news=then_ends(told_first, 1, original, -signal.SIGSEGV)) as (watch, _):
+    with watching(told_first, original, on_change=then_ends(told_first, 1, original, -signal.SIGSEGV)) as (watch, _):
         told_first.fail(report("RankFailed: rank 1 died", is_consequence=True))
         outcome = watch.finish_start()
     assert original.received == []
@@ -217,15 +217,15 @@ def test_ranks_are_ended_when_the_launcher_itself_fails():
     assert rank.received == [signal.SIGKILL]
 
 
-@pytest.mark.parametrize(("is_of_silence", "is_stopped"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("is_timeout", "is_paused"), [(True, False), (False, True), (False, False)])
 @pytest.mark.usefixtures("_no_time_to_settle")
-def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(is_of_silence, is_stopped):
+def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(is_timeout, is_paused):
     told, culprit = PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])
-    culprit.stopped = is_stopped
-    has_nothing_to_tell = is_of_silence or is_stopped
-    on_news = None if has_nothing_to_tell else then_ends(told, 1, culprit, -signal.SIGABRT)
-    with watching(told, culprit, on_news=on_news) as (watch, _):
-        told.fail(report("verdict", is_consequence=True, missed_rank=1, is_of_silence=is_of_silence))
+    culprit.stopped = is_paused
+    has_nothing_to_tell = is_timeout or is_paused
+    on_change = None if has_nothing_to_tell else then_ends(told, 1, culprit, -signal.SIGABRT)
+    with watching(told, culprit, on_change=on_change) as (watch, _):
+        told.fail(report("verdict", is_consequence=True, missed_rank=1, is_timeout=is_timeout))
         if has_nothing_to_tell:
             told.end(1)
         outcome = watch.finish_start()
@@ -238,15 +238,15 @@ def test_who_is_missed_is_stopped_as_soon_as_all_others_have_ended(monkeypatch):
     missed, first, second = PlayedRank(0), PlayedRank(1), PlayedRank(2)
     told_before_second_ended = []
 
-    def on_news(rank):
+    def on_change(rank):
         if rank is first and first.exit_code is not None:
             told_before_second_ended.extend(missed.received)
-            second.fail(report("it did not come", is_consequence=True, missed_rank=0, is_of_silence=True))
+            second.fail(report("it did not come", is_consequence=True, missed_rank=0, is_timeout=True))
             second.end(1)
 
     began = time.monotonic()
-    with watching(missed, first, second, on_news=on_news) as (watch, _):
-        first.fail(report("it did not come", is_consequence=True, missed_rank=0, is_of_silence=True))
+    with watching(missed, first, second, on_change=on_change) as (watch, _):
+        first.fail(report("it did not come", is_consequence=True, missed_rank=0, is_timeout=True))
         first.end(1)
         watch.finish_start()
     assert time.monotonic() - began < 30.0
@@ -259,12 +259,12 @@ def test_a_culprit_that_has_ended_well_has_nothing_to_tell():
     """It has left the others alone by os._exit(0): whoever still runs is not given time to name another cause."""
     culprit, told, waiting = PlayedRank(0), PlayedRank(1), PlayedRank(2, dies_of=[signal.SIGTERM])
 
-    def on_news(rank):
+    def on_change(rank):
         if rank is culprit:
             told.fail(report("verdict", is_consequence=True, missed_rank=0))
             told.end(1)
 
-    with watching(culprit, told, waiting, on_news=on_news) as (watch, _):
+    with watching(culprit, told, waiting, on_change=on_change) as (watch, _):
         culprit.end(0)
         outcome = watch.finish_start()
     assert outcome.root_cause is outcome.ranks[1]
@@ -279,7 +279,7 @@ def test_a_failure_on_another_machine_ends_the_ranks(monkeypatch):
         outcome = watch.finish_start()
     assert [rank.received for rank in ranks] == [[signal.SIGTERM], [signal.SIGTERM, signal.SIGKILL]]
     assert outcome.signal_number is None
-    assert all(rank.was_stopped for rank in outcome.ranks)
+    assert all(rank.was_asked_to_end for rank in outcome.ranks)
 
 
 @pytest.mark.usefixtures("_no_time_to_settle")
@@ -301,13 +301,13 @@ def test_a_failure_on_another_machine_may_have_its_cause_here():
         lambda rank, signals: rank.fail(report()),
         lambda rank, signals: rank.end(-signal.SIGKILL),
         lambda rank, signals: signals.put(signal.SIGTERM),
-        lambda rank, signals: rank.fail(report(is_consequence=True, is_of_silence=True)),
+        lambda rank, signals: rank.fail(report(is_consequence=True, is_timeout=True)),
     ],
 )
 def test_who_ends_the_ranks_says_so_once(act):
     told = []
     failing, other = PlayedRank(0), PlayedRank(1)
-    with watching(failing, other, on_stopping=lambda: told.append(1)) as (watch, signals):
+    with watching(failing, other, on_ending=lambda: told.append(1)) as (watch, signals):
         act(failing, signals)
         watch.finish_start()
     assert told == [1]

@@ -74,7 +74,7 @@ _START_BYTES = 8
 # to a launcher, then the loss of a launcher.
 _SIGNALLED, _LOST = -2, -1
 
-_Told = TypeVar("_Told")
+_Message = TypeVar("_Message")
 
 
 # -- Options -----------------------------------------------------------------------------------------------------------
@@ -281,12 +281,12 @@ def cause_of(reports: Iterable[NodeReport], first_node: int | None) -> NodeRepor
     return min(failed, key=lambda report: (report.level, report.node != first_node, report.node), default=None)
 
 
-def encode(told: NodeRecord | NodeReport) -> bytes:
+def encode(message: NodeRecord | NodeReport) -> bytes:
     """Returns a record or report as bytes for another launcher."""
-    return json.dumps(asdict(told), separators=(",", ":")).encode()  # short, for exchanges of thousands of nodes
+    return json.dumps(asdict(message), separators=(",", ":")).encode()  # short, for exchanges of thousands of nodes
 
 
-def decode(kind: type[_Told], data: bytes, what: str) -> _Told:
+def decode(kind: type[_Message], data: bytes, what: str) -> _Message:
     """Returns a record or report that another launcher has encoded.
 
     Raises:
@@ -502,7 +502,7 @@ class _NodeRun:
                 make_output=self._make_output,
                 notices=self._notices,
                 server=start.client,
-                on_stopping=link.report_stopping,
+                on_ending=link.report_ending,
             )
             with supervisor:
                 supervisor.start(start.restart)
@@ -525,8 +525,8 @@ class _NodeRun:
             client = self._connect()
             try:
                 own = self._own_record(own_address or client.own_host, master_port)
-                told = client.exchange("nodes", encode(own), timeout_seconds=_EXCHANGE_SECONDS)
-                nodes = tuple(NodeRecord.from_bytes(node, data) for node, data in enumerate(told))
+                records = client.exchange("nodes", encode(own), timeout_seconds=_EXCHANGE_SECONDS)
+                nodes = tuple(NodeRecord.from_bytes(node, data) for node, data in enumerate(records))
                 start = NodeStart(client, own, nodes)
                 self._check_start(start)
                 client.begin_start(nodes[0].start, start.world_size)
@@ -692,7 +692,7 @@ class NodeLink:
         else:
             self._client.abandon()
 
-    def report_stopping(self) -> None:
+    def report_ending(self) -> None:
         """Reports to the other launchers that the ranks here fail and will end; returns at once."""
         _run_in_thread(lambda: self._report_first(NodeReport(self._node)))
 
@@ -775,8 +775,10 @@ class NodeLink:
             self._client.set(f"text/{self._node}", _clipped(text))
             while not self._reports and not self._is_incomplete:
                 try:
-                    told = self._client.exchange("reports", encode(report), timeout_seconds=_LOOK_FOR_FAILURE_SECONDS)
-                    self._reports = [decode(NodeReport, data, "the report of another launcher") for data in told]
+                    reports = self._client.exchange(
+                        "reports", encode(report), timeout_seconds=_LOOK_FOR_FAILURE_SECONDS
+                    )
+                    self._reports = [decode(NodeReport, data, "the report of another launcher") for data in reports]
                 except RendezvousTimeout as error:
                     waited_seconds += 0.0 if self._first is None else _LOOK_FOR_FAILURE_SECONDS
                     if waited_seconds >= _REPORTS_SECONDS:

@@ -22,16 +22,16 @@ class RankOutcome(NamedTuple):
 
     Attributes:
         rank: the rank.
-        pid: its process id.
-        exit_code: its exit code; a negative number is the signal that killed it; None if it could not be killed.
+        pid: the rank's process id.
+        exit_code: the rank's exit code; a negative number is the signal that killed it; None if it could not be killed.
         result: the return value, if the rank ran a function.
-        error: the exception that ended it, if it reported one.
-        order: its position among the failures, in the order of their detection; None if it did not fail.
-        was_stopped: whether it failed only after the supervisor had asked it to end.
-        memory_kill: how the kernel's out-of-memory killer ended it; None if it did not.
-        was_found_stopped: whether the rank was paused by a signal such as SIGSTOP when the first rank failed.
-        peak_bytes: its peak memory.
-        last_lines: the end of its output, if the launcher shows the output.
+        error: the exception that ended the rank, if it reported one.
+        order: the rank's position among the failures, in the order of their detection; None if it did not fail.
+        was_asked_to_end: whether the rank failed only after the supervisor had asked it to end.
+        memory_kill: how the kernel's out-of-memory killer ended the rank; None if it did not.
+        was_paused: whether a signal such as SIGSTOP had paused the rank when the first rank failed.
+        peak_bytes: the rank's peak memory.
+        last_lines: the end of the rank's output, if the launcher shows the output.
     """
 
     rank: int
@@ -40,15 +40,15 @@ class RankOutcome(NamedTuple):
     result: ReturnValue | None = None
     error: ErrorReport | None = None
     order: int | None = None
-    was_stopped: bool = False
+    was_asked_to_end: bool = False
     memory_kill: str | None = None
-    was_found_stopped: bool = False
+    was_paused: bool = False
     peak_bytes: int = 0
     last_lines: tuple[str, ...] = ()
 
     @property
     def is_unsendable(self) -> bool:
-        """Whether its function ended well, but the return value could not be sent."""
+        """Whether the rank's function ended well, and only the return value could not be sent."""
         return self.error is not None and self.error.is_unsendable
 
     @property
@@ -69,7 +69,7 @@ class RankOutcome(NamedTuple):
 
     @property
     def out_of_memory(self) -> str:
-        """The text ", out of host memory" or ", out of GPU memory" if it failed for lack of memory; else ""."""
+        """The text ", out of host memory" or ", out of GPU memory" if the rank lacked memory; else ""."""
         lack = None if self.error is None else kind_of_memory(self.error.summary)
         return "" if lack is None else f", out of {lack}"
 
@@ -105,11 +105,11 @@ class Outcome(NamedTuple):
         if len(alike) > 1:
             ranks = name_ranks([rank.rank for rank in alike])
             return f"{ranks} failed with the same error{root.out_of_memory}; this is the error of {root.name}"
-        return root.describe() + _how_to_see_where(root) + _on_whose_account(root)
+        return root.describe() + _how_to_see_where(root) + _because_of(root)
 
     @property
     def may_be_tried_again(self) -> bool:
-        """Whether a rank failed, and all have ended. A rank that cannot be killed may still hold files or GPUs."""
+        """Whether a rank failed and all ranks have ended; a rank that cannot be killed may still hold files or GPUs."""
         root = self.root_cause
         return self.signal_number is None and root is not None and all(r.exit_code is not None for r in self.ranks)
 
@@ -139,13 +139,13 @@ def distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
 
     Returns:
         The level, and the position among the failures. Level 0 is a failure of the rank itself, 1 such a failure that
-        came after the ranks were asked to end, 2 a consequence of another rank's failure, 3 an end that the launcher
-        asked for, 4 a result that cannot be sent.
+        came after the launcher had asked the ranks to end, 2 a consequence of another rank's failure, 3 an end that the
+        launcher asked for, 4 a result that cannot be sent.
     """
     if rank.is_unsendable:
         return 4, rank.order or 0
     is_own_error = rank.error is not None and not rank.error.is_consequence
-    if not rank.was_stopped:
+    if not rank.was_asked_to_end:
         level = 0 if rank.error is None or is_own_error else 2
     else:
         level = 1 if is_own_error else 3
@@ -156,7 +156,7 @@ def failure_text(outcome: Outcome) -> str:
     """Returns the report of a failed run: other failures, one line for equal errors, then the cause with its traceback.
 
     Returns:
-        The report in whole lines; "" if nothing failed, or ranks only ended as they were asked to.
+        The report in whole lines; "" if nothing failed, or the ranks only ended because a signal asked them to.
     """
     root = outcome.root_cause
     if root is None:
@@ -164,7 +164,7 @@ def failure_text(outcome: Outcome) -> str:
     alike = outcome.failed_alike
     others = [rank for rank in outcome.ranks if rank not in alike]
     hanging = [f"gradsync: {rank.describe()}\n" for rank in others if rank.exit_code is None]
-    if outcome.signal_number is not None and root.was_stopped and root.exit_code is not None:
+    if outcome.signal_number is not None and root.was_asked_to_end and root.exit_code is not None:
         return "".join(hanging)  # the other ranks ended because they were asked to
     lines = [f"gradsync: {line}\n" for line in _also_failed(others)] + hanging
     lines += [
@@ -175,7 +175,7 @@ def failure_text(outcome: Outcome) -> str:
     lines += [
         f"gradsync: rank {rank.rank} (pid {rank.pid}) was paused by a signal (SIGSTOP?)\n"
         for rank in others
-        if rank.was_found_stopped
+        if rank.was_paused
     ]
     text = root.error.text if root.error else ""
     if len(outcome.ranks) > 1:  # a single rank's output is right above the report
@@ -196,7 +196,7 @@ def _error_text(rank: RankOutcome, error: ErrorReport) -> str:
 
 
 def lines_on_others(outcome: Outcome) -> str:
-    """Returns the failures on this machine in whole lines, without tracebacks; for a cause on another machine."""
+    """Returns the failures on this machine in whole lines, without tracebacks. The cause is on another machine."""
     hanging = [f"gradsync: {rank.describe()}\n" for rank in outcome.ranks if rank.exit_code is None]
     return "".join([f"gradsync: {line}\n" for line in _also_failed(outcome.ranks)] + hanging)
 
@@ -213,10 +213,10 @@ def _how_to_see_where(rank: RankOutcome) -> str:
     """Returns advice for getting the Python stack of a crash in machine code; "" if faulthandler has printed it."""
     is_fault = rank.exit_code is not None and -rank.exit_code in _FAULTS
     was_shown = any(_FAULTHANDLER_SAYS in line for line in rank.last_lines)
-    return "; with PYTHONFAULTHANDLER=1 Python tells where" if is_fault and not was_shown else ""
+    return "; with PYTHONFAULTHANDLER=1 Python prints where" if is_fault and not was_shown else ""
 
 
-def _on_whose_account(rank: RankOutcome) -> str:
+def _because_of(rank: RankOutcome) -> str:
     """Returns, in words, the rank whose absence made this rank fail; "" if there is none."""
     if rank.error is None or not rank.error.is_consequence or rank.error.missed_rank in (None, rank.rank):
         return ""

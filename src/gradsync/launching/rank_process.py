@@ -1,9 +1,9 @@
 """One rank's process, as the launcher sees it: start, signals, report, end.
 
-A rank starts in one of three ways: spawned as a fresh interpreter, or forked from this process or from a fork server.
-All three continue in `rank_main`: a fresh interpreter in its `main`, a fork in its `enter`. There the process forks
-once more, and the parent guards the child. A fresh interpreter has the rank's environment from the beginning; a fork
-changes its environment.
+A rank starts in one of three ways: as a fresh interpreter ("spawn"), as a fork of this process ("fork"), or as a fork
+of a fork server ("forkserver"). A fresh interpreter goes on in `rank_main.main`, and has the rank's environment from
+its beginning. A fork goes on in `rank_main.enter`, after `_enter` has changed its environment. There the process forks
+once more: the parent guards the child, which is the rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradsync.machine import read_stat
 # The rank must import the launcher's own gradsync, whatever the current directory holds.
 _PACKAGE_PARENT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 _preparing = threading.Lock()
-_OUT_OF_THE_WAY = 256  # higher than the descriptors of a process that has opened few files
+_HIGH_DESCRIPTOR = 256  # higher than the descriptors of a process that has opened few files
 _SHIM = f"""\
 import sys
 if sys.path[:1] == ['']: del sys.path[0]
@@ -41,7 +41,7 @@ main()"""
 def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> int:
     """Writes the record that every rank reads at its start into an anonymous file.
 
-    It is no pipe, because a pipe could fill up, and then one rank would wait for the start of another.
+    A pipe would not do: once it is full, the launcher would wait until a rank reads it, before it starts the next rank.
 
     Args:
         target: the program of the ranks.
@@ -65,9 +65,9 @@ class RankProcess:
         rank: its rank.
         local_rank: its number among the ranks that this launcher started.
         pid: its process id, which is also its session and process group; 0 until the guard has reported it.
-        status: descriptor of the guard's pipe; it closes when the rank and all its processes have ended.
+        status: descriptor of the guard's pipe, which closes when the rank and all its processes have ended.
         sentinel: descriptor that is readable when the guard has ended, even if another process holds the guard's pipe
-            open; -1 if the kernel gives none.
+            open; -1 if the kernel has no such descriptor.
         report: descriptor of the report pipe.
         result: the return value, once it has arrived.
         error: the exception that ended the rank, once it has arrived.
@@ -158,16 +158,16 @@ class RankProcess:
     def read_status(self) -> bool:
         """Reads the guard's messages; returns whether the guard still runs."""
         try:
-            told = os.read(self.status, 64)  # such short writes arrive in one piece
+            data = os.read(self.status, 64)  # such short messages arrive in one piece
         except BlockingIOError:
             return True
-        is_there = bool(told)
-        while told:
-            if told[:1] == STARTED_KIND:
-                (_, self.pid), told = STARTED.unpack_from(told), told[STARTED.size :]
+        is_open = bool(data)
+        while data:
+            if data[:1] == STARTED_KIND:
+                (_, self.pid), data = STARTED.unpack_from(data), data[STARTED.size :]
             else:
-                (_, self.exit_code, self.peak_bytes), told = ENDED.unpack_from(told), told[ENDED.size :]
-        return is_there
+                (_, self.exit_code, self.peak_bytes), data = ENDED.unpack_from(data), data[ENDED.size :]
+        return is_open
 
     @property
     def is_reaped(self) -> bool:
@@ -185,7 +185,7 @@ class RankProcess:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     signal.pidfd_send_signal(self.sentinel, signal.SIGCONT)  # a paused guard could not end its rank
 
-    def is_stopped(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether a signal such as SIGSTOP has paused the rank, so that it reports nothing until it is continued."""
         found = read_stat(self.pid)
         return found is not None and found.state == "T"
@@ -195,7 +195,7 @@ class RankProcess:
         self.read_report()
         code = 0 if self._guard is None else self._guard.reap()
         if self.exit_code is None and code != GAVE_UP:
-            # The guard never began, or was killed and the rank died with it.
+            # The guard never began, or somebody killed the guard and the rank died with it.
             self.exit_code = code or -signal.SIGKILL
             if self.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -203,7 +203,7 @@ class RankProcess:
         self._close()
 
     def abandon(self) -> None:
-        """Abandons a rank that could not be killed. It kills the guard, after which the kernel kills the rank."""
+        """Abandons a rank that could not be killed. Kills the guard; then the kernel kills the rank, if it ever can."""
         if self._guard is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._guard.pid, signal.SIGKILL)  # the guard is not reaped, so the number is still its own
@@ -268,7 +268,7 @@ def _spawn(start: RankStart) -> StartedProcess:
             stdout=output,
             stderr=error,
             pass_fds=(start.record, *start.descriptors, *start.target.descriptors),
-            # A session of its own: a terminal's Ctrl-C reaches the launcher only, which forwards it once.
+            # In a session of its own, a rank does not get a Ctrl-C of the terminal; the launcher forwards it once.
             start_new_session=True,
         )
     finally:
@@ -298,7 +298,7 @@ def _fork(start: RankStart) -> StartedProcess:
 def _reap_child(pid: int) -> int:
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:  # the program waits for its children by itself, or ignores SIGCHLD
+    except ChildProcessError:  # the program itself waits for all its children, or ignores SIGCHLD
         return 0
 
 
@@ -343,7 +343,7 @@ def _no_import_of_main() -> Iterator[None]:
 
 
 class _Passed:
-    """A descriptor as an argument of a process of the fork server, where it unpickles as the number of the copy."""
+    """A descriptor as an argument of a process that the fork server forks; it unpickles as the number of its copy."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -367,13 +367,13 @@ def _enter_from_server(
     Args:
         rank, launcher_pid, environ: as in `RankStart`.
         numbers: the numbers that the target's descriptors have in the launcher, and in the pickled call.
-        passed: copies of these descriptors and of those of a `RankStart`, in its order.
+        passed: copies of these descriptors, then of the descriptors in a `RankStart`, in its order.
     """
     import fcntl
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # First move all copies to high numbers, because a copy may have a number that another one needs.
-    moved = [fcntl.fcntl(d, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for d in passed]
+    # First move all copies to high numbers, because a copy may have a number that another copy needs.
+    moved = [fcntl.fcntl(d, fcntl.F_DUPFD_CLOEXEC, _HIGH_DESCRIPTOR) for d in passed]
     for descriptor in passed:
         os.close(descriptor)
     for number, descriptor in zip(numbers, moved, strict=False):

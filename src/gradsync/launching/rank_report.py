@@ -26,12 +26,13 @@ class ErrorReport:
     """An exception that ended a rank, as text.
 
     Attributes:
-        text: the traceback, without our own frames.
-        summary: its last line.
-        is_consequence: whether it only reports that another rank is gone.
-        missed_rank: the rank that it reports as gone, if it names one.
-        is_unsendable: whether only the function's result could not be sent.
-        is_of_silence: whether it only reports that another rank was silent or late. That rank will report no error.
+        text: the traceback, without gradsync's own frames.
+        summary: the last line of the traceback.
+        is_consequence: whether the exception only reports that another rank is gone.
+        missed_rank: the rank that the exception reports as gone, if it names one.
+        is_unsendable: whether the function returned, and only its result could not be sent.
+        is_timeout: whether the exception only reports that another rank was silent or late. That rank will report no
+            error.
     """
 
     text: str
@@ -39,7 +40,7 @@ class ErrorReport:
     is_consequence: bool
     missed_rank: int | None = None
     is_unsendable: bool = False
-    is_of_silence: bool = False
+    is_timeout: bool = False
 
 
 def read_report(message: bytes, file: int) -> ReturnValue | ErrorReport:
@@ -53,7 +54,8 @@ def read_report(message: bytes, file: int) -> ReturnValue | ErrorReport:
         if len(message) != REPORT.size or message[:1] not in (RESULT, ERROR):
             raise ValueError(f"{message[:16]!r} is no report")
         kind, begin, end = REPORT.unpack(message)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # the rank could shrink it, and reading kill us
+        # If the rank could make the file shorter, reading its mapping would kill this process.
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         content = _read_part(file, begin, end)
         return from_json(ErrorReport, content) if kind == ERROR else ReturnValue(file, content)
     except (ValueError, OSError, MemoryError) as error:
@@ -76,8 +78,8 @@ def _read_part(file: int, begin: int, end: int) -> bytes:
 
 
 def _unreadable(why: str) -> ErrorReport:
-    """Returns the error for a report that no rank would send, after which the rank's own end is unknown."""
-    text = f"what this rank reported cannot be read ({why}): something in it wrote to a descriptor that is not its own"
+    """Returns the error for a report that gradsync has not written; nothing is known of the rank's own error."""
+    text = f"the report of this rank cannot be read ({why}): code in the rank wrote to a file descriptor of gradsync"
     return ErrorReport(f"gradsync: {text}\n", text, is_consequence=False)
 
 
@@ -113,17 +115,17 @@ class ReturnValue:
         return pickle.loads(pickled, buffers=buffers)
 
     def forget(self) -> None:
-        """Closes the file: the value cannot be loaded any more."""
+        """Closes the file; after that the value cannot be loaded."""
         self._close()
 
 
 def map_privately(file: int, size_bytes: int) -> mmap.mmap:
     """Maps a file so that a write copies a page, and the file does not change.
 
-    `mmap.mmap(file)` would keep a descriptor of its own until the last array in it is gone.
+    `mmap.mmap(file)` would keep a copy of the descriptor open until the last array in the mapping is gone.
 
     Args:
-        file: descriptor of the file; may be closed afterwards.
+        file: descriptor of the file; the caller may close it afterwards.
         size_bytes: the size of the file, at least 1.
 
     Raises:
@@ -145,27 +147,27 @@ def map_privately(file: int, size_bytes: int) -> mmap.mmap:
 
 
 def from_json(kind: type[T], data: bytes) -> T:
-    """Returns a dataclass from a JSON object with its attributes.
+    """Returns an object of a dataclass from a JSON object with the same attributes.
 
     Raises:
-        ValueError: the data is no such object; the text says why.
+        ValueError: the data is not such a JSON object; the text has the reason.
     """
     import json
 
     try:
-        told = json.loads(data)
+        value = json.loads(data)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if not isinstance(told, dict):
-        raise ValueError(f"needs to be an object, got {type(told).__name__}")
+    if not isinstance(value, dict):
+        raise ValueError(f"needs to be an object, got {type(value).__name__}")
     known: tuple[Any, ...] = fields(kind)  # type: ignore[arg-type]
     types = get_type_hints(kind)
     names = {field.name for field in known}
-    lacking = {field.name for field in known if field.default is MISSING} - told.keys()
-    if lacking or told.keys() - names:
-        raise ValueError(f"needs the attributes {sorted(names)}, got {sorted(told)}")
-    for name, value in told.items():
-        # In Python a bool is an int too, but not here.
-        if not isinstance(value, types[name]) or (isinstance(value, bool) and types[name] is not bool):
-            raise ValueError(f"{name} needs to be {types[name]}, got {type(value).__name__}")
-    return kind(**told)
+    lacking = {field.name for field in known if field.default is MISSING} - value.keys()
+    if lacking or value.keys() - names:
+        raise ValueError(f"needs the attributes {sorted(names)}, got {sorted(value)}")
+    for name, attribute in value.items():
+        # isinstance(True, int) is true, but a bool is no number here.
+        if not isinstance(attribute, types[name]) or (isinstance(attribute, bool) and types[name] is not bool):
+            raise ValueError(f"{name} needs to be {types[name]}, got {type(attribute).__name__}")
+    return kind(**value)

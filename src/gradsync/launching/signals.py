@@ -1,8 +1,8 @@
 """Signals to the launcher as bytes on a pipe, so that the supervisor's one loop can wait for them.
 
-Python writes the bytes (signal.set_wakeup_fd) at the moment when a signal arrives. Handlers would not be enough: they
-run only between two instructions of the main thread, so a signal just before the loop begins to wait would not end the
-wait.
+Python writes the bytes (signal.set_wakeup_fd) at the moment when a signal arrives. Signal handlers would not be enough:
+Python runs them between two instructions of the main thread, so a signal that arrives just before the loop begins to
+wait would not end the wait.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ _LAST_STANDARD_DESCRIPTOR = 2
 #: signal has.
 FAILED_ELSEWHERE = 254
 
-#: Descriptors of this process that end with it: a forked rank must not keep them open.
+#: Descriptors that a process forked from this one must close, because they report the end of this process.
 own_descriptors: set[int] = set()
 
 
 class SignalInbox:
     """While entered in the main thread, collects SIGINT, SIGTERM, SIGHUP and SIGTSTP instead of letting them act.
 
-    Other threads cannot install handlers, so in them the inbox stays empty. A signal that the process ignores (nohup, a
-    background job) stays ignored. SIGCHLD is an exception: if it were ignored, the kernel would throw exit codes away,
-    and a failed rank would look like a good one. On leaving, a signal that was not read takes its usual effect.
+    Other threads cannot install handlers, so in them the inbox gets no signals. A signal that the process ignores (as
+    under nohup, or in a background job) stays ignored. SIGCHLD is an exception: if it were ignored, the kernel would
+    throw exit codes away, and a failed rank would look like a rank that ended well. When the inbox is left, a signal
+    that was not read has its usual effect.
 
     Args:
-        installs_handlers: False for a job that is watched while the program goes on: signals then have their
-            usual effect, and the inbox holds only the numbers that `put` adds.
+        installs_handlers: False if the program goes on while a thread watches the job: signals then have their usual
+            effect, and the inbox holds only the numbers that `put` adds.
     """
 
     def __init__(self, *, installs_handlers: bool = True) -> None:
@@ -62,7 +63,7 @@ class SignalInbox:
 
     def _install(self) -> None:
         if self._installs_handlers and threading.current_thread() is threading.main_thread():
-            # The pipe first, and in _restore last: a signal in between acts, or is in the pipe, or both.
+            # The pipe comes first, and in _restore last: a signal in between acts, or is in the pipe, or both.
             self._previous_wakeup = -1  # in case a handler raises before the next line has ended
             self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             for number in _SIGNALS:
@@ -100,13 +101,13 @@ class SignalInbox:
     def read(self) -> list[int]:
         """Returns the signals that arrived since the last call, without waiting."""
         try:
-            told = os.read(self.descriptor, 64)
+            data = os.read(self.descriptor, 64)
         except BlockingIOError:
             return []
-        ours = [number for number in told if number in _SIGNALS or number >= signal.NSIG]
-        if len(ours) < len(told) and self._previous_wakeup not in (None, -1):
+        ours = [number for number in data if number in _SIGNALS or number >= signal.NSIG]
+        if len(ours) < len(data) and self._previous_wakeup not in (None, -1):
             with contextlib.suppress(OSError):  # the wake-up pipe of the program, such as asyncio's
-                os.write(self._previous_wakeup, bytes(number for number in told if number not in ours))
+                os.write(self._previous_wakeup, bytes(number for number in data if number not in ours))
         return ours
 
     def _restore(self) -> None:
@@ -118,15 +119,15 @@ class SignalInbox:
 
 
 def _is_in_the_pipe(_number: int, _frame: FrameType | None) -> None:
-    """Does nothing: a signal has a handler, so that Python writes it to the pipe."""
+    """Does nothing. Python writes a signal to the pipe only if the signal has a handler."""
 
 
 @contextlib.contextmanager
 def no_other_fork() -> Iterator[None]:
     """Makes forks of other threads wait while this thread starts a process.
 
-    The children of such forks would hold copies of descriptors that this thread closes in a moment, such as the pipe
-    whose end tells `subprocess.Popen` that its program runs. Popen would then wait for as long as such a child lives.
+    The children of such forks would hold copies of descriptors that this thread closes in a moment. One of them is the
+    pipe whose end tells `subprocess.Popen` that its program runs: Popen would wait for as long as such a child lives.
     """
     with _fork_lock:
         yield
@@ -164,7 +165,8 @@ def _after_fork_in_child() -> None:
         inbox._restore()
     _entered.clear()
     thread, kept = _kept
-    if thread == threading.get_ident():  # the child becomes a rank, whose signals must not wake asyncio in the parent
+    # If the child becomes a rank, its signals must not wake asyncio in the parent.
+    if thread == threading.get_ident():
         signal.set_wakeup_fd(-1)
     else:
         kept = frozenset()
@@ -182,7 +184,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 def _occupy_standard_descriptors() -> None:
-    """Opens /dev/null where standard input, output or error is closed: no pipe of ours may get its number."""
+    """Opens /dev/null where standard input, output or error is closed, so that no pipe of gradsync gets its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD_DESCRIPTOR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

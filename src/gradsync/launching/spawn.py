@@ -229,7 +229,7 @@ class MultiprocessContext:
     def _start(self, job: Job, *, joins: bool, daemon: bool) -> None:
         with contextlib.ExitStack() as stack:
             self._signals = stack.enter_context(SignalInbox(installs_handlers=joins))
-            self._supervisor = stack.enter_context(Supervisor(job, self._signals, on_news=self._take_news))
+            self._supervisor = stack.enter_context(Supervisor(job, self._signals, on_change=self._update_process))
             self._supervisor.start()
             self.processes = [SpawnedProcess(rank, daemon=daemon) for rank in self._supervisor.ranks]
             self._resources = stack.pop_all()
@@ -308,9 +308,9 @@ class MultiprocessContext:
             del self._supervisor  # it refers to this object, and the cycle would keep the sentinels open
             self._end.set()
 
-    def _take_news(self, rank: RankProcess) -> None:
+    def _update_process(self, rank: RankProcess) -> None:
         if self.processes:  # it is empty if a start failed
-            self.processes[rank.local_rank].take_news()
+            self.processes[rank.local_rank].update()
 
     def _interrupt(self) -> None:
         """Ends the ranks as a Ctrl-C would, and waits for their end."""
@@ -479,7 +479,7 @@ class SpawnedProcess:
         """Sends SIGKILL to the process and to the processes that it has started."""
         self._rank.send_signal(signal.SIGKILL)
 
-    def take_news(self) -> None:
+    def update(self) -> None:
         """Passes on the rank's reports so far; for the thread that watches it."""
         if self._rank.pid:
             self._begun.set()

@@ -41,9 +41,9 @@ _LOOK_FOR_SIGNALS_SECONDS = 0.2
 _FILES_OF_A_RANK = 9  # pipes for status, report, commands and output; the result; the connection to the server
 _RANKS_BEFORE_SERVER = 8  # these ranks start while the server starts
 
-# After a failure the launcher first waits: the rendezvous reports the failure to the other ranks, which may end by
-# themselves. If a failure only follows from that of another rank, the launcher waits longer, so that the other rank can
-# still report its own failure.
+# After a failure the launcher first waits: the rendezvous server reports the failure to the other ranks, which may end
+# by themselves. If a failure only follows from the failure of another rank, the launcher waits longer, so that the
+# other rank can still report its own failure.
 _SETTLE_SECONDS = 0.1
 _ROOT_CAUSE_SECONDS = 1.0
 _AFTER_SILENCE_SECONDS = 0.05  # because all ranks that waited for a silent rank fail at the same moment
@@ -51,7 +51,7 @@ _UNKILLABLE_SECONDS = 1.8  # a little longer than the guard tries
 
 # A step of ending the ranks: the seconds to wait after the previous step, and the signal to send then.
 _Step = tuple[float, int]
-_GIVE_UP = 0  # in the place of a signal in a step
+_GIVE_UP = 0  # instead of a signal: abandon the ranks that still run
 
 #: Makes the pump that shows the output of one start of the ranks. Arguments: the job, and the number of restarts.
 MakeOutput = Callable[[Job, int], "OutputPump"]
@@ -97,8 +97,8 @@ class Supervisor:
         signals: an entered inbox; a number that is put into it ends the job.
         server: the client of a server that launchers of several machines share; it gets the starts and ends of the
             ranks. By default the server that this process hosts for each start gets them.
-        on_news: called, in the thread that calls `finish`, with a rank that has begun, reported or ended.
-        on_stopping: called in the same thread, when the launcher first asks the ranks to end, or the last rank has
+        on_change: called, in the thread that calls `finish`, with a rank that has begun, reported or ended.
+        on_ending: called in the same thread, when the launcher first asks the ranks to end, or the last rank has
             failed.
 
     Attributes:
@@ -113,33 +113,33 @@ class Supervisor:
         make_output: MakeOutput | None = None,
         notices: Notices | None = None,
         server: RendezvousClient | None = None,
-        on_news: Callable[[RankProcess], None] | None = None,
-        on_stopping: Callable[[], None] | None = None,
+        on_change: Callable[[RankProcess], None] | None = None,
+        on_ending: Callable[[], None] | None = None,
     ) -> None:
         self._job = job
         self._signals = signals
         self._make_output = make_output
         self._notices = notices or Notices(None)
-        self._on_news = on_news
-        self._on_stopping = on_stopping
+        self._on_change = on_change
+        self._on_ending = on_ending
         self._stack = contextlib.ExitStack()
         self._output: OutputPump | None = None
         self._server: RendezvousServer | RendezvousClient | None = server
         self._begin()
 
     def _begin(self) -> None:
-        """Forgets the ranks of an earlier start."""
+        """Resets the state of an earlier start."""
         self.ranks: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
         self._named_to_server: set[int] = set()  # ranks whose start the server knows
         # rank -> (position among the failures, whether the ranks had been asked to end)
         self._failures: dict[int, tuple[int, bool]] = {}
-        self._found_stopped: set[int] = set()  # ranks that were paused (SIGSTOP) when another rank failed
+        self._paused: set[int] = set()  # ranks that were paused (SIGSTOP) when another rank failed
         self._signal_number: int | None = None  # the signal that ends the job, once one has come
         self._has_failed_elsewhere = False
         self._steps: list[_Step] = []
         self._step_time = 0.0
-        self._asked_to_stop = False
+        self._asked_to_end = False
         self._gave_up = False
 
     def __enter__(self) -> Supervisor:
@@ -191,8 +191,8 @@ class Supervisor:
                 except OSError as error:
                     raise BackendUnavailable(_refusal(rank.rank, error)) from error
                 self._watch(rank)
-                # The first ranks start meanwhile; an early connection waits in the listener's backlog, but not for
-                # ever.
+                # The first ranks start while the server starts. A connection that comes before the server runs waits
+                # in the listener's backlog.
                 if len(self.ranks) == ranks_before_server and listener is not None:
                     self._stack.enter_context(self._serving(endpoint, listener))
                 if self._is_asked_to_end():
@@ -217,8 +217,8 @@ class Supervisor:
     def finish_start(self) -> Outcome:
         """Watches the ranks of this start to their end; for a caller that restarts them by itself."""
         self._wait_for_ends()
-        if self._failures and not self._asked_to_stop and self._on_stopping is not None:  # no rank was left to end
-            self._on_stopping()
+        if self._failures and not self._asked_to_end and self._on_ending is not None:  # no rank was left to end
+            self._on_ending()
         outcome = self._with_last_output(Outcome(tuple(map(self._outcome_of, self.ranks)), self._signal_number))
         self._stack.close()
         return outcome
@@ -289,17 +289,17 @@ class Supervisor:
                         self._handle_signal(number)
                 elif key.data.rank in self._running:
                     self._handle_event(key.data, key.fd)
-                    self._report_news(key.data)
+                    self._report_change(key.data)
             self._send_due_signal()
         for rank in self._running.values():
             self._record_failure(rank)
 
     def _handle_event(self, rank: RankProcess, descriptor: int) -> None:
         if descriptor in (rank.status, rank.sentinel):
-            is_there = rank.read_status() and descriptor == rank.status
-            if rank.exit_code is not None or not is_there:
+            is_open = rank.read_status() and descriptor == rank.status
+            if rank.exit_code is not None or not is_open:
                 self._handle_end(rank)
-            if not is_there:
+            if not is_open:
                 self._reap(rank)
             return
         if not rank.read_report():
@@ -317,16 +317,16 @@ class Supervisor:
 
     def _reap(self, rank: RankProcess) -> None:
         for descriptor in (rank.status, rank.report, rank.sentinel):
-            with contextlib.suppress(KeyError, ValueError):  # its watch has ended, or never began
+            with contextlib.suppress(KeyError, ValueError):  # it is not registered, or is no descriptor
                 self._selector.unregister(descriptor)
         del self._running[rank.rank]
         rank.reap()
         if rank.exit_code != 0 or rank.error is not None:
             self._record_failure(rank)
         if self._running and self._running.keys() <= self._silent_ranks():
-            self._stop_after(0.0)
+            self._end_after(0.0)
 
-    def _report_news(self, rank: RankProcess) -> None:
+    def _report_change(self, rank: RankProcess) -> None:
         """Reports the start or end of a rank's process, also to the server, where other ranks may wait for the rank."""
         if self._server is not None:
             if rank.pid and rank.rank not in self._named_to_server:
@@ -335,22 +335,22 @@ class Supervisor:
             is_unsendable = rank.error is not None and rank.error.is_unsendable
             if rank.exit_code == 0 or (rank.exit_code is not None and is_unsendable):  # other failures end all ranks
                 self._server.note_end(rank.rank, f"ended with exit code {rank.exit_code}")
-        if self._on_news is not None:
-            self._on_news(rank)
+        if self._on_change is not None:
+            self._on_change(rank)
 
     def _record_failure(self, rank: RankProcess) -> None:
         """Records a failure, and plans to end the other ranks."""
         if rank.rank in self._failures:
             return
-        self._failures[rank.rank] = (len(self._failures), self._asked_to_stop)
-        if not self._asked_to_stop:
-            self._found_stopped.update(other.rank for other in self._running.values() if other.is_stopped())
+        self._failures[rank.rank] = (len(self._failures), self._asked_to_end)
+        if not self._asked_to_end:
+            self._paused.update(other.rank for other in self._running.values() if other.is_paused())
         if rank.error is not None and rank.error.is_unsendable:
             return  # the other ranks may finish their work
-        self._stop_after(self._settle_seconds(rank))
+        self._end_after(self._settle_seconds(rank))
 
     def _outcome_of(self, rank: RankProcess) -> RankOutcome:
-        order, was_stopped = self._failures.get(rank.rank, (None, False))
+        order, was_asked_to_end = self._failures.get(rank.rank, (None, False))
         return RankOutcome(
             rank=rank.rank,
             pid=rank.pid,
@@ -359,9 +359,9 @@ class Supervisor:
             result=rank.result,
             error=rank.error,
             order=order,
-            was_stopped=was_stopped,
+            was_asked_to_end=was_asked_to_end,
             memory_kill=rank.memory_kill,
-            was_found_stopped=rank.rank in self._found_stopped,
+            was_paused=rank.rank in self._paused,
             peak_bytes=rank.peak_bytes,
         )
 
@@ -379,38 +379,38 @@ class Supervisor:
         ranks = (rank._replace(last_lines=lines) for rank, lines in zip(outcome.ranks, last_lines, strict=True))
         return outcome._replace(ranks=tuple(ranks))
 
-    # -- Stopping ------------------------------------------------------------------------------------------------
+    # -- Ending the ranks --------------------------------------------------------------------------------------------
 
     def _settle_seconds(self, rank: RankProcess) -> float:
-        """Returns how long the other ranks may take to end by themselves, or to report the cause of this failure."""
+        """Returns how long the other ranks get to end by themselves, or to report the cause of this failure."""
         error = rank.error
         if error is None or not error.is_consequence:
             return _SETTLE_SECONDS
-        if error.is_of_silence:
+        if error.is_timeout:
             return _AFTER_SILENCE_SECONDS
         culprits = [other for other in self.ranks if other.rank == error.missed_rank]
-        has_nothing_to_report = any(other.rank not in self._running or other.is_stopped() for other in culprits)
+        has_nothing_to_report = any(other.rank not in self._running or other.is_paused() for other in culprits)
         return _SETTLE_SECONDS if has_nothing_to_report else _ROOT_CAUSE_SECONDS
 
     def _silent_ranks(self) -> set[int | None]:
-        """Returns the silent ranks, for which others have waited in vain: they will report nothing."""
+        """Returns the ranks that others have waited for in vain. They are silent, and will report nothing."""
         errors = [rank.error for rank in self.ranks if rank.error is not None]
-        return {error.missed_rank for error in errors if error.is_of_silence}
+        return {error.missed_rank for error in errors if error.is_timeout}
 
     def _handle_signal(self, number: int) -> None:
-        """Forwards the first signal; a Ctrl-C after it kills at once, and other signals after it change nothing."""
+        """Forwards the first signal to the ranks; a later Ctrl-C kills them, and other later signals do nothing."""
         grace_seconds = self._job.grace_seconds
         if number == FAILED_ELSEWHERE:
             self._has_failed_elsewhere = True
-            self._stop_after(_ROOT_CAUSE_SECONDS)  # the failure there may follow from a rank here
+            self._end_after(_ROOT_CAUSE_SECONDS)  # the failure there may follow from a rank here
         elif number == signal.SIGTSTP:
             self._suspend()
         elif self._signal_number is None:
             self._signal_number = number
-            if self._asked_to_stop:  # the ranks are on their way out already
+            if self._asked_to_end:  # the ranks have been asked to end already
                 self._plan_kill()
             elif number == signal.SIGINT:
-                half = grace_seconds / 2  # then comes SIGTERM, for a script that ignores Ctrl-C
+                half = grace_seconds / 2  # SIGTERM follows, for a script that ignores Ctrl-C
                 self._plan((0.0, number), (half, signal.SIGTERM), (half, signal.SIGKILL))
                 if self._running:
                     them = "it" if len(self._running) == 1 else "them"
@@ -424,17 +424,17 @@ class Supervisor:
     def _suspend(self) -> None:
         """Suspends the ranks and this process at Ctrl-Z, and continues the ranks when the shell continues this process.
 
-        The ranks are suspended first: a rank that runs while its launcher is stopped would take the launcher for dead.
+        The ranks are suspended first: a rank that runs while its launcher is suspended would take it for dead.
         """
         self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
 
-    def _stop_after(self, settle_seconds: float) -> None:
+    def _end_after(self, settle_seconds: float) -> None:
         """Plans to ask the ranks to end after this time, unless an earlier time is planned."""
         if not self._steps:
             self._plan((settle_seconds, signal.SIGTERM), (self._job.grace_seconds, signal.SIGKILL))
-        elif not self._asked_to_stop:
+        elif not self._asked_to_end:
             self._step_time = min(self._step_time, time.monotonic() + settle_seconds)
 
     def _plan_kill(self) -> None:
@@ -453,11 +453,11 @@ class Supervisor:
         if number == _GIVE_UP:
             self._gave_up = True
             return
-        if not self._asked_to_stop and self._on_stopping is not None:
-            self._on_stopping()
-        were_asked, self._asked_to_stop = self._asked_to_stop, True
+        if not self._asked_to_end and self._on_ending is not None:
+            self._on_ending()
+        were_asked, self._asked_to_end = self._asked_to_end, True
         if number == signal.SIGKILL:
-            why = ", not ended when asked to" if were_asked else ""
+            why = ", which did not end when asked" if were_asked else ""
             self._notices.print(f"gradsync: killing {_count(len(self._running))}{why}")
         self._send(number)
         self._step_time = time.monotonic() + self._steps[0][0]
@@ -472,10 +472,11 @@ def _count(ranks: int) -> str:
 
 
 def _refusal(rank: int, error: OSError) -> str:
-    """Returns the error for a rank that the system refuses to start, with advice."""
+    """Returns the text of the error about a rank that the system refuses to start, with advice."""
     text = f"rank {rank} cannot be started: {error.strerror}"
     if error.errno == errno.EMFILE:
-        return f"{text}; each rank takes the launcher {_FILES_OF_A_RANK}: raise the limit (ulimit -n), or start fewer"
+        files = f"the launcher opens {_FILES_OF_A_RANK} files for each rank"
+        return f"{text}; {files}: raise the limit (ulimit -n), or start fewer ranks"
     if error.errno == errno.EAGAIN:
         return f"{text}; raise the limit of processes (ulimit -u; in a container, that of pids), or start fewer ranks"
     return text

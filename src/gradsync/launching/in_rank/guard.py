@@ -51,7 +51,7 @@ class GuardDescriptors(NamedTuple):
     result_file: int
 
 
-def stand_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *others: int) -> None:
+def start_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *others: int) -> None:
     """Forks: returns in the child, which is the rank; the parent guards it and never returns.
 
     Args:
@@ -95,7 +95,7 @@ class _Guard:
 
     Args:
         rank_pid: the process id of the rank, a child of this process that is reaped only at the end.
-        launcher_pid, status, command: see `stand_guard`.
+        launcher_pid, status, command: see `start_guard`.
     """
 
     def __init__(self, rank_pid: int, launcher_pid: int, status: int, command: int) -> None:
@@ -112,8 +112,8 @@ class _Guard:
         for number in (signal.SIGCHLD, *_FORWARDED):
             signal.signal(number, lambda *_: None)  # the wake-up pipe reports these signals
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        self._tell(STARTED.pack(STARTED_KIND, self._rank_pid))
-        _let_go_of_standard_input()
+        self._report(STARTED.pack(STARTED_KIND, self._rank_pid))
+        _release_standard_input()
         _set_title(title)
         poll = select.poll()
         for descriptor in (self._wake, self._command, self._launcher):
@@ -184,9 +184,9 @@ class _Guard:
             if pid == self._rank_pid:
                 self._rank_is_reaped = True
                 exit_code = os.waitstatus_to_exitcode(status)
-                self._tell(ENDED.pack(ENDED_KIND, exit_code, usage.ru_maxrss * 1024))
+                self._report(ENDED.pack(ENDED_KIND, exit_code, usage.ru_maxrss * 1024))
 
-    def _tell(self, message: bytes) -> None:
+    def _report(self, message: bytes) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone
             os.write(self._status, message)
 
@@ -215,7 +215,7 @@ def _children_of(parent: int) -> list[int]:
     return children
 
 
-def _let_go_of_standard_input() -> None:
+def _release_standard_input() -> None:
     """Replaces the guard's standard input by /dev/null, so that only the rank reads it."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gradsync.launching.in_rank.guard import GuardDescriptors, stand_guard
+from gradsync.launching.in_rank.guard import GuardDescriptors, start_guard
 from gradsync.launching.in_rank.result import Returned, UnsendableResult, send_error
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def main() -> NoReturn:
     """Runs this rank to its end, in a fresh interpreter. The shim calls it once."""
     rank, launcher_pid, record, *pipes = (int(text) for text in sys.argv[1].split(","))
     descriptors = GuardDescriptors(*pipes)
-    stand_guard(rank, launcher_pid, descriptors, record)
+    start_guard(rank, launcher_pid, descriptors, record)
     _run(record, descriptors, None)
 
 
@@ -64,11 +64,11 @@ def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: i
     """Runs this rank to its end, in a process forked from the launcher or a fork server.
 
     Args:
-        rank, launcher_pid, descriptors: see `stand_guard`.
+        rank, launcher_pid, descriptors: see `start_guard`.
         record: descriptor of the start record.
         call: the function and its arguments; None for a script or module.
     """
-    stand_guard(rank, launcher_pid, descriptors, record)
+    start_guard(rank, launcher_pid, descriptors, record)
     code = 1
     try:
         _run(record, descriptors, call)
@@ -301,7 +301,7 @@ def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unse
         trace = trace.tb_next
     error.__traceback__ = trace
     shown = traceback.TracebackException(type(error), error, trace)
-    if _is_told_by_gradsync(error):
+    if _is_raised_by_gradsync(error):
         del shown.stack[_outer_frames(shown.stack) :]
     text = "".join(shown.format())
     summary = traceback.format_exception_only(type(error), error)[-1].split("\n")[0]
@@ -312,7 +312,7 @@ def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unse
         "is_consequence": consequence is not None,
         "missed_rank": _missed_rank(consequence),
         "is_unsendable": is_unsendable,
-        "is_of_silence": isinstance(consequence, TimeoutError) or getattr(consequence, "was_silent", False),
+        "is_timeout": isinstance(consequence, TimeoutError) or getattr(consequence, "was_silent", False),
     }
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)  # the user's crash reporter still runs
@@ -322,7 +322,7 @@ def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unse
         sys.stderr.write(text)  # the launcher will not show the text
 
 
-def _is_told_by_gradsync(error: BaseException) -> bool:
+def _is_raised_by_gradsync(error: BaseException) -> bool:
     errors = sys.modules.get("gradsync.errors")
     return errors is not None and isinstance(error, errors.GradsyncError)
 
