@@ -1,7 +1,7 @@
-"""A small convolutional network with its backward pass written out, for train_digits.py. No gradsync in here.
+"""A small convolutional network with its backward pass, for train_digits.py. This file does not use gradsync.
 
-All that matters to the synchronisation is that `backward` yields each gradient the moment it exists. Arrays
-are of the module `xp`: numpy or cupy.
+`backward` yields each gradient as soon as it exists, so that gradsync can send it early. The arrays belong to the
+module `xp`: numpy or cupy.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 class Network:
-    """Two 3 x 3 convolutions, a mean over 2 x 2 pixels, two dense layers; the backward pass is written out.
+    """Two 3 x 3 convolutions, a mean over 2 x 2 pixels and two dense layers, with the backward pass.
 
-    The activation is tanh because it is smooth. At the kink of a ReLU the last bit of a sum, which depends on how
-    many images a rank has, can switch a unit on or off, and ranks would not quite equal one process.
+    The activation is tanh, because it is smooth. The last bit of a sum depends on the number of images of a rank. With
+    a ReLU this bit could switch a unit on or off, and several ranks would not learn exactly the same as one process.
 
     Attributes:
         parameters: name -> array, first layer first.
@@ -36,7 +36,7 @@ class Network:
             self.parameters[f"{layer}.bias"] = xp.zeros(outputs, dtype)
 
     def forward(self, images: Array) -> Array:
-        """Returns the logits, of shape (count, 10), and keeps what the backward pass needs."""
+        """Returns the logits, of shape (count, 10), and keeps the arrays that the backward pass needs."""
         xp, p, count = self.xp, self.parameters, len(images)
         self.patches1 = patches(xp, images)
         self.conv1 = xp.tanh(self.patches1 @ p["conv1.weight"] + p["conv1.bias"])
@@ -47,9 +47,9 @@ class Network:
         return self.dense1 @ p["dense2.weight"] + p["dense2.bias"]
 
     def backward(self, logits: Array, labels: Array) -> Iterator[tuple[str, Array]]:
-        """Yields (name, gradient of the batch's mean cross-entropy), each once it exists: last layer first.
+        """Yields (name, gradient of the batch's mean cross-entropy) as soon as each gradient exists, last layer first.
 
-        Throughout, `delta` is the gradient by the output of the layer that is next in turn.
+        `delta` is always the gradient by the output of the next layer to compute.
         """
         xp, p, count = self.xp, self.parameters, len(labels)
         exponentials = xp.exp(logits - logits.max(axis=1, keepdims=True))
@@ -79,7 +79,7 @@ class Network:
 
 
 def patches(xp: Any, images: Array) -> Array:
-    """Returns each pixel's 3 x 3 surroundings, zero outside, as one row: a convolution becomes a product."""
+    """Returns the 3 x 3 neighbours of each pixel as one row (zeros outside), so that a convolution is a product."""
     padded = xp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
     windows = xp.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
     return windows.transpose(0, 1, 2, 4, 5, 3).reshape(-1, 9 * images.shape[3])

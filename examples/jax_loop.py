@@ -32,7 +32,7 @@ with gs.init_process_group() as comm:
     rng = np.random.default_rng(comm.rank)
     weight, out = rng.normal(size=(2, 32)), rng.normal(size=32) / 6
     parameters = {"hidden": {"weight": jnp.asarray(weight), "bias": jnp.zeros(32)}, "out": jnp.asarray(out)}
-    parameters = broadcast_tree(parameters)  # all begin with those of rank 0
+    parameters = broadcast_tree(parameters)  # all ranks begin with the parameters of rank 0
 
     for step in range(301):
         points = rng.uniform(-1, 1, (64, 2)).astype(np.float32)  # each rank has its own data
@@ -42,5 +42,5 @@ with gs.init_process_group() as comm:
             right = np.mean((logits_of(parameters, points) > 0) == inside)
             print(f"step {step}: loss {loss:.2f}, {right:.0%} right")
 
-    jax.block_until_ready(parameters)  # compiled steps run beside the program: wait before another collective
+    jax.block_until_ready(parameters)  # compiled steps run in parallel: wait before another collective
     gs.check_consistency({"weight": np.asarray(parameters["hidden"]["weight"])})  # the same on all ranks

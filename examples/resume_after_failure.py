@@ -20,7 +20,7 @@ STEPS = 50
 
 
 def save(path, state):
-    """Writes a complete checkpoint or none: this process may end at any moment."""
+    """Writes a complete checkpoint or none, because this process may end at any moment."""
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         np.savez(file, **state)
@@ -29,7 +29,7 @@ def save(path, state):
 
 
 def resume(path, state, comm):
-    """Fills the state from rank 0's checkpoint, on all ranks; without one, from rank 0's first values."""
+    """Fills the state of all ranks from rank 0's checkpoint, or from rank 0's values if there is no checkpoint."""
     if comm.rank == 0 and path.exists():
         with np.load(path) as saved:
             for name, array in state.items():
@@ -38,7 +38,7 @@ def resume(path, state, comm):
 
 
 def train_epoch(comm, sync, state, epoch):
-    """Trains on this rank's data of one epoch, which depend on nothing but the rank and the epoch."""
+    """Trains on this rank's data of one epoch. The data depend only on the rank and the epoch."""
     rng = np.random.default_rng([epoch, comm.rank])
     weights, velocity = state["weights"], state["velocity"]
     losses = []

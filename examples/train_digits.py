@@ -4,10 +4,10 @@
     python examples/train_digits.py                   # the same script in one process
     mpiexec -n 2 python examples/train_digits.py      # under MPI: on one machine over shared memory, else over MPI
 
-The data are scikit-learn's handwritten digits: 1,797 scans of 8 x 8 pixels, part of its installation. Read
-from the top: the data, the optimiser, the training loop, the report; the gradsync calls are numbered (1) to
-(5). The network is in digits_network.py. Arrays are NumPy's, or CuPy's where the communicator lives on a GPU: where
-`gradsync run` finds one for each rank, or is told to use them by --backend nccl.
+The data are the handwritten digits of scikit-learn: 1,797 scans of 8 x 8 pixels, part of its installation. Read
+from the top: the data, the optimiser, the training loop, the report. Comments number the gradsync calls from (1) to
+(5). The network is in digits_network.py. The script uses CuPy arrays if the communicator uses GPUs, and NumPy arrays
+otherwise. gradsync uses GPUs if it finds one for each rank, or with --backend nccl.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from digits_network import Array, Network
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training depends on, besides the number of ranks."""
+    """The settings of a training, without the number of ranks."""
 
     epochs: int = 30
     global_batch: int = 48  # images in a step, over all ranks: 1, 2, 3, 4, 6, 8, 12 or 16 ranks divide it
@@ -67,10 +67,10 @@ def load_data(seed: int, dtype: str) -> tuple[Batch, Batch]:
 
 
 def global_batches(train_set: Batch, size: int, rng: np.random.Generator) -> Iterator[Batch]:
-    """Yields the batches of one epoch: shuffled, and each image shifted by at most one pixel each way.
+    """Yields the batches of one epoch: shuffled, with each image shifted by at most one pixel in each direction.
 
-    Every rank draws the same numbers, so all see the same batches. Images that would not fill a last batch
-    sit the epoch out; the next shuffle leaves out others.
+    Every rank draws the same numbers, so all ranks have the same batches. If the last batch is not full, the epoch
+    leaves out its images. The next epoch leaves out other images.
     """
     padded = np.pad(train_set.images[..., 0], ((0, 0), (1, 1), (1, 1)))
     shifted = np.lib.stride_tricks.sliding_window_view(padded, (8, 8), axis=(1, 2))  # [image, down, right]
@@ -112,7 +112,7 @@ class MomentumSGD:
 
 @dataclass
 class Result:
-    """What a rank knows after training. All but the times are the same on all ranks."""
+    """The result of a training on one rank. All values except the times are the same on all ranks."""
 
     parameters: dict[str, Array]
     identical: bool = False  # whether the parameters have the same bits on all ranks
@@ -131,8 +131,8 @@ def train(
 
     Args:
         comm: the ranks that train together.
-        settings: what to train.
-        on_step: looks on: called in each step with the network, the global batch and the reduced gradients.
+        settings: the settings of the training.
+        on_step: a function to call in each step with the network, the global batch and the reduced gradients.
 
     Raises:
         InvalidArgument: the ranks cannot share a global batch equally.
@@ -141,7 +141,7 @@ def train(
     train_set, test_set = load_data(settings.seed, settings.dtype)
     steps_per_epoch = len(train_set.labels) // settings.global_batch
     if settings.global_batch % comm.world_size or not steps_per_epoch:
-        # Only for equal shares is the mean over the ranks the mean over the batch.
+        # The mean over the ranks is the mean over the batch only if all ranks have equal shares.
         shares = max(1, min(settings.global_batch, len(train_set.labels)) // comm.world_size)
         raise gs.InvalidArgument(
             f"{comm.label}: the global batch must be a multiple of the {comm.world_size} ranks, and at most "
@@ -149,11 +149,11 @@ def train(
             f"--global-batch {shares * comm.world_size} fits"
         )
 
-    # (1) Each rank begins with other values, and all take those of rank 0.
+    # (1) Each rank begins with different values. All ranks take the values of rank 0.
     network = Network(xp, settings.dtype, seed=settings.seed + comm.rank)
     gs.bcast_list_(list(network.parameters.values()), root=0, communicator=comm)
 
-    # (2) What gets every gradient. It packs them into buckets, and reduces a bucket once that is full.
+    # (2) The callback takes every gradient, packs gradients into buckets, and reduces each full bucket.
     sync = gs.AllreduceCallback("mean", comm, threshold_bytes=settings.threshold_bytes)
 
     optimiser = MomentumSGD(network.parameters, settings.momentum)
@@ -181,14 +181,14 @@ def train(
 
 
 def accuracy_on(test_set: Batch, comm: gs.Communicator, network: Network) -> float:
-    """Returns the share of right answers; each rank looks at its part of the set."""
+    """Returns the share of right answers. Each rank computes its part of the set."""
     share = share_of(comm, network.xp, test_set)
     right = (network.forward(share.images).argmax(axis=1) == share.labels).sum(keepdims=True)
     return int(comm.all_reduce(right, "sum")[0]) / len(test_set.labels)  # (4) Any array can be all-reduced.
 
 
 def same_bits_on_all_ranks(comm: gs.Communicator, network: Network) -> bool:
-    """Compares the parameters of all ranks as integers, so that not even the sign of a zero may differ."""
+    """Compares the parameters of all ranks as integers, so that even the sign of a zero must be equal."""
     values = network.xp.concatenate([parameter.ravel() for parameter in network.parameters.values()])
     bits = values.view(f"uint{8 * values.itemsize}")
     lowest, highest = comm.all_reduce(bits.copy(), "min"), comm.all_reduce(bits.copy(), "max")
@@ -199,17 +199,17 @@ def same_bits_on_all_ranks(comm: gs.Communicator, network: Network) -> bool:
 
 
 def print_epoch(comm: gs.Communicator, settings: Settings, accuracies: list[float]) -> None:
-    """Prints every fifth epoch's test accuracy, and the last one's; on rank 0 only."""
+    """Prints the test accuracy of every fifth epoch and of the last epoch, on rank 0 only."""
     done = len(accuracies)
     if comm.rank == 0 and not settings.quiet and (done % 5 == 0 or done == settings.epochs):
         print(f"epoch {done:2} of {settings.epochs}: test accuracy {accuracies[-1]:.2%}", flush=True)
 
 
 def print_summary(comm: gs.Communicator, result: Result) -> None:
-    """Prints the closing table."""
+    """Prints the last table."""
     statistics = result.statistics
     elements = sum(parameter.size for parameter in result.parameters.values())
-    # On a GPU the reductions run beside the host, which launches them and goes on.
+    # On a GPU the reductions run in parallel with the host, which only launches them.
     included = "waiting for other ranks included" if comm.device == "cpu" else "of the host's, for launching"
     rows = {
         "ranks": f"{comm.world_size}",
@@ -238,21 +238,21 @@ def positive(text: str) -> int:
 
 
 def main() -> int:
-    """Runs one rank, and returns its exit code: 1 when the ranks end with different parameters."""
+    """Runs one rank. Returns its exit code: 1 if the ranks end with different parameters."""
     parser = argparse.ArgumentParser(
         description="Train a digit classifier with gradsync.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add, backend = parser.add_argument, "auto" if gs.is_launched() else "local"
     add("--epochs", type=positive, default=Settings.epochs, help="passes over the data")
-    add("--global-batch", type=positive, default=Settings.global_batch, help="images a step")
-    add("--threshold-bytes", type=positive, default=Settings.threshold_bytes, help="of a bucket")
-    add("--dtype", choices=("float32", "float64"), default=Settings.dtype, help="of all arrays")
-    add("--seed", type=int, default=Settings.seed, help="of all random numbers")
+    add("--global-batch", type=positive, default=Settings.global_batch, help="images in each step, over all ranks")
+    add("--threshold-bytes", type=positive, default=Settings.threshold_bytes, help="maximum size of a bucket")
+    add("--dtype", choices=("float32", "float64"), default=Settings.dtype, help="dtype of all arrays")
+    add("--seed", type=int, default=Settings.seed, help="seed of all random numbers")
     add("--backend", default=backend, help="auto, nccl, shm, mpi or local; in one process, local")
-    add("--quiet", action="store_true", default=argparse.SUPPRESS, help="only the closing table")
+    add("--quiet", action="store_true", default=argparse.SUPPRESS, help="print only the last table")
     options = vars(parser.parse_args())
-    with gs.init_process_group(options.pop("backend")) as comm:  # (5) Who am I? The environment knows.
+    with gs.init_process_group(options.pop("backend")) as comm:  # (5) The environment tells the rank.
         result = train(comm, Settings(**options))
         if comm.rank == 0:
             print_summary(comm, result)

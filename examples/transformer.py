@@ -3,9 +3,9 @@
     gradsync run -n 2 examples/transformer.py
     gradsync run -n 2 examples/transformer.py --steps 2000
 
-The text is what `help("lists")` and the like print: part of Python. Each function of a layer returns its output, and a
-function that leads the gradient back through it; so the backward pass is the forward pass read from its end, and hands
-over each gradient the moment it exists.
+The text is the output of `help("lists")` and similar calls, a part of Python. Each layer is a function. It returns its
+output, and a function that computes the gradients of its inputs. The backward pass calls these functions in reverse
+order, and hands over each gradient as soon as it exists.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def softmax(x):
 
 
 def attend(qkv):
-    """Each letter looks at those before it."""
+    """Attention: each letter uses the letters before it."""
     batch, length, _ = qkv.shape
     q, k, v = qkv.reshape(batch, length, 3, HEADS, -1).transpose(2, 0, 3, 1, 4)
     scale = q.shape[-1] ** -0.5
@@ -81,7 +81,7 @@ def make_parameters(rng):
 
 
 def forward(p, text):
-    """Returns the loss of guessing each next letter, and a function that yields (name, gradient), last layer first."""
+    """Returns the loss of guessing the next letter, and a function that yields (name, gradient), in backward order."""
     tokens, wanted = text[:, :-1], text[:, 1:]
     x = p["letters"][tokens] + p["places"][: tokens.shape[1]]
     way_back = []
@@ -121,7 +121,7 @@ def forward(p, text):
 
 
 class Adam:
-    """Kingma and Ba, 2015."""
+    """The optimiser Adam (Kingma and Ba, 2015)."""
 
     def __init__(self, parameters, rate):
         self.parameters, self.rate, self.steps = parameters, rate, 0

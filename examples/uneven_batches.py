@@ -31,7 +31,7 @@ with gs.init_process_group() as comm:
                 state["weights"] -= 0.1 * grad_weights.result()
                 state["bias"] -= 0.1 * grad_bias.result()
                 state["steps"] += 1
-        # A rank without batches has missed the last steps: all take the state of a rank that made them.
+        # A rank without batches has missed the last steps: all ranks take the state of a rank that made these steps.
         state = gs.broadcast_tree(state, root=joined.last_rank)
 
     gs.check_consistency({"weights": state["weights"], "bias": state["bias"]})

@@ -1,10 +1,10 @@
-"""Ranks as tasks of Dask, one on each worker: rank, world size and address are passed by hand.
+"""Ranks as tasks of Dask, one on each worker. The script passes rank, world size, address and secret to each task.
 
     pip install distributed
     python examples/workers/dask_workers.py                        # on workers of this machine
-    python examples/workers/dask_workers.py tcp://scheduler:8786   # on those of a cluster
+    python examples/workers/dask_workers.py tcp://scheduler:8786   # on the workers of a cluster
 
-Tasks that wait for each other must run at the same time, so each is given a worker of its own.
+Tasks that wait for each other must run at the same time, so each task has its own worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import gradsync as gs
 
 def train(rank: int, world_size: int, address: str, secret: str) -> list[float]:
     """Fits a line on this rank's own data; every rank returns the same weights."""
-    os.environ["GRADSYNC_SECRET"] = secret  # gone again once it has been read
+    os.environ["GRADSYNC_SECRET"] = secret  # gradsync removes the variable when it reads it
     with gs.init_process_group(rank=rank, world_size=world_size, address=address):
         rng = np.random.default_rng(rank)
         x = rng.normal(size=(256, 3))
@@ -37,7 +37,7 @@ def train(rank: int, world_size: int, address: str, secret: str) -> list[float]:
 
 
 def start_ranks(client: Client) -> list[list[float]]:
-    """Starts a rank on each worker, and returns what they return."""
+    """Starts a rank on each worker, and returns the results of all ranks."""
     workers = sorted(client.scheduler_info(n_workers=-1)["workers"])
     host = urlsplit(workers[0]).hostname  # rank 0 hosts, so the port must be free there
     port = client.submit(gs.free_port, workers=workers[:1], pure=False).result()

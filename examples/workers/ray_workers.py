@@ -1,9 +1,9 @@
-"""Ranks as actors of Ray: rank, world size and address are passed by hand.
+"""Ranks as actors of Ray. The script passes the rank, the world size, the address and the secret to each actor.
 
     pip install ray
     python examples/workers/ray_workers.py           # two ranks, on this machine or on the cluster of RAY_ADDRESS
 
-With GPUs, write @ray.remote(num_gpus=1): Ray then shows each rank its own, and gradsync takes NCCL.
+With GPUs, write @ray.remote(num_gpus=1): each rank then sees only its own GPU, and gradsync uses NCCL.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import gradsync as gs
 
 @ray.remote(num_cpus=1)
 class Rank:
-    """One rank: a process of Ray's."""
+    """One rank: a process of Ray."""
 
-    def place_to_meet(self) -> str:
+    def rendezvous_address(self) -> str:
         """Returns an address at which this rank can host the rendezvous."""
         return f"{ray.util.get_node_ip_address()}:{gs.free_port()}"
 
     def train(self, rank: int, world_size: int, address: str, secret: str) -> list[float]:
         """Fits a line on this rank's own data; every rank returns the same weights."""
-        os.environ["GRADSYNC_SECRET"] = secret  # gone again once it has been read
+        os.environ["GRADSYNC_SECRET"] = secret  # gradsync removes the variable when it reads it
         with gs.init_process_group(rank=rank, world_size=world_size, address=address):
             rng = np.random.default_rng(rank)
             x = rng.normal(size=(256, 3))
@@ -43,11 +43,11 @@ class Rank:
 
 
 def main(world_size: int = 2) -> None:
-    """Starts the ranks, and prints what they return."""
+    """Starts the ranks, and prints their results."""
     ray.init(log_to_driver=False)
     try:
         ranks = [Rank.remote() for _ in range(world_size)]
-        address = ray.get(ranks[0].place_to_meet.remote())
+        address = ray.get(ranks[0].rendezvous_address.remote())
         secret = secrets.token_hex(32)
         print(ray.get([actor.train.remote(rank, world_size, address, secret) for rank, actor in enumerate(ranks)]))
     finally:
