@@ -118,11 +118,11 @@ bench-peers: $(VENV)/.dev  ## time gradsync beside PyTorch and MPI, which it ins
 	$(BIN)/python benchmarks/beside_peers.py collectives
 
 bench-mpi: $(VENV)/.dev  ## time gradsync over MPI beside mpi4py (1 minute)
-	$(BIN)/python benchmarks/over_mpi.py
+	$(BIN)/python benchmarks/beside_mpi4py.py
 
 bench-failures: $(VENV)/.dev  ## time how soon failures are reported, and look for what is left
-	$(BIN)/python benchmarks/detection.py
-	$(BIN)/python benchmarks/partition.py
+	$(BIN)/python benchmarks/failure_detection.py
+	$(BIN)/python benchmarks/network_partition.py
 
 bench-rendezvous: $(VENV)/.dev  ## time the rendezvous server with up to 1,024 simulated ranks
 	$(BIN)/python benchmarks/beside_peers.py --install

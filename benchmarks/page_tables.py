@@ -38,20 +38,20 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "buckets.at_a_glance": at_a_glance,
     "training_speed": training_speed,
     "start_up": start_up,
-    "over_mpi": over_mpi,
-    "adapters": adapters,
-    "real_model": real_model,
+    "beside_mpi4py": over_mpi,
+    "torch_adapter": adapters,
+    "gpt2_training": real_model,
     "first_edition": first_edition,
     "nccl_host_cost": nccl_host_cost,
     "rendezvous_scale": rendezvous_scale,
-    "detection": detection,
-    "detection.at_a_glance": detection_at_a_glance,
+    "failure_detection": detection,
+    "failure_detection.at_a_glance": detection_at_a_glance,
     "fault_matrix": fault_matrix,
     "proof_model_check": model_check,
     "proof_simulation": simulation,
     "proof_kills": kills,
     "proof_restarts": restarts,
-    "partition": partition,
+    "network_partition": partition,
     "contract": coverage,
     "steady_cost": lambda results: steady_cost(results, ("recorder", "agreement", "heartbeats", "all three")),
     "steady_cost.debug": lambda results: steady_cost(results, ("debug mode", "tracing")),
@@ -88,17 +88,20 @@ METHODS = {
         "one process divided by the time of the ranks. `python benchmarks/training_speed.py` makes the table",
     ),
     "start_up": ("The times were measured", ""),
-    "over_mpi": ("The times were measured with two ranks of MPICH", f"{_MEDIANS}. `make bench-mpi` makes the table"),
-    "adapters": (
+    "beside_mpi4py": (
+        "The times were measured with two ranks of MPICH",
+        f"{_MEDIANS}. `make bench-mpi` makes the table",
+    ),
+    "torch_adapter": (
         METHOD[0],
         "The table shows the times of the slower rank. The programs ran alternately in one run. The gradients have the "
         "shapes of ResNet-50 and exist before the pass, so the times are those of the synchronisation alone. "
-        "`python benchmarks/adapters.py` makes the table",
+        "`python benchmarks/torch_adapter.py` makes the table",
     ),
-    "real_model": (
+    "gpt2_training": (
         METHOD[0],
         "The table shows medians of the steps after the first, on the slower rank. The programs ran alternately in one "
-        "run, with batches of 64 tokens, dropout and AdamW. `python benchmarks/real_model.py` makes the table",
+        "run, with batches of 64 tokens, dropout and AdamW. `python benchmarks/gpt2_training.py` makes the table",
     ),
     "first_edition": (
         METHOD[0],
@@ -106,9 +109,9 @@ METHODS = {
         "itself. `python benchmarks/two_checkouts.py --old FOLDER` makes the table",
     ),
     "nccl_host_cost": ("The times were measured", "`python benchmarks/nccl_host_cost.py --old FOLDER` makes the table"),
-    "partition": (
+    "network_partition": (
         "Two network namespaces stood for the two machines,",
-        "`python benchmarks/partition.py` makes the table",
+        "`python benchmarks/network_partition.py` makes the table",
     ),
     "rendezvous_scale": (
         "The times were measured with simulated ranks",
@@ -124,8 +127,8 @@ METHODS = {
     "steady_cost.debug": (METHOD[0], "The cost compares the lower quartiles of alternating steps"),
     "proof_transcripts": ("The test ran", "`{command}` makes the table"),
     "proof_hostile": ("The times were measured", "The server runs in its own process. `{command}` makes the table"),
-    "detection": ("The times were measured", _BOLD),
-    "detection.at_a_glance": (METHOD[0], _BOLD),
+    "failure_detection": ("The times were measured", _BOLD),
+    "failure_detection.at_a_glance": (METHOD[0], _BOLD),
     "fault_matrix": (
         "The times were measured with three ranks",
         "Times above their limit are in bold. `{command}` makes the table",

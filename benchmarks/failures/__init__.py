@@ -1,4 +1,4 @@
-"""Parts of benchmarks/detection.py and fault_matrix.py: real failures, and their reports.
+"""Parts of benchmarks/failure_detection.py and fault_matrix.py: real failures, and their reports.
 
 `rows` lists the failures, those of ranks and those of others, and `matrix` each fault at each point of a run's life, by
 the names in `points`; `runs` and `meetings` cause them in a `scene`, some by the control groups of `confinement`;

@@ -227,7 +227,7 @@ PHASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Play a rank's part in a scene of benchmarks/detection.py.")
+    parser = argparse.ArgumentParser(description="Play a rank's part in a scene of benchmarks/failure_detection.py.")
     parser.add_argument("phase", choices=PHASES)
     parser.add_argument("fault", choices=FAULTS)
     parser.add_argument("--culprit", type=int, default=1, help="the rank that fails")

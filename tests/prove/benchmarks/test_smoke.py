@@ -20,15 +20,15 @@ MEASURED = "measured"
 STATUSES = {MEASURED, "not installed", "not offered", "not asked for"}
 #: Scripts that measure nothing: makers of pages, and the ranks of others; and those of the part fault_matrix.
 OTHER_SCRIPTS = {
-    "adapters_rank",
+    "torch_adapter_rank",
     "two_checkouts_rank",
     "readme",
-    "real_model_rank",
+    "gpt2_training_rank",
     "scaling_page",
     "scenes",
     "training_speed_rank",
 }
-OTHER_SCRIPTS |= {"detection", "fault_matrix", "gpu_tests", "predict_threshold", "trace_picture"}
+OTHER_SCRIPTS |= {"failure_detection", "fault_matrix", "gpu_tests", "predict_threshold", "trace_picture"}
 
 
 class Smoke(NamedTuple):
@@ -48,16 +48,16 @@ class Smoke(NamedTuple):
 
 
 SMOKES = [
-    Smoke("adapters", ("--quick",), 5),
+    Smoke("torch_adapter", ("--quick",), 5),
     Smoke("basic_costs", ("--quick", "--only", "gradients"), 2),
     Smoke("beside_peers", ("buckets", "--quick", "--only", "small", "--contenders", "gradsync", "torch"), 6),
     Smoke("beside_peers", ("collectives", "--quick", "--only", "all_gather"), 6 * 4),
     Smoke("beside_peers", ("all_reduce", "--quick", "--only", "sizes"), 8 * 4),
     Smoke("gpu", ("--tiny",), 8, {"PYTHONPATH": str(STAND_IN)}),
     Smoke("nccl_host_cost", ("--old", str(ROOT), "--quick"), 4),
-    Smoke("over_mpi", ("--rounds", "1"), 7),
-    Smoke("partition", ("--rounds", "1"), 10),
-    Smoke("real_model", ("--quick",), 3),
+    Smoke("beside_mpi4py", ("--rounds", "1"), 7),
+    Smoke("network_partition", ("--rounds", "1"), 10),
+    Smoke("gpt2_training", ("--quick",), 3),
     Smoke("rendezvous_scale", ("--quick",), 2),
     Smoke("start_up", ("--quick", "--ranks", "2"), 1),
     Smoke("steady_cost", ("--quick",), 1),

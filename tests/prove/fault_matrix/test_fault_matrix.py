@@ -47,7 +47,7 @@ def test_cell(cell: Cell) -> None:
 
 def test_quick_rows_name_the_culprit_and_leave_nothing(tmp_path):
     output = tmp_path / "detection.json"
-    script = str(ROOT / "benchmarks" / "detection.py")
+    script = str(ROOT / "benchmarks" / "failure_detection.py")
     command = [sys.executable, script, "--rounds", "1", "--only", *QUICK, "--output", output]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

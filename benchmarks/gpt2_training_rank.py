@@ -1,4 +1,4 @@
-"""A rank of real_model.py: trains GPT-2 once with each wrapper, and prints its samples as JSON on rank 0.
+"""A rank of gpt2_training.py: trains GPT-2 once with each wrapper, and prints its samples as JSON on rank 0.
 
 It runs in the Python that has PyTorch and transformers.
 """

@@ -1,7 +1,7 @@
 """Causes each failure of a run, and measures how soon it is reported, by whom, and what is left behind.
 
-    python benchmarks/detection.py                        # writes benchmarks/results/detection.json
-    python benchmarks/detection.py --only killed --rounds 1  # rows with that in their name; writes nothing
+    python benchmarks/failure_detection.py                        # writes benchmarks/results/failure_detection.json
+    python benchmarks/failure_detection.py --only killed --rounds 1  # rows with that in their name; writes nothing
 
 Three moments are measured, each from that of the failure: "raised", when the last rank that needs to know has caught
 an error of ours; "reported", when the launcher has printed who was the culprit; and "down", when the last process has
@@ -91,7 +91,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows with this in their name")
     parser.add_argument("--large", action="store_true", help="also return 1 GiB from a rank")
     parser.add_argument("--list", action="store_true", help="list the rows' names, and end")
-    add_output(parser, "detection")
+    add_output(parser, "failure_detection")
     return parser.parse_args()
 
 
@@ -105,7 +105,7 @@ def main() -> int:
         signal.SIGINT, signal.default_int_handler
     )  # a process that ignores the signal hands that on to its children
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a scene ends properly
-    made = provenance("benchmarks/detection.py")
+    made = provenance("benchmarks/failure_detection.py")
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     results = []
@@ -116,7 +116,7 @@ def main() -> int:
     console.print(table_of(results))
     tell_what_is_wrong(results, console)
     result = {**made, "settings": {"rounds": options.rounds}, "results": [each.as_json() for each in results]}
-    write_result("detection", options.output, result, is_whole=not options.only)
+    write_result("failure_detection", options.output, result, is_whole=not options.only)
     return 0 if all(result.is_good for result in results) else 1
 
 

@@ -1,7 +1,7 @@
 """Times the communicator over MPI beside mpi4py's own calls, in the same two ranks of MPICH, round by round.
 
-    python benchmarks/over_mpi.py                # prints a table, and writes benchmarks/results/over_mpi.json
-    python benchmarks/over_mpi.py --rounds 3     # writes nothing
+    python benchmarks/beside_mpi4py.py                # prints a table, and writes benchmarks/results/beside_mpi4py.json
+    python benchmarks/beside_mpi4py.py --rounds 3     # writes nothing
 
 gradsync's figures include its agreement before each collective. "mean of all gradients": its callback with default
 settings, beside one Allreduce and one division for each tensor, as in a loop written by hand. A figure is
@@ -104,10 +104,10 @@ def main() -> int:
     """Starts the ranks, prints their result, and writes it unless the rounds are shortened."""
     parser = argparse.ArgumentParser(description="Times gradsync over MPI beside mpi4py.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    add_output(parser, "over_mpi")
+    add_output(parser, "beside_mpi4py")
     options = parser.parse_args()
     rounds: int = options.rounds
-    results = provenance("benchmarks/over_mpi.py")
+    results = provenance("benchmarks/beside_mpi4py.py")
     mpiexec = str(Path(sysconfig.get_path("scripts")) / "mpiexec")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
@@ -120,7 +120,7 @@ def main() -> int:
     for row in found["rows"]:
         ours, theirs = row["seconds"]["gradsync"], row["seconds"]["mpi4py"]
         print(f"{row['work']:34} {ours * 1e3:7.3f} ms {theirs * 1e3:7.3f} ms  {ours / theirs:.2f}")
-    write_result("over_mpi", options.output, results, is_whole=rounds >= ROUNDS)
+    write_result("beside_mpi4py", options.output, results, is_whole=rounds >= ROUNDS)
     return 0
 
 

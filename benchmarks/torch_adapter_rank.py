@@ -1,4 +1,4 @@
-"""A rank of adapters.py: times backward passes that compute nothing, and prints its samples as JSON on rank 0.
+"""A rank of torch_adapter.py: times backward passes that compute nothing, and prints its samples as JSON on rank 0.
 
 It runs in the Python that has PyTorch. A backward pass hands out gradients that exist already, as in
 peers/over_gloo.py: the time is that of the reduction, and of autograd's walk over the parameters.

@@ -1,7 +1,7 @@
 """Disconnects one of two machines, or kills its launcher, and measures how soon both sides report it.
 
-    python benchmarks/partition.py                # writes benchmarks/results/partition.json
-    python benchmarks/partition.py --rounds 1     # writes nothing
+    python benchmarks/network_partition.py                # writes benchmarks/results/network_partition.json
+    python benchmarks/network_partition.py --rounds 1     # writes nothing
 
 The machines are network namespaces on one bridge, each with one `gradsync run --nnodes 2` of one rank. A time is from
 the fault to the line on standard error that names the node which is gone. "link down": as of a pulled cable; "DROP":
@@ -141,7 +141,7 @@ def main() -> int:
     """Measures all rows, prints them, and writes them unless the rounds are shortened."""
     parser = argparse.ArgumentParser(description="Measures how soon a machine that is cut off is told.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    add_output(parser, "partition")
+    add_output(parser, "network_partition")
     options = parser.parse_args()
     rounds: int = options.rounds
     console = Console()
@@ -149,7 +149,7 @@ def main() -> int:
     if why_not is not None:
         console.print(f"not measured: {why_not}")
         return 0
-    where = provenance("benchmarks/partition.py")
+    where = provenance("benchmarks/network_partition.py")
     faults = [(fault, victim) for fault in FAULTS for victim in (0, 1)] + [(fault, 1) for fault in MPI_FAULTS]
     found = [line for fault, victim in faults for line in rows_of(fault, victim, rounds, console)]
     table = Table(title="From the fault until it is told: seconds")
@@ -159,7 +159,7 @@ def main() -> int:
         times = (f"{line[name]:.2f}" for name in ("median_seconds", "worst_seconds", "target_seconds"))
         table.add_row(line["fault"], line["victim"], line["side"], *times)
     console.print(table)
-    write_result("partition", options.output, {**where, "results": found}, is_whole=rounds >= ROUNDS)
+    write_result("network_partition", options.output, {**where, "results": found}, is_whole=rounds >= ROUNDS)
     return int(any(line["complaints"] for line in found))
 
 

@@ -1,8 +1,8 @@
 """Trains GPT-2 of the transformers library over gradsync beside DistributedDataParallel on gloo, in one run.
 
     cd benchmarks && python -m peers.install torch  # once
-    python benchmarks/real_model.py                 # writes benchmarks/results/real_model.json
-    python benchmarks/real_model.py --quick         # two steps of a tiny GPT-2, writes nothing
+    python benchmarks/gpt2_training.py                 # writes benchmarks/results/gpt2_training.json
+    python benchmarks/gpt2_training.py --quick         # two steps of a tiny GPT-2, writes nothing
 
 Two ranks, with one thread each for PyTorch, as torchrun sets it. The weights are random: they are made from the
 configuration, nothing is downloaded. Each contender trains a model of its own, from the same weights, on the same
@@ -63,12 +63,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="two steps of a tiny GPT-2; writes only with --output")
     parser.add_argument("--python", default=str(systems.ENVIRONMENTS / TORCH / "bin" / "python"), help="with PyTorch")
-    add_output(parser, "real_model")
+    add_output(parser, "gpt2_training")
     options = parser.parse_args()
-    results = provenance("benchmarks/real_model.py")
+    results = provenance("benchmarks/gpt2_training.py")
     arguments = ["tiny", str(QUICK_STEPS)] if options.quick else ["GPT-2 small", str(STEPS)]
     variables = systems.THREADS | {"HF_HUB_OFFLINE": "1"}
-    found = output_beside_torch(options.python, "real_model_rank.py", arguments, variables, RUN_SECONDS)
+    found = output_beside_torch(options.python, "gpt2_training_rank.py", arguments, variables, RUN_SECONDS)
     results["versions"] |= found["versions"]
     results["settings"] = found["settings"]
     rows = results["results"] = rows_of(found)
@@ -83,7 +83,7 @@ def main() -> int:
         same = "same weights" if row["weights_equal_bit_by_bit"] else "OTHER WEIGHTS"
         print(f"{row['model']:12} {row['what']:40} step {step:7.3f} s, backward {backward:7.3f} s, {same}")
     print(f"{OURS} against the quicker {THEIRS}: {ratio:.3f}")
-    write_result("real_model", options.output, results, is_whole=not options.quick)
+    write_result("gpt2_training", options.output, results, is_whole=not options.quick)
     return int(not all(promise["kept"] for promise in results["promises"]))
 
 
