@@ -432,11 +432,11 @@ class RendezvousClient:
         error's text is sent as the report.
 
         Args:
-            positions: returns the number of collectives that this rank has begun, for at most 16 groups. It runs at
-                every heartbeat, twice a second.
+            positions: returns the number of collectives that this rank has begun in each group, for at most 16
+                groups. It runs at every heartbeat, twice a second.
             report: returns the text on this rank for the other ranks' error; shortened to 16 KiB.
-            history: returns this rank's last collectives, by group; for each its number, digest, description, and
-                whether this rank is still in it.
+            history: returns this rank's last collectives, by group; for each its number, digest, description (at most
+                200 bytes), and whether this rank is still in it. At most 16 groups and 128 collectives.
             on_trouble: called with one line of text after this rank has answered a status request, and when the
                 generation fails.
         """

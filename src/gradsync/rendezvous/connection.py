@@ -29,7 +29,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import Any, NoReturn
 
 from gradsync.arguments import parse_address
@@ -50,11 +49,8 @@ from gradsync.machine import machine_identity
 from gradsync.rendezvous.frames import (
     INVALID,
     MAX_EVENT_BYTES,
-    MAX_GROUP_BYTES,
     MAX_REASON_BYTES,
     MAX_REPORT_BYTES,
-    MAX_STATUS_CALLS,
-    MAX_STATUS_GROUPS,
     MAX_WHAT_BYTES,
     SILENCE,
     STUCK,
@@ -65,6 +61,7 @@ from gradsync.rendezvous.frames import (
     LaunchedEvent,
     Message,
     clip_text,
+    is_progress,
 )
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerProcess
 from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, look_at, look_at_process
@@ -567,38 +564,28 @@ class Connection:
 
     def _answer_inquiry(self, inquiry: int) -> None:
         """Sends this rank's status to the server."""
+        progress, report = self._progress(), self._report_text()
         try:
-            self.post(FrameType.STATUS, inquiry, self._status(), self._report_text())
-        except FieldError:  # the history cannot be sent: send the report without it
-            progress: dict[str, tuple[int, Sequence[Any]]] = {
-                group: (begun, ()) for group, begun in self._progress().items()
-            }
-            self.post(FrameType.STATUS, inquiry, progress, self._report_text())
+            history = self._history()
+            status = {group: (begun, history.get(group, ())) for group, begun in progress.items()}
+            self.post(FrameType.STATUS, inquiry, status, report)
+        except ConnectionLost:
+            raise
+        except Exception:  # the callback failed, or its history does not fit: send the report without it
+            self.post(FrameType.STATUS, inquiry, {group: (begun, ()) for group, begun in progress.items()}, report)
         self._call_on_trouble("a rank has waited too long for others")  # last, because it may write a dump
 
     def _call_on_trouble(self, text: str) -> None:
         with contextlib.suppress(Exception):  # no caller could handle it
             self._on_trouble(text)
 
-    def _progress(self) -> dict[str, int]:
+    def _progress(self) -> Mapping[str, int]:
         """Returns the number of collectives that this rank has begun in each group; empty if the callback fails."""
-        try:
-            positions = islice(self._positions().items(), MAX_STATUS_GROUPS)
-            return {clip_text(group, MAX_GROUP_BYTES): min(max(int(begun), 0), 2**63 - 1) for group, begun in positions}
-        except Exception:  # the ranks' report shows that the positions are missing
-            return {}
-
-    def _status(self) -> dict[str, tuple[int, Sequence[Any]]]:
-        """Returns the number of collectives that this rank has begun in each group, and the last of them."""
-        status: dict[str, tuple[int, Sequence[Any]]] = {group: (begun, ()) for group, begun in self._progress().items()}
-        with contextlib.suppress(Exception):
-            history = self._history()
-            most = MAX_STATUS_CALLS // max(len(history), 1)
-            for group, calls in islice(history.items(), MAX_STATUS_GROUPS):
-                if group in status or len(status) < MAX_STATUS_GROUPS:
-                    begun = status.get(group, (max((call[0] for call in calls), default=0), ()))[0]
-                    status[group] = begun, [list(call) for call in calls[-most:]]
-        return status
+        with contextlib.suppress(Exception):  # the ranks' report shows that the numbers are missing
+            positions = self._positions()
+            if is_progress(positions):
+                return positions
+        return {}
 
     def _report_text(self) -> str:
         try:

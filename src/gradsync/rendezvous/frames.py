@@ -104,25 +104,16 @@ class Field:
     accepts: Callable[[Any], bool]
 
 
-def _integer(name: str, low: int, high: int, *, optional: bool = False) -> Field:
-    if optional:
-        return Field(
-            name,
-            f"an integer from {low} to {high}, or nil",
-            lambda v: v is None or (type(v) is int and low <= v <= high),
-        )
+def _integer(name: str, low: int, high: int) -> Field:
     return Field(name, f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
 
 
-def _text(name: str, max_bytes: int, *, optional: bool = False) -> Field:
+def _text(name: str, max_bytes: int) -> Field:
     def accepts(value: Any) -> bool:
         # A character takes at most 4 bytes, so a short text fits without being encoded.
         return type(value) is str and (len(value) * 4 <= max_bytes or _utf8_length(value) <= max_bytes)
 
-    needed = f"text of at most {max_bytes} bytes in UTF-8"
-    if optional:
-        return Field(name, f"{needed}, or nil", lambda v: v is None or accepts(v))
-    return Field(name, needed, accepts)
+    return Field(name, f"text of at most {max_bytes} bytes in UTF-8", accepts)
 
 
 def _utf8_length(text: str) -> int:
@@ -131,6 +122,22 @@ def _utf8_length(text: str) -> int:
 
 def _flag(name: str) -> Field:
     return Field(name, "a boolean", lambda v: type(v) is bool)
+
+
+def _ranks(name: str) -> Field:
+    return Field(name, "distinct ranks in ascending order", _is_rank_list)
+
+
+def _list(name: str, needed: str, item: Field) -> Field:
+    return Field(
+        name,
+        needed,
+        lambda v: type(v) in (list, tuple) and len(v) <= MAX_RANKS and all(map(item.accepts, v)),
+    )
+
+
+def _optional(rule: Field) -> Field:
+    return Field(rule.name, f"{rule.needed}, or nil", lambda v: v is None or rule.accepts(v))
 
 
 def _is_value(value: Any) -> bool:
@@ -148,17 +155,12 @@ def _is_rank_list(value: Any) -> bool:
     return True
 
 
-def _ranks(name: str, *, optional: bool) -> Field:
-    if not optional:
-        return Field(name, "distinct ranks in ascending order", _is_rank_list)
-    return Field(name, "distinct ranks in ascending order, or nil", lambda v: v is None or _is_rank_list(v))
-
-
 def _is_result(value: Any) -> bool:
     return value is None or type(value) is bool or _is_value(value)
 
 
-def _is_progress(value: Any) -> bool:
+def is_progress(value: Any) -> bool:
+    """Whether a value maps groups to the numbers of collectives begun in them, and fits into a HEARTBEAT."""
     if type(value) is not dict or len(value) > MAX_STATUS_GROUPS:
         return False
     return all(_GROUP.accepts(group) and _POSITION.accepts(begun) for group, begun in value.items())
@@ -186,24 +188,16 @@ def _is_call(value: Any) -> bool:
     )
 
 
-def _are_values(value: Any) -> bool:
-    return type(value) in (list, tuple) and len(value) <= MAX_RANKS and all(map(_is_value, value))
-
-
-def _are_positions(value: Any) -> bool:
-    return type(value) in (list, tuple) and len(value) <= MAX_RANKS and all(map(_POSITION.accepts, value))
-
-
 _KEY = _text("key", MAX_NAME_BYTES)
 _NAME = _text("name", MAX_NAME_BYTES)
 _RANK = _integer("rank", 0, MAX_RANKS - 1)
 _SIZE = _integer("world_size", 1, MAX_RANKS)
-_MEMBERS = _ranks("ranks", optional=True)
+_MEMBERS = _optional(_ranks("ranks"))
 _REQUEST = _integer("request sequence", 0, 2**63 - 1)
 _GROUP = _text("group", MAX_GROUP_BYTES)
 _POSITION = _integer("position", 0, 2**63 - 1)
 _DIGEST = _integer("digest", 0, 2**64 - 1)
-_PROGRESS = Field("progress", f"at most {MAX_STATUS_GROUPS} groups with the collectives begun in each", _is_progress)
+_PROGRESS = Field("progress", f"at most {MAX_STATUS_GROUPS} groups with the collectives begun in each", is_progress)
 _INQUIRY = _integer("inquiry", 0, 2**63 - 1)
 _VALUE = Field("value", f"bytes of length 0 to {MAX_VALUE_BYTES}", _is_value)
 # The fields of a call: number, digest, the call in words, and whether the rank is still in it.
@@ -223,9 +217,9 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
         _text("machine", MAX_MACHINE_BYTES),
         _text("host", MAX_MACHINE_BYTES),
         _PID,
-        _integer("min_ranks", 1, MAX_RANKS, optional=True),
+        _optional(_integer("min_ranks", 1, MAX_RANKS)),
         _integer("steps", 0, 2**63 - 1),
-        _text("start", MAX_START_BYTES, optional=True),
+        _optional(_text("start", MAX_START_BYTES)),
     ),
     FrameType.BEGIN_START: (_text("start", MAX_START_BYTES), _SIZE),
     FrameType.STARTED: (_RANK, _PID),
@@ -235,13 +229,13 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
         Field("state", "the name of a process's state", lambda v: type(v) is str and v in ProcessState.__members__),
     ),
     FrameType.SET: (_KEY, _VALUE, _flag("replaces")),
-    FrameType.GET: (_KEY, _integer("from_rank", 0, MAX_RANKS - 1, optional=True)),
+    FrameType.GET: (_KEY, _optional(_integer("from_rank", 0, MAX_RANKS - 1))),
     FrameType.DELETE: (_KEY,),
     FrameType.BARRIER: (_NAME, _MEMBERS),
     FrameType.EXCHANGE: (_NAME, _MEMBERS, _VALUE),
     FrameType.REPORT_FAILURE: (
         _text("reason", MAX_REASON_BYTES),
-        _integer("culprit", 0, MAX_RANKS - 1, optional=True),
+        _optional(_integer("culprit", 0, MAX_RANKS - 1)),
     ),
     FrameType.CANCEL: (_REQUEST,),
     FrameType.LEAVE: (_NAME, _MEMBERS, _POSITION),
@@ -255,21 +249,21 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
         _POSITION,
         _text("what", MAX_WHAT_BYTES),
         _integer("waited_ms", 0, MAX_WAITED_MS),
-        _ranks("missing ranks", optional=True),
+        _optional(_ranks("missing ranks")),
         _flag("is over"),
     ),
     FrameType.STATUS: (_INQUIRY, _STATUS, _text("report", MAX_REPORT_BYTES)),
     FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean or bytes", _is_result)),
     FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),
-    FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks", optional=False), _text("text", MAX_TEXT_BYTES)),
+    FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks"), _text("text", MAX_TEXT_BYTES)),
     FrameType.JOINED: (_REQUEST, _integer("generation", 1, 10**12), _RANK, _SIZE, _RANK),
     FrameType.ASKED: (_GROUP, _POSITION),
     FrameType.DECISION: (_REQUEST, _integer("decision", 0, 2), _POSITION),
-    FrameType.VALUES: (_REQUEST, _flag("is last"), Field("values", "a list of values", _are_values)),
+    FrameType.VALUES: (_REQUEST, _flag("is last"), _list("values", "a list of values", _VALUE)),
     FrameType.POSITIONS: (
         _REQUEST,
-        _ranks("ranks", optional=False),
-        Field("positions", "a position for each rank", _are_positions),
+        _ranks("ranks"),
+        _list("positions", "a position for each rank", _POSITION),
     ),
     FrameType.PULSE: (),
     FrameType.LOOK: (_RANK, _PID),
@@ -279,7 +273,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
         _integer("kind", 0, 2),
         _RANK,
         _text("phase", MAX_PHASE_BYTES),
-        _ranks("missing ranks", optional=False),
+        _ranks("missing ranks"),
         _text("text", MAX_FAILURE_BYTES),
     ),
 }
