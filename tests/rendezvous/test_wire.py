@@ -160,7 +160,7 @@ def test_longest_report_and_verdict_fit() -> None:
     status = {f"{n:02}" + "g" * (MAX_GROUP_BYTES - 2): (2**63 - 1, calls) for n in range(MAX_STATUS_GROUPS)}
     assert open_bytes(server, client.seal(FrameType.STATUS, 1, status, "x" * MAX_REPORT_BYTES)) is not None
     for missing in (0, 4096, 12 * 1024, MAX_RANKS):
-        failure = Failure(0, "p" * MAX_PHASE_BYTES, "é" * MAX_FAILURE_BYTES, tuple(range(missing)))
+        failure = Failure(0, "p" * MAX_PHASE_BYTES, "é" * MAX_FAILURE_BYTES, missing=tuple(range(missing)))
         sent = failure.send(1, 2**63 - 1)
         message = open_bytes(client, server.seal(sent.type, *sent.fields))
         assert message is not None

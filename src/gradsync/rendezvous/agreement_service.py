@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradsync.rendezvous.frames import REFUSED, Decision, FrameType, Send, event_key, is_under
-from gradsync.rendezvous.roster import Members, Roster, list_members
+from gradsync.rendezvous.roster import Members, Roster, list_members, never_came
 from gradsync.rendezvous.store import Keys, Request, Wait, WaitTable
 
 MAX_GROUPS = 16_384
@@ -80,8 +80,7 @@ class Agreement:
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
         """Returns the members that never reported; if there are none, the members that gave up waiting."""
-        absent = tuple(self.absent_ranks())
-        return tuple(rank for rank in absent if rank not in self._cancelled) or absent
+        return never_came(self.absent_ranks(), self._cancelled)
 
     def launched_ranks(self) -> tuple[int, ...]:
         """Returns the members that have launched already."""

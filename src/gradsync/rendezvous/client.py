@@ -196,13 +196,6 @@ class RendezvousClient:
             name=name,
         )
 
-    def __repr__(self) -> str:
-        of_group = f", name={self.name!r}, world_ranks={self.world_ranks}" if self.name else ""
-        return (
-            f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size}{of_group}, "
-            f"generation={self.generation}, address={self.address!r})"
-        )
-
     def __enter__(self) -> RendezvousClient:
         return self
 

@@ -600,9 +600,8 @@ class Connection:
         if self._is_closed:
             self._end_threads()  # Ctrl-C may have interrupted an earlier call
             return
-        failure, self._is_closed = self.failure, True
-        self.failure = self._closed_error()
-        self._fail(self.failure)
+        failure = self.failure
+        self._fail_as_closed()
         try:
             # This rank has failed if it has lost the server: a LEAVE that still arrived would hide that from the
             # others.
@@ -620,9 +619,7 @@ class Connection:
             self.close_copy()
             return
         if not self._is_closed:
-            self._is_closed = True
-            self.failure = self._closed_error()
-            self._fail(self.failure)
+            self._fail_as_closed()
         self._end_threads()
 
     def shut_down(self) -> None:
@@ -650,8 +647,12 @@ class Connection:
         with contextlib.suppress(OSError):  # the program has closed the descriptor itself
             self._stream.close()
 
-    def _closed_error(self) -> CommunicatorClosed:
-        return CommunicatorClosed(f"{self.label}: this rendezvous client is closed; connect again to join again")
+    def _fail_as_closed(self) -> None:
+        self._is_closed = True
+        self.failure = CommunicatorClosed(
+            f"{self.label}: this rendezvous client is closed; connect again to join again"
+        )
+        self._fail(self.failure)
 
     def close_copy(self) -> None:
         """Closes the child's copy after a fork, without I/O and without the lock, which may never be free there."""

@@ -6,7 +6,7 @@ Part of the server's core, without I/O.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from gradsync.errors import MAX_NAMED_RANKS
@@ -14,7 +14,6 @@ from gradsync.rendezvous.frames import (
     DEATH,
     MAX_FAILURE_BYTES,
     SILENCE,
-    STUCK,
     FrameType,
     Send,
     clip_text,
@@ -49,6 +48,12 @@ def list_members(members: Iterable[int]) -> str:
     return str(tuple(members))
 
 
+def never_came(absent: Iterable[int], gave_up: Container[int]) -> tuple[int, ...]:
+    """Returns the absent ranks that have never come; if there are none, those that came and gave up waiting."""
+    absent = tuple(absent)
+    return tuple(rank for rank in absent if rank not in gave_up) or absent
+
+
 def failure_room_bytes(missing_ranks: int) -> int:
     """Returns the space for a failure's text in a frame that also lists `missing_ranks` ranks."""
     return MAX_FAILURE_BYTES - _MISSING_RANK_BYTES * min(missing_ranks, _MAX_RANKS_BESIDE_TEXT)
@@ -62,22 +67,21 @@ class Failure:
         rank: the rank that caused the failure; one of these ranks if there are several.
         phase: that rank's phase: joining, running or left.
         text: the full description.
-        missing: for a stuck collective, the ranks known not to have arrived; None for any other failure.
-        is_silence: whether the rank was found stopped (SIGSTOP), gone or unreachable.
+        kind: DEATH, STUCK or SILENCE, see `frames`.
+        missing: for a stuck collective, the ranks known not to have arrived.
     """
 
     rank: int
     phase: str
     text: str
-    missing: tuple[int, ...] | None = None
-    is_silence: bool = False
+    kind: int = DEATH
+    missing: tuple[int, ...] = ()
 
     def send(self, connection: int, sequence: int) -> Send:
         """Returns the FAILED message: the answer to a request or, with sequence 0, a push to a member."""
-        kind = STUCK if self.missing is not None else SILENCE if self.is_silence else DEATH
-        missing = self.missing or ()
-        text = clip_text(self.text, failure_room_bytes(len(missing)))
-        return Send(connection, FrameType.FAILED, (sequence, kind, self.rank, self.phase, missing, text))
+        text = clip_text(self.text, failure_room_bytes(len(self.missing)))
+        fields = sequence, self.kind, self.rank, self.phase, self.missing, text
+        return Send(connection, FrameType.FAILED, fields)
 
 
 class MemberState(enum.Enum):
@@ -194,8 +198,7 @@ class Roster:
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Returns the ranks that have never joined; if there are none, the ranks that gave up waiting."""
-        absent = tuple(rank for rank in range(self.world_size) if rank not in self.members)
-        return tuple(rank for rank in absent if rank not in self._cancelled) or absent
+        return never_came((rank for rank in range(self.world_size) if rank not in self.members), self._cancelled)
 
     # Who is there.
 
@@ -273,7 +276,7 @@ class Roster:
         """Returns the failure of a generation that waits for a rank whose process is stopped (SIGSTOP)."""
         evidence = f"the others have waited for it for {seconds:.1f} s"
         text = state.lost_text(f"{self.label(rank)} (pid {pid})", evidence, where=" before it joined")
-        return Failure(rank, JOINING_PHASE, text, is_silence=True)
+        return Failure(rank, JOINING_PHASE, text, SILENCE)
 
     def reported(self, rank: int, reason: str, culprit: int | None) -> Failure:
         """Returns the failure that a rank has reported, caused by that rank itself or by another rank, the culprit."""
@@ -283,7 +286,7 @@ class Roster:
     def silence(self, rank: int, state: ProcessState, evidence: str) -> Failure:
         """Returns the failure of a generation with a silent rank found stopped (SIGSTOP), gone or unreachable."""
         text = state.lost_text(self.name(rank), evidence, where=self._while_joining())
-        return Failure(rank, self.phase, text, is_silence=True)
+        return Failure(rank, self.phase, text, SILENCE)
 
     def slow_text(self, rank: int, state: ProcessState, silent_seconds: float) -> str:
         """Returns the notice about a rank that is silent although its process has not failed."""

@@ -117,7 +117,7 @@ class RendezvousServer:
         size = integer_of(world_size)
         if size is None or not 1 <= size <= MAX_RANKS:
             raise InvalidArgument(f"the rendezvous needs a world_size from 1 to {MAX_RANKS}, got {world_size}")
-        self.world_size = world_size = size
+        world_size = size
         secret = check_secret(secret)
         check_removed_variables()
         listener = listener or bind_listener(host, port)
@@ -129,9 +129,6 @@ class RendezvousServer:
         self._thread: threading.Thread | None = None
         self._claimed = False
         _servers.add(self)
-
-    def __repr__(self) -> str:
-        return f"RendezvousServer(address={self.address!r}, world_size={self.world_size})"
 
     def __enter__(self) -> RendezvousServer:
         self.start()

@@ -21,7 +21,7 @@ from gradsync.rendezvous.frames import (
     clip_text,
     is_under,
 )
-from gradsync.rendezvous.roster import Failure, Members, Roster, list_members
+from gradsync.rendezvous.roster import Failure, Members, Roster, list_members, never_came
 
 MAX_STORED_BYTES = 64 * 1024**2
 MAX_BARRIERS = 65_536
@@ -262,8 +262,7 @@ class Barrier:
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
         """Returns the ranks that never arrived; if there are none, the ranks that gave up waiting."""
-        absent = tuple(self.absent_ranks())
-        return tuple(rank for rank in absent if rank not in self._cancelled) or absent
+        return never_came(self.absent_ranks(), self._cancelled)
 
     def take(self) -> tuple[list[Wait], list[bytes]]:
         """Resets the barrier; returns the waits of the members that had arrived, and their values by rank."""

@@ -16,6 +16,7 @@ from gradsync.errors import name_ranks
 from gradsync.rendezvous.frames import (
     MAX_STATUS_GROUPS,
     OF_MESSAGES,
+    STUCK,
     Action,
     FrameType,
     Look,
@@ -49,13 +50,9 @@ Status = Mapping[str, tuple[int, Sequence[tuple[int, int, str, bool]]]]
 
 @dataclass(frozen=True, slots=True)
 class StuckCollective:
-    """A stuck collective: the ranks that wait in it, for how long, and the missing ranks.
-
-    The position is OF_MESSAGES for a send or receive.
-    """
+    """A stuck collective, send or receive: the ranks that wait in it, for how long, and the missing ranks."""
 
     group: str
-    position: int
     what: str
     waited_seconds: float
     waiting: tuple[int, ...]
@@ -220,14 +217,14 @@ class StuckCollectives:
             if (round_about := circle(_waits_in_messages(waits))) is not None:
                 lines.append(circle_text(round_about))
         text = _report_text(self._roster, all_stuck, inquiry.reports, inquiry.states, lines)
-        return Failure(culprit, self._roster.phase, text, missing)
+        return Failure(culprit, self._roster.phase, text, STUCK, missing)
 
     def _all_stuck(self, first: WaitReport, by_rank: dict[int, WaitReport]) -> list[StuckCollective]:
         """Returns the stuck collective, or each stuck send and receive, with its waiting and missing ranks."""
         if first.position != OF_MESSAGES:
             return [self._stuck_in(first, set(by_rank))]
         return [
-            StuckCollective(wait.group, wait.position, wait.what, wait.waited_seconds, (wait.rank,), wait.missing or ())
+            StuckCollective(wait.group, wait.what, wait.waited_seconds, (wait.rank,), wait.missing or ())
             for wait in by_rank.values()
         ]
 
@@ -242,7 +239,6 @@ class StuckCollectives:
         waiting -= set(missing)
         return StuckCollective(
             wait.group,
-            wait.position,
             wait.what,
             wait.waited_seconds,
             tuple(sorted(waiting or reporters)),
@@ -299,7 +295,8 @@ def _report_text(
     """
     stuck = all_stuck[0]
     of_missing = _grouped(roster, stuck.missing, reports, states)
-    of_others = _grouped(roster, _others(roster, stuck), reports, states)
+    others = [rank for rank, _ in roster.present() if rank not in stuck.missing]
+    of_others = _grouped(roster, others, reports, states)
     shown_missing = of_missing[:_MAX_REPORTS]
     shown = [*of_others[: _MAX_REPORTS - len(shown_missing)], *shown_missing]
     left_out = len(of_missing) + len(of_others) - len(shown)
@@ -320,13 +317,13 @@ def _waited(stuck: StuckCollective, verb: str = "waited") -> str:
     return f"{text} for {name_ranks(stuck.missing)}" if stuck.missing else f"{text}, which every rank has begun"
 
 
-def _others(roster: Roster, stuck: StuckCollective) -> list[int]:
-    return [rank for rank, _ in roster.present() if rank not in set(stuck.missing)]
+def _name(roster: Roster, rank: int) -> str:
+    process = roster.process(rank)
+    return f"rank {rank} ({process})" if process else f"rank {rank}"
 
 
 def _whereabouts(roster: Roster, rank: int, stuck: StuckCollective) -> str:
-    process = roster.process(rank)
-    who = f"rank {rank} ({process})" if process else f"rank {rank}"
+    who = _name(roster, rank)
     member = roster.members[rank]
     if member.state is not MemberState.PRESENT:
         return f"{who} has left"
@@ -351,12 +348,12 @@ def _grouped(
 
 
 def _heading(roster: Roster, ranks: list[int], stuck: StuckCollective) -> str:
-    if ranks[0] in stuck.missing and len(ranks) == 1:
-        return f"missing: {_whereabouts(roster, ranks[0], stuck)}"
+    is_missing = ranks[0] in stuck.missing
     if len(ranks) > 1:
-        return f"{'missing: ' if ranks[0] in stuck.missing else ''}{name_ranks(ranks)}"
-    process = roster.process(ranks[0])
-    return f"rank {ranks[0]} ({process})" if process else f"rank {ranks[0]}"
+        who = name_ranks(ranks)
+    else:
+        who = _whereabouts(roster, ranks[0], stuck) if is_missing else _name(roster, ranks[0])
+    return f"missing: {who}" if is_missing else who
 
 
 def _fit(summary: str, sections: list[tuple[str, str]], tail: str, max_bytes: int) -> str:
