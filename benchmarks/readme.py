@@ -51,15 +51,17 @@ SAME_EVERYWHERE = [
 
 def render(text: str) -> str:
     """Returns a page with new content between its markers."""
-    _clean_up()
+    commands = re.findall(r"(?m)^\$ (.*)$", text)
+    left = [name for name in LEFT_BEHIND if any(name in command for command in commands)]  # not those of other pages
+    _clean_up(left)
     try:
         return _made_anew(text)
     finally:
-        _clean_up()
+        _clean_up(left)
 
 
-def _clean_up() -> None:
-    for name in LEFT_BEHIND:
+def _clean_up(names: list[str]) -> None:
+    for name in names:
         if (ROOT / name).is_dir():
             shutil.rmtree(ROOT / name)
         else:

@@ -41,6 +41,17 @@ def test_another_exit_code_than_the_readme_says_is_refused() -> None:
         readme.play("echo hello; exit 3", 0)
 
 
+def test_a_page_leaves_the_files_of_other_pages_that_are_made_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    (tmp_path / "dumps").mkdir()
+    readme.render("This page runs no command.")
+    assert (tmp_path / "dumps").is_dir()
+    readme.render("```console\n$ gradsync trace dumps\n```\n")
+    assert not (tmp_path / "dumps").exists()
+
+
 def test_the_page_on_scaling_is_up_to_date() -> None:
     """Its predictions are of cost_model.py and nccl_cost_model.py: whoever changes these sees it here."""
     assert scaling_page.PAGE.read_text() == scaling_page.render(scaling_page.PAGE.read_text())
