@@ -145,7 +145,7 @@ def refuse(comm: Any) -> None:
     average, wrong = gs.average_gradients, gs.InvalidArgument
     expect(wrong, lambda: average({"a": {"b": "text"}}), "a/b is str, and no gradient")
     expect(wrong, lambda: average({"a": weights, "b": weights[4:]}), "gradient of b shares memory with the gradient of")
-    expect(wrong, lambda: average({1: weights, "1": np.zeros(2)}), "two places of the tree have the path 1")
+    expect(wrong, lambda: average({1: weights, "1": np.zeros(2)}), "two values of the tree have the path 1")
     expect(wrong, lambda: average(inside), "0: this list contains itself")
     expect(wrong, lambda: average(deep), "nested too deep")
     expect(wrong, lambda: average([weights], op="max"), "max")

@@ -135,7 +135,7 @@ def test_a_pass_that_raises_drops_the_sums(sync: Any) -> None:
         (lambda sync: sync("p", [1.0]), "make it an array"),
         (lambda sync: sync.no_sync().__enter__(), "within a block of local passes"),
         (lambda sync: sync.accumulate().__enter__(), "within a block of local passes"),
-        (lambda sync: sync.discard(), "leave it first"),
+        (lambda sync: sync.discard(), "leave the block first"),
         (lambda sync: sync.accumulate(reused=1).__enter__(), "reused as True or False"),
     ],
 )

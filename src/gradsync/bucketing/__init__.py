@@ -2,7 +2,7 @@
 
 The way of a gradient: `callback` (called by the program), `step` (does it repeat the last one?), `plan` (which bucket),
 `reducer` (the bucket's all-reduce), and gradsync.futures. Beside the way: `gradient` (which arrays are accepted, where
-results go), `options`, `guard` (gradients in flight are read-only), `agreements` (what the ranks compare), `values`
+results go), `options`, `guard` (gradients in flight are read-only), `agreements` (the ranks compare them), `values`
 (NaN, the norm, clipping), `compression`, `bucket_memory` (gradients that live in buckets), `bucket_hook`, `join`,
 `accumulation` (local passes), `forgotten` (never reduced) and `shapes_file`. `lists` and `trees` are for programs that
 have all gradients at once.

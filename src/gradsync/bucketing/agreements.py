@@ -312,7 +312,7 @@ class CallbackIdentity:
         digests = {digest for [digest] in communicator._share_numbers(_FIRST_USE, [self._digest], agreement)}
         if len(digests) > 1:  # the ranks made them at different lines, perhaps on purpose, or use them crosswise
             holds = self._holds_other(digests - {self._digest}, communicator)
-            agreement = self._agreement(_FIRST_USE, "made in different places")
+            agreement = self._agreement(_FIRST_USE, "made at different lines")
             if any(held for [held] in communicator._share_numbers(_FIRST_USE, [int(holds)], agreement)):
                 communicator._agree(self._agreement(_FIRST_USE, self._digest, shows_stack=True))  # raises: they differ
         used = _used.setdefault(communicator, [0])
@@ -377,7 +377,7 @@ def _describe(name: str | None, stack: tuple[str, ...], number: int | None) -> s
     """Returns the text of a first use: the line that made the callback, and below it the calls that led there."""
     if name is not None:
         return f"the first use of callback {name!r} (made at {stack[0]})"
-    lines = [f"called from {place}" for place in stack[1:]]
+    lines = [f"called from {line}" for line in stack[1:]]
     if number is not None:
         lines.append(f"number {number + 1} made there")
     return "\n".join([f"the first use of a callback (made at {stack[0]})", *lines])
@@ -387,5 +387,6 @@ def _summary(name: str | None, stack: tuple[str, ...]) -> str:
     return f"the first step of {'the callback' if name is None else f'callback {name!r}'} made at {_line_of(stack[0])}"
 
 
-def _line_of(place: str) -> str:
-    return place.partition(" in ")[0]
+def _line_of(call: str) -> str:
+    """Returns "file:line" of "file:line in function"."""
+    return call.partition(" in ")[0]

@@ -268,7 +268,7 @@ class AllreduceCallback:
         return self._step.filled
 
     def flush(self) -> None:
-        """Ends the backward pass: reduces what is left, and resolves every future of the step.
+        """Ends the backward pass: reduces the gradients that are left, and resolves every future of the step.
 
         Every rank must call it. Within no_sync() it only counts a local pass. On a GPU the current stream waits for
         the reductions; the host waits only for gradients in host memory.

@@ -38,7 +38,7 @@ class GradientEntry:
     Attributes:
         gradient: the array that was handed over.
         parameter: the parameter, held so that no other object gets its id.
-        shape, dtype, state: what must be unchanged if the array arrives again; see ArrayKind.state.
+        shape, dtype, state: must be unchanged if the array arrives again; see ArrayKind.state.
         bucket: the number of the gradient's bucket.
         name: the parameter's name, the same on all ranks.
         result: the value of the gradient's future.
@@ -297,8 +297,8 @@ def known_parameters(parameters: Any, what: str, op: ReduceOp, communicator: Com
         )
     pairs = parameters.items() if isinstance(parameters, Mapping) else ((each, each) for each in parameters)
     known = [
-        KnownParameter(param, key_of(param), _spec_of(param, array, place, what, op, communicator))
-        for place, (param, array) in enumerate(pairs)
+        KnownParameter(param, key_of(param), _spec_of(param, array, position, what, op, communicator))
+        for position, (param, array) in enumerate(pairs)
     ]
     if len({parameter.key for parameter in known}) < len(known):
         raise InvalidArgument(f"{communicator.label}: {what} got the same parameter twice")

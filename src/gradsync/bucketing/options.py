@@ -54,11 +54,11 @@ class Options:
             )
         if self.parameters is None and self.gradient_as_bucket_view:
             raise InvalidArgument(
-                "gradient_as_bucket_view=True needs parameters=...: names -> array or (shape, dtype), as each gradient "
-                "has its place in the buckets"
+                "gradient_as_bucket_view=True needs parameters=...: names -> array or (shape, dtype), because each "
+                "gradient lives in its own part of a bucket"
             )
         if self.parameters is None and self.missing == "zero":
-            raise InvalidArgument('missing="zero" needs parameters=..., which says what can be missing')
+            raise InvalidArgument('missing="zero" needs parameters=..., which names the gradients of each step')
 
     def threshold_or(self, default_bytes: int) -> Any:
         """Returns the threshold as it was passed, unchecked, or the default if it was None."""

@@ -1,4 +1,4 @@
-"""The plan: which gradient goes into which bucket. Pure arithmetic, no arrays, no I/O.
+"""The plan assigns gradients to buckets. Pure arithmetic, no arrays, no I/O.
 
 The rule: a bucket holds one dtype. A bucket of two or more gradients never exceeds the threshold. A gradient larger
 than the threshold goes alone. Buckets fill in the order in which gradients arrive. A bucket is complete, and is

@@ -97,12 +97,12 @@ class Step:
         self._positions: dict[Hashable, int] | None = None  # with `parameters`: by the parameter's key
         self._zeros: dict[int, Array] = {}  # by position: arrays for missing gradients
         self._is_busy = False  # whether some thread hands over a gradient, or flushes
-        # By position: the gradients of this step, and those of the last one that have not arrived again yet.
+        # By position: the gradients of this step, and gradients of the last step that have not arrived again yet.
         self._entries: dict[int, GradientEntry] = {}
         # Of this step.
         self._new: list[GradientEntry] = []  # the gradients whose array differs from that of the last step
-        # While _new is empty the gradients are those of the last step, which shared no memory. So only from the first
-        # new gradient on, all gradients of the step are checked for shared memory.
+        # While _new is empty, the gradients are the same as in the last step, and shared no memory there. From the
+        # first new gradient on, all gradients of the step are checked for shared memory.
         self._keys: set[Hashable] = set()
         self._overlaps = OverlapCheck()
         self._ends: dict[int, CollectiveEnd] = {}  # by bucket; a missing end is made when it is asked for
@@ -298,13 +298,13 @@ class Step:
             is_locked = can_lock(grad, spec.name, self, is_on=is_on)
             if is_locked and is_itself:
                 native = grad.view()  # gradsync writes through it; that of a subclass is a view already
-        goes = self._destination(grad, native, position, communicator)
+        out = self._destination(grad, native, position, communicator)
         # Otherwise the result is a new array in each step, or the values are copied first.
-        recurs = is_itself and goes.result is grad and goes.target is goes.source and goes.write_back is None
+        recurs = is_itself and out.result is grad and out.target is out.source and out.write_back is None
         last = self._entries.get(position)
         recurs = recurs and last is not None and last.has_seen(grad)
         state = arrays.state(native) if recurs else None
-        if self.memory is not None and goes.result is not grad:  # already copied into its bucket
+        if self.memory is not None and out.result is not grad:  # already copied into its bucket
             native = self.memory.views[position]
         if not self._new:
             self._keys.clear()
@@ -321,16 +321,16 @@ class Step:
             state=state,
             bucket=assignment.bucket,
             name=spec.name,
-            result=goes.result,
+            result=out.result,
             is_locked=is_locked,
             completes=assignment.completes,
             key=key,
             spec=spec,
             position=position,
             native=native,
-            source=goes.source,
-            target=goes.target,
-            write_back=goes.write_back,
+            source=out.source,
+            target=out.target,
+            write_back=out.write_back,
             recurs=recurs,
         )
         self._new.append(entry)
@@ -539,7 +539,7 @@ class Step:
         return array
 
     def _reduce(self, complete: Sequence[Bucket], communicator: Communicator) -> None:
-        """Reduces complete buckets, and ends their futures; a hook ends those of its buckets later."""
+        """Reduces complete buckets, and ends them. If a hook reduces the buckets, reducer.end() ends them."""
         reducer, guard = self.reducer, self._guard
         try:
             for bucket in complete:

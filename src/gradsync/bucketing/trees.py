@@ -4,7 +4,8 @@ average_gradients() is for loops that have all gradients before they synchronise
 agreement, and reduces the arrays in lists that the communicator packs by itself. With a callback the gradients go
 through the callback, so that its options apply.
 
-broadcast_tree() sends a training's whole state to all ranks: arrays in place, other values in the tree that it returns.
+broadcast_tree() sends a training's whole state to all ranks. It copies arrays in place; the tree that it returns has
+the other values.
 Each rank splits its tree into the arrays and a layout. The layout has everything except the arrays' values. The root
 sends its layout to all ranks. Every rank walks its own tree in the order of that layout, compares the two, and makes
 the tree that it will return, before it writes to any array. Then all ranks report whether they can go on.
@@ -56,7 +57,7 @@ def average_gradients(
     """Averages all gradients of a tree over the ranks: `gradients = gs.average_gradients(gradients)`.
 
     Every rank must call it with a tree of the same paths: dicts (in any order), lists, tuples, namedtuples and
-    dataclasses, nested, with arrays of the same shapes and dtypes at the same places, or None without a gradient. Use
+    dataclasses, nested, with arrays of the same shapes and dtypes at the same paths, or None without a gradient. Use
     the tree that is returned. A writeable array in it is the caller's own, reduced in place. In place of a read-only
     array, such as JAX's, it has a new array of the same kind, and in place of a number (NumPy scalar, float, complex,
     int) a new number.
@@ -204,7 +205,7 @@ def _leaves_of(tree: Any, who: str) -> list[Leaf]:
     paths: set[str] = set()
     for leaf in leaves:
         if leaf.path in paths:
-            raise InvalidArgument(f"{who}: two places of the tree have the path {leaf.path}: rename one of their keys")
+            raise InvalidArgument(f"{who}: two values of the tree have the path {leaf.path}: rename one of their keys")
         paths.add(leaf.path)
     return leaves
 
@@ -267,7 +268,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     """Sends the root's parameters, buffers and optimiser state to all ranks: `state = gs.broadcast_tree(state)`.
 
     Every rank must call it with a tree of the same structure: dicts of the same keys in any order, lists, tuples,
-    namedtuples and dataclasses, nested, with arrays of the same shapes and dtypes at the same places. Arrays are copied
+    namedtuples and dataclasses, nested, with arrays of the same shapes and dtypes at the same paths. Arrays are copied
     in place. All other values (step counters, learning rates, strings, NumPy scalars, None, objects of any class) are
     sent by pickle, so ranks must trust the root. Only the returned tree has them.
 
@@ -282,7 +283,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
 
     Raises:
         InvalidArgument: the root is outside the communicator; an array is read-only on a rank other than the root; a
-            container contains itself, or cannot be made anew; or a value does not pickle. No array was written to.
+            container contains itself, or cannot be copied; or a value does not pickle. No array was written to.
         PlanMismatch: the ranks' trees differ, or the root's values do not unpickle on some rank; the text names the
             first different path. No array was written to.
         RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
@@ -396,8 +397,8 @@ def _check_shared_memory(
     named: Sequence[tuple[str, Array]], of_root: dict[tuple[int, int], _SharedMemory], arrays: ArrayKind
 ) -> None:
     """Refuses arrays that share memory here, but not in the same way on the root: the root would send two values."""
-    for pair, place in sorted(_shared_memory(named, arrays).items()):
-        if of_root.get(pair) != place:
+    for pair, memory in sorted(_shared_memory(named, arrays).items()):
+        if of_root.get(pair) != memory:
             first, second = (named[number][0] for number in pair)
             how = "memory of its own" if pair not in of_root else "memory shared otherwise"
             raise Difference(f"{second}: {how} against memory shared with {first}")
