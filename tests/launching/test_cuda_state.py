@@ -121,7 +121,9 @@ def test_no_fork_once_cuda_is_initialised(load_driver, active, where):
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_memory_that_this_process_holds_gives_one_warning(load_driver, method):
     load_driver([0, 1])
-    with pytest.warns(RuntimeWarning, match=r"launcher: this process itself uses CUDA \(device 1\) and holds memory"):
+    with pytest.warns(
+        RuntimeWarning, match=r"launcher: this process itself uses CUDA \(device 1\) and holds GPU memory"
+    ):
         check_cuda_untouched("launcher", method)
     check_cuda_untouched("launcher", method)
 

@@ -22,12 +22,12 @@ def _own_runtime_directory(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "_secret", None)
 
 
-def first(port=0, host="127.0.0.1", meets_others=True):
-    return launcher_endpoint(host, port, 0, meets_others=meets_others)
+def first(port=0, host="127.0.0.1", has_others=True):
+    return launcher_endpoint(host, port, 0, has_others=has_others)
 
 
 def second(port, host="127.0.0.1"):
-    return launcher_endpoint(host, port, 1, meets_others=True)
+    return launcher_endpoint(host, port, 1, has_others=True)
 
 
 def secret_files(tmp_path):
@@ -48,7 +48,7 @@ def test_launchers_of_one_machine_find_the_secret_in_a_private_file(tmp_path):
 
 
 def test_a_run_of_one_machine_is_left_to_the_supervisor(tmp_path):
-    with first(meets_others=False) as (hosted, _):
+    with first(has_others=False) as (hosted, _):
         assert hosted is None
         assert secret_files(tmp_path) == []
 
@@ -59,7 +59,7 @@ def test_the_file_of_an_earlier_run_is_no_use(tmp_path):
     looked = threading.Event()
     found = []
 
-    def is_there(address, really=hosting._is_there):
+    def is_there(address, really=hosting._listens):
         answer = really(address)
         looked.set()
         return answer
@@ -69,7 +69,7 @@ def test_the_file_of_an_earlier_run_is_no_use(tmp_path):
             found.append(point.secret)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosting, "_is_there", is_there)
+        patch.setattr(hosting, "_listens", is_there)
         thread = threading.Thread(target=find)
         thread.start()
         assert looked.wait(60)
@@ -79,7 +79,7 @@ def test_the_file_of_an_earlier_run_is_no_use(tmp_path):
 
 
 def test_a_first_node_that_does_not_come_is_told(monkeypatch):
-    monkeypatch.setattr(hosting, "_MEETING_SECONDS", 0.05)
+    monkeypatch.setattr(hosting, "_FIRST_LAUNCHER_SECONDS", 0.05)
     port = gs.free_port()
     with (
         pytest.raises(gs.RendezvousTimeout, match=rf"rank_start 0 did not start hosting 127.0.0.1:{port}") as caught,
@@ -132,7 +132,7 @@ def test_ipv6(monkeypatch):
 def test_a_port_that_the_kernel_chose_is_told(caplog):
     with first() as (hosted, _):
         port = hosted.address.rpartition(":")[2]
-    assert f"give port={port} to the launchers of the other nodes" in caplog.text
+    assert f"pass port={port} to the launchers of the other nodes" in caplog.text
 
 
 def test_nothing_is_left_behind(tmp_path):

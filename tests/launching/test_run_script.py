@@ -339,7 +339,9 @@ def test_what_ranks_find_that_nobody_has_set_is_told_once_on_request(tmp_path):
     script = command.write_script(tmp_path, "import os; print(os.environ['OPENBLAS_NUM_THREADS'])")
     env |= {"OMP_NUM_THREADS": "3", "GRADSYNC_LOG": "info"}
     code, out, err = command.run("run", "--no-prefix", "-n", 2, script, env=env)
-    (told,) = [line for line in err.splitlines() if "ranks find, unless you set them yourself: " in line]
+    (told,) = [
+        line for line in err.splitlines() if "variables that gradsync sets in the ranks, unless you set them: " in line
+    ]
     assert code == 0
     assert f" OPENBLAS_NUM_THREADS={out.split()[0]} " in told
     assert "OMP_NUM_THREADS" not in told

@@ -18,18 +18,18 @@ _ENOUGH_PORTS = 1000
 _MOST_PORTS = 4096
 _MOST_KEPT = 64
 
-# Raw descriptors, because they stay open until the process ends, and socket objects would then warn about that.
+# Raw descriptors that stay open until the process ends; socket objects would print a warning then.
 _kept: deque[int] = deque()
 
 
 def free_port() -> int:
     """Returns a TCP port that nobody uses, for a server on any interface of this machine.
 
-    Nothing is bound to the port, so that every kind of server can bind it, with or without SO_REUSEADDR. Until then
-    the port stays free, unless a program asks for this very number. The kernel does not choose it, neither for a
-    server that binds port 0 nor for an outgoing connection. No other call of this function, in any process of this
-    machine or container, returns it while this process lives; this holds for the newest 64 ports of a process. If the
-    kernel is set to choose from all ports, it may take the port before the server does.
+    No socket is bound to the port, so that every kind of server can bind it, with or without SO_REUSEADDR. Until then
+    the port stays free, unless a program asks for this very number: the kernel chooses other ports, both for a server
+    that binds port 0 and for an outgoing connection. While this process lives, no other call of this function, in any
+    process of this machine or container, returns the same port; this holds for the newest 64 ports of a process. If
+    the kernel is configured to choose from all ports, it may take the port before the server does.
 
     Raises:
         OSError: no port is free.

@@ -1,7 +1,7 @@
 """Prepares a function call for the ranks before any process starts, and gives its results or error to the caller.
 
-The call is sent as bytes, made by pickle, or by cloudpickle if pickle refuses. A rank only needs `pickle.loads`,
-because the bytes of cloudpickle make it import cloudpickle. Forked ranks inherit the call, so nothing is sent.
+The launcher sends the call as bytes, made by pickle, or by cloudpickle if pickle refuses. A rank only needs
+`pickle.loads`: bytes of cloudpickle make it import cloudpickle. Forked ranks inherit the call, so nothing is sent.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _pickled_target(call: Call, name: str) -> Target:
     ranks_import_main = _has_main(preparation)
     if not ranks_import_main:
         preparation.pop("init_main_from_path", None)
-    # Queues and locks of multiprocessing pickle only while multiprocessing spawns a process, so pretend that it does.
+    # Queues and locks of multiprocessing pickle only while it spawns a process, so make it believe that it does.
     context.set_spawning_popen(inherited)  # type: ignore[arg-type]
     try:
         record = {
@@ -151,7 +151,7 @@ def _pickled_target(call: Call, name: str) -> Target:
 def _refuse_inside_rank(name: str) -> None:
     if rank_main.is_importing_main():
         raise InvalidArgument(
-            "a rank imports the script that launched it, to find the function, and so reached the launch "
+            "a rank imports the script that launched it, to find the function, and this import reached the launch "
             'again; put the launch under `if __name__ == "__main__":`'
         )
     if rank := os.environ.get(environment.RANK):
@@ -164,7 +164,7 @@ def _refuse_inside_rank(name: str) -> None:
 
 
 class _InheritedDescriptors:
-    """Takes the place of the process to be spawned while objects of multiprocessing are pickled."""
+    """Stands for the process to be spawned, while objects of multiprocessing are pickled."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
@@ -190,7 +190,7 @@ class _InheritedDescriptor:
 def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None:
     """Returns the descriptor of this process's resource tracker for the ranks, or None if it has no tracker.
 
-    The ranks must share this tracker: one of their own would unlink shared memory that the rank has only attached to.
+    The ranks must share this tracker: a tracker of a rank would unlink shared memory that the rank only attaches to.
     """
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     return None if tracker is None else inherited.duplicate_for_child(tracker.getfd())
@@ -214,7 +214,7 @@ def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
     Args:
         call: the call.
         name: the function's name, for errors.
-        ranks_import_main: whether ranks can import this process's `__main__`; they cannot if it is an interactive
+        ranks_import_main: whether ranks can import this process's `__main__`. They cannot import an interactive
             session; its functions and classes are then pickled with their code, not by name.
 
     Raises:
@@ -266,7 +266,7 @@ def _find_cloudpickle(ranks_import_main: bool) -> _Dumps | None:
         )
 
         def reducer_override(self, thing: Any) -> Any:
-            # By default cloudpickle copies these too; an instance would then not be of the rank's own class.
+            # By default cloudpickle copies such classes too; an instance would then not be of the rank's own class.
             if ranks_import_main and _is_of_main(thing) and _is_found_by_name(thing):
                 return NotImplemented
             return super().reducer_override(thing)
@@ -291,7 +291,7 @@ def _is_found_by_name(thing: Any) -> bool:
 
 
 def _explain(call: Call, name: str, dumps: _Dumps, error: Exception, remedies: tuple[str, ...]) -> str:
-    """Returns which part of a call does not pickle, why, and what to do."""
+    """Returns the text of an error: the part of a call that does not pickle, the reason, and advice."""
     for part, thing, remedy in _parts_of(call, name):
         try:
             dumps(thing)
@@ -328,11 +328,11 @@ def load_result(rank: int, value: ReturnValue) -> Any:
 
 
 def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
-    """Returns the return values, by rank, after a run without a failure. It can be called only once.
+    """Returns the return values, by rank, after a run without a failure. Can be called only once for an outcome.
 
     Args:
-        outcome: the outcome of the run. Its results are released one by one, so that large ones are not in memory
-            twice.
+        outcome: the outcome of the run. This function releases its results one by one, so that large results are not
+            in memory twice.
         stacklevel: the `stacklevel` of the warning, as seen from the caller.
 
     Returns:
@@ -432,8 +432,8 @@ def check_cuda_untouched(who: str, start_method: str) -> None:
         )
     if devices:
         _warn_once(
-            f"{who}: this process itself uses CUDA ({_describe(devices)}) and holds memory there that its ranks then "
-            "lack; keep CUDA out of the process that starts ranks"
+            f"{who}: this process itself uses CUDA ({_describe(devices)}) and holds GPU memory that its ranks cannot "
+            "use; keep CUDA out of the process that starts ranks"
         )
 
 
@@ -441,7 +441,7 @@ def devices_in_use(driver: Any = None) -> list[int] | None:
     """Returns the devices on which this process has a primary context, as CuPy, PyTorch and the CUDA runtime use.
 
     Args:
-        driver: libcuda, as ctypes loads it; by default the libcuda that this process has loaded.
+        driver: the library libcuda, as ctypes loads it; by default the libcuda that this process has loaded.
 
     Returns:
         The devices, as this process numbers them; an empty list if CUDA is initialised without a context. None if CUDA

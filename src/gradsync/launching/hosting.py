@@ -1,8 +1,8 @@
-"""The address at which the ranks of a launch meet: a port of this process, or of the first of several launchers.
+"""The rendezvous server's address and secret for a launch: the socket of this process, or of another launcher.
 
-Several launchers need a secret, from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback it may be
-missing: the first launcher then makes a secret and writes it to a file of mode 0600 in the user's runtime directory, as
-rank 0 does if gradsync did not launch the ranks (`rendezvous/hosting.py`).
+Several launchers need a common secret, from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback neither
+needs to be set: the first launcher then makes a secret and writes it to a file of mode 0600 in the user's runtime
+directory, as rank 0 does if gradsync did not launch the ranks (`rendezvous/hosting.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradsync.launching.signals import own_descriptors
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
 from gradsync.rendezvous.sockets import bind_listener, format_address
 
-_MEETING_SECONDS = DEFAULT_TIMEOUT_SECONDS  # as long as init_process_group() waits
+_FIRST_LAUNCHER_SECONDS = DEFAULT_TIMEOUT_SECONDS  # as long as init_process_group() waits
 _PROBE_SECONDS = 1.0
 
 
@@ -55,16 +55,16 @@ def own_endpoint(port: int) -> Iterator[tuple[Endpoint, socket.socket]]:
 
 @contextlib.contextmanager
 def launcher_endpoint(
-    host: str, port: int, rank_start: int, *, meets_others: bool
+    host: str, port: int, rank_start: int, *, has_others: bool
 ) -> Iterator[tuple[Endpoint | None, socket.socket | None]]:
-    """Yields the endpoint where the ranks of one call of `launcher` meet, and the bound socket if this process hosts.
+    """Yields the endpoint of the server for one call of `launcher`, and the bound socket if this process hosts it.
 
     Both are None if this call starts all ranks, on loopback: then the supervisor makes an endpoint.
 
     Args:
         host, port: the address at which the first launcher hosts the server.
         rank_start: rank of this launcher's first process.
-        meets_others: whether other launchers start ranks of the same run.
+        has_others: whether other launchers start ranks of the same run.
 
     Raises:
         AuthenticationError: there is no secret, and other machines can reach the server.
@@ -72,7 +72,7 @@ def launcher_endpoint(
         RendezvousTimeout: the node with rank_start 0 did not start hosting in time.
     """
     is_on_loopback = _is_loopback(host)
-    if not meets_others and is_on_loopback:
+    if not has_others and is_on_loopback:
         yield None, None
         return
     secret = take_secret()
@@ -88,12 +88,14 @@ def launcher_endpoint(
         return
     with own_listener(host, port) as listener:
         address = format_address(listener)
-        if meets_others and port == 0:
+        if has_others and port == 0:
             port = listener.getsockname()[1]
             import logging  # imported here to keep the start short
 
             logging.getLogger("gradsync").warning(
-                "the ranks of this run meet at %s: give port=%d to the launchers of the other nodes", address, port
+                "this launcher hosts the rendezvous at %s: pass port=%d to the launchers of the other nodes",
+                address,
+                port,
             )
         with contextlib.nullcontext(secret) if secret else _published_secret(address) as known:
             yield Endpoint(address, known), listener
@@ -124,20 +126,21 @@ def _published_secret(address: str) -> Iterator[bytes]:
 
 def _find_secret(address: str, rank_start: int) -> bytes:
     """Waits for the secret that the first launcher publishes, and returns it."""
-    path, stale, deadline = secret_path(address), None, time.monotonic() + _MEETING_SECONDS
+    path, stale, deadline = secret_path(address), None, time.monotonic() + _FIRST_LAUNCHER_SECONDS
     while (found := wait_for(path, stale, deadline)) is not None:
-        if _is_there(address):
+        if _listens(address):
             return found.secret
-        stale = found  # an earlier run left this file: the first node binds the port before it writes its own file
+        stale = found  # an earlier run has left this file: the first launcher binds the port before it writes a file
     raise RendezvousTimeout(
         f"launcher with rank_start {rank_start}: the node with rank_start 0 did not start hosting {address} "
-        f"within {_MEETING_SECONDS:g} s (nothing new at {path}); start it on this machine, or name the secret of both "
-        f"in {SECRET_FILE}",
+        f"within {_FIRST_LAUNCHER_SECONDS:g} s (no new file {path}); start it on this machine, or name a file with the "
+        f"secret of both nodes in {SECRET_FILE}",
         missing_ranks=(0,),
     )
 
 
-def _is_there(address: str) -> bool:
+def _listens(address: str) -> bool:
+    """Returns whether a server accepts connections at the address."""
     try:
         socket.create_connection(parse_address(address), _PROBE_SECONDS).close()
     except OSError:

@@ -60,7 +60,7 @@ class Job:
         n_ranks: number of processes on this machine.
         world_size: number of ranks of the run; 0 means that the last rank of this machine is the last of the run.
         rank_start: rank of the first process on this machine.
-        backend: the choice of `init_process_group("auto")` in the ranks.
+        backend: the backend that `init_process_group("auto")` takes in the ranks.
         master_addr: MASTER_ADDR in the ranks, for the user's own use.
         master_port: MASTER_PORT in the ranks, for the user's own use; None, like 0, takes a free one.
         rendezvous_port: port of the rendezvous server on 127.0.0.1; 0 takes a free one.

@@ -138,7 +138,7 @@ def launcher(
 
 
 def _check_place(n_gpus: int | None, world_size: int | None, rank_start: int, master_ip: object, port: int) -> None:
-    """Checks that the ranks of this node are within world_size, and that the node knows where the others meet."""
+    """Checks that this node's ranks are within world_size, and that a node other than the first knows the port."""
     if not isinstance(master_ip, str) or not master_ip:
         raise InvalidArgument(f"launcher needs master_ip to be an address or a host's name, got {master_ip!r}")
     if rank_start > 0 and world_size is None:
@@ -181,15 +181,15 @@ def _run_on_ranks(
     if world_size is None:
         world_size = count
     count = min(count, world_size - rank_start)
-    meets_others = count < world_size
+    has_others = count < world_size
     reference = function if method == "fork" else _reference(function)
-    call = functools.partial(call_in_group, reference, backend, meets_others)
+    call = functools.partial(call_in_group, reference, backend, has_others)
     name = function_call.function_name(function)
     target = function_call.function_target(call, args, kwargs, name, start_method=method)
     function_call.check_cuda_untouched(name, method)
-    with launcher_endpoint(host, port, rank_start, meets_others=meets_others) as (endpoint, listener):
+    with launcher_endpoint(host, port, rank_start, has_others=has_others) as (endpoint, listener):
         master_port = own_address = None
-        if endpoint is not None and meets_others:
+        if endpoint is not None and has_others:
             own_address = address_towards(*parse_address(endpoint.address))
             master_port = port_beside(parse_address(endpoint.address)[1])  # the port next to the rendezvous port
         job = Job(
@@ -228,10 +228,10 @@ def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., An
 
 
 class NamedFunction(NamedTuple):
-    """The name by which a rank finds a function, even if the name is bound to a decorated version of it.
+    """The name by which a rank finds a function, even if the name is bound to a decorated version of the function.
 
-    A decorator binds the name to its own result, so pickle refuses the function itself. A rank takes the function out
-    of its decorators again.
+    A decorator binds the name to its own result, so pickle refuses the function itself. A rank imports the decorated
+    version and takes the function out of it.
 
     Attributes:
         module: the module.
@@ -275,14 +275,14 @@ class NamedFunction(NamedTuple):
 
 
 def call_in_group(
-    function: NamedFunction | Callable[..., Any], backend: str, meets_others: bool, /, *args: Any, **kwargs: Any
+    function: NamedFunction | Callable[..., Any], backend: str, has_others: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a function as one rank of a process group, then destroys the group. It runs in a rank.
+    """Calls a function as one rank of a process group, then destroys the group. Runs in a rank.
 
     Args:
         function: the function, or the name by which to find it.
         backend: the backend for `init_process_group`.
-        meets_others: whether other machines take part. If so, no rank begins before all have joined, and none leaves
+        has_others: whether other machines take part. If so, no rank begins before all have joined, and none leaves
             before all have finished.
         args, kwargs: the arguments of the function.
 
@@ -295,10 +295,10 @@ def call_in_group(
         function = function.find()
     try:
         with init_process_group(backend):
-            if meets_others:
+            if has_others:
                 group_barrier()
             result = function(*args, **kwargs)
-            if meets_others:
+            if has_others:
                 group_barrier()  # does nothing if the function has destroyed the group itself
         return result
     finally:

@@ -1,8 +1,8 @@
 """Recognises failures by lack of memory: the kernel's out-of-memory killer, and exceptions that mean the same.
 
-That killer sends SIGKILL, which other programs may send too. But the kernel counts the processes that this killer ends:
-for each control group (memory.events in version 2, memory.oom_control in version 1), and for the whole machine
-(/proc/vmstat).
+That killer sends SIGKILL, and other programs may send this signal too. But the kernel counts the processes that this
+killer ends: for each control group (memory.events in version 2, memory.oom_control in version 1), and for the whole
+machine (/proc/vmstat).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GPU_MEMORY = re.compile(
 
 
 class OomWatch:
-    """Counts the processes that the kernel's out-of-memory killer ends from now on; 0 if that cannot be read.
+    """Counts the processes that the kernel's out-of-memory killer ends from now on; 0 if the counts cannot be read.
 
     Args:
         proc: where the proc file system is mounted.
@@ -34,9 +34,10 @@ class OomWatch:
         self._hits_before = [group.limit_hits() or 0 for group in self._groups]
 
     def kills(self) -> int:
-        """Returns the number of processes that it has ended in our control group, or without a group on the machine.
+        """Returns how many processes that killer has ended in this process's control group, or on the machine.
 
-        Counts of the groups above ours are not used, because they include other programs.
+        The machine counts only if this process is in no group. The groups above this process's own do not count,
+        because they include other programs.
         """
         return max(0, self._killed() - self._killed_before)
 
@@ -58,7 +59,7 @@ class OomWatch:
 
 
 def kind_of_memory(summary: str) -> str | None:
-    """Returns which memory was too small, according to an exception.
+    """Returns the kind of memory that was too small, according to an exception.
 
     Args:
         summary: the last line of the exception's traceback: its type, with or without the module, and its message.

@@ -1,7 +1,7 @@
 """The output of the launcher and its ranks: lines on the launcher's own streams, with the rank before each line.
 
-Each stream of the launcher has a thread that reads the ranks' pipes and writes to the stream: a blocked terminal blocks
-that thread, and never the supervisor. Ranks then wait in print(), as they would without a launcher. All output is
+Each stream of the launcher has a thread that reads the ranks' pipes and writes to the stream. A blocked terminal blocks
+this thread, and never the supervisor; ranks then wait in print(), as they would without a launcher. All output is
 handled as bytes, so that bytes that are not text pass unchanged.
 """
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 64 * 1024
 _TAIL_LINES = 20
-# A line without an end is shown if no more of it arrives for this long, because it may be a question to the user.
+# If a line has no end and no more of it arrives for this long, it is shown: it may be a question to the user.
 _PARTIAL_LINE_SECONDS = 0.1
-# The time that a thread gets to see that its deadline has passed.
+# The time for a thread to notice that its deadline has passed.
 _JOIN_SECONDS = 0.1
 
 _ERASE_LINE = b"\r\x1b[K"
@@ -51,7 +51,7 @@ _LONE_RETURNS = re.compile(rb"\r+(?!\n)")
 
 
 class Notices:
-    """Prints the launcher's notices. `print` does not wait for a blocked terminal, and a lost terminal is no error.
+    """Prints the launcher's notices. `print` does not wait for a blocked terminal. A lost terminal is no error.
 
     Args:
         stream: the stream to print to; None prints nothing.
@@ -67,7 +67,7 @@ class Notices:
                 self.print_all(text)
 
     def print_all(self, text: str) -> None:
-        """Writes lines that must not be lost, however long that takes."""
+        """Writes lines that must not be lost, and waits for a blocked terminal as long as needed."""
         with contextlib.suppress(OSError, ValueError):  # nobody reads it
             if self._stream is not None:
                 self._stream.write(f"{text}\n")
@@ -120,12 +120,12 @@ class OutputPump:
         self._tails: dict[int, Tail] = {}
 
     def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
-        """Adds the read ends of a rank's output, and closes them at the end; call it before the start.
+        """Adds the read ends of a rank's output, and closes them at the end. Call this before `start`.
 
         Args:
             rank: the rank, which is added only once.
-            stdout_fd: read end of its stdout.
-            stderr_fd: read end of its stderr.
+            stdout_fd: read end of the rank's stdout.
+            stderr_fd: read end of the rank's stderr.
         """
         log = None
         if self._logs is not None:
@@ -152,12 +152,12 @@ class OutputPump:
             timeout_seconds: how long to wait for a blocked terminal; then the rest is dropped.
 
         Returns:
-            Whether the threads have ended. A thread that is blocked in a write ends with that write.
+            Whether the threads have ended. A thread that is blocked in a write ends when the write returns.
         """
         return self._end(time.monotonic() + timeout_seconds, timeout_seconds + _JOIN_SECONDS)
 
     def drain(self, wait_seconds: float) -> bool:
-        """Waits as `close` does, but drops nothing, because a reader may be slow. Then call it again, or `close`."""
+        """Waits as `close` does, but drops nothing, because a reader may be slow. May be called again, then `close`."""
         return self._end(math.inf, wait_seconds)
 
     def _end(self, deadline: float, wait_seconds: float) -> bool:
@@ -183,7 +183,7 @@ class _RankStream:
         self.due: float | None = None  # when to show a line without an end
 
     def read(self) -> bytes | None:
-        """Returns the bytes that have arrived; none at the stream's end, None if there is nothing to read."""
+        """Returns the bytes that have arrived; b"" at the stream's end; None if there is nothing to read yet."""
         try:
             return os.read(self.descriptor, _READ_BYTES)
         except BlockingIOError:
@@ -231,7 +231,7 @@ class _Writer(threading.Thread):
         self._label_width = max(self._label_width, len(_label(stream.rank)))
 
     def end_by(self, deadline: float) -> None:
-        """Makes the thread end when it has read all output so far, or at the deadline."""
+        """Makes the thread end at the deadline, or earlier, once it has read all output that has arrived so far."""
         with self._lock:
             self._deadline = deadline
             if self.ident is None:
@@ -254,7 +254,7 @@ class _Writer(threading.Thread):
                     self._pass_on(stream, stream.lines.take_characters())
                 elif deadline is not None and stream.descriptor not in ready:
                     self._end(stream)  # the stream has nothing more to read
-        for stream in list(self._streams):  # of processes that outlive the run, or unread at the deadline
+        for stream in list(self._streams):  # a process that outlives the run holds it open, or the deadline has come
             self._forget(stream)
         self._selector.close()
         with self._lock:
@@ -335,7 +335,7 @@ def _label(rank: int) -> bytes:
 
 
 class Screen:
-    """One output of the launcher: a terminal, pipe or file, or a notebook's text stream without a descriptor.
+    """One output of the launcher: a terminal, pipe or file, or a text stream without a descriptor.
 
     Args:
         stream: the stream to write to; None, Python's value for a closed stream, drops the output.
@@ -356,7 +356,7 @@ class Screen:
         self._can_erase = self.is_terminal and os.environ.get("TERM") != "dumb"
 
     def write(self, owner: object, prefix: bytes, data: bytes) -> None:
-        """Writes lines, or a part of one, however long that takes.
+        """Writes lines, or a part of one; waits for a blocked terminal as long as needed.
 
         Args:
             owner: the owner of the lines; only the owner of an open line can continue it.
@@ -408,11 +408,11 @@ class Screen:
 
 
 def _write_to(stream: TextIO | None) -> Callable[[bytes], Any]:
-    """Returns a function that writes all bytes to a stream, however long that takes."""
+    """Returns a function that writes all bytes to a stream, and waits as long as needed."""
     if stream is None:
         return len
     if getattr(stream, "buffer", None) is None:
-        # The descriptor of a notebook's stream, if any, is the terminal of the notebook server.
+        # If the text stream of a notebook has a descriptor, that is the terminal of the notebook server.
         return functools.partial(_write_text, stream)
     descriptor = _descriptor_of(stream)
     return functools.partial(_write_buffer, stream) if descriptor < 0 else functools.partial(_write_all, descriptor)
@@ -462,7 +462,7 @@ def _describe_loss(error: Exception) -> str:
 
 
 def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether to use colour, decided as Python does: NO_COLOR first, then FORCE_COLOR, then the kind of stream."""
+    """Returns whether to use colour, by Python's rule: NO_COLOR first, then FORCE_COLOR, then the kind of stream."""
     if environment.get("NO_COLOR"):
         return False
     if environment.get("FORCE_COLOR"):
@@ -507,8 +507,8 @@ class LineCutter:
     def feed(self, data: bytes) -> bytes:
         r"""Adds a chunk; returns the lines that are now complete, or a piece of a line that is too long.
 
-        A \r at the very end waits for the next chunk, because it may be half of \r\n. A \r at the beginning waits too:
-        it ends no line, but belongs to the state of a progress bar that follows.
+        A \r at the very end of a chunk is kept for the next chunk, because it may be half of \r\n. A \r at the
+        beginning of a line is kept too: it ends no line, but belongs to the state of a progress bar that follows.
         """
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
         if end == 0 and not (data and self._rest.endswith(b"\r")):
@@ -532,7 +532,7 @@ class LineCutter:
 
 
 class Tail:
-    """The last lines that a rank printed, on both streams in order of arrival. May be read from any thread.
+    """The last lines that a rank printed, on both streams in order of arrival. Any thread may read them.
 
     Args:
         size: number of lines to keep.
@@ -563,7 +563,7 @@ class Tail:
 def begin_lines_with(prefix: bytes, data: bytes, *, is_inside_line: bool = False) -> bytes:
     r"""Puts the prefix before every line of the data.
 
-    A \r with nothing before it ends no line. At the very beginning it is left out: the cursor is there already.
+    A \r with nothing before it ends no line. A \r at the very beginning is left out: the cursor is there already.
 
     Args:
         prefix: the prefix; if it is empty, the data passes unchanged.

@@ -76,14 +76,14 @@ def rank_environment(
 
 
 def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> None:
-    """Logs the variables that the launcher adds because the user has not set them, beside those of ranks' places."""
+    """Logs the variables for NCCL and the number of threads that the launcher sets because the user has not."""
     environment.configure_logging(environ)
     added = _nccl_variables(job) | blas_thread_variables(job.n_ranks, environ)
     names = " ".join(f"{name}={value}" for name, value in added.items() if name not in environ)
     if names:
         import logging  # imported here to keep the start short
 
-        logging.getLogger("gradsync").info("ranks find, unless you set them yourself: %s", names)
+        logging.getLogger("gradsync").info("variables that gradsync sets in the ranks, unless you set them: %s", names)
 
 
 def _nccl_variables(job: Job) -> dict[str, str]:

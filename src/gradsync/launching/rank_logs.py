@@ -1,4 +1,4 @@
-"""Log files, if the user asks for them: one for each rank, with the rank's output."""
+"""Log files: one for each rank, with the rank's output, if the user asks for logs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ATTEMPT_NAME = re.compile(r"attempt-\d+", re.ASCII)
 
 
 class RankLog:
-    """The log file of one rank: the bytes of both streams, in order of arrival. May be used in any thread.
+    """The log file of one rank: the bytes of both streams, in order of arrival. Any thread may use it.
 
     Args:
         path: the file.
@@ -59,14 +59,14 @@ class RankLog:
 def prepare_log_directory(log_dir: str | Path, attempt: int | None, ranks_elsewhere: Container[int] = ()) -> Path:
     """Makes the directory for the logs of a run, and removes those of an earlier run.
 
-    It removes files `rank-N.log`, and directories `attempt-N` that hold only such files. All other files stay.
+    This function removes files `rank-N.log`, and directories `attempt-N` that hold only such files. All others stay.
 
     Args:
-        log_dir: as the user named it.
+        log_dir: the directory that the user named.
         attempt: the number of the start, in a run that may restart. Each start has a directory of its own, and the
             first start removes the directories of an earlier run.
         ranks_elsewhere: ranks of other launchers. Their logs stay, because the launchers may share the directory, and
-            each removes the old logs of its own ranks.
+            each launcher removes the old logs of its own ranks.
 
     Returns:
         The directory.

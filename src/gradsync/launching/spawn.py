@@ -61,8 +61,8 @@ def spawn(
 
     Each process gets an environment of its own, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT and the variables that `init_process_group()` needs, but without http_proxy and https_proxy. The
-    function must call `init_process_group()` itself. When a process fails, the others are ended. With the start methods
-    "spawn" and "forkserver" a script that calls this needs the `if __name__ == "__main__":` guard.
+    function must call `init_process_group()` itself. When a process fails, gradsync ends the others. With the start
+    methods "spawn" and "forkserver" a script that calls this needs the `if __name__ == "__main__":` guard.
 
     Args:
         func: a function at the top level of a module or script. Any other function needs cloudpickle, or the start
@@ -75,8 +75,8 @@ def spawn(
             "spawn". gpus: one GPU for each process, such as "4,5"; if CUDA_VISIBLE_DEVICES is set, it must have them.
             ips: addresses of this machine. backend: the backend for `init_process_group("auto")`; "auto" depends on
             the devices, and "gloo" means shm. print_config: True prints the settings. Deprecated, with a
-            DeprecationWarning: selected_devices (gpus), cluster_node_ips and node_ip (ips), started_port (where the
-            ranks meet), use_paddlecloud.
+            DeprecationWarning: selected_devices (gpus), cluster_node_ips and node_ip (ips), started_port (the port of
+            the rendezvous server), use_paddlecloud.
 
     Returns:
         The processes, their results and errors, and `join(timeout)`.
@@ -153,7 +153,7 @@ def _what_to_do(name: str, new_name: str | None) -> str:
     if new_name is not None:
         return f"the option {name} is deprecated; use {new_name}"
     if name == "started_port":
-        return "the option started_port is deprecated; without it the ranks meet at a free port"
+        return "the option started_port is deprecated; without it the rendezvous server takes a free port"
     return f"the option {name} is deprecated and does nothing: PaddleCloud is out of scope"
 
 
@@ -340,7 +340,7 @@ _is_registered = False
 
 
 def _end_with_program(context: MultiprocessContext) -> None:
-    """Makes the context's ranks end if Ctrl-C ends the program: a terminal's Ctrl-C does not reach the ranks."""
+    """Makes the context's ranks end if Ctrl-C ends the program; the terminal does not send Ctrl-C to the ranks."""
     global _is_registered
     _watched.add(context)
     if not _is_registered:
@@ -370,8 +370,8 @@ def _headline(root: RankOutcome) -> str:
 class RankQueue:
     """A queue for one object that a rank sends.
 
-    `get` never waits in vain: it raises `queue.Empty` once the rank has ended without sending anything, or the object
-    has been taken.
+    `get` never waits in vain: it raises `queue.Empty` once the rank has ended without sending the object, or if an
+    earlier call has returned it.
 
     Args:
         convert: a function that makes the result of `get` from the object.
@@ -421,7 +421,7 @@ class SpawnedProcess:
     Attributes:
         rank: its rank.
         name: "gradsync-rank-1" for rank 1.
-        daemon: whether this program ends without waiting for it.
+        daemon: whether this program ends without waiting for the process.
         sentinel: a descriptor for `multiprocessing.connection.wait`. It is readable once the process, and all processes
             that it has started, have ended.
         return_queue: a queue that gets the return value of the function.
@@ -433,7 +433,7 @@ class SpawnedProcess:
         self.rank = rank.rank
         self.name = f"gradsync-rank-{rank.rank}"
         self.daemon = daemon
-        # It stays readable for any number of readers, and copies in forked processes do no harm.
+        # An eventfd stays readable for any number of readers, and copies in forked processes do no harm.
         self.sentinel = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self.sentinel).atexit = False
         self.return_queue = RankQueue(lambda value: load_result(rank.rank, value))

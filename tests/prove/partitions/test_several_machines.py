@@ -132,7 +132,7 @@ LAUNCHER = """
     import gradsync as gs
     from gradsync.launching import launcher
 
-    def meet(function, backend, meets_others, role):
+    def meet(function, backend, has_others, role):
         # As far as the ranks come without a network for data: they meet, and lose one another.
         from gradsync.rendezvous.hosting import join
         from gradsync.environment import read_environment

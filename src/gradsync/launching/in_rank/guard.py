@@ -1,11 +1,11 @@
-"""The guard: a small process between the launcher and one rank, so that nothing of a rank outlives either of them.
+"""The guard: a small process between the launcher and one rank, so that no process of a rank outlives either of them.
 
-Each rank process forks at its very start. The parent becomes the guard. It forwards the launcher's signals, and tells
-the launcher how the rank ended. It is a child subreaper: if a program that the rank started ends first, the children of
-that program become the guard's, also double-forked ones. When the rank ends, or the launcher dies in any way, the guard
-kills all processes that are left. The child of the fork is the rank; users see its process id.
+Each rank process forks at its very start. The child is the rank; users see its process id. The parent becomes the
+guard: it forwards the launcher's signals, and reports to the launcher how the rank ended. The guard is a child
+subreaper: if a program that the rank started ends first, the children of that program become children of the guard,
+double-forked ones too. When the rank ends, or the launcher dies in any way, the guard kills all that are left.
 
-This file runs before anything else in a rank process, so it imports next to nothing.
+This module runs before anything else in a rank process, so it imports next to nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import struct
 import time
 from typing import NamedTuple, NoReturn
 
-#: The guard's messages on the status pipe: first the rank's process id; at the end its exit code and peak memory in
-#: bytes.
+#: The guard's messages on the status pipe: first the rank's process id; at the end the rank's exit code and its peak
+#: memory in bytes.
 STARTED = struct.Struct("<cq")
 ENDED = struct.Struct("<ciq")
 STARTED_KIND, ENDED_KIND = b"S", b"E"
@@ -41,8 +41,8 @@ class GuardDescriptors(NamedTuple):
         status: write end of the pipe on which the guard reports the rank's start and end.
         command: read end of the pipe on which the launcher writes signals, one byte each. The end of this pipe means
             that the launcher has died.
-        report: write end of the pipe on which the rank reports its result or its error.
-        result_file: an empty file in memory, for the rank's return value.
+        report: write end of the pipe on which the rank says where its report is in the result file.
+        result_file: an empty file in memory, for the rank's return value or error.
     """
 
     status: int
@@ -66,7 +66,7 @@ def start_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
     libc = ctypes.CDLL(None)
     guard_pid = os.getpid()
     # The program's signal handlers are for the rank only: a handler that waits for children, or SIGCHLD ignored, would
-    # hide the end of a short-lived rank from the guard before `run` has set handlers of its own.
+    # hide the end of a short-lived rank from the guard, until `run` has set the guard's own handlers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     of_program = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # before the rank can leave a child behind
@@ -149,7 +149,7 @@ class _Guard:
         except PermissionError:
             return  # the rank runs as another user now
         if number == signal.SIGTERM:
-            self._signal_rank(signal.SIGCONT)  # a rank stopped by SIGSTOP could not react
+            self._signal_rank(signal.SIGCONT)  # a rank that SIGSTOP has paused could not react
 
     def _rank_has_ended(self) -> bool:
         """Reaps orphans of the rank; returns whether the rank itself has ended, but does not reap it."""

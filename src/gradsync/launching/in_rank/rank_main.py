@@ -1,7 +1,7 @@
 """Inside a rank process: runs the user's script, module or function, and reports how it ended.
 
-`rank_process` starts the process. It enters here by `main` or `enter`, starts its guard, and goes on as the rank. This
-file imports almost nothing before the user's code runs, because imports delay the start of every rank.
+`rank_process` starts the process, which enters here by `main` or `enter`, starts its guard, and goes on as the rank.
+This module imports almost nothing before the user's code runs, because imports delay the start of every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Exit code of a rank or a command that Ctrl-C has ended: 128 + the number of SIGINT, as in shells.
 EXIT_CODE_INTERRUPTED = 130
-#: Advice for a function that a rank does not find. A rank imports the script under another name than `__main__`.
+#: Advice if a rank does not find a function. A rank imports the script under another name than `__main__`.
 HOW_TO_DEFINE = "define it above the `if __name__` line, at the top level of its module"
 #: A function and its positional and keyword arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -32,7 +32,7 @@ _keep: list[Any] = []
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 
-# Modules between the interpreter and the user's code. A traceback leaves them out, to show the user's own lines.
+# Modules between the interpreter and the user's code. Reported tracebacks leave out their lines, and show the user's.
 _SHIM_MODULES = frozenset(
     {
         "gradsync.launching.in_rank.rank_main",
@@ -42,7 +42,7 @@ _SHIM_MODULES = frozenset(
         "runpy",
     }
 )
-# Errors that the other ranks raise when a rank is gone. They are shown only if no rank reports the cause.
+# Errors that the other ranks raise when a rank is gone. The launcher shows them only if no rank reports the cause.
 _CONSEQUENCES = (
     "RankFailed",
     "CommunicatorClosed",
@@ -53,7 +53,7 @@ _CONSEQUENCES = (
 
 
 def main() -> NoReturn:
-    """Runs this rank to its end, in a fresh interpreter. The shim calls it once."""
+    """Runs this rank to its end, in a fresh interpreter; called once, by `rank_process._SHIM`."""
     rank, launcher_pid, record, *pipes = (int(text) for text in sys.argv[1].split(","))
     descriptors = GuardDescriptors(*pipes)
     start_guard(rank, launcher_pid, descriptors, record)
@@ -81,7 +81,7 @@ def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: i
 
 
 def _finish_forked(code: int) -> NoReturn:
-    """Ends this process as the interpreter would, with threads, exit handlers (not the parent's) and streams."""
+    """Ends this process as the interpreter would: waits for threads, calls exit handlers, flushes streams."""
     import atexit
     import threading
 
@@ -127,7 +127,7 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
         sys.exit(EXIT_CODE_INTERRUPTED)
     except BaseException as error:
         if os.getpid() != process_id:
-            raise  # this is a process that the user's code has forked, not the rank
+            raise  # this process is not the rank: the user's code has forked it
         if isinstance(error, UnsendableResult):  # this is no failure of the run, so the other ranks go on
             report_error(descriptors, error.refusal, is_unsendable=True)
         else:
@@ -197,7 +197,7 @@ def _run_as_main(name: str, *, is_module: bool) -> None:
 
 
 def _fresh_main(arguments: list[str]) -> Any:
-    """Puts an empty module in the place of the shim's `__main__`."""
+    """Replaces the `__main__` of `rank_process._SHIM` by an empty module."""
     _keep.append(sys.modules["__main__"])
     module = type(sys)("__main__")
     module.__dict__.update(__builtins__=__builtins__, __annotations__={})
@@ -231,7 +231,7 @@ def _run_forked(call: Call) -> Returned:
 
 
 def _begin_as_multiprocessing_does() -> None:
-    """Gives a forked rank its own state of multiprocessing, so that its queues and processes end with it."""
+    """Gives a forked rank its own state of multiprocessing, so that its queues and processes end with the rank."""
     util: Any = sys.modules.get("multiprocessing.util")
     if util is not None:
         import atexit
@@ -255,7 +255,8 @@ def _load_call(start: dict[str, Any]) -> Any:
         resource_tracker._resource_tracker._fd = start["tracker_descriptor"]  # type: ignore[attr-defined]
     _keep.append(sys.modules["__main__"])
     current: Any = process.current_process()
-    # With this flag multiprocessing refuses to start processes from a script without the __main__ guard; so do we.
+    # With this flag, multiprocessing refuses to start processes from a script without the __main__ guard. So does
+    # gradsync.
     current._inheriting = _importing_main = True
     try:
         spawn.prepare(pickle.loads(start["preparation"]))
@@ -279,7 +280,7 @@ _RUNNERS: dict[str, Callable[[dict[str, Any]], Returned | None]] = {
 
 
 def _remember(error: BaseException) -> None:
-    """Stores an error where the interpreter would, so that the process group reports it to other ranks at exit."""
+    """Stores an error where the interpreter would, so that the process group reports the error to others at exit."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
@@ -290,7 +291,7 @@ def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unse
 
     Args:
         descriptors: the descriptors of this rank.
-        error: the error. The frames between the interpreter and the user's code are left out of its traceback.
+        error: the error. The text leaves out the frames between the interpreter and the user's code.
         is_unsendable: whether only the function's result could not be sent.
     """
     import json
@@ -328,7 +329,7 @@ def _is_raised_by_gradsync(error: BaseException) -> bool:
 
 
 def _outer_frames(stack: StackSummary) -> int:
-    """Counts the frames up to the user's last one: if gradsync raises on purpose, its own frames do not help."""
+    """Counts the frames up to the user's last one: if gradsync raises on purpose, its own frames are no help."""
     ours = (_PACKAGE, contextlib.__file__)
     count = len(stack)
     while count and stack[count - 1].filename.startswith(ours):
@@ -337,7 +338,7 @@ def _outer_frames(stack: StackSummary) -> int:
 
 
 def _consequence_in(error: BaseException | None) -> BaseException | None:
-    """Returns the error, or the one among its causes, that reports another rank as gone; None if there is none."""
+    """Returns the error that reports another rank as gone: this error or one of its causes; None if none does."""
     errors = sys.modules.get("gradsync.errors")
     kinds: tuple[type[BaseException], ...] = tuple(getattr(errors, name) for name in _CONSEQUENCES) if errors else ()
     seen: set[int] = set()
