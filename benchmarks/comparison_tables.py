@@ -89,7 +89,7 @@ def thresholds(results: _Found) -> list[str]:
 #: Names of contenders as the page shows them.
 _OPTIONS = {
     contenders.NONFINITE: 'nonfinite="raise"',
-    contenders.NORM: "clip_norm, not reached",
+    contenders.NORM: 'clip_norm=float("inf")',
     contenders.CLIPPED: "clip_norm, reached in each step",
     contenders.HOOK: "a hook that calls asynchronous.all_reduce",
     contenders.PARAMETERS: "parameters=",
