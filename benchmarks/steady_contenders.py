@@ -10,7 +10,7 @@ import numpy as np
 import gradsync as gs
 from gradsync.bench.models import resnet50
 from gradsync.bucketing.guard import GradientGuard
-from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.agreement import Agreement, Description
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.diagnostics import tracing
 from gradsync.rendezvous.connection import Connection
@@ -81,7 +81,7 @@ def without_recorder(comm: gs.Communicator, _model: Model) -> Iterator[None]:
 def without_agreement(comm: gs.Communicator, model: Model) -> Iterator[None]:
     """Switches agreement off: ranks meet without comparing their collectives."""
     agreements, meet = model.sync._step.reducer.events, SharedBarrier.meet
-    nothing = Agreement(0, str)
+    nothing = Agreement(0, lambda: Description("nothing"))
 
     def only_meet(barrier: SharedBarrier, _agreement: Agreement) -> None:
         barrier.arrive()

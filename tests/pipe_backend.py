@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
+from gradsync.communicators.agreement import Agreement, Description
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, raise_if_left
+from gradsync.communicators.mismatch import message_mismatch, mismatch
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import RankFailed
 from gradsync.machine import run_with_timeout
@@ -29,6 +30,7 @@ from gradsync.rendezvous.client import RendezvousClient
 
 DIGEST, TEXT, DATA, OFFER, ANSWER, MESSAGE = b"D", b"T", b"d", b"o", b"a", b"m"
 _LOOK_EVERY_SECONDS = 0.05
+_TEXT_BYTES = 1024 * 1024
 
 
 def check(_place: RankEnvironment) -> None:
@@ -152,10 +154,10 @@ class PipeBackend(Backend):
                 else:
                     _fill(message.flat, self._receive(message.peer, MESSAGE))
                 continue
-            text = message.agreement.text_for_others()
+            text = message.agreement.described().to_text(_TEXT_BYTES)
             self._send(message.peer, own, text.encode())
             texts = {self.rank: text, message.peer: self._receive(message.peer, other).decode()}
-            descriptions = {self.ranks[rank]: Description.parse(told) for rank, told in texts.items()}
+            descriptions = {self.ranks[rank]: Description.from_text(told) for rank, told in texts.items()}
             refused = refused or message_mismatch(self.label, descriptions)
         if refused is not None:
             raise refused
@@ -165,9 +167,9 @@ class PipeBackend(Backend):
     def agree(self, agreement: Agreement) -> None:
         self._begun += 1
         if len(set(self._deal([agreement.digest.to_bytes(8, "big")] * self.world_size, DIGEST))) > 1:
-            texts = self._deal([agreement.text_for_others().encode()] * self.world_size, TEXT)
-            told = {rank: text.decode() for rank, text in zip(self.ranks, texts, strict=True)}
-            raise mismatch(self.label, agreement, Description.parse_whole(told))
+            texts = self._deal([agreement.described().to_text(_TEXT_BYTES).encode()] * self.world_size, TEXT)
+            descriptions = [Description.from_text(text.decode()) for text in texts]
+            raise mismatch(self.label, agreement, dict(zip(self.ranks, descriptions, strict=True)))
 
     def connect_group(self, members: tuple[int, ...], name: str) -> PipeBackend:
         client = self.client.group(members, name)

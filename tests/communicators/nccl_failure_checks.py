@@ -81,7 +81,7 @@ def leave_the_plan_alone(comm: Any, collective: str) -> str:
     error = expect(gs.PlanMismatch, go_on)
     assert error.broken
     assert set(error.descriptions) == set(error.places) == set(range(comm.world_size))
-    assert all(line.startswith(f"{__file__}:") for line in error.places.values())
+    assert error.places[1].startswith(f"{__file__}:")  # the others have gone on, perhaps into the stand-in
     expect((gs.PlanMismatch, gs.CommunicatorClosed), comm.barrier)
     expect(gs.CommunicatorClosed, comm.barrier)
     return str(error).partition(":")[2]

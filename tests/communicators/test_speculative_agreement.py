@@ -12,7 +12,7 @@ from one_at_a_time import Baton, Client, Rendezvous
 
 import gradsync as gs
 from gradsync.communicators import failures
-from gradsync.communicators.agreement import Agreement
+from gradsync.communicators.agreement import Agreement, Description
 from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.nccl import speculative_agreement
 from gradsync.communicators.nccl.speculative_agreement import History, SpeculativeAgreement
@@ -20,7 +20,7 @@ from gradsync.diagnostics.recorder import FlightRecorder
 
 
 def agreement(digest: int) -> Agreement:
-    return Agreement(digest, lambda: f"event {digest}")
+    return Agreement(digest, lambda: Description(f"event {digest}"))
 
 
 def made(client: Any, seconds: float = 30.0) -> SpeculativeAgreement:

@@ -16,22 +16,26 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakValueDictionary, ref
 
 from gradsync.bucketing.plan import Bucket, GradientSpec, list_of_names
-from gradsync.communicators.agreement import Agreement, StepSoFar, digest_of
+from gradsync.communicators.agreement import Agreement, Description, Item, StepSoFar, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world
 from gradsync.diagnostics import names_text, size_text
 from gradsync.errors import InvalidArgument, callers, shown
 from gradsync.reduction import ReduceOp
 
-#: Returns gradients, whether no more will follow, and the limits of the buckets' sizes; see StepEvents.arrived.
-Arrived = Callable[[], tuple[list[GradientSpec], bool, tuple[str, ...]]]
+#: Returns gradients, whether no more will follow, and the limits of the buckets' sizes, by option; see
+#: StepEvents.arrived.
+Arrived = Callable[[], tuple[list[GradientSpec], bool, dict[str, str]]]
+
+
+_Settings = tuple[tuple[str, str], ...]
 
 
 class StepEvents:
@@ -39,7 +43,7 @@ class StepEvents:
 
     Args:
         op: sum or mean.
-        settings: the options on which the ranks must agree, each as "name value".
+        settings: the options on which the ranks must agree, and their values; "" if the name says it all.
 
     Attributes:
         local_passes: the number of local passes before this step.
@@ -49,19 +53,19 @@ class StepEvents:
 
     arrived: WeakMethod[Arrived] | None = None
 
-    def __init__(self, op: ReduceOp, settings: Sequence[str] = ()) -> None:
+    def __init__(self, op: ReduceOp, settings: Mapping[str, str] | None = None) -> None:
         self._reduce_op = op
         self._callback: KnownCallback | None = None
         self._others: dict[int, Agreement] = {}
         self.local_passes = 0
         self._index = 0
-        self.change_settings(settings)
+        self.change_settings(settings or {})
 
-    def change_settings(self, settings: Sequence[str]) -> None:
+    def change_settings(self, settings: Mapping[str, str]) -> None:
         """Changes the settings of later events; call it between steps."""
         op = self._reduce_op.value
-        self._op = ", ".join([op, *settings])
-        self._settings = (f"reduce_method {op}", *settings)
+        self._op = ", ".join([op, *[f"{name} {value}".rstrip() for name, value in settings.items()]])
+        self._settings = (("reduce_method", op), *settings.items())
         # The events of the last step, each with the number of local passes before it.
         self._known: list[tuple[Bucket | _Flush, int, Agreement]] = []
 
@@ -118,16 +122,14 @@ class StepEvents:
         of_it = (event, self._op, self.local_passes)
         content = event.specs if isinstance(event, Bucket) else tuple(event)
         digest = digest_of("gradients", index, self._op, content, self.local_passes)
-        kind, describe, summarise, make_facts = _TEXTS[type(event)]
-        passes = (f"local_passes {self.local_passes}",) if self.local_passes else ()
+        describe, summarise, make_facts = _TEXTS[type(event)]
+        passes = (("local_passes", str(self.local_passes)),) if self.local_passes else ()
         agreement = Agreement(
             digest,
-            partial(describe, *of_it),
+            partial(describe, *of_it, self._settings + passes),
             index,
             partial(summarise, *of_it),
             make_facts=partial(make_facts, *of_it),
-            kind=kind,
-            settings=self._settings + passes,
             so_far=None if self.arrived is None else partial(_so_far, self.arrived, event),
         )
         return agreement if self._callback is None else self._callback.include_in(agreement)
@@ -147,13 +149,14 @@ def _so_far(arrived: WeakMethod[Arrived], event: Bucket | _Flush) -> StepSoFar:
         return StepSoFar()
     specs, has_ended, sizes = method()
     own = {spec.name for spec in event.specs} if isinstance(event, Bucket) else set()
-    return StepSoFar(tuple([spec.line for spec in specs if spec.name not in own]), has_ended, sizes)
+    return StepSoFar(tuple([spec.item for spec in specs if spec.name not in own]), has_ended, tuple(sizes.items()))
 
 
-def _describe_bucket(bucket: Bucket, op: str, passes: int) -> str:
-    lines = [spec.line for spec in bucket.specs]
-    of_what = f"{_count(len(lines), 'gradient')}, {bucket.size_bytes} bytes"
-    return "\n".join([f"all_reduce ({op}) of a bucket of {of_what}{_after(passes)}", *lines])
+def _describe_bucket(bucket: Bucket, op: str, passes: int, settings: _Settings) -> Description:
+    items = tuple([spec.item for spec in bucket.specs])
+    of_what = f"{_count(len(items), 'gradient')}, {bucket.size_bytes} bytes"
+    what = f"all_reduce ({op}) of a bucket of {of_what}{_after(passes)}"
+    return Description(what, items=items, item="gradient {} of the bucket", kind="bucket", settings=settings)
 
 
 def _summarise_bucket(bucket: Bucket, op: str, _passes: int) -> str:
@@ -173,9 +176,10 @@ def _facts_of_bucket(bucket: Bucket, op: str, passes: int) -> dict[str, Any]:
     }
 
 
-def _describe_flush(flush: _Flush, op: str, passes: int) -> str:
+def _describe_flush(flush: _Flush, op: str, passes: int, settings: _Settings) -> Description:
     without = f", without one for {list_of_names(flush.missing)}" if flush.missing else ""
-    return f"flush ({op}) after {_count(flush.gradients, 'gradient')}{without}{_after(passes)}"
+    what = f"flush ({op}) after {_count(flush.gradients, 'gradient')}{without}{_after(passes)}"
+    return Description(what, kind="flush", settings=settings)
 
 
 def _summarise_flush(flush: _Flush, op: str, _passes: int) -> str:
@@ -187,8 +191,8 @@ def _facts_of_flush(flush: _Flush, op: str, passes: int) -> dict[str, Any]:
 
 
 _TEXTS: dict[type, Any] = {
-    Bucket: ("bucket", _describe_bucket, _summarise_bucket, _facts_of_bucket),
-    _Flush: ("flush", _describe_flush, _summarise_flush, _facts_of_flush),
+    Bucket: (_describe_bucket, _summarise_bucket, _facts_of_bucket),
+    _Flush: (_describe_flush, _summarise_flush, _facts_of_flush),
 }
 
 
@@ -207,7 +211,6 @@ def _count(number: int, one: str, many: str = "") -> str:
 # -- Which callback it is --------------------------------------------------------------------------------------------
 
 _FIRST_USE = "the first use of a callback"
-_ITEM = "how they were made"  # the name of a line in the error
 _MOST_CHARACTERS = 80  # of a name
 
 
@@ -235,7 +238,6 @@ class KnownCallback(NamedTuple):
             describe=partial(self._describe, agreement),
             summarise=partial(self._summarise, agreement),
             make_facts=partial(self._make_facts, agreement),
-            callback=self._called,
         )
 
     def _shown(self, has_others: bool) -> str:
@@ -253,10 +255,8 @@ class KnownCallback(NamedTuple):
         """Returns the callback's name or number for errors; "" if the program has had only one callback."""
         return self._shown(self.used[0] > 1 or self._has_others())
 
-    def _describe(self, agreement: Agreement) -> str:
-        headline, line_break, lines = agreement.describe().partition("\n")
-        shown = self._called()
-        return f"{headline}{f' (callback {shown}, made at {self.made_at})' if shown else ''}{line_break}{lines}"
+    def _describe(self, agreement: Agreement) -> Description:
+        return agreement.describe()._replace(callback=self._called(), made_at=self.made_at)
 
     def _summarise(self, agreement: Agreement) -> str:
         shown = self._shown(self._has_others())
@@ -325,7 +325,7 @@ class CallbackIdentity:
         stack = self._stack if shows_stack else self._stack[:1]
         describe = partial(_describe, self._name, stack, self._number if shows_stack else None)
         summarise = partial(_summary, self._name, self._stack)
-        return Agreement(digest_of(*parts), describe, summarise=summarise, item=_ITEM, kind="first use")
+        return Agreement(digest_of(*parts), describe, summarise=summarise)
 
     def _holds_other(self, digests: set[int], communicator: Communicator) -> bool:
         """Whether this rank has an unused callback for the communicator with one of these digests."""
@@ -373,14 +373,16 @@ def _alive() -> list[CallbackIdentity]:
     return [each for each in found if each is not None]
 
 
-def _describe(name: str | None, stack: tuple[str, ...], number: int | None) -> str:
-    """Returns the text of a first use: the line that made the callback, and below it the calls that led there."""
+def _describe(name: str | None, stack: tuple[str, ...], number: int | None) -> Description:
+    """Describes a first use: the line that made the callback, and below it the calls that led there."""
     if name is not None:
-        return f"the first use of callback {name!r} (made at {stack[0]})"
+        return Description(f"the first use of callback {name!r} (made at {stack[0]})", kind="first use")
     lines = [f"called from {line}" for line in stack[1:]]
     if number is not None:
         lines.append(f"number {number + 1} made there")
-    return "\n".join([f"the first use of a callback (made at {stack[0]})", *lines])
+    items = tuple(map(Item, lines))
+    what = f"the first use of a callback (made at {stack[0]})"
+    return Description(what, items=items, item="how they were made", kind="first use")
 
 
 def _summary(name: str | None, stack: tuple[str, ...]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gradsync.bucketing.plan import Bucket
-from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.communicators.agreement import Agreement, Description, digest_of
 from gradsync.communicators.backend import ResidentMemory
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import make_resident_memory
@@ -105,9 +105,9 @@ def _agreement(buckets: Sequence[Bucket]) -> Agreement:
     """Returns the agreement of the ranks before they make the memory."""
     specs = [bucket.specs for bucket in buckets]
 
-    def describe() -> str:
-        lines = [spec.line for of_bucket in specs for spec in of_bucket]
-        count = len(lines)
-        return "\n".join([f"gradient_buffers of {count} gradients in {len(specs)} buckets", *lines])
+    def describe() -> Description:
+        items = tuple([spec.item for of_bucket in specs for spec in of_bucket])
+        what = f"gradient_buffers of {len(items)} gradients in {len(specs)} buckets"
+        return Description(what, items=items, item="gradient {}")
 
-    return Agreement(digest_of("gradient_buffers", specs), describe, item="gradient {}")
+    return Agreement(digest_of("gradient_buffers", specs), describe)

@@ -73,11 +73,11 @@ class WireFormat:
         self._dtype = None if self.dtype_name is None else _half_precision(self.dtype_name)
         self._memory: dict[np.dtype[Any], Array] = {}
 
-    def settings(self) -> list[str]:
-        """Returns the options on which ranks must agree, each as "name value"; none if nothing is changed."""
-        settings = [f"compression {self.dtype_name}"] if self.dtype_name else []
-        scales = (("prescale", self.prescale), ("postscale", self.postscale))
-        return settings + [f"{name} {scale}" for name, scale in scales if scale != 1.0]
+    def settings(self) -> dict[str, str]:
+        """Returns the options on which ranks must agree, and their values; none if nothing is changed."""
+        settings = {"compression": self.dtype_name} if self.dtype_name else {}
+        scales = {"prescale": self.prescale, "postscale": self.postscale}
+        return settings | {name: str(scale) for name, scale in scales.items() if scale != 1.0}
 
     def __repr__(self) -> str:
         return f"WireFormat({self.dtype_name!r}, prescale={self.prescale}, postscale={self.postscale})"

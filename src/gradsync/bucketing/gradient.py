@@ -17,7 +17,7 @@ import numpy as np
 
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket, GradientSpec
-from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.communicators.agreement import Agreement, agreement_on
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_arrays import ArrayKind, digest_of_values, overlaps_itself
 from gradsync.errors import InvalidArgument, UnsupportedDtype
@@ -251,7 +251,7 @@ class OverlapCheck:
 # -- Parameters that are named beforehand ----------------------------------------------------------------------------
 
 _COMPARISON = "the comparison of the parameters' values before the first step"
-_AGREEMENT = Agreement(digest_of(_COMPARISON), lambda: _COMPARISON)
+_AGREEMENT = agreement_on(_COMPARISON, (), None, "")
 
 
 class KnownParameter(NamedTuple):

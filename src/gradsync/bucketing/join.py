@@ -15,7 +15,7 @@ from gradsync.bucketing.gradient import known_parameters
 from gradsync.bucketing.plan import Bucket
 from gradsync.bucketing.reducer import Reduction
 from gradsync.bucketing.step import Step
-from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.communicator import Communicator
 from gradsync.errors import NonFiniteGradient, PlanMismatch
 from gradsync.reduction import Array, dtype_of
@@ -25,7 +25,7 @@ from gradsync.reduction import Array, dtype_of
 _ENDED, _PRESENT, _UNABLE = range(3)
 
 _COUNT = "the beginning of a step inside join()"
-_AGREEMENT = Agreement(digest_of(_COUNT), lambda: _COUNT)
+_AGREEMENT = agreement_on(_COUNT, (), None, "")
 
 
 class Join:

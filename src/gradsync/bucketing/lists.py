@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import Agreement, array_line, digest_of
+from gradsync.communicators.agreement import Agreement, Description, Item, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import broadcast_list
 from gradsync.communicators.groups import NonMember
@@ -244,10 +244,10 @@ def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: 
 
 def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, communicator: Communicator) -> None:
     """Broadcasts arrays, after the ranks have agreed on the names, shapes and dtypes."""
-    lines = [array_line(name, native.dtype, native.shape) for name, native in named]
+    items = tuple([Item(name, str(native.dtype), native.shape) for name, native in named])
 
-    def describe() -> str:
-        return "\n".join([f"{what} of {len(lines)} arrays from root {root}", *lines])
+    def describe() -> Description:
+        return Description(f"{what} of {len(items)} arrays from root {root}", items=items, item="array {} of the list")
 
-    agreement = Agreement(digest_of(what, root, lines), describe, item="array {} of the list")
+    agreement = Agreement(digest_of(what, root, items), describe)
     broadcast_list(communicator, [native for _, native in named], root, agreement)

@@ -64,16 +64,18 @@ class Options:
         """Returns the threshold as it was passed, unchecked, or the default if it was None."""
         return default_bytes if self.threshold_bytes is None else self.threshold_bytes
 
-    def settings(self) -> list[str]:
-        """Returns the options on which ranks must agree, each as "name value": a part of each bucket's agreement."""
-        settings = [
-            *self.wire.settings(),
-            'missing "zero"' if self.missing == "zero" else "",
-            "gradient_as_bucket_view" if self.gradient_as_bucket_view else "",
-            f'nonfinite "{self.nonfinite}"' if self.nonfinite != "off" else "",
-            f"clip_norm {float(self.clip_norm)}" if self.clip_norm is not None else "",
-        ]
-        return [setting for setting in settings if setting]
+    def settings(self) -> dict[str, str]:
+        """Returns the options on which ranks must agree, and their values: a part of each bucket's agreement."""
+        settings = self.wire.settings()
+        if self.missing == "zero":
+            settings["missing"] = '"zero"'
+        if self.gradient_as_bucket_view:
+            settings["gradient_as_bucket_view"] = ""
+        if self.nonfinite != "off":
+            settings["nonfinite"] = f'"{self.nonfinite}"'
+        if self.clip_norm is not None:
+            settings["clip_norm"] = str(float(self.clip_norm))
+        return settings
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Refuses gradients of a dtype that cannot be reduced with these options.

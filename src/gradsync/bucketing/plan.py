@@ -17,7 +17,7 @@ from math import prod
 from typing import NamedTuple
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import array_line
+from gradsync.communicators.agreement import Item
 from gradsync.errors import InvalidArgument
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
@@ -55,9 +55,9 @@ class GradientSpec(NamedTuple):
         return self.name[1:-1] if "\\" not in self.name else str(ast.literal_eval(self.name))
 
     @property
-    def line(self) -> str:
-        """The gradient's line in the error of ranks that disagree."""
-        return array_line(self.name, self.dtype, self.shape)
+    def item(self) -> Item:
+        """The gradient in the error of ranks that disagree."""
+        return Item(self.name, self.dtype, self.shape)
 
     @property
     def size_elements(self) -> int:

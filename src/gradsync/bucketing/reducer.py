@@ -172,7 +172,7 @@ class Reducer:
         self.is_hooked = hook is not None
         self._last.clear()
         settings = self._options.settings()
-        self.events.change_settings(settings if hook is None else [*settings, f"hook {settings_of(hook)}"])
+        self.events.change_settings(settings if hook is None else settings | {"hook": settings_of(hook)})
 
     def reduction_of(
         self,

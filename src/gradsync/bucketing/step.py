@@ -686,16 +686,16 @@ class Step:
                 names,
             )
 
-    def _arrived(self) -> tuple[list[GradientSpec], bool, tuple[str, ...]]:
+    def _arrived(self) -> tuple[list[GradientSpec], bool, dict[str, str]]:
         """Returns this step's gradients that are not reduced yet, whether no more will follow, and the buckets' sizes.
 
         For the error of ranks that disagree.
         """
         planner = self.planner
-        sizes = [f"threshold_bytes {planner.threshold_bytes}"]
+        sizes = {"threshold_bytes": str(planner.threshold_bytes)}
         if planner.first_bucket_bytes is not None:
-            sizes.append(f"first_bucket_bytes {planner.first_bucket_bytes}")
-        return [entry.spec for entry in self._waiting()], self._has_ended, tuple(sizes)
+            sizes["first_bucket_bytes"] = str(planner.first_bucket_bytes)
+        return [entry.spec for entry in self._waiting()], self._has_ended, sizes
 
     def _of_step(self) -> list[GradientEntry]:
         """Returns the gradients of this step, by position."""

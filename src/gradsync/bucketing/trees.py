@@ -27,7 +27,7 @@ from gradsync.bucketing.gradient import Destination, OverlapCheck, destination
 from gradsync.bucketing.guard import refuse_in_flight
 from gradsync.bucketing.lists import broadcast_named, check_writable, communicator_and_root
 from gradsync.bucketing.plan import Bucket, GradientSpec, plan_buckets
-from gradsync.communicators.agreement import Agreement, digest_of
+from gradsync.communicators.agreement import Agreement, Description, Item, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import ListReduction
 from gradsync.communicators.host_arrays import ArrayKind
@@ -148,12 +148,12 @@ class _Plan(NamedTuple):
 def _plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]) -> _Plan:
     """Returns the plan of a tree; cached, because loops repeat their trees."""
 
-    def describe() -> str:
-        lines = {spec.name: spec.line for spec in specs} | {path: f"{path}: None" for path in absent}
-        return "\n".join([headline, *(lines[path] for path in sorted(lines))])
+    def describe() -> Description:
+        items = sorted([spec.item for spec in specs] + [Item(path, "None") for path in absent])
+        what = f"{_WHAT}({op.value}) of {len(specs)} arrays"
+        return Description(what, items=tuple(items), item="array {} of the tree")
 
-    headline = f"{_WHAT}({op.value}) of {len(specs)} arrays"
-    agreement = Agreement(digest_of(_WHAT, op.value, specs, absent), describe, item="array {} of the tree")
+    agreement = Agreement(digest_of(_WHAT, op.value, specs, absent), describe)
     return _Plan(agreement, plan_buckets(specs, _LIST_BYTES))
 
 

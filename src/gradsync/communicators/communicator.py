@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, cast
 import numpy as np
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import ROWS, Agreement, Description, agreement_on, digest_of, mismatch
+from gradsync.communicators.agreement import ROWS, Agreement, Description, agreement_on, digest_of
 from gradsync.communicators.backend import (
     Backend,
     Bounds,
@@ -43,6 +43,7 @@ from gradsync.communicators.collective_queue import LostFailure, submit
 from gradsync.communicators.groups import NO_COLOR, Family, NonMember, listed, meet_members, reporting_failures
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime, culprit_of
+from gradsync.communicators.mismatch import mismatch
 from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, UnsupportedDtype, describe, shown
 from gradsync.futures import CollectiveEnd, CollectiveFuture, check_may_call, pending
 from gradsync.machine import machine_identity
@@ -565,7 +566,7 @@ class Communicator:
     def _descriptions(self, shared: Sequence[Sequence[int]]) -> dict[int, Description]:
         n = self.world_size
         return {
-            rank: Description(f"all_to_all (sends rows {list(numbers[:n])}, expects {_expected(numbers[n:])})")
+            rank: Description("all_to_all", detail=f"sends rows {list(numbers[:n])}, expects {_expected(numbers[n:])}")
             for rank, numbers in zip(self.ranks, shared, strict=True)
         }
 

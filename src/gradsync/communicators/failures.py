@@ -163,6 +163,6 @@ def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, s
     if not entry.what.is_message:
         return entry.number, entry.title
     place = place_of_caller()
-    if not place:
+    if not place.line:
         return OF_MESSAGES, entry.title
     return OF_MESSAGES, f"{entry.title.removesuffix(')')}, {'launched; by now ' if is_launched else ''}{place})"

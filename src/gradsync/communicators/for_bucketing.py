@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, Description, mismatch
+from gradsync.communicators.agreement import Agreement, Description
 from gradsync.communicators.backend import PreparedList, ResidentMemory
 from gradsync.communicators.communicator import BYTE, Communicator
+from gradsync.communicators.mismatch import mismatch
 from gradsync.communicators.nonfinite import Checks
 from gradsync.errors import BackendUnavailable
 from gradsync.futures import Completion

@@ -241,8 +241,8 @@ def _entry(entry: Entry, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
     what = entry.what
     digest = f"{what.digest:016x}"
     if digest not in calls:
-        lines = what.describe().splitlines()
-        calls[digest] = {"what": what.headline(), **what.facts(), "description": lines[:_MAX_DESCRIPTION_LINES]}
+        description = what.lines()[:_MAX_DESCRIPTION_LINES]
+        calls[digest] = {"what": what.headline(), **what.facts(), "description": description}
     state = "failed" if entry.failed else "runs" if entry.ended is None else "ended"
     of_message = {"is_message": True} if what.is_message else {}
     return {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
@@ -35,9 +35,8 @@ class Recorded(Protocol):
     def facts(self) -> dict[str, Any]:
         """Returns the parts of the description, for JSON: operation, dtype, shape or gradients, root or peer."""
 
-    @property
-    def describe(self) -> Callable[[], str]:
-        """A function that returns all that the ranks must agree on, in as many lines as needed."""
+    def lines(self) -> list[str]:
+        """Returns all that the ranks must agree on, as text."""
 
 
 class Place(NamedTuple):

@@ -292,7 +292,8 @@ class LaunchedEvent(NamedTuple):
 
     Attributes:
         digest: the digest of the collective, an unsigned integer of 64 bits.
-        description: the collective in words, for the other ranks' error; shortened to 48 KiB.
+        description: the text of a Description (communicators/agreement.py), for the other ranks' error; shortened to
+            48 KiB.
     """
 
     digest: int

@@ -20,7 +20,8 @@ from gradsync import environment
 from gradsync.arguments import parse_address
 from gradsync.bench.thresholds import parse_megabytes
 from gradsync.bucketing.shapes_file import read_shapes, write_shapes
-from gradsync.communicators.agreement import Description, mismatch
+from gradsync.communicators.agreement import Description
+from gradsync.communicators.mismatch import mismatch
 from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump import read_dumps
 from gradsync.diagnostics.report import divergences, report
@@ -228,7 +229,7 @@ def dump_files(data: bytes) -> None:
 def plan_texts(data: bytes) -> None:
     """What other ranks say that they were about to do, for the error that names the difference."""
     texts = data.decode("utf-8", "replace").split("\x1e")
-    descriptions = {rank: Description.parse(text, len(text)) for rank, text in enumerate(texts)}
+    descriptions = {rank: Description.from_text(text, len(text)) for rank, text in enumerate(texts)}
     assert mismatch("rank 0/2", None, descriptions).descriptions.keys() == descriptions.keys()
 
 

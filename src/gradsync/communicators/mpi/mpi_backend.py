@@ -18,10 +18,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
+from gradsync.communicators.agreement import Agreement, Description
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import FailureMonitor, raise_if_left
 from gradsync.communicators.host_copy import copy_words, pack_words, split_words, word_dtype
+from gradsync.communicators.mismatch import message_mismatch, mismatch
 from gradsync.communicators.mpi.mpi_agreement import MpiAgreement
 from gradsync.communicators.mpi.mpi_job import check_place, keep_for_ever, load_mpi, to_mpi_error
 from gradsync.communicators.mpi.mpi_reduction import MpiReduction
@@ -43,7 +44,6 @@ _COUNT_LIMIT = 2**31  # of MPI 3, in a collective with a part for each rank
 # The sizes of descriptions after a disagreement: on a collective, for all ranks together; on a message, for each rank.
 _TEXTS_BYTES = 64 * 1024 * 1024
 _TEXT_BYTES = 4096
-_SHOWN_LINES = 20
 
 # The tags of what the two sides of a message send to each other; each plus 1 after an odd number of collectives.
 _TAG_OF_SENDER, _TAG_OF_RECEIVER = 2, 4
@@ -368,15 +368,13 @@ class MpiBackend(Backend):
 
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
         """Exchanges the descriptions of the ranks' calls, and raises the same error on every rank."""
-        text = agreement.text_for_others().encode(errors="replace")[: _TEXTS_BYTES // self.world_size]
+        text = agreement.described().to_text(_TEXTS_BYTES // self.world_size).encode()
         sizes = [size for (size,) in self._share_numbers([len(text)])]
         bounds = [0, *accumulate(sizes)]
         texts = np.empty(bounds[-1], np.uint8)
         self._all_gather(np.frombuffer(text, np.uint8), texts, bounds)
-        decoded = [texts[begin:end].tobytes().decode(errors="replace") for begin, end in pairwise(bounds)]
-        descriptions = Description.parse_whole(dict(zip(self.ranks, decoded, strict=True)))
-        shown = {rank: d._replace(lines=d.lines[:_SHOWN_LINES]) for rank, d in descriptions.items()}
-        raise mismatch(self.label, agreement, shown)
+        descriptions = [Description.from_text(texts[begin:end].tobytes().decode()) for begin, end in pairwise(bounds)]
+        raise mismatch(self.label, agreement, dict(zip(self.ranks, descriptions, strict=True)))
 
     # -- Messages ----------------------------------------------------------------------------------------------
 
@@ -404,7 +402,7 @@ class MpiBackend(Backend):
                 self._agree(transfer.agreement)  # ends the peer's collective, with PlanMismatch on all ranks
         for transfer in transfers:
             if transfer.texts is not None:
-                both = zip((self.rank, transfer.peer), map(Description.parse, transfer.texts), strict=True)
+                both = zip((self.rank, transfer.peer), map(Description.from_text, transfer.texts), strict=True)
                 raise message_mismatch(self.label, {self.ranks[rank]: description for rank, description in both})
 
     def _refuse_messages(self) -> None:
@@ -507,7 +505,7 @@ class _Transfer:
         if not theirs[0]:
             self.is_refused = True
         elif int(theirs[0]) != digest:
-            text = self.agreement.text_for_others().encode(errors="replace")[:_TEXT_BYTES]
+            text = self.agreement.described().to_text(_TEXT_BYTES).encode()
             room = np.zeros(_TEXT_BYTES, np.uint8)
             yield [comm.Irecv(room, peer, peer_tag), comm.Isend(np.frombuffer(text, np.uint8), peer, tag)]
             both = text, room.tobytes().rstrip(b"\0")  # the own text is shortened as the peer reads it

@@ -24,8 +24,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from gradsync.communicators.agreement import Agreement, Description, mismatch, on_behalf, place_of_caller
+from gradsync.communicators.agreement import Agreement, CallPlace, Description, on_behalf, place_of_caller
 from gradsync.communicators.failures import FailureMonitor, raise_if_left
+from gradsync.communicators.mismatch import mismatch
 from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout, caller
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EVENT_BYTES, Decision, LaunchedEvent, event_key
@@ -34,6 +35,7 @@ _CONTEXT_EVENTS = 4  # the number of events that predict the next one
 _MAX_CONTEXTS = 65_536
 _REMEMBERED_EVENTS = 256  # launches that a rank can still describe
 _PIECE_BYTES = MAX_EVENT_BYTES
+_LIMIT_BYTES = 64 * 1024 * 1024  # of a description
 TEXTS_WITHIN_SECONDS = 5.0
 _ASK_AGAIN_AFTER_SECONDS = 1.0  # between two questions a rank checks whether another rank has closed
 
@@ -230,8 +232,8 @@ class SpeculativeAgreement:
             self._overtaken_at = position
             self.was_overtaken = True
             found = caller(self._launching_thread)  # a line near the call, which has returned
-            place = "" if found is None else f"launched; by now at {found}"
-            self._described = position, launched.text_for_others(place)
+            place = CallPlace("" if found is None else str(found), "launched; by now at")
+            self._described = position, launched.described(place).to_text(_LIMIT_BYTES)
             return LaunchedEvent(launched.digest, self._described[1])
 
     def _ask(self, position: int, digest: int, arrivals: list[object] | None) -> Decision:
@@ -261,20 +263,21 @@ class SpeculativeAgreement:
     def _own_text(self, position: int, agreement: Agreement | None) -> str:
         if self._described[0] == position:
             return self._described[1]
-        return f"{place_of_caller()}\n(unknown)" if agreement is None else agreement.text_for_others()
+        described = Description("(unknown)", place=place_of_caller()) if agreement is None else agreement.described()
+        return described.to_text(_LIMIT_BYTES)
 
     def _mismatch(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
         """Exchanges the ranks' descriptions of the event through the server, and makes the error."""
         mine = self._own_text(position, agreement)
-        texts = {self._own_rank: mine}
+        descriptions = {self._own_rank: Description.from_text(mine)}
         try:
             self._publish(position, mine)
             for rank in self._other_ranks():
-                texts[rank] = self._read(position, rank)
+                descriptions[rank] = Description.from_text(self._read(position, rank))
         except GradsyncError as error:  # the mismatch matters more: the error says whose description is missing
             for rank in self._other_ranks():
-                texts.setdefault(rank, f"\n(no description: {error})")
-        return mismatch(self._label, agreement, Description.parse_whole(texts), broken=broken)
+                descriptions.setdefault(rank, Description(f"(no description: {error})"))
+        return mismatch(self._label, agreement, descriptions, broken=broken)
 
     def _publish(self, position: int, text: str) -> None:
         """Stores this rank's description on the server in pieces; only the last piece is shorter than _PIECE_BYTES."""
@@ -296,7 +299,7 @@ class SpeculativeAgreement:
 
 
 def _forgotten(position: int) -> Agreement:
-    return Agreement(0, lambda: f"(event {position}, launched too long ago to be known)")
+    return Agreement(0, lambda: Description(f"(event {position}, launched too long ago to be known)"))
 
 
 class Question(NamedTuple):

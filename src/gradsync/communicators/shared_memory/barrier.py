@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 from zlib import crc32
 
-from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
+from gradsync.communicators.agreement import Agreement, Description
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, closed_failure
+from gradsync.communicators.mismatch import first_difference, mismatch
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 
@@ -395,8 +396,7 @@ class SharedBarrier:
         First the ranks exchange checksums of the lines, in batches, to find the first line that differs. Then they
         exchange the text from that line on, because the whole text may be too long.
         """
-        place, _, described = agreement.text_for_others().partition("\n")
-        headline, *lines = described.splitlines() or [""]
+        head, *lines = agreement.described().to_lines(_TEXT_BYTES - 4)
         first, at_a_time = 0, (_TEXT_BYTES - 4) // 4
         is_found = False
         while not is_found:
@@ -407,10 +407,10 @@ class SharedBarrier:
             alike = first_difference([[part[i : i + 4] for i in range(0, len(part), 4)] for part in sums])
             self._arrive(_NO_DIGEST)  # until here the others read this rank's checksums
             first, is_found = first + alike, alike < at_a_time
-        self._texts.write(self._rank, "\n".join([place, headline, *lines[first:]]).encode(errors="backslashreplace"))
+        self._texts.write(self._rank, "\n".join([head, *lines[first:]]).encode())
         self._arrive(_NO_DIGEST)
         texts = {number: self._texts.read(rank).decode(errors="replace") for rank, number in enumerate(self._ranks)}
-        descriptions = {number: Description.parse(text, first) for number, text in texts.items()}
+        descriptions = {number: Description.from_text(text, first) for number, text in texts.items()}
         raise mismatch(self._label, agreement, descriptions)
 
     def announce_closed(self) -> None:

@@ -24,9 +24,10 @@ from typing import NoReturn
 
 import numpy as np
 
-from gradsync.communicators.agreement import Description, message_mismatch, place_of_caller
+from gradsync.communicators.agreement import Description
 from gradsync.communicators.backend import Message
 from gradsync.communicators.host_copy import copy_words
+from gradsync.communicators.mismatch import message_mismatch
 from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SPINS, Rests, SharedBarrier, TextBoard
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.reduction import Array
@@ -180,8 +181,9 @@ class Transfer:
         self._end()
 
     def _disagree(self) -> None:
-        text = f"{place_of_caller()}\n{self.verb} {self.agreement.describe()}"
-        self._board.write(self._own.place, text.encode(errors="backslashreplace"))
+        described = self.agreement.described()
+        text = described._replace(what=f"{self.verb} {described.what}").to_text(_TEXT_BYTES - 4)
+        self._board.write(self._own.place, text.encode())
         self._words[self._line + _DESCRIBED] = self._number
         self._dispute = self._text_of(self._own)  # read back, so that both ranks have the same shortened text
 
@@ -355,7 +357,7 @@ class PointToPoint:
 
     def _raise_mismatch(self, transfer: Transfer, descriptions: tuple[str, str]) -> NoReturn:
         ranks = self._waiting.ranks
-        both = zip((ranks[self._rank], ranks[transfer.peer]), map(Description.parse, descriptions), strict=True)
+        both = zip((ranks[self._rank], ranks[transfer.peer]), map(Description.from_text, descriptions), strict=True)
         raise message_mismatch(self._waiting.label, dict(both))
 
     # -- Memory ------------------------------------------------------------------------------------------------

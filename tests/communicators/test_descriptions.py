@@ -1,0 +1,74 @@
+"""Descriptions: what ranks send each other after a mismatch, whole, cut off and damaged."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradsync.communicators.agreement import CallPlace, Description, Item, StepSoFar, agreement_on
+from gradsync.communicators.mismatch import mismatch
+
+ITEMS = tuple([Item(f"'w{number}: [é\n'", "float32", (number, 3)) for number in range(5)])
+WHOLE = Description(
+    "all_reduce (sum) of a bucket",
+    items=(*ITEMS, Item("called from train.py:3"), Item("['absent']", "None")),
+    item="gradient {} of the bucket",
+    kind="bucket",
+    callback="'generator'",
+    made_at="train.py:2 in main",
+    settings=(("hook", "Hook, first 1, last 2"), ("gradient_as_bucket_view", "")),
+    others=(Item("'b'", "float64", ()),),
+    has_ended=True,
+    place=CallPlace("train.py:41 in step", "submitted at"),
+)
+
+
+def test_all_fields_arrive() -> None:
+    arrived = Description.from_text(WHOLE.to_text(10_000))
+    assert arrived == WHOLE._replace(item_count=8)
+    assert not arrived.is_cut
+    rows = Description("gather", "float32", ("rows", 3), "root 0")
+    assert Description.from_text(rows.to_text(10_000)) == rows
+
+
+@pytest.mark.parametrize("lost", [1, 10, 100])
+def test_a_text_that_is_cut_off_loses_only_items(lost: int) -> None:
+    text = WHOLE.to_text(10_000)
+    arrived = Description.from_text(text[:-lost])
+    assert arrived.is_cut
+    assert arrived.items == WHOLE.items[: len(arrived.items)]
+    assert arrived._replace(items=()) == WHOLE._replace(items=(), item_count=8)
+
+
+def test_long_texts_are_shortened_to_fit() -> None:
+    settings = tuple([(f"option {number}", "é" * 1000) for number in range(100)])
+    long = WHOLE._replace(what="é" * 5000, dtype="[" * 5000, detail="9, " * 5000, settings=settings)
+    text = long.to_text(4000)
+    assert len(text.encode()) <= 4000
+    arrived = Description.from_text(text)
+    assert arrived.what == "é" * 100 + "..."
+    assert arrived.place == WHOLE.place
+    assert arrived.is_cut
+
+
+@pytest.mark.parametrize("text", ["", "all_reduce", "[]", "[1, 2]", "[" * 100_000, '["a", 1e999]', "{}\n[]"])
+def test_a_damaged_text_is_called_unreadable(text: str) -> None:
+    assert Description.from_text(text).headline == "(a description that cannot be read)"
+
+
+def test_too_many_gradients_for_later_buckets_are_left_out() -> None:
+    others = tuple([Item(f"'gradient {number}'", "float32", (3,)) for number in range(200)])
+    agreement = agreement_on("flush", (), None, "")._replace(so_far=lambda: StepSoFar(others, True, ()))
+    arrived = Description.from_text(agreement.described().to_text(10_000))
+    assert (arrived.others, arrived.has_ended, arrived.is_cut) == ((), True, True)
+
+
+def test_a_difference_is_named_whatever_the_names_look_like() -> None:
+    name = "'a: float32[1], [2]: x'"
+    texts = [
+        WHOLE._replace(items=(Item(name, "float32", (length,)),), others=(), callback="").to_text(10_000)
+        for length in (3, 4)
+    ]
+    error = mismatch("rank 0/2", None, dict(enumerate(map(Description.from_text, texts))))
+    assert f"first difference, gradient 0 of the bucket:\n    rank 0: {name}: float32[3]" in str(error)
+    assert str(error).endswith(f"{name} has another shape on rank 1 than on rank 0: [3] on rank 0, [4] on rank 1")
+    assert error.places == {0: "train.py:41 in step", 1: "train.py:41 in step"}
