@@ -66,17 +66,17 @@ Examples:
   gradsync run -n 4 --max-restarts 3 train.py start again after a failure
   gradsync run -n 4 --stdin 2 train.py        breakpoint() works in rank 2
   gradsync run -n 8 --nnodes 2 --node-rank 0 --rendezvous head:29400 --secret-file gradsync.secret train.py
-                                              sixteen ranks on two machines; the other one, with the same secret,
-                                              says --node-rank 1
+                                              sixteen ranks on two machines; type the same on the other machine,
+                                              with --node-rank 1
 
 \b
 Exit codes:
   0      all ranks ended with 0
   2      the command line is wrong (or the script ended with 2)
-  130    Ctrl-C;  128 + n: another signal n to gradsync, or the signal that killed the failing rank
-  else   the failing rank's own (1 for an exception)
+  130    Ctrl-C;  128 + n: another signal n to gradsync, or the signal that killed the rank that failed first
+  else   the exit code of the rank that failed first (1 for an exception)
 
-Options for gradsync come before SCRIPT; everything after it is the script's.
+Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT to the script.
 """,
 )
 @click.option(
@@ -89,7 +89,7 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
 @click.option(
     "--gpus",
     metavar="IDS",
-    help="GPUs, as 0,1: each rank sees one of them, as its only one, before CUDA starts.",
+    help="GPUs, such as 0,1. Each rank sees one of these GPUs only.",
 )
 @click.option(
     "--backend",
@@ -98,24 +98,25 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
     envvar=BACKEND,
     show_default=True,
     show_envvar=True,
-    help="How data moves: shm on one host, nccl with a GPU for each rank; mpi is for mpiexec.",
+    help="How data moves: shm on one host, nccl with a GPU for each rank; mpi needs mpiexec.",
 )
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="How often to start all ranks again after one has failed.",
+    help="How many times at most to start all ranks again after a rank has failed.",
 )
 @click.option(
     "--state-dir",
     metavar="DIR",
-    help=f"What ranks find as {STATE_DIR}, to resume from.  [default: a temporary one, with --max-restarts]",
+    help=f"Directory for the ranks' checkpoints; ranks find it in {STATE_DIR}.  "
+    "[default: a temporary directory, with --max-restarts]",
 )
 @click.option(
     "--log-dir",
     metavar="DIR",
-    help="Also writes each rank's output to a file of its own in DIR; those of an earlier run are removed.",
+    help="Also write each rank's output to its own file in DIR. The files of an earlier run are removed.",
 )
 @click.option(
     "--grace",
@@ -131,26 +132,28 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
     metavar="RANK",
     default="0",
     show_default=True,
-    help="The rank that reads standard input, or none; the others read /dev/null.",
+    help="The rank that reads standard input, or none. The other ranks read /dev/null.",
 )
-@click.option("--prefix/--no-prefix", default=None, help="Show the rank before each line.  [default: with 2 or more]")
 @click.option(
-    "--nnodes", type=click.IntRange(min=1), help="Number of machines; one gradsync run on each.  [default: 1]"
+    "--prefix/--no-prefix", default=None, help="Show the rank before each line.  [default: with 2 or more ranks]"
+)
+@click.option(
+    "--nnodes", type=click.IntRange(min=1), help="Number of machines. Start one gradsync run on each.  [default: 1]"
 )
 @click.option(
     "--node-rank",
     type=click.IntRange(min=0),
-    help="This machine's number, from 0; its ranks follow those of lower numbers.",
+    help="This machine's number, from 0. Its ranks follow the ranks of machines with lower numbers.",
 )
 @click.option(
     "--rendezvous",
     metavar="HOST:PORT",
-    help="Where the machines meet, the same on all: an address of node 0, and a port that is free there.",
+    help="An address of node 0, and a port that is free there; the same on every machine.",
 )
 @click.option(
     "--secret-file",
     metavar="FILE",
-    help=f"With the secret that the machines share, yours alone (mode 0600); - reads a line of standard input.  "
+    help=f"File of mode 0600 with the secret that all machines share; - reads a line of standard input.  "
     f"[default: {SECRET_FILE}]",
 )
 @click.option(
@@ -164,34 +167,34 @@ Options for gradsync come before SCRIPT; everything after it is the script's.
 @click.option(
     "--node-address",
     metavar="ADDRESS",
-    help="This machine's address for the others.  [default: the one by which it reaches the rendezvous]",
+    help="This machine's address for the other machines.  [default: the address by which it reaches --rendezvous]",
 )
 @click.option(
     "--dump-dir",
     metavar="DIR",
-    help="Where each rank writes its last collectives when one fails or waits too long, at Ctrl-C, or on SIGUSR2; for "
-    "gradsync trace.",
+    help="Directory where each rank writes its last collectives when a collective fails or waits too long, at Ctrl-C, "
+    "or on SIGUSR2; for gradsync trace.",
 )
 @click.option(
     "--trace",
     "trace_dir",
     metavar="DIR",
-    help="Where each rank writes, at its end, when its buckets were packed and reduced; for gradsync trace.",
+    help="Directory where each rank writes, at its end, when its buckets were packed and reduced; for gradsync trace.",
 )
 @click.option(
-    "--debug", is_flag=True, help="Make ranks agree on every collective, and find writes to gradients in flight."
+    "--debug", is_flag=True, help="Compare every collective on all ranks, and find writes to gradients in flight."
 )
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 @click.pass_context
 def run(context: click.Context, /, **options: Any) -> None:
-    """Runs SCRIPT in several rank processes on this machine, or on several with --nnodes.
+    """Runs SCRIPT in several rank processes on this machine, or on several machines with --nnodes.
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as
-    under torchrun, and calls gradsync.init_process_group() without arguments. When a rank fails, the others are
-    ended, and its traceback comes last. Nothing that a rank started outlives it. Ctrl-C stops all ranks; a second
-    one kills them.
+    under torchrun, and calls gradsync.init_process_group() without arguments. When a rank fails, gradsync ends the
+    other ranks, and prints the rank's traceback last. No process that a rank has started outlives the rank. Ctrl-C
+    asks all ranks to end; a second Ctrl-C kills them.
     """
     from gradsync.launching.run import run_command
 
