@@ -160,7 +160,7 @@ def test_the_core_of_the_rendezvous_does_no_io() -> None:
 
     Of `liveness` it has the clocks alone; the looks at processes beside them are for the loop and for clients.
     """
-    looks = {f"gradsync.rendezvous.liveness.{name}" for name in ("look_at", "look_at_process")}
+    looks = {f"gradsync.rendezvous.liveness.{name}" for name in ("inspect_peer", "inspect_process")}
     reached, left = set(), ["rendezvous.protocol"]
     while left:
         name = left.pop()

@@ -61,13 +61,15 @@ from gradsync.futures import raise_refused
 
 if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need it, and should start fast
     from gradsync.rendezvous.client import RendezvousClient
-    from gradsync.rendezvous.hosting import Meeting
+    from gradsync.rendezvous.hosting import JoinedRendezvous
 
 _LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
 _FAILED_JOB_SECONDS = 0.5  # the wait before MPI ends all ranks, so that the other ranks can receive and print the cause
 
 _client: RendezvousClient | None = None
-_meeting: Meeting | None = None  # kept for the next generation: other ranks may join it before this rank does
+_rendezvous: JoinedRendezvous | None = (
+    None  # kept for the next generation: other ranks may join it before this rank does
+)
 _settings: WorldSettings | None = None
 _siblings: dict[str, Communicator] = {}  # the world's ranks over other backends, by backend
 
@@ -464,13 +466,13 @@ def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
     from gradsync.communicators import status
     from gradsync.rendezvous.hosting import is_sent_over_mpi, join
 
-    global _client, _meeting
+    global _client, _rendezvous
     place, share = settings.place, None
     if is_sent_over_mpi(place, settings.address, wanted):
         from gradsync.communicators.mpi.mpi_job import share_over_mpi
 
         share = share_over_mpi(place)
-    _client, _meeting = join(place, settings.address, settings.timeout_seconds, _meeting, share=share)
+    _client, _rendezvous = join(place, settings.address, settings.timeout_seconds, _rendezvous, share=share)
     _client.describe_with(status.positions, status.report, status.history, dump_because)
     return _client
 
@@ -510,8 +512,8 @@ def _leave_at_exit() -> None:
         job_has_failed = has_job_failed()
         if job_has_failed:
             time.sleep(_FAILED_JOB_SECONDS)
-        if _meeting is not None:
-            _meeting.close(wait_seconds=0.0 if job_has_failed else _LEAVING_SECONDS)
+        if _rendezvous is not None:
+            _rendezvous.close(wait_seconds=0.0 if job_has_failed else _LEAVING_SECONDS)
         if job_has_failed:
             end_job()
         end_forked_child()
@@ -519,13 +521,13 @@ def _leave_at_exit() -> None:
 
 def _forget_after_fork() -> None:
     """Closes the copies of descriptors in the child of a fork: they would hide the parent's death from other ranks."""
-    global _client, _meeting
+    global _client, _rendezvous
     client, _client = _client, None
-    meeting, _meeting = _meeting, None
+    rendezvous, _rendezvous = _rendezvous, None
     if client is not None:
         client.abandon()
-    if meeting is not None and meeting.server is not None:
-        meeting.server.abandon()
+    if rendezvous is not None and rendezvous.server is not None:
+        rendezvous.server.abandon()
 
 
 atexit.register(_leave_at_exit)

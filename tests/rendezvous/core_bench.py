@@ -8,8 +8,8 @@ from gradsync.rendezvous.frames import (
     Close,
     Ended,
     FrameType,
-    Look,
-    Looked,
+    Inspect,
+    Inspected,
     Lost,
     Message,
     Notice,
@@ -49,10 +49,10 @@ class Bench:
                 self.closed.append(action.connection)
             elif isinstance(action, Notice):
                 self.notices.append(action.text)
-            elif isinstance(action, Look) and action.peer < 0:
+            elif isinstance(action, Inspect) and action.peer < 0:
                 self.looks.append((self.now, process_key(action.peer), action.pid))
-                self._do(Looked(action.peer, self.states.get(action.pid, ProcessState.RUNNING)))
-            elif isinstance(action, Look):
+                self._do(Inspected(action.peer, self.states.get(action.pid, ProcessState.RUNNING)))
+            elif isinstance(action, Inspect):
                 self.probes.append((action.peer, action.pid))
 
     def send(self, connection: int, frame_type: FrameType, *fields) -> int:
@@ -102,7 +102,7 @@ class Bench:
 
     def find(self, connection: int, state: ProcessState) -> None:
         """Answers a look of the core at a connection."""
-        self._do(Looked(connection, state))
+        self._do(Inspected(connection, state))
 
     def wait(self, seconds: float) -> None:
         """Lets time pass, ticking exactly when the core asks for it."""

@@ -70,7 +70,7 @@ class Wire:
         self._session = session(is_server=True)
         self._reader = FrameReader()
         self._reader.limit_bytes = MAX_FRAME_BYTES
-        monkeypatch.setattr(connection_module, "look_at", self._look_at)
+        monkeypatch.setattr(connection_module, "inspect_peer", self._look_at)
         monkeypatch.setattr(connection_module.time, "monotonic", lambda: self.now)
         self.connection._interval_seconds = 0.5
         self.connection.beat_at = self.now + 0.5
@@ -82,7 +82,7 @@ class Wire:
 
     def push(self, *messages: tuple) -> bool:
         self.server.sendall(b"".join(self._session.seal(*message) for message in messages))
-        return self.connection.take_turn(has_input=True)
+        return self.connection.run_once(has_input=True)
 
     def join(self) -> None:
         self.connection.post(FrameType.JOIN, 0, 2, 0, "machine", "node7", 7, None, 0, None)
@@ -92,7 +92,7 @@ class Wire:
         """Lets time pass; returns what the server got."""
         for _ in range(times):
             self.now += seconds
-            self.connection.take_turn(has_input=False)
+            self.connection.run_once(has_input=False)
         return self.received()
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ def test_lost_server_is_a_failure_that_sticks(wire: Wire, state: ProcessState) -
     assert wire.connection.failure is None
     wire.beat(1)
     assert str(wire.connection.failure).startswith("rank 0/2: the rendezvous server at server:1 (pid 7) " + state.value)
-    assert not wire.connection.take_turn(has_input=True)
+    assert not wire.connection.run_once(has_input=True)
 
 
 def test_a_refused_message_that_nobody_waits_for_is_logged(wire: Wire, caplog) -> None:
@@ -189,7 +189,7 @@ def test_slow_server_is_worth_one_warning(wire: Wire, caplog) -> None:
 def test_a_message_that_is_never_finished_is_a_failure(wire: Wire) -> None:
     wire.join()
     wire.server.sendall(b"\0\0\1\0")
-    wire.connection.take_turn(has_input=True)
+    wire.connection.run_once(has_input=True)
     wire.beat(9)
     assert wire.connection.failure is None
     wire.beat(2)
@@ -211,7 +211,7 @@ def test_a_heartbeat_waits_for_no_room(wire: Wire) -> None:
     assert unsent > 0
     for _ in range(3):  # without the server reading anything
         wire.now += 0.5
-        wire.connection.take_turn(has_input=False)
+        wire.connection.run_once(has_input=False)
     assert len(wire.connection._unsent) == unsent  # nor does anything pile up
 
 
@@ -222,7 +222,7 @@ def test_what_found_no_room_goes_later_in_order(wire: Wire) -> None:
     types: list[FrameType] = []
     while len(types) < 100:
         types += wire.received()
-        wire.connection.take_turn(has_input=False)
+        wire.connection.run_once(has_input=False)
     assert types == [FrameType.SET] * 100
 
 
@@ -294,7 +294,7 @@ def test_a_failure_ends_a_request_while_the_server_does_not_read(full) -> None:
 def test_end_and_garbage_are_sticky(wire: Wire, bytes_sent: bytes) -> None:
     wire.server.sendall(bytes_sent)
     wire.server.close()
-    assert not wire.connection.take_turn(has_input=True)
+    assert not wire.connection.run_once(has_input=True)
     for _ in range(2):
         with pytest.raises(RendezvousError, match="rank 0/2: the rendezvous server at server:1 is gone"):
             wire.connection.raise_failure()
@@ -303,7 +303,7 @@ def test_end_and_garbage_are_sticky(wire: Wire, bytes_sent: bytes) -> None:
 def test_failure_in_the_same_bytes_as_the_end_is_the_one_that_is_told(wire: Wire) -> None:
     wire.push(REPLY, FAILED)
     wire.server.close()
-    assert not wire.connection.take_turn(has_input=True)
+    assert not wire.connection.run_once(has_input=True)
     with pytest.raises(RankFailed, match="rank 0/2: rank 1/2 died") as caught:
         wire.connection.raise_failure()
     assert (caught.value.rank, caught.value.phase) == (1, "running")
@@ -311,7 +311,7 @@ def test_failure_in_the_same_bytes_as_the_end_is_the_one_that_is_told(wire: Wire
 
 def test_a_descriptor_that_was_closed_elsewhere_is_no_untyped_error(wire: Wire) -> None:
     os.close(wire.connection._stream.fileno())
-    assert not wire.connection.take_turn(has_input=True)
+    assert not wire.connection.run_once(has_input=True)
     with pytest.raises(RendezvousError, match="Bad file descriptor"):
         wire.connection.raise_failure()
     wire.connection._stream.detach()

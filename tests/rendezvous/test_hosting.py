@@ -6,7 +6,7 @@ import pytest
 
 from gradsync.environment import RankEnvironment
 from gradsync.errors import AuthenticationError, InvalidArgument
-from gradsync.rendezvous.hosting import MeetingPoint, _is_here, _meeting_point, join
+from gradsync.rendezvous.hosting import RendezvousPoint, _is_here, _rendezvous_point, join
 
 
 def rank(**known: object) -> RankEnvironment:
@@ -25,24 +25,24 @@ def rank(**known: object) -> RankEnvironment:
     ],
 )
 def test_where(known: dict[str, object], where: str) -> None:
-    assert _meeting_point(rank(**known), None)[:2] == (where if ":" in where else None, where)
-    assert _meeting_point(rank(**known), "other:7") == MeetingPoint("other:7", "other:7", "address=")
+    assert _rendezvous_point(rank(**known), None)[:2] == (where if ":" in where else None, where)
+    assert _rendezvous_point(rank(**known), "other:7") == RendezvousPoint("other:7", "other:7", "address=")
 
 
 @pytest.mark.parametrize("known", [{}, {"master_addr": "node0"}, {"master_port": 29500}])
 def test_nowhere_to_meet_names_what_to_set(known: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument, match="rank 1/2 needs the rendezvous. address.*MASTER_ADDR.*gradsync run"):
-        _meeting_point(rank(**known), None)
+        _rendezvous_point(rank(**known), None)
 
 
 @pytest.mark.parametrize("where", ["PMI-1-2", "localhost:1", "127.0.0.1:1", "127.9.9.9:1", "[::1]:1"])
 def test_what_only_this_machine_reaches(where: str) -> None:
-    assert _is_here(MeetingPoint(where if ":" in where else None, where))
+    assert _is_here(RendezvousPoint(where if ":" in where else None, where))
 
 
 @pytest.mark.parametrize("where", ["node0:1", "192.0.2.1:1", "0.0.0.0:1", "[fe80::1]:1"])
 def test_what_others_reach_too(where: str) -> None:
-    assert not _is_here(MeetingPoint(where, where))
+    assert not _is_here(RendezvousPoint(where, where))
     with pytest.raises(AuthenticationError, match="across hosts needs a secret.*GRADSYNC_SECRET_FILE"):
         join(rank(), where, 1.0)
 

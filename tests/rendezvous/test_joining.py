@@ -7,8 +7,8 @@ from core_bench import Bench
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.rendezvous.frames import SILENCE, FrameType, Looked, Tick
-from gradsync.rendezvous.liveness import LOOK_EVERY_SECONDS, SILENT_AFTER_SECONDS, ProcessState, process_key
+from gradsync.rendezvous.frames import SILENCE, FrameType, Inspected, Tick
+from gradsync.rendezvous.liveness import INSPECT_EVERY_SECONDS, SILENT_AFTER_SECONDS, ProcessState, process_key
 
 PID = 4711
 
@@ -31,9 +31,9 @@ def test_who_stands_still_before_it_joins_is_the_verdict_for_all_within_three_se
     bench = waiting_bench(3)
     bench.wait(10)
     bench.states[PID] = ProcessState.STOPPED
-    bench.wait(SILENT_AFTER_SECONDS - LOOK_EVERY_SECONDS)
+    bench.wait(SILENT_AFTER_SECONDS - INSPECT_EVERY_SECONDS)
     assert failures(bench, 0) == []
-    bench.wait(3.0 - SILENT_AFTER_SECONDS + LOOK_EVERY_SECONDS)
+    bench.wait(3.0 - SILENT_AFTER_SECONDS + INSPECT_EVERY_SECONDS)
     for rank in (0, 1):
         [(sequence, kind, culprit, phase, _, text)] = failures(bench, rank)
         assert (sequence, kind, culprit, phase) == (0, SILENCE, 2, "joining")
@@ -69,7 +69,9 @@ def test_who_may_still_come_is_waited_for(state: ProcessState) -> None:
     assert bench.take(0)[0][0] is FrameType.JOINED
 
 
-@given(st.lists(st.tuples(st.floats(0.0, SILENT_AFTER_SECONDS - LOOK_EVERY_SECONDS), st.floats(1.0, 5.0)), max_size=5))
+@given(
+    st.lists(st.tuples(st.floats(0.0, SILENT_AFTER_SECONDS - INSPECT_EVERY_SECONDS), st.floats(1.0, 5.0)), max_size=5)
+)
 def test_who_stands_still_for_a_moment_again_and_again_is_no_culprit(stops: list[tuple[float, float]]) -> None:
     bench = waiting_bench()
     for stopped_seconds, running_seconds in stops:
@@ -130,7 +132,7 @@ def test_nothing_is_due_once_all_have_met_or_left() -> None:
     bench.join(6, 1)
     bench.wait(10)
     assert len(bench.looks) == before
-    bench._do(Looked(process_key(1), ProcessState.STOPPED))  # an answer that comes late
+    bench._do(Inspected(process_key(1), ProcessState.STOPPED))  # an answer that comes late
     assert failures(bench, 5) == []
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from gradsync.arguments import parse_address
 from gradsync.rendezvous import sockets
-from gradsync.rendezvous.frames import Look, Looked, Tick
+from gradsync.rendezvous.frames import Inspect, Inspected, Tick
 from gradsync.rendezvous.liveness import HEARTBEAT_SECONDS, SILENT_AFTER_SECONDS, heartbeat_seconds
 from gradsync.rendezvous.server import RendezvousServer
 from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, LEAVE, PUT_ID
@@ -81,10 +81,10 @@ def test_thousands_of_silent_ranks_are_looked_at_in_one_turn() -> None:
         judged = 0
 
         def handle(self, now, event):
-            if isinstance(event, Looked):
+            if isinstance(event, Inspected):
                 self.judged += 1
                 return []
-            return [Look(1, None) for _ in range(3000)]
+            return [Inspect(1, None) for _ in range(3000)]
 
     server = RendezvousServer(1, secret=SECRET)
     core = Core()

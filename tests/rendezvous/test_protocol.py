@@ -91,7 +91,7 @@ def test_who_leaves_the_world_has_left_every_group() -> None:
     bench.send(0, FrameType.SET, "group/key", b"value", True)
     bench.send(0, FrameType.LEAVE, "group", None, 3)
     bench.leave(1)
-    generation, _ = bench.core._seats[0]
+    generation, _ = bench.core._member_of[0]
     assert generation.keys._values == {}
     assert generation.departures._left == {}
 

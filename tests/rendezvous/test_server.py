@@ -216,7 +216,7 @@ def test_member_that_does_not_read_is_dropped(monkeypatch) -> None:
         try:
             clients[0].set("big", bytes(60_000))
             connection = clients[1]._connection
-            connection.take_turn = lambda *, has_input: True  # its reader reads no more
+            connection.run_once = lambda *, has_input: True  # its reader reads no more
             deadline = time.monotonic() + 60
             with pytest.raises(RendezvousError):
                 # No fixed number: the kernel's buffers take many requests before a busy server reads one.

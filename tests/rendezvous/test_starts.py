@@ -42,10 +42,10 @@ class StartsBench(Bench):
 
     def answer_looks(self, node: int, state: ProcessState) -> int:
         """Answers the looks that a launcher is asked for; returns how many."""
-        looks = [message[1:] for message in self.take(LAUNCHERS[node]) if message[0] is FrameType.LOOK]
+        looks = [message[1:] for message in self.take(LAUNCHERS[node]) if message[0] is FrameType.INSPECT]
         for rank, pid in looks:
             assert (rank, pid) == (node, PIDS[node])
-            self.send(LAUNCHERS[node], FrameType.LOOKED, rank, state.name)
+            self.send(LAUNCHERS[node], FrameType.INSPECTED, rank, state.name)
         return len(looks)
 
 
@@ -160,7 +160,7 @@ def test_a_process_of_a_rank_outside_the_start_is_refused(bench: StartsBench, be
     assert bench.take(LAUNCHERS[1]) == [(FrameType.REFUSED, sequence, INVALID, text)]
     bench.wait(2.0)  # the ranks of the start still wait for rank 1 only, and nobody asks for a look at rank 2
     assert FrameType.FAILED not in [message[0] for message in bench.take(RANKS[0])]
-    assert FrameType.LOOK not in [message[0] for message in bench.take(LAUNCHERS[1])]
+    assert FrameType.INSPECT not in [message[0] for message in bench.take(LAUNCHERS[1])]
 
 
 def test_a_rank_that_is_stopped_before_it_joins_is_found_by_its_launcher(bench: StartsBench) -> None:

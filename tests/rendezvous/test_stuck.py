@@ -69,7 +69,7 @@ class WaitingBench(Bench):
     def verdict(self) -> tuple:
         """Returns what all ranks that are still there were told, the same: kind, missing ranks, text."""
         self.wait(0)
-        present = [c for c in range(self.world_size) if c in self.core._seats]
+        present = [c for c in range(self.world_size) if c in self.core._member_of]
         told = [[m for m in self.take(connection) if m[0] is FrameType.FAILED] for connection in present]
         assert [len(messages) for messages in told] == [1] * len(present)
         assert len({messages[0] for messages in told}) == 1
@@ -346,7 +346,7 @@ happenings = st.lists(
 def test_any_order_of_events_ends_in_at_most_one_verdict_for_all(happenings: list[tuple]) -> None:
     bench = WaitingBench(4)
     for what, rank, position, missing, state in happenings:
-        if rank not in bench.core._seats:
+        if rank not in bench.core._member_of:
             continue
         if what in ("miss", "wait_in"):
             getattr(bench, what)(rank, missing, position)

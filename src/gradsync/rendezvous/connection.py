@@ -64,7 +64,7 @@ from gradsync.rendezvous.frames import (
     is_progress,
 )
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerProcess
-from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, look_at, look_at_process
+from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, inspect_peer, inspect_process
 from gradsync.rendezvous.sockets import ConnectionLost, look_up, receive_some, send_some, tune_stream
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, UNFINISHED, FrameError, FrameReader, Session
 
@@ -80,8 +80,8 @@ _CALLBACKS_END_SECONDS = 2.0  # enough to finish a dump that is being written
 _MAX_TIMEOUT_SECONDS = 1e9
 _HANDSHAKE_SECONDS = 5.0
 _NO_ANSWER = "no answer to the handshake: a busy server, or another service"
-# A flooded server drops its oldest unauthenticated connections, and looks from here like another service that ends each
-# connection. Several attempts over several seconds tell both apart.
+# A flooded server drops its oldest unauthenticated connections. In one attempt a client cannot tell it from another
+# service, which ends each connection; in several attempts over several seconds it can.
 _HANDSHAKE_ATTEMPTS = 5
 _FLOOD_SECONDS = 5.0
 _DIAL_SECONDS = 5.0
@@ -362,7 +362,7 @@ class Connection:
         self._thread = threading.Thread(target=_read_until_the_end, args=args, name="gradsync-reader", daemon=True)
         self._thread.start()
 
-    def take_turn(self, *, has_input: bool) -> bool:
+    def run_once(self, *, has_input: bool) -> bool:
         """Reads new bytes, writes unsent ones, and sends a heartbeat when it is due.
 
         Returns:
@@ -414,7 +414,7 @@ class Connection:
                 self._fail(failure_of(message, self.label))
                 if not self._has_reported:  # otherwise this rank has reported the failure, and knows it
                     self._push(message)
-        elif kind in (FrameType.ASKED, FrameType.STATUS_REQUEST, FrameType.LOOK):
+        elif kind in (FrameType.ASKED, FrameType.STATUS_REQUEST, FrameType.INSPECT):
             self._push(message)
         elif kind is FrameType.VALUES:
             pending = self._pending.get(message.fields[0])
@@ -459,7 +459,7 @@ class Connection:
         )
 
     def _beat(self, now: float, *, was_late: bool) -> None:
-        """Sends a heartbeat when one is due, and looks at the server if that has been silent."""
+        """Sends a heartbeat when one is due, and inspects the server if the server has been silent."""
         if not self._has_asked or self.failure is not None:  # the server expects no heartbeat
             self._server_peer.reset(now)
             return
@@ -475,12 +475,12 @@ class Connection:
         if self._reader.is_stuck(now):
             self._lose_server(f"{self._server_name()} is lost: {UNFINISHED}")
         elif now >= self._server_peer.due_at():
-            self._look_at_server(now)
+            self._inspect_server(now)
 
-    def _look_at_server(self, now: float) -> None:
+    def _inspect_server(self, now: float) -> None:
         is_local = self._server.is_on(machine_identity())
-        state = look_at(self._server.pid if is_local else None, self._stream)
-        self._server_peer.looked(now)
+        state = inspect_peer(self._server.pid if is_local else None, self._stream)
+        self._server_peer.note_inspection(now)
         judgement = self._server_peer.judge(now, state)
         silent_seconds = now - self._server_peer.last_seen_at
         if judgement is Judgement.SLOW:
@@ -541,9 +541,9 @@ class Connection:
                     self._answer_question(*push.fields)
                 elif push.type is FrameType.STATUS_REQUEST:
                     self._answer_inquiry(*push.fields)
-                elif push.type is FrameType.LOOK:
+                elif push.type is FrameType.INSPECT:
                     rank, pid = push.fields
-                    self.post(FrameType.LOOKED, rank, look_at_process(pid).name)
+                    self.post(FrameType.INSPECTED, rank, inspect_process(pid).name)
                 else:
                     self._call_on_trouble(push.fields[-1].partition("\n")[0])
 
@@ -690,7 +690,7 @@ def _read_until_the_end(
         if connection is None:  # no references to the client are left: end the stream
             stream.close()
             return
-        if not connection.take_turn(has_input=bool(ready)):
+        if not connection.run_once(has_input=bool(ready)):
             return
         if connection.events != events:
             events = connection.events

@@ -74,7 +74,7 @@ class FrameType(enum.IntEnum):
     BEGIN_START = 37
     STARTED = 38
     ENDED = 39
-    LOOKED = 40
+    INSPECTED = 40
 
     REPLY = 64
     REFUSED = 65
@@ -87,7 +87,7 @@ class FrameType(enum.IntEnum):
     JOINED = 73
     VALUES = 74
     POSITIONS = 75
-    LOOK = 76
+    INSPECT = 76
 
     @property
     def from_server(self) -> bool:
@@ -224,7 +224,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.BEGIN_START: (_text("start", MAX_START_BYTES), _SIZE),
     FrameType.STARTED: (_RANK, _PID),
     FrameType.ENDED: (_RANK, _text("how", MAX_REASON_BYTES)),
-    FrameType.LOOKED: (
+    FrameType.INSPECTED: (
         _RANK,
         Field("state", "the name of a process's state", lambda v: type(v) is str and v in ProcessState.__members__),
     ),
@@ -266,7 +266,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
         _list("positions", "a position for each rank", _POSITION),
     ),
     FrameType.PULSE: (),
-    FrameType.LOOK: (_RANK, _PID),
+    FrameType.INSPECT: (_RANK, _PID),
     FrameType.STATUS_REQUEST: (_INQUIRY,),
     FrameType.FAILED: (
         _REQUEST,
@@ -390,8 +390,8 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """The answer to a Look."""
+class Inspected:
+    """The answer to a Inspect."""
 
     peer: int
     state: ProcessState
@@ -419,8 +419,8 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Asks the server to look at this peer's process and connection, and to answer with Looked at once.
+class Inspect:
+    """Asks the server to inspect this peer's process and connection, and to answer with Inspected at once.
 
     Attributes:
         peer: the number of the connection, or the `liveness.process_key` of a process that has not joined.
@@ -445,5 +445,5 @@ class Notice:
     text: str
 
 
-Event = Received | Lost | Started | Ended | Looked | Tick
-Action = Send | Close | Look | MakeRoom | Notice
+Event = Received | Lost | Started | Ended | Inspected | Tick
+Action = Send | Close | Inspect | MakeRoom | Notice

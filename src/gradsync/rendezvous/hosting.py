@@ -44,8 +44,8 @@ _ANY_PORT = 9  # no data is sent to this port
 Share = Callable[[bytes, float], list[bytes]]
 
 
-class MeetingPoint(NamedTuple):
-    """The meeting point of a world's ranks. Each rank derives it by itself.
+class RendezvousPoint(NamedTuple):
+    """The address at which a world's ranks find their server. Each rank derives it by itself.
 
     Attributes:
         address: host:port; None if rank 0 chooses a free port.
@@ -59,19 +59,19 @@ class MeetingPoint(NamedTuple):
 
 
 @dataclass
-class Meeting:
+class JoinedRendezvous:
     """A rendezvous that this process has joined, kept so that the next `join` can use it again.
 
     Attributes:
-        point: the meeting point.
+        point: the address at which the ranks find the server.
         world_size: the number of ranks.
         endpoint: the server's address, and the run's secret.
         server: the server, if this rank hosts it.
         path: the secret file for the other ranks, while the file exists.
-        is_closed: whether this meeting cannot be used again.
+        is_closed: whether the next `join` cannot use it again.
     """
 
-    point: MeetingPoint
+    point: RendezvousPoint
     world_size: int
     endpoint: Endpoint
     server: RendezvousServer | None = None
@@ -94,48 +94,48 @@ class Meeting:
             self.server.stop()
 
 
-def is_sent_over_mpi(place: RankEnvironment, address: str | None, backend: str) -> bool:
+def is_sent_over_mpi(own: RankEnvironment, address: str | None, backend: str) -> bool:
     """Whether rank 0 sends the address and the secret over MPI, if mpi4py is installed.
 
     Rank 0 does so if no address is given, and either backend "mpi" is wanted or the launcher's variables give no other
     way to find the server and its secret.
 
     Args:
-        place: this rank's environment.
+        own: this rank's environment.
         address: host:port from the caller, or None.
         backend: the wanted backend; may be "auto".
     """
-    if address is not None or place.address is not None:
+    if address is not None or own.address is not None:
         return False
     if backend == "mpi":
         return True
-    if place.source not in SOURCES_WITH_MPI or place.world_size == 1:
+    if own.source not in SOURCES_WITH_MPI or own.world_size == 1:
         return False
-    if place.source == SLURM and place.run_name is None and place.secret is None:
+    if own.source == SLURM and own.run_name is None and own.secret is None:
         return True  # a Slurm step on several machines: its address is useless without a secret
-    return place.run_name is None and (place.master_addr is None or place.master_port is None)
+    return own.run_name is None and (own.master_addr is None or own.master_port is None)
 
 
 def join(
-    place: RankEnvironment,
+    own: RankEnvironment,
     address: str | None,
     timeout_seconds: float,
-    kept: Meeting | None = None,
+    kept: JoinedRendezvous | None = None,
     *,
     share: Share | None = None,
-) -> tuple[RendezvousClient, Meeting]:
+) -> tuple[RendezvousClient, JoinedRendezvous]:
     """Joins the other ranks at the rendezvous; hosts the server if this rank is the one to host it.
 
     Args:
-        place: this rank's environment.
+        own: this rank's environment.
         address: host:port from the caller; None takes the address from the environment.
         timeout_seconds: one deadline for the whole call.
-        kept: this process's last meeting; used again if it fits, else closed.
+        kept: the rendezvous of this process's last `join`; used again if it fits, else closed.
         share: sends rank 0's address and secret to the other ranks over MPI; None if these know both without MPI. It
             must be None on all ranks or on no rank.
 
     Returns:
-        The joined client, and the meeting to keep for the next call.
+        The joined client, and the rendezvous to keep for the next call.
 
     Raises:
         InvalidArgument: no address is known, or it is malformed.
@@ -146,75 +146,75 @@ def join(
         RankFailed: a rank died while joining.
     """
     deadline = time.monotonic() + timeout_seconds
-    point = _meeting_point(place, address) if share is None else MeetingPoint(None, "over MPI")
-    if kept is not None and (kept.point, kept.world_size) != (point, place.world_size):
+    point = _rendezvous_point(own, address) if share is None else RendezvousPoint(None, "over MPI")
+    if kept is not None and (kept.point, kept.world_size) != (point, own.world_size):
         kept.close(wait_seconds=0.0)
     if kept is not None and kept.is_closed:  # closed just now, or before a join elsewhere that failed
         kept = None
-    hosted_for_us = place.hosted and point.address is not None and point.address == place.address
-    secret = place.secret or take_secret()
+    hosted_for_us = own.hosted and point.address is not None and point.address == own.address
+    secret = own.secret or take_secret()
     if share is None and secret is None and (hosted_for_us or not _is_here(point)):
-        raise _no_secret(place, point, hosted_for_us=hosted_for_us)
+        raise _no_secret(own, point, hosted_for_us=hosted_for_us)
     if share is not None:
-        meeting = _meet_over_mpi(point, place, kept, share, deadline)
-    elif place.rank == 0 and not hosted_for_us:
-        others_look = place.world_size > 1 and (secret is None or point.address is None)
-        meeting = kept or _start_hosting(point, place, secret, _LOOPBACK, is_found_by_file=others_look)
+        joined = _share_over_mpi(point, own, kept, share, deadline)
+    elif own.rank == 0 and not hosted_for_us:
+        is_found_by_file = own.world_size > 1 and (secret is None or point.address is None)
+        joined = kept or _start_hosting(point, own, secret, _LOOPBACK, is_found_by_file=is_found_by_file)
     elif secret is not None and point.address is not None:
-        start = place.start if hosted_for_us else None
-        meeting = Meeting(point, place.world_size, Endpoint(point.address, secret, start))
+        start = own.start if hosted_for_us else None
+        joined = JoinedRendezvous(point, own.world_size, Endpoint(point.address, secret, start))
     else:
-        return _find(point, secret, place, kept, deadline)
-    with _closing_at_failure(meeting, kept):
+        return _find(point, secret, own, kept, deadline)
+    with _closing_at_failure(joined, kept):
         try:
-            client = _connect(meeting.endpoint, place, deadline)
+            client = _connect(joined.endpoint, own, deadline)
         except RendezvousTimeout as error:
             if not point.source or hosted_for_us:
                 raise
             # The most common cause: the ranks have different addresses.
             raise RendezvousTimeout(
-                f"{error}; rank {place.rank} has the address {point.address} from {point.source}; every rank needs the "
+                f"{error}; rank {own.rank} has the address {point.address} from {point.source}; every rank needs the "
                 "same address",
                 missing_ranks=error.missing_ranks,
                 missing=error.missing,
                 cause=error.cause,
             ) from None
-        meeting.withdraw()
-        return client, meeting
+        joined.withdraw()
+        return client, joined
 
 
 @contextlib.contextmanager
-def _closing_at_failure(meeting: Meeting, kept: Meeting | None) -> Iterator[None]:
-    """Closes the server if the block fails, unless the meeting was kept from an earlier call."""
+def _closing_at_failure(joined: JoinedRendezvous, kept: JoinedRendezvous | None) -> Iterator[None]:
+    """Closes the server if the block fails, unless the rendezvous was kept from an earlier call."""
     try:
         yield
     except BaseException:
-        if meeting is not kept:
-            meeting.close(wait_seconds=0.0)
+        if joined is not kept:
+            joined.close(wait_seconds=0.0)
         raise
 
 
-def _meeting_point(place: RankEnvironment, address: str | None) -> MeetingPoint:
+def _rendezvous_point(own: RankEnvironment, address: str | None) -> RendezvousPoint:
     if address is not None:
-        return MeetingPoint(check_address(address), address, "address=")
-    if place.address is not None:
-        return MeetingPoint(place.address, place.address, ADDRESS)
-    if place.world_size == 1:
-        return MeetingPoint(None, "alone")  # no other rank needs to find it
-    if place.run_name is not None:
-        return MeetingPoint(None, place.run_name)
-    if place.master_addr is None or place.master_port is None:
+        return RendezvousPoint(check_address(address), address, "address=")
+    if own.address is not None:
+        return RendezvousPoint(own.address, own.address, ADDRESS)
+    if own.world_size == 1:
+        return RendezvousPoint(None, "alone")  # no other rank needs to find it
+    if own.run_name is not None:
+        return RendezvousPoint(None, own.run_name)
+    if own.master_addr is None or own.master_port is None:
         raise InvalidArgument(
-            f"rank {place.rank}/{place.world_size} needs the rendezvous' address, and none is set: set MASTER_ADDR and "
+            f"rank {own.rank}/{own.world_size} needs the rendezvous' address, and none is set: set MASTER_ADDR and "
             f"MASTER_PORT (or {ADDRESS}=host:port), pass address=, or start with `gradsync run -n N script.py`; "
             "under mpiexec it is enough to install mpi4py for its MPI"
         )
     # MASTER_PORT belongs to torchrun, or to the script itself; gradsync uses a neighbouring port.
-    known = join_address(place.master_addr, port_beside(place.master_port))
-    return MeetingPoint(known, known, "MASTER_ADDR and MASTER_PORT")
+    known = join_address(own.master_addr, port_beside(own.master_port))
+    return RendezvousPoint(known, known, "MASTER_ADDR and MASTER_PORT")
 
 
-def _is_here(point: MeetingPoint) -> bool:
+def _is_here(point: RendezvousPoint) -> bool:
     """Returns whether only this machine can reach the server."""
     if point.address is None:
         return True
@@ -229,8 +229,8 @@ def _is_here(point: MeetingPoint) -> bool:
         return False
 
 
-def _no_secret(place: RankEnvironment, point: MeetingPoint, *, hosted_for_us: bool) -> AuthenticationError:
-    who = f"rank {place.rank}/{place.world_size}"
+def _no_secret(own: RankEnvironment, point: RendezvousPoint, *, hosted_for_us: bool) -> AuthenticationError:
+    who = f"rank {own.rank}/{own.world_size}"
     advice = f"put one into a file of mode 0600 and name it in {SECRET_FILE} on every rank"
     if not hosted_for_us:
         return AuthenticationError(f"{who}: a run across hosts needs a secret: {advice} (address {point.name})")
@@ -242,8 +242,13 @@ def _no_secret(place: RankEnvironment, point: MeetingPoint, *, hosted_for_us: bo
 
 
 def _start_hosting(
-    point: MeetingPoint, place: RankEnvironment, secret: bytes | None, free_port_of: str, *, is_found_by_file: bool
-) -> Meeting:
+    point: RendezvousPoint,
+    own: RankEnvironment,
+    secret: bytes | None,
+    free_port_of: str,
+    *,
+    is_found_by_file: bool,
+) -> JoinedRendezvous:
     import secrets
 
     from gradsync.rendezvous.server import RendezvousServer
@@ -251,46 +256,50 @@ def _start_hosting(
     secret = secret or secrets.token_bytes(32)
     host, port = (free_port_of, 0) if point.address is None else parse_address(point.address)
     # The port is bound before the secret is written: only the port's owner may publish a secret for it.
-    server = RendezvousServer(place.world_size, secret=secret, host=host, port=port)
-    meeting = Meeting(point, place.world_size, Endpoint(point.address or server.address, secret), server)
-    with _closing_at_failure(meeting, None):
+    server = RendezvousServer(own.world_size, secret=secret, host=host, port=port)
+    joined = JoinedRendezvous(point, own.world_size, Endpoint(point.address or server.address, secret), server)
+    with _closing_at_failure(joined, None):
         if is_found_by_file:
-            meeting.path = secret_path(point.name)  # set before the file exists, so that a failure removes the file
-            publish(meeting.path, Endpoint(server.address, secret))
+            joined.path = secret_path(point.name)  # set before the file exists, so that a failure removes the file
+            publish(joined.path, Endpoint(server.address, secret))
         server.start()
-    return meeting
+    return joined
 
 
 def _find(
-    point: MeetingPoint, secret: bytes | None, place: RankEnvironment, kept: Meeting | None, deadline: float
-) -> tuple[RendezvousClient, Meeting]:
-    """Joins the server that rank 0's secret file names, or the kept meeting: after a first join the file is gone."""
-    found = _wait_for_rank_0(point, None, place, deadline) if kept is None else kept.endpoint
+    point: RendezvousPoint,
+    secret: bytes | None,
+    own: RankEnvironment,
+    kept: JoinedRendezvous | None,
+    deadline: float,
+) -> tuple[RendezvousClient, JoinedRendezvous]:
+    """Joins the server that rank 0's secret file names, or the kept rendezvous: after a first join the file is gone."""
+    found = _wait_for_rank_0(point, None, own, deadline) if kept is None else kept.endpoint
     while True:
         endpoint = Endpoint(point.address or found.address, secret or found.secret)
         try:
-            return _connect(endpoint, place, deadline), Meeting(point, place.world_size, endpoint)
+            return _connect(endpoint, own, deadline), JoinedRendezvous(point, own.world_size, endpoint)
         except AuthenticationError:
             if secret is not None:
                 raise
             # The file belongs to an earlier run; rank 0 of this run replaces it after binding the port.
-            found = _wait_for_rank_0(point, found, place, deadline)
+            found = _wait_for_rank_0(point, found, own, deadline)
 
 
-def _connect(endpoint: Endpoint, place: RankEnvironment, deadline: float) -> RendezvousClient:
+def _connect(endpoint: Endpoint, own: RankEnvironment, deadline: float) -> RendezvousClient:
     return RendezvousClient.connect(
         endpoint.address,
         secret=endpoint.secret,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=own.rank,
+        world_size=own.world_size,
         timeout_seconds=max(0.1, deadline - time.monotonic()),
         start=endpoint.start,
     )
 
 
-def _wait_for_rank_0(point: MeetingPoint, stale: Endpoint | None, place: RankEnvironment, deadline: float) -> Endpoint:
+def _wait_for_rank_0(point: RendezvousPoint, stale: Endpoint | None, own: RankEnvironment, deadline: float) -> Endpoint:
     path = secret_path(point.name)
-    who = f"rank {place.rank}/{place.world_size}"
+    who = f"rank {own.rank}/{own.world_size}"
 
     def notice() -> None:
         import logging  # imported here to keep the start of a rank short
@@ -309,26 +318,26 @@ def _wait_for_rank_0(point: MeetingPoint, stale: Endpoint | None, place: RankEnv
     return found
 
 
-def _meet_over_mpi(
-    point: MeetingPoint, place: RankEnvironment, kept: Meeting | None, share: Share, deadline: float
-) -> Meeting:
-    host = _own_host(place, share, deadline)
-    if place.rank != 0:
+def _share_over_mpi(
+    point: RendezvousPoint, own: RankEnvironment, kept: JoinedRendezvous | None, share: Share, deadline: float
+) -> JoinedRendezvous:
+    host = _own_host(own, share, deadline)
+    if own.rank != 0:
         address, secret = share(b"", deadline)[0].decode().split("\n")
-        return Meeting(point, place.world_size, Endpoint(address, bytes.fromhex(secret)))
+        return JoinedRendezvous(point, own.world_size, Endpoint(address, bytes.fromhex(secret)))
     # A secret that outlives the run never goes over MPI, where others could read it.
-    meeting = kept or _start_hosting(point, place, None, host, is_found_by_file=False)
-    with _closing_at_failure(meeting, kept):
-        share(f"{meeting.endpoint.address}\n{meeting.endpoint.secret.hex()}".encode(), deadline)
-    return meeting
+    joined = kept or _start_hosting(point, own, None, host, is_found_by_file=False)
+    with _closing_at_failure(joined, kept):
+        share(f"{joined.endpoint.address}\n{joined.endpoint.secret.hex()}".encode(), deadline)
+    return joined
 
 
-def _own_host(place: RankEnvironment, share: Share, deadline: float) -> str:
+def _own_host(own: RankEnvironment, share: Share, deadline: float) -> str:
     """Returns the address at which the other ranks reach this machine. Every rank must call it.
 
     It is the address from which this machine sends to another machine of the job; loopback if there is no other.
     """
-    if place.local_world_size == place.world_size:
+    if own.local_world_size == own.world_size:
         return _LOOPBACK
     mine = own_addresses()[:_MAX_SHARED_ADDRESSES]
     rows = share(" ".join(mine).encode(), deadline)
@@ -338,7 +347,7 @@ def _own_host(place: RankEnvironment, share: Share, deadline: float) -> str:
         if other not in mine and address in mine:
             return address
     raise BackendUnavailable(
-        f"rank {place.rank}/{place.world_size}: this machine ({', '.join(mine) or 'no address'}) has no route to any "
+        f"rank {own.rank}/{own.world_size}: this machine ({', '.join(mine) or 'no address'}) has no route to any "
         f"other machine of the job ({', '.join(dict.fromkeys(others)) or 'no addresses'}); on every rank set "
         f"{ADDRESS}=host:port, an address that rank 0 can bind, and {SECRET_FILE}"
     )

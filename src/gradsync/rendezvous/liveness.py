@@ -2,7 +2,7 @@
 
 Both ends use it: the server's core keeps one `Peers` table, a client keeps one `Peer` for the server. Heartbeats go
 both ways. Silence alone proves nothing: a process in a long call that holds Python's lock (the GIL) is silent too. So
-the other end looks at the silent process and its connection. The process is lost once two looks in a row find it
+the other end inspects the silent process and its connection. The process is lost once two inspections in a row find it
 stopped (by SIGSTOP, for example), gone or unreachable.
 """
 
@@ -21,9 +21,9 @@ _HEARTBEAT_SECONDS_OF_MANY = 1.25  # less than SILENT_AFTER_SECONDS, so that fai
 SILENT_AFTER_SECONDS = 1.5
 SLOW_AFTER_SECONDS = 5.0
 LATE_AFTER_SECONDS = 1.0  # a process whose own timer fires this late was paused itself, by SIGSTOP for example
-LOOK_EVERY_SECONDS = 0.5
-# The third look, 2.5 s after the last heartbeat, reaches this limit, so that the fourth look, at 3 s, decides. The
-# second look does not reach it, even if that look or the last acknowledgement is late by 0.2 s.
+INSPECT_EVERY_SECONDS = 0.5
+# The third inspection, 2.5 s after the last heartbeat, reaches this limit, so that the fourth one, at 3 s, decides. The
+# second inspection does not reach the limit, even if it or the last acknowledgement is late by 0.2 s.
 _UNREACHABLE_AFTER_MS = 2250
 # This limit is for a network that is cut in one direction only: the peer's retransmissions still arrive, and
 # acknowledge nothing new.
@@ -63,7 +63,7 @@ class ProcessState(enum.Enum):
 
         Args:
             who: the peer's name.
-            evidence: the reason for the look, e.g. "no sign of life for 3.0 s".
+            evidence: the reason for the inspection, e.g. "no sign of life for 3.0 s".
             where: when it was lost, e.g. " while joining".
         """
         return f"{who} {self.value}{where}: {self.detail}; {evidence}"
@@ -83,31 +83,31 @@ _DETAILS = {
 
 
 class Judgement(enum.Enum):
-    """The result of a look at a peer."""
+    """The result of the inspection of a peer."""
 
     NONE = enum.auto()
     SLOW = enum.auto()  # silent for long, but not failed: warn once
-    LOST = enum.auto()  # failed in two looks in a row
+    LOST = enum.auto()  # failed in two inspections in a row
 
 
 class Peer:
-    """One watched process: when it last showed a sign of life, and the result of the last look.
+    """One watched process: when it last showed a sign of life, and the result of the last inspection.
 
     Args:
         now: monotonic seconds.
-        is_connected: whether the process sends heartbeats. A process that has not joined sends none: every look is due
-            half a second after the one before, and the process is alive unless it is stopped (SIGSTOP).
+        is_connected: whether the process sends heartbeats. A process that has not joined sends none: each inspection is
+            due half a second after the one before, and the process is alive unless it is stopped (SIGSTOP).
 
     Attributes:
         last_seen_at: the time of the last sign of life, in monotonic seconds.
     """
 
-    __slots__ = ("_is_connected", "_is_reported", "_is_suspect", "_look_at", "last_seen_at")
+    __slots__ = ("_inspect_at", "_is_connected", "_is_reported", "_is_suspect", "last_seen_at")
 
     def __init__(self, now: float, *, is_connected: bool = True) -> None:
         self.last_seen_at = now
         self._is_connected = is_connected
-        self._look_at = now if is_connected else now + LOOK_EVERY_SECONDS
+        self._inspect_at = now if is_connected else now + INSPECT_EVERY_SECONDS
         self._is_suspect = False
         self._is_reported = False
 
@@ -121,16 +121,18 @@ class Peer:
     def reset(self, now: float) -> None:
         """Resets the silence timer, because this process itself was paused and could receive nothing."""
         self.last_seen_at = now
-        self._look_at = now if self._is_connected else now + LOOK_EVERY_SECONDS
+        self._inspect_at = now if self._is_connected else now + INSPECT_EVERY_SECONDS
         self._is_suspect = False
 
     def due_at(self) -> float:
-        """Returns when to look at the peer if it stays silent, in monotonic seconds."""
-        return max(self.last_seen_at + SILENT_AFTER_SECONDS, self._look_at) if self._is_connected else self._look_at
+        """Returns when to inspect the peer if it stays silent, in monotonic seconds."""
+        return (
+            max(self.last_seen_at + SILENT_AFTER_SECONDS, self._inspect_at) if self._is_connected else self._inspect_at
+        )
 
-    def looked(self, now: float) -> None:
-        """Notes a look at the peer now; the next one is due half a second later."""
-        self._look_at = now + LOOK_EVERY_SECONDS
+    def note_inspection(self, now: float) -> None:
+        """Records an inspection of the peer now; the next one is due half a second later."""
+        self._inspect_at = now + INSPECT_EVERY_SECONDS
 
     def judge(self, now: float, state: ProcessState) -> Judgement:
         """Returns the judgement on a peer whose process was found in this state."""
@@ -204,12 +206,12 @@ class Peers:
         self._set_due()
 
     def take_due(self, now: float) -> list[int]:
-        """Returns the keys of the silent peers to look at now."""
+        """Returns the keys of the silent peers to inspect now."""
         if self._due_at is None or now < self._due_at:
             return []
         due = [key for key, peer in self._peers.items() if peer.due_at() <= now]
         for key in due:
-            self._peers[key].looked(now)
+            self._peers[key].note_inspection(now)
         self._set_due()
         return due
 
@@ -222,20 +224,20 @@ class Peers:
         self._due_at = min(peer.due_at() for peer in self._peers.values())
 
 
-def look_at(pid: int | None, stream: socket.socket | None) -> ProcessState:
+def inspect_peer(pid: int | None, stream: socket.socket | None) -> ProcessState:
     """Returns the state of a peer's process, as far as this process can see it; never waits.
 
     Args:
         pid: the peer's process id; None if it runs on another machine.
         stream: the connection to the peer, if there is one.
     """
-    state = ProcessState.UNKNOWN if pid is None else look_at_process(pid)
+    state = ProcessState.UNKNOWN if pid is None else inspect_process(pid)
     if not state.is_fatal and stream is not None and _is_unreachable(stream):
         return ProcessState.UNREACHABLE
     return state
 
 
-def look_at_process(pid: int) -> ProcessState:
+def inspect_process(pid: int) -> ProcessState:
     """Returns whether a process of this machine is stopped, gone or running; a traced process counts as running."""
     stat = read_stat(pid)
     if stat is None:

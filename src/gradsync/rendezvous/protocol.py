@@ -30,8 +30,8 @@ from gradsync.rendezvous.frames import (
     Ended,
     Event,
     FrameType,
-    Look,
-    Looked,
+    Inspect,
+    Inspected,
     Lost,
     Message,
     Notice,
@@ -49,7 +49,7 @@ _NOTICE_INTERVAL_SECONDS = 5.0
 
 
 class Generation:
-    """One generation: its members, their store and its failure. A rank that joins waits for it (see `store.Place`)."""
+    """One generation: its members, their store and its failure; the `WaitTarget` of ranks that join."""
 
     def __init__(self, world_size: int, waits: WaitTable, noun: str) -> None:
         self.roster = Roster(world_size, noun)
@@ -108,7 +108,7 @@ class RendezvousCore:
         self._noun = noun
         self._machine = machine
         self._generations: list[Generation] = []  # the current generation first
-        self._seats: dict[int, tuple[Generation, int]] = {}  # connection -> generation, rank
+        self._member_of: dict[int, tuple[Generation, int]] = {}  # connection -> generation, rank
         self._waits = WaitTable()
         self._peers = Peers()
         self._pids: dict[int, int] = {}  # rank -> process id, as its launcher has reported
@@ -126,9 +126,9 @@ class RendezvousCore:
         """
         self._peers.reset_if_late(now)
         if isinstance(event, Received):
-            message, seat = event.message, self._seats.get(event.connection)
-            if seat is not None:
-                actions = self._receive(now, event.connection, message, *seat)
+            message, member = event.message, self._member_of.get(event.connection)
+            if member is not None:
+                actions = self._receive(now, event.connection, message, *member)
                 if message.type not in _CHANGING:  # most messages neither form nor end a generation
                     return actions
             elif message.type is FrameType.JOIN:
@@ -137,7 +137,7 @@ class RendezvousCore:
                 return [Close(event.connection)]
         elif isinstance(event, Lost):
             actions = self._lose(event.connection, event.cause)
-        elif isinstance(event, Looked):
+        elif isinstance(event, Inspected):
             actions = self._judge(now, event)
         elif isinstance(event, Started):
             self._pids[event.rank] = event.pid
@@ -148,16 +148,16 @@ class RendezvousCore:
             self._ended[event.rank] = event.how
             actions = []
         else:
-            actions = [*self._look_at_silent(now), *self._advance_stuck(now), *self._name_missing(now)]
+            actions = [*self._inspect_silent(now), *self._advance_stuck(now), *self._name_missing(now)]
         return actions + self._advance_generations(now)
 
     def has_member(self, connection: int) -> bool:
         """Returns whether a connection belongs to a member of any generation, or to a rank that waits to join one."""
-        return connection in self._seats
+        return connection in self._member_of
 
     def has_running_member(self, connection: int) -> bool:
         """Returns whether a connection belongs to a member of a generation that has formed and not failed."""
-        return connection in self._seats and self._seats[connection][0].is_running
+        return connection in self._member_of and self._member_of[connection][0].is_running
 
     def next_deadline(self) -> float | None:
         """Returns when the next Tick is due, in monotonic seconds, or None."""
@@ -223,7 +223,7 @@ class RendezvousCore:
         generation.roster.add(rank, Member(connection, pid or None, host, min_ranks, steps))
         if min_ranks is not None:
             generation.least_ranks = max(min_ranks, generation.least_ranks or 0)
-        self._seats[connection] = (generation, rank)
+        self._member_of[connection] = (generation, rank)
         self._waits.add(request, generation)
         self._peers.end(process_key(rank))
         if pid:
@@ -241,16 +241,16 @@ class RendezvousCore:
             return []
         self._remove_connection(request.connection)
         if request.rank in generation.roster.members:  # otherwise it was still joining, and is removed by now
-            generation.roster.mark(request.rank, MemberState.LEFT)
+            generation.roster.set_state(request.rank, MemberState.LEFT)
             if generation.is_running:
                 return [*generation.rank_left(request.rank), Close(request.connection)]
         return [Close(request.connection)]
 
     def _lose(self, connection: int, cause: str) -> list[Action]:
-        if connection not in self._seats:
+        if connection not in self._member_of:
             return []
-        generation, rank = self._seats[connection]
-        generation.roster.mark(rank, MemberState.FAILED)
+        generation, rank = self._member_of[connection]
+        generation.roster.set_state(rank, MemberState.FAILED)
         self._remove_connection(connection)
         return self._fail_generation(generation, generation.roster.death(rank, cause))
 
@@ -274,22 +274,22 @@ class RendezvousCore:
         wait = self._waits.find(request.connection, sequence)
         if wait is None:  # the request's answer is already on its way
             return []
-        if wait.place is generation and self._may_form_of_some(generation):
+        if wait.target is generation and self._may_form_of_some(generation):
             return self._form(generation)
-        missing = wait.place.missing_ranks(wait)
+        missing = wait.target.missing_ranks(wait)
         where = generation.roster.whereabouts(missing)
         ended = [wait]
         self._waits.close(wait)
-        if wait.place is generation and request.rank == self._host:
+        if wait.target is generation and request.rank == self._host:
             # The server ends when the host gives up waiting. Before that every other rank gets the names of the missing
             # ranks.
             for _, member in generation.roster.present():
                 ended += self._waits.close_all(member.connection)
         actions: list[Action] = []
         for each in ended:
-            each.place.withdraw(each)
+            each.target.withdraw(each)
             actions.append(each.request.time_out(missing, where))
-            if each.place is generation:
+            if each.target is generation:
                 self._remove_connection(each.request.connection)
                 actions.append(Close(each.request.connection))
                 self._watch(request.now, each.request.rank)
@@ -297,10 +297,10 @@ class RendezvousCore:
 
     def _remove_connection(self, connection: int) -> None:
         """Removes a connection from its generation, and withdraws its waits."""
-        del self._seats[connection]
+        del self._member_of[connection]
         self._peers.end(connection)
         for wait in self._waits.close_all(connection):
-            wait.place.withdraw(wait)
+            wait.target.withdraw(wait)
 
     # Generations.
 
@@ -350,7 +350,7 @@ class RendezvousCore:
         most_advanced = roster.most_advanced()
         actions: list[Action] = []
         for rank, member in roster.present():
-            self._seats[member.connection] = (generation, rank)
+            self._member_of[member.connection] = (generation, rank)
             [wait] = self._waits.close_all(member.connection)
             fields = (wait.request.sequence, generation.number, rank, roster.world_size, most_advanced)
             actions.append(Send(member.connection, FrameType.JOINED, fields))
@@ -363,7 +363,7 @@ class RendezvousCore:
         self._notice_at = now + _NOTICE_INTERVAL_SECONDS
         return [Notice(self._forming.roster.incomplete_text())]
 
-    # Processes to look at.
+    # Processes to inspect.
 
     def _watch(self, now: float, rank: int) -> None:
         """Begins to watch the process of a rank that has not joined."""
@@ -371,26 +371,26 @@ class RendezvousCore:
         if forming is not None and rank in self._pids and rank not in forming.roster.members:
             self._peers.begin(process_key(rank), now)
 
-    def _look_at_silent(self, now: float) -> list[Action]:
+    def _inspect_silent(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for key in self._peers.take_due(now):
             if key < 0:
-                actions.append(Look(key, self._pids[process_key(key)]))
+                actions.append(Inspect(key, self._pids[process_key(key)]))
                 continue
-            generation, rank = self._seats[key]
+            generation, rank = self._member_of[key]
             # The peer's kernel acknowledges this frame even if its process does not run.
             actions.append(Send(key, FrameType.PULSE, ()))
-            actions.append(Look(key, generation.roster.members[rank].local_pid))
+            actions.append(Inspect(key, generation.roster.members[rank].local_pid))
         return actions
 
-    def _judge(self, now: float, event: Looked) -> list[Action]:
-        """Handles a look at a silent rank, at a rank that did not answer an inquiry, or at one that has not joined."""
+    def _judge(self, now: float, event: Inspected) -> list[Action]:
+        """Handles the inspection of a rank that is silent, has not answered an inquiry, or has not joined."""
         if event.peer < 0:
             return self._judge_process(now, event)
-        if event.peer not in self._seats:
+        if event.peer not in self._member_of:
             return []
-        generation, rank = self._seats[event.peer]
-        generation.stuck.take_look(rank, event.state, now)
+        generation, rank = self._member_of[event.peer]
+        generation.stuck.take_state(rank, event.state, now)
         judgement = self._peers.judge(event.peer, now, event.state)
         if judgement is Judgement.NONE:
             return []
@@ -401,7 +401,7 @@ class RendezvousCore:
         notices = [] if len(generation.roster.present()) > 1 else [Notice(failure.text)]  # no other rank can report it
         return [*self._fail_generation(generation, failure), *notices]
 
-    def _judge_process(self, now: float, event: Looked) -> list[Action]:
+    def _judge_process(self, now: float, event: Inspected) -> list[Action]:
         if self._forming is None or self._peers.judge(event.peer, now, event.state) is not Judgement.LOST:
             return []
         if self._forming.least_ranks is not None:  # the generation needs no particular rank

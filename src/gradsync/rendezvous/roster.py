@@ -214,7 +214,7 @@ class Roster:
         """Whether no member is connected any more."""
         return not self._present_count
 
-    def mark(self, rank: int, state: MemberState) -> None:
+    def set_state(self, rank: int, state: MemberState) -> None:
         """Records that a member has left or failed."""
         member = self.members[rank]
         self._present_count -= member.state is MemberState.PRESENT
@@ -250,7 +250,7 @@ class Roster:
     def whereabouts(self, ranks: Iterable[int]) -> str:
         """Returns the states of these ranks as text, e.g. "rank 1 (running), rank 2 (not joined)"."""
         ranks = list(ranks)
-        named = ", ".join(f"{self.noun} {rank} ({self._place_of(rank)})" for rank in ranks[:MAX_NAMED_RANKS])
+        named = ", ".join(f"{self.noun} {rank} ({self._state_text(rank)})" for rank in ranks[:MAX_NAMED_RANKS])
         more = len(ranks) - MAX_NAMED_RANKS
         return f"{named} and {more} more" if more > 0 else named
 
@@ -296,7 +296,7 @@ class Roster:
         """Returns the words about when a rank was lost; none once the ranks run."""
         return " while joining" if self.phase == JOINING_PHASE else ""
 
-    def _place_of(self, rank: int) -> str:
+    def _state_text(self, rank: int) -> str:
         member = self.members.get(rank)
         if member is None:
             return "stopped waiting to join" if rank in self._cancelled else "not joined"

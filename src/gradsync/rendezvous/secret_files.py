@@ -17,7 +17,7 @@ from typing import NamedTuple
 from gradsync.environment import SECRET_FILE, parse_secret, read_private_file
 from gradsync.errors import AuthenticationError, InvalidArgument
 
-_LOOK_EVERY_SECONDS = 0.005
+_READ_EVERY_SECONDS = 0.005
 _NOTICE_EVERY_SECONDS = 5.0
 
 
@@ -91,7 +91,7 @@ def wait_for(
         if now >= notice_at:
             notice_at = now + _NOTICE_EVERY_SECONDS
             notice()
-        time.sleep(_LOOK_EVERY_SECONDS)
+        time.sleep(_READ_EVERY_SECONDS)
     return None
 
 

@@ -34,8 +34,8 @@ from gradsync.rendezvous.frames import (
     Ended,
     Event,
     FrameType,
-    Look,
-    Looked,
+    Inspect,
+    Inspected,
     Lost,
     MakeRoom,
     Message,
@@ -46,7 +46,7 @@ from gradsync.rendezvous.frames import (
     Tick,
 )
 from gradsync.rendezvous.handshake import NONCE_BYTES, ServerHandshake, ServerProcess, check_secret
-from gradsync.rendezvous.liveness import look_at
+from gradsync.rendezvous.liveness import inspect_peer
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.sockets import (
     ConnectionLost,
@@ -72,7 +72,7 @@ MAX_UNAUTHENTICATED = 64  # more than one for each rank, because all ranks may c
 MAX_OUTPUT_BYTES = 1024**2
 _STOP_SECONDS = 10.0
 _CLOSING_SECONDS = 1.0  # for a peer to read its last message
-_ACCEPTS_PER_TURN = 64
+_ACCEPTS_AT_ONCE = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
 # Most of a heartbeat's cost is waking up for it. With many ranks and no requests, the loop waits a moment to handle
 # several heartbeats at once. With few ranks that saves too little to be worth the delay of requests.
@@ -85,7 +85,7 @@ _log = logging.getLogger("gradsync.rendezvous")
 
 
 class RendezvousServer:
-    """The server through which the ranks of one run, or the launchers of several machines and their ranks, meet.
+    """The server of one run: of its ranks, or of the launchers of several machines and their ranks.
 
     Args:
         world_size: the number of launched ranks, or of launchers, from 1.
@@ -340,14 +340,14 @@ class EventLoop:
         self._process = ServerProcess.of(machine_identity(), os.getpid())
         self._ranks = ranks
         self._make_room(0)
-        self._is_quiet = False  # whether only heartbeats have arrived in this turn
+        self._is_quiet = False  # whether only heartbeats have arrived in this iteration
         self._stopping = False
         self._notices = _NoticeWriter()
         self._connections: dict[int, ServerConnection] = {}
         self._unauthenticated: dict[int, ServerConnection] = {}  # the oldest first, which has the earliest deadline
         self._closing: dict[int, ServerConnection] = {}  # earliest deadline first
         self._lost: deque[tuple[ServerConnection, str]] = deque()
-        self._queued: deque[Event] = deque()  # results of looks, and events from other threads
+        self._queued: deque[Event] = deque()  # results of inspections, and events from other threads
         self._accept_resumes_at: float | None = None
         self._next_number = 0
         tune_stream(listener)  # accepted sockets inherit the options, which saves a system call for each
@@ -420,7 +420,7 @@ class EventLoop:
 
     def _handle_ready(self, key: selectors.SelectorKey, mask: int) -> None:
         if key.data is not None:
-            if key.data.number not in self._connections:  # the connection was dropped earlier in this turn
+            if key.data.number not in self._connections:  # the connection was dropped earlier in this iteration
                 return
             if mask & selectors.EVENT_WRITE:
                 self._flush(key.data)
@@ -450,7 +450,7 @@ class EventLoop:
 
     def _accept(self) -> None:
         self._is_quiet = False
-        for _ in range(_ACCEPTS_PER_TURN):
+        for _ in range(_ACCEPTS_AT_ONCE):
             try:
                 stream, _ = self._listener.accept()
             except OSError as error:
@@ -548,7 +548,7 @@ class EventLoop:
 
     def _handle_event(self, event: Event) -> None:
         self._perform(self._core.handle(time.monotonic(), event))
-        while self._queued:  # a loop, not a recursion, because one turn may look at thousands of ranks
+        while self._queued:  # a loop, not a recursion, because one iteration may inspect thousands of ranks
             self._perform(self._core.handle(time.monotonic(), self._queued.popleft()))
 
     def _perform(self, actions: list[Action]) -> None:
@@ -562,8 +562,8 @@ class EventLoop:
         if isinstance(action, Notice):
             self._notices.write(action.text)
             return None
-        if isinstance(action, Look):
-            self._look(action)
+        if isinstance(action, Inspect):
+            self._inspect(action)
             return None
         if isinstance(action, MakeRoom):
             self._make_room(action.ranks)
@@ -582,17 +582,17 @@ class EventLoop:
             self._closing[connection.number] = connection
         return connection
 
-    def _look(self, look: Look) -> None:
-        """Looks at a silent peer, and queues the result for the core."""
+    def _inspect(self, action: Inspect) -> None:
+        """Inspects a silent peer, and queues the result for the core."""
         stream = None
-        if look.peer >= 0:
-            connection = self._connections.get(look.peer)
+        if action.peer >= 0:
+            connection = self._connections.get(action.peer)
             if connection is None:
                 return
             if connection.is_stuck:
                 self._lost.append((connection, UNFINISHED))
             stream = connection.stream
-        self._queued.append(Looked(look.peer, look_at(look.pid, stream)))
+        self._queued.append(Inspected(action.peer, inspect_peer(action.pid, stream)))
 
 
 def _batch_seconds(ranks: int) -> float:

@@ -1,7 +1,7 @@
 """The server's core for launchers of several machines that share one server with their ranks, without I/O.
 
 Two cores are behind one port: one for the launchers, one for the ranks of the current start. The launchers begin a
-start, and report which of the ranks' processes have started and ended. Each launcher also looks at processes on its own
+start, and report which of the ranks' processes have started and ended. Each launcher also inspects processes on its own
 machine, because the server cannot see them.
 """
 
@@ -15,8 +15,8 @@ from gradsync.rendezvous.frames import (
     Ended,
     Event,
     FrameType,
-    Look,
-    Looked,
+    Inspect,
+    Inspected,
     Lost,
     MakeRoom,
     Message,
@@ -27,7 +27,7 @@ from gradsync.rendezvous.frames import (
 from gradsync.rendezvous.liveness import ProcessState, process_key
 from gradsync.rendezvous.protocol import RendezvousCore
 
-_OF_LAUNCHERS = (FrameType.BEGIN_START, FrameType.STARTED, FrameType.ENDED, FrameType.LOOKED)
+_OF_LAUNCHERS = (FrameType.BEGIN_START, FrameType.STARTED, FrameType.ENDED, FrameType.INSPECTED)
 
 
 class LaunchersCore:
@@ -61,9 +61,9 @@ class LaunchersCore:
         elif isinstance(event, Lost) and event.connection in self._rank_connections:
             self._rank_connections.discard(event.connection)
             return self._pass_to_ranks(now, event)
-        elif isinstance(event, Looked) and event.peer in self._rank_connections:
+        elif isinstance(event, Inspected) and event.peer in self._rank_connections:
             return self._pass_to_ranks(now, event)
-        elif not isinstance(event, (Lost, Looked)):  # a Tick goes to both cores
+        elif not isinstance(event, (Lost, Inspected)):  # a Tick goes to both cores
             return [*self._launchers.handle(now, event), *self._pass_to_ranks(now, event)]
         return self._launchers.handle(now, event)
 
@@ -73,14 +73,14 @@ class LaunchersCore:
         return min((time_due for time_due in due if time_due is not None), default=None)
 
     def _pass_to_ranks(self, now: float, event: Event) -> list[Action]:
-        """Passes an event to the ranks' core. Its requests to look at a process go to that process's launcher."""
+        """Passes an event to the ranks' core. Its requests to inspect a process go to the launcher of that process."""
         if self._ranks is None:
             return []
         actions: list[Action] = []
         for action in self._ranks.handle(now, event):
-            if isinstance(action, Look) and action.peer < 0:
+            if isinstance(action, Inspect) and action.peer < 0:
                 rank = process_key(action.peer)
-                action = Send(self._launcher_of[rank], FrameType.LOOK, (rank, action.pid))
+                action = Send(self._launcher_of[rank], FrameType.INSPECT, (rank, action.pid))
             actions.append(action)
         return actions
 
@@ -104,7 +104,7 @@ class LaunchersCore:
             return self._pass_to_ranks(now, Started(rank, what))
         if message.type is FrameType.ENDED:
             return self._pass_to_ranks(now, Ended(rank, what))
-        return self._pass_to_ranks(now, Looked(process_key(rank), ProcessState[what]))
+        return self._pass_to_ranks(now, Inspected(process_key(rank), ProcessState[what]))
 
     def _begin(self, connection: int, sequence: int, start: str, world_size: int) -> list[Action]:
         """Begins a start when the first launcher asks for it; closes the connections of the previous start."""

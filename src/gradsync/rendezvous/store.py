@@ -54,7 +54,7 @@ class Request:
         return Send(self.connection, FrameType.TIMED_OUT, (self.sequence, tuple(missing_ranks), clip_text(whereabouts)))
 
 
-class Place(Protocol):
+class WaitTarget(Protocol):
     """An object that requests wait for: a key, a barrier, an agreement, or a generation that forms."""
 
     def withdraw(self, wait: Wait) -> None:
@@ -70,10 +70,10 @@ class Place(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """A request that waits for a place; `from_rank` is the rank that is to set a key, if the reader named it."""
+    """A request that waits for its target; `from_rank` is the rank that is to set a key, if the reader named it."""
 
     request: Request
-    place: Place
+    target: WaitTarget
     from_rank: int | None = None
 
 
@@ -83,9 +83,9 @@ class WaitTable:
     def __init__(self) -> None:
         self._by_connection: dict[int, dict[int, Wait]] = {}
 
-    def add(self, request: Request, place: Place, from_rank: int | None = None) -> Wait:
+    def add(self, request: Request, target: WaitTarget, from_rank: int | None = None) -> Wait:
         """Opens a wait, and returns it."""
-        wait = Wait(request, place, from_rank)
+        wait = Wait(request, target, from_rank)
         self._by_connection.setdefault(request.connection, {})[request.sequence] = wait
         return wait
 

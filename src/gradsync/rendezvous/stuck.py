@@ -2,7 +2,7 @@
 
 This module is part of the server's core, without I/O; each generation has one `StuckCollectives`. The first rank whose
 collective has reached its deadline starts an inquiry: the server asks every member for its status. After the answers,
-or after 0.4 s, the generation fails with the same report for all. If a rank did not answer, the server first looks at
+or after 0.4 s, the generation fails with the same report for all. If a rank did not answer, the server first inspects
 its process, which may be stopped (SIGSTOP).
 """
 
@@ -19,7 +19,7 @@ from gradsync.rendezvous.frames import (
     STUCK,
     Action,
     FrameType,
-    Look,
+    Inspect,
     Notice,
     Send,
     clip_text,
@@ -30,7 +30,7 @@ from gradsync.rendezvous.store import WaitTable
 
 ANSWER_SECONDS = 0.4
 _WARNING_SECONDS = 0.3  # the notice comes this long after the first report, because waiting ranks report one by one
-_LOOK_SECONDS = 0.05
+_INSPECTION_SECONDS = 0.05
 _MAX_WAITS = 1024
 _MAX_NOTICED = 4
 _MAX_REPORTS = 32
@@ -99,7 +99,7 @@ class Inquiry:
     unanswered: set[int]
     reports: dict[int, str] = field(default_factory=dict)
     histories: dict[int, Calls] = field(default_factory=dict)
-    looked_at: set[int] = field(default_factory=set)
+    inspected: set[int] = field(default_factory=set)
     states: dict[int, ProcessState] = field(default_factory=dict)
 
 
@@ -163,27 +163,27 @@ class StuckCollectives:
         if not inquiry.unanswered:
             inquiry.due_at = now
 
-    def take_look(self, rank: int, state: ProcessState, now: float) -> None:
+    def take_state(self, rank: int, state: ProcessState, now: float) -> None:
         """Records the state of a rank that did not answer."""
         inquiry = self._inquiry
-        if inquiry is not None and rank in inquiry.looked_at:
+        if inquiry is not None and rank in inquiry.inspected:
             inquiry.states[rank] = state
-            if len(inquiry.states) == len(inquiry.looked_at):
+            if len(inquiry.states) == len(inquiry.inspected):
                 inquiry.due_at = now
 
     def advance(self, now: float) -> list[Action] | Failure:
-        """Returns the notices and looks at silent ranks that are due, or the failure that ends the generation."""
+        """Returns the notices and inspections that are due, or the failure that ends the generation."""
         actions: list[Action] = [*self._take_notices(now)]
         inquiry = self._inquiry
         if inquiry is None or now < inquiry.due_at:
             return actions
         silent = self._silent_ranks(inquiry)
-        if not silent or inquiry.looked_at:
+        if not silent or inquiry.inspected:
             return self._conclude(inquiry)
-        inquiry.looked_at = set(silent)
-        inquiry.due_at = now + _LOOK_SECONDS
+        inquiry.inspected = set(silent)
+        inquiry.due_at = now + _INSPECTION_SECONDS
         members = [self._roster.members[rank] for rank in silent]
-        return [*actions, *(Look(member.connection, member.local_pid) for member in members)]
+        return [*actions, *(Inspect(member.connection, member.local_pid) for member in members)]
 
     def _silent_ranks(self, inquiry: Inquiry) -> list[int]:
         """Returns the connected members that have not answered."""

@@ -10,7 +10,7 @@ a clock or a source of randomness. A frame has these parts:
     MAC       32 bytes: HMAC-SHA256 of all bytes before it, with the direction's key
 
 The length is checked before the frame is buffered, and the body is decoded only after its MAC holds. A frame of an
-earlier run, of an earlier place in the stream or of the other direction has another key or sequence, and is refused.
+earlier run, of an earlier position in the stream or of the other direction has another key or sequence, and is refused.
 """
 
 from __future__ import annotations

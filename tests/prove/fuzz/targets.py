@@ -38,7 +38,7 @@ from gradsync.rendezvous.frames import (
     Event,
     FieldError,
     FrameType,
-    Looked,
+    Inspected,
     Lost,
     Message,
     Received,
@@ -152,7 +152,7 @@ class _Script:
     def _event(self, slot: int, what: int, fields: tuple[object, ...]) -> Event | None:
         connection = self._connections[slot]
         others: list[Event] = [Tick(), Lost(connection, "gone"), Started(slot % RANKS, 7), Ended(slot % RANKS, "ended")]
-        others += [Looked(peer, state) for peer in (connection, process_key(slot % RANKS)) for state in ProcessState]
+        others += [Inspected(peer, state) for peer in (connection, process_key(slot % RANKS)) for state in ProcessState]
         what %= len(REQUESTS) + len(others)
         if what >= len(REQUESTS):
             event = others[what - len(REQUESTS)]

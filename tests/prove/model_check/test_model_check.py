@@ -140,7 +140,7 @@ def _who_waits_is_missed(patch: pytest.MonkeyPatch) -> None:
 
     def stuck_in(self: StuckCollectives, wait: Any, reporters: Any) -> StuckCollective:
         told = original(self, wait, reporters)
-        return StuckCollective(told.group, told.position, told.what, told.waited_seconds, told.missing, told.waiting)
+        return StuckCollective(told.group, told.what, told.waited_seconds, told.missing, told.waiting)
 
     patch.setattr(StuckCollectives, "_stuck_in", stuck_in)
 
@@ -156,7 +156,7 @@ def _a_frame_is_taken_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_core_stumbles(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Roster, "mark", lambda self, rank, state: self.members.pop(rank)._)
+    patch.setattr(Roster, "set_state", lambda self, rank, state: self.members.pop(rank)._)
 
 
 BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], Configuration, str]] = [

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from exploration.invariants import TURN_INVARIANTS
 from exploration.ledger import Turn
 from exploration.world import World
-from gradsync.rendezvous.frames import Action, Close, Event, FrameType, Look, Looked, Lost, Received, Send
+from gradsync.rendezvous.frames import Action, Close, Event, FrameType, Inspect, Inspected, Lost, Received, Send
 from gradsync.rendezvous.liveness import ProcessState
 
 
@@ -76,8 +76,8 @@ class CoreSide:
         return turn
 
     def _carry_out(self, world: World, action: Action) -> Iterator[Event]:
-        if isinstance(action, Look):
-            yield Looked(action.peer, _look_at(world, action.peer))
+        if isinstance(action, Inspect):
+            yield Inspected(action.peer, _look_at(world, action.peer))
         elif isinstance(action, Close):
             self._ranks.hear_end(world, action.connection)
             yield Lost(action.connection, "closed by the server")

@@ -15,7 +15,7 @@ from gradsync.rendezvous.frames import (
     Close,
     Event,
     FrameType,
-    Looked,
+    Inspected,
     Lost,
     Message,
     Received,
@@ -129,14 +129,14 @@ class Ledger:
     def take(self, event: Event, actions: list[Action]) -> Turn:
         """Takes in an event, and returns the turn that it began."""
         turn = Turn(event, actions, self)
-        connection = event.peer if isinstance(event, Looked) else getattr(event, "connection", None)
+        connection = event.peer if isinstance(event, Inspected) else getattr(event, "connection", None)
         if connection in self.seats:
             turn.era, turn.rank = self.seats[connection]
         if isinstance(event, Received):
             self._take_message(turn, event.connection, event.message)
         elif isinstance(event, Lost):
             self._take_loss(turn, event.connection)
-        elif isinstance(event, Looked):
+        elif isinstance(event, Inspected):
             if turn.rank is not None and event.state.is_fatal:
                 turn.suspects = {turn.rank}
         else:

@@ -11,7 +11,7 @@ from exploration.world import World, new_core
 def the_core_keeps_the_same_books(world: World) -> str | None:
     """The core has as seats and open waits what was told, sent and answered: nothing else, and nothing twice."""
     core, ledger = world.core, world.ledger
-    seats = {connection: rank for connection, (_, rank) in core._seats.items()}
+    seats = {connection: rank for connection, (_, rank) in core._member_of.items()}
     expected = {connection: rank for connection, (_, rank) in ledger.seats.items()}
     if seats != expected:
         return f"the core has seats {seats}, told were {expected}"
@@ -25,17 +25,17 @@ def the_core_keeps_the_same_books(world: World) -> str | None:
 def nothing_is_kept_of_who_has_gone(world: World) -> str | None:
     """No clock, wait or generation outlives the connections that it was for."""
     core = world.core
-    if not set(core._peers._peers) <= set(core._seats):
-        return f"clocks of {sorted(core._peers._peers)} run, seated are {sorted(core._seats)}"
+    if not set(core._peers._peers) <= set(core._member_of):
+        return f"clocks of {sorted(core._peers._peers)} run, seated are {sorted(core._member_of)}"
     kept = {id(generation) for generation in core._generations}
-    if kept != {id(generation) for generation, _ in core._seats.values()}:
+    if kept != {id(generation) for generation, _ in core._member_of.values()}:
         return f"{len(kept)} generations are kept, of which not all have members"
     return None
 
 
 def a_core_without_connections_is_as_new(world: World) -> str | None:
     """When all have gone the core is in the state that it began in, but for the number of the last generation."""
-    if world.core._seats:
+    if world.core._member_of:
         return None
     formed = world.core.formed_count
     new = new_core(world.core._world_size, formed=formed, host=world.core._host)

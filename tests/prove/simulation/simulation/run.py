@@ -144,12 +144,12 @@ class _Run:
         """The ranks that the server has as members now."""
         if self._server is None:
             return frozenset()
-        return frozenset(rank for _, rank in self._server._core._seats.values())
+        return frozenset(rank for _, rank in self._server._core._member_of.values())
 
     def _look_at_core(self, server: RendezvousServer) -> None:
         core = server._core
         left = {
-            "seats": core._seats,
+            "seats": core._member_of,
             "generations": core._generations,
             "waits": core._waits._by_connection,
             "clocks": core._peers._peers,

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from gradsync.rendezvous.liveness import ProcessState, look_at, look_at_process
+from gradsync.rendezvous.liveness import ProcessState, inspect_peer, inspect_process
 
 SLEEPER = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
 
@@ -39,25 +39,25 @@ DEAD_LINE = Stream(1, 2300)
 
 
 def test_process_that_runs_is_stopped_goes_on_and_ends(child) -> None:
-    assert look_at_process(child.pid) is ProcessState.RUNNING
+    assert inspect_process(child.pid) is ProcessState.RUNNING
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-    assert look_at(child.pid, QUIET) is ProcessState.STOPPED
+    assert inspect_peer(child.pid, QUIET) is ProcessState.STOPPED
     child.send_signal(signal.SIGCONT)
     os.waitid(os.P_PID, child.pid, os.WCONTINUED)
-    assert look_at(child.pid, QUIET) is ProcessState.RUNNING
+    assert inspect_peer(child.pid, QUIET) is ProcessState.RUNNING
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert look_at_process(child.pid) is ProcessState.GONE  # a zombie
+    assert inspect_process(child.pid) is ProcessState.GONE  # a zombie
     child.wait()
-    assert look_at(child.pid, DEAD_LINE) is ProcessState.GONE
+    assert inspect_peer(child.pid, DEAD_LINE) is ProcessState.GONE
 
 
 def test_name_of_a_process_may_hold_anything(tmp_path) -> None:
     program = tmp_path / "x) T ("
     program.symlink_to(sys.executable)
     with subprocess.Popen([str(program), *SLEEPER[1:]], stdin=subprocess.PIPE) as process:
-        assert look_at_process(process.pid) is ProcessState.RUNNING
+        assert inspect_process(process.pid) is ProcessState.RUNNING
         process.kill()
 
 
@@ -66,7 +66,7 @@ def test_process_of_another_user_that_proc_hides_runs(monkeypatch) -> None:
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refuse)
-    assert look_at_process(2**22 + 1) is ProcessState.RUNNING
+    assert inspect_process(2**22 + 1) is ProcessState.RUNNING
 
 
 @pytest.mark.parametrize(
@@ -82,17 +82,17 @@ def test_process_of_another_user_that_proc_hides_runs(monkeypatch) -> None:
     ],
 )
 def test_machine_that_acknowledges_nothing_is_unreachable(stream: Stream, state: ProcessState) -> None:
-    assert look_at(None, stream) is state
+    assert inspect_peer(None, stream) is state
 
 
 def test_real_connection_is_reachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as stream:
         stream.send(b"not read, but acknowledged")
-        assert look_at(None, stream) is ProcessState.UNKNOWN
-        assert look_at(os.getpid(), stream) is ProcessState.RUNNING
+        assert inspect_peer(None, stream) is ProcessState.UNKNOWN
+        assert inspect_peer(os.getpid(), stream) is ProcessState.RUNNING
 
 
 def test_stream_that_is_no_tcp_connection_tells_nothing() -> None:
     left, right = socket.socketpair()
     with left, right:
-        assert look_at(None, left) is ProcessState.UNKNOWN
+        assert inspect_peer(None, left) is ProcessState.UNKNOWN
