@@ -117,6 +117,21 @@ def leave_without_a_batch(comm: Any, kit_name: str) -> str:
     return str(error).partition(":")[2]
 
 
+def leave_after_a_failed_step(comm: Any, kit_name: str) -> list[float]:
+    """The ranks differ in the last gradient of their second step. Later rank 1 repeats the first step."""
+    kit, callback = make_kit(comm, kit_name), gs.AllreduceCallback("mean", comm)
+
+    def step(dtype: str = "float64") -> list[Any]:
+        with callback.backward():
+            return [callback(name, kit.put(np.ones(2, given))) for name, given in (("w", "float64"), ("b", dtype))]
+
+    with callback.join():
+        step()
+        expect(gs.PlanMismatch, lambda: step("float32" if comm.rank == 1 else "float64"), "'b' has another dtype")
+        futures = step() if comm.rank == 0 else []
+    return [float(kit.get(future.result())[0]) for future in futures]
+
+
 def know_another_order(comm: Any, kit_name: str) -> str:
     kit = make_kit(comm, kit_name)
     callback = gs.AllreduceCallback("sum", comm)
