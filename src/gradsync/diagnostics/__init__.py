@@ -1,8 +1,9 @@
-"""Diagnostics: a rank's record of its collectives, its dumps, and what `gradsync trace` says of them.
+"""Diagnostics: a rank's record of its collectives, its dumps, and the report of `gradsync trace` about dumps.
 
-recorder.py remembers the last collectives, tracing.py times their phases, stacks.py says where threads are. dump.py
-writes all of it to a file and reads it back; triggers.py decides when. compare.py finds where ranks differ, for the
-server while they wait and for report.py afterwards; chrome_trace.py draws.
+recorder.py records the last collectives, tracing.py times their phases, and stacks.py describes the stacks of threads.
+dump.py writes these records to a file and reads the file; triggers.py decides when a dump is written. compare.py finds
+where ranks differ: the server uses it while ranks wait, and report.py uses it on dumps. chrome_trace.py makes a
+picture of dumps.
 """
 
 from gradsync.diagnostics.recorder import (

@@ -1,9 +1,9 @@
-"""Dumps as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
+"""Makes a Chrome trace of dumps, for https://ui.perfetto.dev and chrome://tracing.
 
-Each rank is a process of the picture. Its tracks: the steps, with the gradients' arrivals; the collectives of each
-group, with their phases below them (packing, waiting, reducing, splitting); and messages. A group has several tracks
-where its collectives overlap, as on a GPU. Arrows connect the ranks of a collective in the order in which they began
-it. Times are microseconds from the first event on.
+Each rank is a process of the picture. A process has tracks for steps, with the arrivals of gradients; for the
+collectives of each group, with their phases below them (packing, waiting, reducing, splitting); and for messages. A
+group has several tracks if its collectives overlap, as on a GPU. Arrows connect the ranks of a collective, in the order
+in which the ranks began it. Times are microseconds since the first event.
 
 Source: "Trace Event Format", Google; complete events ("X"), instants ("i"), flows ("s", "t", "f") and metadata ("M").
 """
@@ -18,7 +18,7 @@ from gradsync.diagnostics.tracing import Phase
 
 Event = dict[str, Any]
 
-# Numbers of tracks. Each may have lanes beside it, where slices overlap that do not lie within each other.
+# The numbers of the first lanes of the tracks. A track has several lanes if some of its slices overlap.
 _LANES = 100
 _STEPS_TRACK = _LANES
 _MESSAGES_TRACK = 2 * _LANES
@@ -28,8 +28,8 @@ _FIRST_GROUP_TRACK = 3 * _LANES
 def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
     """Returns the trace of the ranks of a run, for JSON.
 
-    Ranks of one machine share its monotonic clock. Ranks of other machines are placed by the wall clocks at the time of
-    the dumps, as exactly as these clocks agree.
+    Ranks of one machine share its monotonic clock. For ranks of different machines the wall clocks at the time of the
+    dumps are compared, so the picture is as exact as these clocks agree.
     """
     names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     tracks = {name: _FIRST_GROUP_TRACK + _LANES * number for number, name in enumerate(names)}
@@ -44,7 +44,7 @@ class Clock:
     """Turns the moments of any rank into microseconds since the first moment of all ranks.
 
     Args:
-        dumps: of all ranks.
+        dumps: the dumps of all ranks.
     """
 
     def __init__(self, dumps: Sequence[Dump]) -> None:
@@ -57,7 +57,7 @@ class Clock:
         self._zero = min(begins, default=0.0)
 
     def microseconds(self, dump: Dump, at: float) -> float:
-        """Returns a moment of a rank's own clock, with a resolution of a nanosecond."""
+        """Returns the picture's time of a moment on a rank's clock, rounded to a nanosecond."""
         return round((at + self._offsets[id(dump)] - self._zero) * 1e6, 3)
 
 
@@ -66,9 +66,9 @@ class PlacedCall(NamedTuple):
 
     Attributes:
         group, call, phases: the collective.
-        lane: its track, in which nothing else happens meanwhile.
-        at: its begin, in microseconds of the picture.
-        ended: its end, in the rank's own seconds.
+        lane: the number of its lane, which has nothing else at that time.
+        at: the time of its begin, in microseconds of the picture.
+        ended: the time of its end, in seconds of the rank's clock.
     """
 
     group: DumpedGroup
@@ -83,13 +83,13 @@ class _OfRank:
     """The events of one rank.
 
     Args:
-        dump: the rank's.
-        tracks: by group.
-        clock: of the picture.
+        dump: the dump of the rank.
+        tracks: the numbers of the tracks by the names of their groups.
+        clock: the clock of the picture.
 
     Attributes:
-        pid: the rank's number in the picture.
-        calls: its collectives and messages.
+        pid: the number of the rank's process in the picture.
+        calls: the rank's collectives and messages.
     """
 
     def __init__(self, dump: Dump, tracks: dict[str, int], clock: Clock) -> None:
@@ -106,7 +106,7 @@ class _OfRank:
             self._names_of_tracks[tracks[group.name]] = f"group {group.name}"
             for call in sorted(group.calls, key=lambda call: call.began):
                 of_call = () if call.is_message else tuple(phases.get((group.name, call.number), ()))
-                # A collective that still ran ends with the dump.
+                # A collective that had not ended is drawn until the time of the dump.
                 ended = max([call.ended or dump.at, *(phase.ended for phase in of_call)])
                 track = _MESSAGES_TRACK if call.is_message else tracks[group.name]
                 lane = self._lane(track, call.began, ended)
@@ -122,7 +122,7 @@ class _OfRank:
         return track + lane
 
     def events(self) -> Iterator[Event]:
-        """Makes all events of the rank."""
+        """Yields all events of the rank."""
         for step in sorted(self._dump.steps, key=lambda step: step.began):
             lane = self._lane(_STEPS_TRACK, step.began, step.ended)
             yield self._slice(lane, "step", step.began, step.ended, {"gradients": step.gradients})
@@ -168,7 +168,7 @@ class _OfRank:
 
 
 def _arrows(ranks: Sequence[_OfRank]) -> Iterator[Event]:
-    """Makes the arrows between the ranks of each collective that several ranks remember alike."""
+    """Yields the arrows between the ranks of each collective that several ranks remember."""
     met: dict[tuple[str, int, int], list[tuple[int, PlacedCall]]] = {}
     for rank in ranks:
         for placed in rank.calls:

@@ -1,8 +1,8 @@
-"""The first difference between the collectives of several ranks, and ranks that wait for each other in a circle.
+"""Finds the first difference between the collectives of several ranks, and ranks that wait in a circle.
 
-Pure, without I/O or clocks: the server uses it while ranks wait, and `gradsync trace` on dumps. A rank remembers only
-its last collectives, so collectives that at least two ranks remember are compared. A rank that is only behind the
-others does not differ from them.
+The functions have no I/O and no clocks: the server uses them while ranks wait, and `gradsync trace` uses them on dumps.
+A rank remembers only its last collectives, so only collectives that at least two ranks remember are compared. A rank
+that is only behind the others does not differ from them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Call(NamedTuple):
     """One collective that a rank has begun.
 
     Attributes:
-        digest: equal on ranks that call the same collective.
-        what: the collective in words.
+        digest: a number that is equal on ranks that call the same collective.
+        what: the description of the collective.
     """
 
     digest: int
@@ -29,9 +29,9 @@ class History(NamedTuple):
     """The collectives of a group that one rank remembers.
 
     Attributes:
-        rank: in the world.
-        begun: how many collectives of the group the rank has begun.
-        calls: by number, counted from 1, without messages.
+        rank: the rank's number in the world.
+        begun: the number of collectives of the group that the rank has begun.
+        calls: the collectives by their number, from 1, without messages.
     """
 
     rank: int
@@ -43,11 +43,11 @@ class Divergence(NamedTuple):
     """The first collective of a group in which ranks differ.
 
     Attributes:
-        group: its name.
-        number: of the collective.
-        sides: the calls, each with its ranks; the call of most ranks comes last.
-        is_certainly_first: whether the collective before was compared between all of these ranks and found equal;
-            else the ranks may have differed earlier than they remember.
+        group: the name of the group.
+        number: the number of the collective.
+        sides: the different calls, each with its ranks; the call of most ranks comes last.
+        is_certainly_first: whether all of these ranks remember the collective before, and called the same one; else
+            they may have differed in collectives that they no longer remember.
     """
 
     group: str
@@ -64,7 +64,7 @@ class Divergence(NamedTuple):
         """Returns the difference in a sentence.
 
         Args:
-            where: follows the group's name.
+            where: text that follows the group's name.
         """
         *few, (most, most_ranks) = self.sides
         first, *later = few
@@ -78,7 +78,7 @@ class Divergence(NamedTuple):
 
 
 def first_divergence(group: str, histories: Iterable[History]) -> Divergence | None:
-    """Returns the first collective in which ranks of a group differ; None if they agree as far as they remember."""
+    """Returns the first collective in which ranks of a group differ; None if all remembered collectives agree."""
     known = list(histories)
     numbers = compared(known)
     for number in numbers:
@@ -111,10 +111,10 @@ class Wait(NamedTuple):
     """A rank that is inside a collective.
 
     Attributes:
-        rank: in the world.
-        group, number: of the collective; the number is 0 in a send or receive.
-        what: the collective in words.
-        for_ranks: the members that have not begun it; empty if all have, or if nothing is known of them.
+        rank: the rank's number in the world.
+        group, number: the group and the number of the collective; the number of a send or receive is 0.
+        what: the description of the collective.
+        for_ranks: the members that have not begun the collective; empty if all have begun it, or if this is unknown.
     """
 
     rank: int
@@ -133,7 +133,7 @@ def circle(waits: Iterable[Wait]) -> list[Wait] | None:
     for wait in waits:
         by_rank.setdefault(wait.rank, []).append(wait)
     for start in sorted(by_rank):
-        came_by: dict[int, Wait] = {}  # by rank: the wait that leads to it; the shortest way first
+        came_by: dict[int, Wait] = {}  # for each rank, the wait that leads to it on the shortest way
         left = [start]
         for rank in left:
             for wait in by_rank.get(rank, ()):

@@ -1,7 +1,7 @@
 """A dump: the JSON file in which a rank writes its last collectives and the stacks of its threads.
 
-The schema stands here once: `snapshot` and `write_dump` make a dump, `read_dumps` checks it and reads it back for
-`gradsync trace`. triggers.py decides when a dump is written.
+SCHEMA describes the file. `snapshot` and `write_dump` make a dump; `read_dumps` checks it and reads it for `gradsync
+trace`. triggers.py decides when a dump is written.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from gradsync.machine import machine_identity, run_with_timeout
 if TYPE_CHECKING:
     from pathlib import Path  # which takes long to load, and few processes write a file
 
-#: The value of a dump's field "format": tells a dump from other JSON files.
+#: The value of a dump's field "format", which other JSON files do not have.
 FORMAT = "gradsync flight recorder 1"
 #: The field of a Chrome trace, which `gradsync trace --out` may have written beside the dumps.
 CHROME_TRACE_KEY = "traceEvents"
 _MAX_DESCRIPTION_LINES = 1000
-_BYTES_PER_SECOND = 10e6  # that a file system writes at the least
+_BYTES_PER_SECOND = 10e6  # a file system writes at least so fast
 
 
-# The schema. A dump may have been cut, mixed up on its way, or edited by hand: every field is checked.
+# The schema. A dump may be cut off, damaged or edited by hand, so every field is checked.
 
 
 class Rule(NamedTuple):
     """What the value of a field must be.
 
     Attributes:
-        needed: in words that follow "needs to be".
-        accepts: whether a value is that.
+        needed: the description of the value, after the words "needs to be".
+        accepts: a function that returns whether a value is allowed.
     """
 
     needed: str
@@ -57,7 +57,7 @@ class OptionalField(NamedTuple):
 
 
 class ByName(NamedTuple):
-    """An object whose fields all have one schema, and names of one kind."""
+    """The schema of an object whose fields all have one schema, and whose names all follow one rule."""
 
     name: Rule
     schema: Any
@@ -68,7 +68,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_moment(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 2**40  # so that sums of several stay exact and finite
+    return type(value) in (int, float) and 0 <= value < 2**40  # sums of several such times are exact and finite
 
 
 def _is_plain(value: Any) -> bool:
@@ -90,7 +90,7 @@ _INTEGER = Rule("an integer of at least 0", _is_integer)
 _MOMENT = Rule("a moment in seconds", _is_moment)
 _STATE = Rule("'runs', 'ended' or 'failed'", lambda value: value in ("runs", "ended", "failed"))
 _DIGEST = Rule("16 hexadecimal digits", lambda value: re.fullmatch("[0-9a-f]{16}", value) is not None)
-# Below 0, in dumps from before 0.2: several buckets that were reduced as one.
+# In dumps of versions before 0.2 a number below 0 means several buckets that were reduced as one.
 _BUCKET_NUMBER = Rule("an integer", lambda value: type(value) is int and abs(value) < 2**63)
 _PLAIN = Rule(
     "a text, a number, or a list of them",
@@ -98,16 +98,16 @@ _PLAIN = Rule(
 )
 _ANY_NAME = Rule("a text", lambda _: True)
 
-#: A dict is an object with these fields and any others, a list of one schema is a list of such values, and a tuple is
-#: a list of so many values, each by its rule.
+#: The schema of a dump. A dict stands for an object with these fields; it may have others. A list with one schema is
+#: a list of such values. A tuple of rules is a list of so many values, each checked by its rule.
 SCHEMA: dict[str, Any] = {
     "format": _TEXT,
     "reason": _TEXT,
-    "rank": _or_none(_INTEGER),  # in the world; null before the ranks have met, where no launcher says it
+    "rank": _or_none(_INTEGER),  # in the world; null before the ranks have joined, if no launcher has set it
     "pid": _INTEGER,
     "host": _TEXT,
     "machine": _TEXT,
-    "monotonic_seconds": _MOMENT,  # when the dump was made, by the two clocks
+    "monotonic_seconds": _MOMENT,  # the time of the dump, by both clocks
     "wall_seconds": _MOMENT,
     "groups": [
         {
@@ -128,8 +128,8 @@ SCHEMA: dict[str, Any] = {
     ],
     "calls": ByName(_DIGEST, ByName(_ANY_NAME, _PLAIN)),
     "stacks": _TEXT,
-    "raised_at": OptionalField(_TEXT),  # where the exception was raised that ended this rank
-    "package": _TEXT,  # the folder of gradsync: tells its lines of the stacks from the program's
+    "raised_at": OptionalField(_TEXT),  # the line of code that raised the exception which ended this rank
+    "package": _TEXT,  # the folder of gradsync: lines of other folders in the stacks are the program's
     "trace": OptionalField(
         {
             "phases": [(_TEXT, _INTEGER, _TEXT, _MOMENT, _MOMENT)],
@@ -144,16 +144,16 @@ _BUCKET = {**_CALL, "bucket": _BUCKET_NUMBER, "gradients": _TEXTS, "collective":
 
 
 class DamagedError(ValueError):
-    """A field is missing or is not what the schema asks for; the text names the field, and says what is there."""
+    """A field of a dump is missing or does not follow the schema; the text names the field and its value."""
 
 
 def check(value: Any, schema: Any, place: str = "") -> None:
-    """Raises DamagedError where a value is not what a schema asks for.
+    """Raises DamagedError if a value does not follow a schema.
 
     Args:
-        value: read from JSON.
-        schema: see SCHEMA.
-        place: of the value in the file, as "groups[0].begun"; "" for the whole file.
+        value: a value that was read from JSON.
+        schema: the schema, see SCHEMA.
+        place: the place of the value in the file, such as "groups[0].begun"; "" for the whole file.
     """
     if isinstance(schema, Rule):
         if not schema.accepts(value):
@@ -167,7 +167,7 @@ def check(value: Any, schema: Any, place: str = "") -> None:
         if not isinstance(value, list) or len(value) != len(schema):
             raise _refused(place, f"a list of {len(schema)} fields", value)
         for column, (rule, each) in enumerate(zip(schema, value, strict=True)):
-            if not rule.accepts(each):  # half a million rows at most: no text is made but for the refused one
+            if not rule.accepts(each):  # half a million rows at most, so only a refused value makes a text
                 raise _refused(f"{place}[{column}]", rule.needed, each)
     elif not isinstance(value, dict):
         raise _refused(place or "it", "an object", value)
@@ -196,9 +196,9 @@ def snapshot(reason: str, tracer: tracing.Tracer | None = None, raised_at: str =
     """Returns the content of a dump, by SCHEMA.
 
     Args:
-        reason: why the dump is made.
-        tracer: holds the events of a trace; None takes the tracer that is active, if there is one.
-        raised_at: the place where the exception was raised that ends this rank, if one does.
+        reason: the reason of the dump.
+        tracer: the tracer with the events of a trace; None takes the active tracer, if there is one.
+        raised_at: the line of code that raised the exception which ends this rank; "" if there is none.
     """
     import socket
 
@@ -225,7 +225,7 @@ def snapshot(reason: str, tracer: tracing.Tracer | None = None, raised_at: str =
 
 
 def _group(recorder: FlightRecorder, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns one group's part, and adds its collectives to `calls`, by digest."""
+    """Returns the part of one group, and adds its collectives to `calls` under their digests."""
     place = recorder.place
     return {
         "group": recorder.group,
@@ -271,12 +271,12 @@ def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: 
     Args:
         path: a file that ends in .json, or a folder, in which the file is named after rank and pid.
         reason, tracer, raised_at: as for `snapshot`.
-        seconds: that the file system may take, and more for a large dump.
+        seconds: the time limit for writing; a large dump has more time.
 
     Raises:
-        InvalidArgument: the file cannot be written, or not in time.
+        InvalidArgument: the file cannot be written, or not within the time limit.
     """
-    import json  # here: few processes write a dump, and start-up counts
+    import json  # imported here to keep the start of a rank short: few processes write a dump
 
     content = snapshot(reason, tracer, raised_at)
     if path.suffix != ".json":
@@ -291,16 +291,16 @@ def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: 
 
 
 def write_whole(path: Path, text: str, seconds: float) -> None:
-    """Replaces a file at once, and makes its folders: a reader finds the old content or the new one, never half.
+    """Replaces a file atomically, and makes its folders: a reader finds the old content or the new content.
 
     Args:
-        path: of the file.
+        path: the file.
         text: its new content.
-        seconds: that this may take. A write that takes longer goes on in the background.
+        seconds: the time limit. A write that takes longer goes on in the background.
 
     Raises:
         OSError: the file cannot be written.
-        TimeoutError: not in time, or an earlier write to this folder still hangs.
+        TimeoutError: the time limit was reached, or an earlier write to this folder still hangs.
     """
     if path.parent in _hanging and not _hanging[path.parent].is_set():
         raise TimeoutError("the file system has not taken an earlier file yet")
@@ -319,7 +319,7 @@ def write_whole(path: Path, text: str, seconds: float) -> None:
             raise
         _hanging[path.parent] = returned
         raise TimeoutError(f"the file system has not taken it within {seconds:.3g} s") from None
-    except RuntimeError:  # no thread can be started: there are too many, or the interpreter ends (Python 3.12)
+    except RuntimeError:  # no thread can be started: there are too many, or the interpreter ends
         write()
 
 
@@ -335,11 +335,12 @@ def _write_beside(path: Path, text: str) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """Returns the file that is written, and then renamed."""
+    """Returns the name of the temporary file, which is renamed once it is complete."""
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}")
 
 
-_hanging: dict[Path, threading.Event] = {}  # by folder: set once the write that took too long has returned
+# The writes that took too long, by folder; the event is set once the write has returned.
+_hanging: dict[Path, threading.Event] = {}
 
 
 os.register_at_fork(after_in_child=_hanging.clear)
@@ -352,11 +353,11 @@ class DumpedCall(NamedTuple):
     """A collective, or a message, of a dump.
 
     Attributes:
-        number: in its group; a message has the number of the collective before it.
-        digest: equal on ranks that call the same collective.
-        what: the collective in words.
+        number: its number in its group; a message has the number of the collective before it.
+        digest: a number that is equal on ranks that call the same collective.
+        what: its description.
         state: "runs", "ended" or "failed".
-        began, ended: in the monotonic seconds of its machine; `ended` is None while it runs.
+        began, ended: its times in the monotonic seconds of the machine; `ended` is None while it runs.
         is_message: whether it is a message.
         facts: operation, dtype, shape or gradients, root or peer.
     """
@@ -375,10 +376,10 @@ class DumpedGroup(NamedTuple):
     """The collectives of a group that one rank remembers.
 
     Attributes:
-        name: of the group.
+        name: the name of the group.
         ranks: the members' ranks in the world.
-        begun: how many collectives the rank has begun.
-        calls: the last collectives and messages, oldest first.
+        begun: the number of collectives that the rank has begun.
+        calls: the last collectives and messages, the oldest first.
     """
 
     name: str
@@ -388,16 +389,16 @@ class DumpedGroup(NamedTuple):
 
 
 class Dump(NamedTuple):
-    """One dump, as it was read.
+    """The content of one dump.
 
     Attributes:
-        path: of the file.
+        path: the file.
         rank, pid, host, machine, reason, stacks, package, raised_at: see SCHEMA.
-        at: when it was written, in monotonic seconds of its machine.
-        wall_at: the same moment by the wall clock.
-        groups: by name.
-        phases, arrivals, steps: of a trace.
-        left_out: further events, for which the trace had no room.
+        at: the time of the dump in monotonic seconds of its machine.
+        wall_at: the same time by the wall clock.
+        groups: the groups by name.
+        phases, arrivals, steps: the events of a trace.
+        left_out: the number of further events, for which the trace had no room.
     """
 
     path: Path
@@ -422,10 +423,11 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
     """Reads the dumps of a run.
 
     Args:
-        paths: files, or folders of them.
+        paths: dumps, or folders of dumps.
 
     Returns:
-        The latest dump of each rank, by rank, and the other dumps: of earlier starts, or without a rank.
+        The latest dump of each rank in the order of ranks, and the other dumps: those of earlier starts, and those
+        without a rank.
 
     Raises:
         InvalidArgument: there are no dumps, a file is not a dump, or no dump has a rank.
@@ -440,14 +442,14 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
     latest = {dump.rank: dump for dump in dumps if dump.rank is not None}
     if not latest:
         raise InvalidArgument(
-            f"no dump in {', '.join(map(str, paths))} tells its rank: all were written before init_process_group()"
+            f"no dump in {', '.join(map(str, paths))} has a rank: all were written before init_process_group()"
         )
     kept = sorted(latest.values(), key=lambda dump: dump.rank or 0)
     return kept, [dump for dump in dumps if dump not in kept]
 
 
 def _contents(path: Path) -> Iterator[tuple[Path, Any]]:
-    """Gives a file, or the files of a folder without Chrome traces, which `gradsync trace --out` may have written."""
+    """Yields a file, or the files of a folder except Chrome traces, which `gradsync trace --out` may have written."""
     if not path.is_dir():
         yield path, _content(path)
         return
@@ -502,7 +504,7 @@ def _dump(path: Path, content: Any) -> Dump:
 
 
 def printable(line: str) -> str:
-    """Returns a line with escapes for all that a terminal would act upon or cannot show: a dump may hold any text."""
+    """Returns a line with escapes for control characters: a dump may contain any text."""
     return "".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in line])
 
 
@@ -528,7 +530,7 @@ def _dumped_group(content: dict[str, Any], place: str, calls: dict[str, dict[str
 
 
 def call_text(facts: dict[str, Any]) -> str:
-    """Returns a collective in words; a bucket's as "all_reduce(mean) of bucket 3 [conv1.weight, 12 more]"."""
+    """Returns the description of a collective; of a bucket "all_reduce(mean) of bucket 3 [conv1.weight, 12 more]"."""
     if "bucket" not in facts:
         return str(facts["what"])
     names = names_text(facts["gradients"], shown=1)

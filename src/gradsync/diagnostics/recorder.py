@@ -1,7 +1,8 @@
 """The flight recorder: which collectives a rank has begun, and when each ended.
 
-It is always on, so it must cost almost nothing: an entry is a short list in a ring, made when the collective begins and
-completed when it ends. It becomes text only when somebody reads it. Any thread may read at any moment.
+The recorder is always on, so it must cost almost nothing: an entry is a short list in a ring. The list is made when the
+collective begins and completed when it ends. It becomes text only when a report needs it. Any thread may read the
+entries at any time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from weakref import WeakSet
 
 from gradsync.environment import FLIGHT_RECORDER_ENTRIES
 
-_REMEMBERED_RECORDERS = 16  # kept after their communicators end: a failure ends them, and is looked into then
+_REMEMBERED_RECORDERS = 16  # the recorders kept after their communicators end; a report about a failure needs them
 
 
 class Recorded(Protocol):
@@ -23,7 +24,7 @@ class Recorded(Protocol):
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a message. Messages have no number, as the other ranks of the group take no part."""
+        """Whether it is a message. Messages have no number, because only two ranks of the group take part."""
 
     @property
     def digest(self) -> int:
@@ -36,16 +37,16 @@ class Recorded(Protocol):
         """Returns the parts of the description, for JSON: operation, dtype, shape or gradients, root or peer."""
 
     def lines(self) -> list[str]:
-        """Returns all that the ranks must agree on, as text."""
+        """Returns everything that the ranks must agree on, as lines of text."""
 
 
 class Place(NamedTuple):
     """The communicator that a recorder belongs to.
 
     Attributes:
-        rank: this rank in the communicator.
+        rank: this rank's number in the communicator.
         ranks: the members' ranks in the world.
-        backend: of the communicator.
+        backend: the name of the communicator's backend.
     """
 
     rank: int
@@ -53,8 +54,8 @@ class Place(NamedTuple):
     backend: str
 
 
-# The fields of an Entry, completed in place. A list, because an object costs twice as much to make, and because a list
-# is copied in one step: a reader never sees half an entry, nor fields of two.
+# The fields of an Entry, which are completed in place. It is a list, because an object takes twice as long to make, and
+# because Python copies a list in one step: a reader never gets a part of an entry, or fields of two entries.
 Running = list[Any]
 _ENDED, _FAILED = 3, 4
 
@@ -63,11 +64,12 @@ class Entry(NamedTuple):
     """One collective of this rank.
 
     Attributes:
-        number: counted from 1 on its communicator, the same on all ranks of one program. A message has the number of
-            the collective before it.
-        what: the description.
-        began: when this rank entered the collective, in time.monotonic() seconds.
-        ended: when the collective ended, on a GPU when its end was noticed; None while it runs.
+        number: the number of the collective on its communicator, from 1, the same on all ranks of one program. A
+            message has the number of the collective before it.
+        what: the description of the collective.
+        began: the time at which this rank entered the collective, in time.monotonic() seconds.
+        ended: the time at which the collective ended, or at which this process noticed its end on a GPU; None while it
+            runs.
         failed: whether the collective ended with an error.
     """
 
@@ -79,7 +81,7 @@ class Entry(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The collective in a sentence: "all_reduce(sum) #57 (float32[1000] 4 kB)"."""
+        """The collective with its number, for a sentence: "all_reduce(sum) #57 (float32[1000] 4 kB)"."""
         headline = self.what.headline()
         name, bracket, details = headline.partition(") ")  # "broadcast(root 0) float32[3] 12 bytes"
         name, details = (name + ")", details) if bracket else headline.partition(" ")[::2]
@@ -100,12 +102,12 @@ class FlightRecorder:
 
     Args:
         group: the communicator's name.
-        entries: how many are remembered; None takes GRADSYNC_FLIGHT_RECORDER_ENTRIES, or 64.
-        place: the communicator. `recorders` finds the recorders that have one.
+        entries: the number of entries to remember; None takes GRADSYNC_FLIGHT_RECORDER_ENTRIES, or 64.
+        place: the communicator. `recorders` returns only recorders with a place.
 
     Attributes:
         group, place: see above.
-        begun: how many collectives this rank has begun.
+        begun: the number of collectives that this rank has begun.
     """
 
     __slots__ = ("__weakref__", "_noted", "_ring", "_running", "_size", "begun", "group", "place")
@@ -114,7 +116,7 @@ class FlightRecorder:
         self.group = group
         self.place = place
         self.begun = 0
-        self._noted = 0  # collectives and messages
+        self._noted = 0  # the number of collectives and messages
         self._size = max(FLIGHT_RECORDER_ENTRIES.read(), _least_entries) if entries is None else entries
         self._ring: list[Running | None] = [None] * self._size
         self._running: Running | None = None
@@ -129,7 +131,7 @@ class FlightRecorder:
             ring: list[Running | None] = [None] * entries
             for number in range(max(noted - self._size, 0) + 1, noted + 1):
                 ring[number % entries] = self._ring[number % self._size]
-            if self._noted == noted:  # else a collective has begun meanwhile, which the copy may lack
+            if self._noted == noted:  # else a collective has begun meanwhile, and the copy may lack it
                 self._ring, self._size = ring, entries
 
     def begin(self, what: Recorded) -> None:
@@ -145,17 +147,17 @@ class FlightRecorder:
         if running is not None:
             self._running = None
             if failed:
-                running[_FAILED] = True  # first, so that no reader takes it for done
+                running[_FAILED] = True  # first, so that no reader takes the collective for a successful one
             running[_ENDED] = monotonic()
 
     def hand_over(self) -> Running | None:
-        """Returns the running collective, for the caller to `finish`: on a GPU it outlasts the call that began it."""
+        """Returns the running collective for the caller to `finish`: on a GPU it runs on after the call returns."""
         running, self._running = self._running, None
         return running
 
     @property
     def last(self) -> Entry | None:
-        """The entry that was begun last."""
+        """The entry that began last."""
         running = self._ring[self._noted % self._size]
         return None if running is None else Entry(*running)
 
@@ -164,7 +166,7 @@ class FlightRecorder:
         return sorted((Entry(*running) for running in list(self._ring) if running is not None), key=_began)
 
     def describe(self, last: int = 8) -> str:
-        """Returns the last collectives as text, newest first, one a line; "" where there are none."""
+        """Returns the last collectives as text, the newest first, one on each line; "" if there are none."""
         newest = self.entries()[::-1][:last]
         now = monotonic()
         return "\n".join([entry.describe(now) for entry in newest])
@@ -176,17 +178,17 @@ _latest: deque[FlightRecorder] = deque(maxlen=_REMEMBERED_RECORDERS)
 
 
 def recorders() -> list[FlightRecorder]:
-    """Returns the recorders of this process's communicators, and of the last ones that ended. For any thread."""
+    """Returns the recorders of this process's communicators, and of the last ones that ended; on any thread."""
     for _ in range(8):
         try:
             return list(dict.fromkeys([*_latest, *_in_use]))
-        except RuntimeError:  # another thread has just made one
+        except RuntimeError:  # another thread has just made a recorder
             continue
     return list(_latest.copy())
 
 
 def remember_at_least(entries: int) -> None:
-    """Makes present and future recorders remember at least so many entries; 0 resets future ones to the default."""
+    """Makes all recorders remember at least so many entries, future ones too; 0 resets future ones to the default."""
     global _least_entries
     _least_entries = entries
     for recorder in recorders():
@@ -208,14 +210,14 @@ def finish(running: Running, *, failed: bool) -> None:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a duration to read: "12.0 us", "1.2 ms", "300.0 s"."""
+    """Returns a duration as text: "12.0 us", "1.2 ms", "300.0 s"."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds:.1f} s"
 
 
 def size_text(size_bytes: int) -> str:
-    """Returns a size to read, in decimal units: "72 bytes", "25.6 MB"."""
+    """Returns a size as text in decimal units: "72 bytes", "25.6 MB"."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.3g} {name}"
@@ -223,7 +225,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def names_text(names: Sequence[str], shown: int = 2) -> str:
-    """Returns the first names, and how many more there are: "[conv1.weight, conv1.bias, 12 more]"."""
+    """Returns the first names and the number of further names: "[conv1.weight, conv1.bias, 12 more]"."""
     more = len(names) - shown
     return f"[{', '.join([*names[:shown], *([f'{more} more'] if more > 0 else [])])}]"
 

@@ -20,22 +20,23 @@ _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _INSTALLED = os.path.join(_STANDARD_LIBRARY, "site-packages", "")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
 _SERVICE_THREADS = "gradsync-"  # how the names of gradsync's own threads begin
-# Numbers of innermost frames that are tried, until the text fits.
+# The numbers of innermost frames that are tried until the text is short enough.
 _FRAMES = (64, 32, 16, 8, 4, 2, 1)
 _NAMES = 3
 _LINE_CHARACTERS = 160
-_SOURCE_SECONDS = 1.0  # to read the lines of the program from its file system
-_hanging: set[str] = set()  # files that were not read in that time, and are not tried again
+_SOURCE_SECONDS = 1.0  # the time limit for reading the lines of the program from its file system
+_hanging: set[str] = set()  # files that could not be read in this time; they are not tried again
 
 
 def stack_report(max_bytes: int = MAX_BYTES) -> str:
-    """Returns the stacks of all threads but gradsync's own, the main thread's first, innermost frames first.
+    """Returns the stacks of all threads except gradsync's own: the main thread first, the innermost frames first.
 
-    Of calls within gradsync only the outermost is shown. Threads with equal stacks are shown once. Outer frames are
-    left out if the text is too long. Never raises, and takes milliseconds: any thread may call it at any time.
+    The text shows only the outermost of consecutive calls within gradsync. Threads with equal stacks are shown once.
+    Outer frames are left out if the text is too long. This function never raises, and takes milliseconds. Any thread
+    may call it at any time.
 
     Args:
-        max_bytes: the most bytes of the text, in UTF-8.
+        max_bytes: the largest size of the text, in UTF-8.
     """
     try:
         return _report(max_bytes)
@@ -63,7 +64,7 @@ def _stacks() -> dict[tuple[str, ...], list[str]]:
     _read_sources({code.co_filename for _, shown, _ in told for code, _ in shown})
     by_stack: dict[tuple[str, ...], list[str]] = {}
     for name, shown, has_more in told:
-        more = [""] if has_more else []  # never shown: only tells stacks apart
+        more = [""] if has_more else []  # it makes the keys of different stacks different, and is never shown
         by_stack.setdefault((*starmap(_line_text, shown), *more), []).append(name)
     return by_stack
 
@@ -71,16 +72,16 @@ def _stacks() -> dict[tuple[str, ...], list[str]]:
 def _shown(frame: FrameType | None) -> tuple[list[tuple[CodeType, int]], bool]:
     """Returns code and line of each frame, the innermost first, and whether there are more frames.
 
-    Of calls within gradsync only the outermost is returned.
+    Of consecutive calls within gradsync only the outermost is returned.
     """
     shown: list[FrameType] = []
     while frame is not None and len(shown) < _FRAMES[0]:
         if shown and frame.f_code.co_filename.startswith(_LAUNCHING):
-            frame = None  # further out are only the callers of the user's code
+            frame = None  # the outer frames are those of the launcher, which has called the user's code
             break
         if _is_ours(frame):
             while shown and _is_of_python(shown[-1]):
-                shown.pop()  # a call of gradsync's, such as of a lock
+                shown.pop()  # gradsync has called this function, for example of a lock
         if frame.f_code.co_filename not in (__file__, contextlib.__file__):
             if shown and _is_ours(shown[-1]) and _is_ours(frame):
                 shown.pop()

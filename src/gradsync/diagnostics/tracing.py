@@ -1,7 +1,7 @@
-"""When the phases of each collective began and ended, while a trace is on: packing, waiting, reducing, splitting.
+"""A trace: the times of the phases of each collective, such as packing, waiting, reducing and splitting.
 
-Without a trace, the cost is one look at `active` for each bucket and gradient. With one, each phase is a tuple that is
-kept until the process writes its dump (dump.py). `gradsync trace` turns dumps into a picture.
+Without a trace, each bucket and each gradient only reads the variable `active`. During a trace each phase is a tuple,
+which is kept until the process writes its dump (dump.py). `gradsync trace` makes a picture of dumps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from gradsync.diagnostics.recorder import FlightRecorder, remember_at_least
 
-#: How many collectives a recorder remembers during a trace.
+#: The number of collectives that a recorder remembers during a trace.
 TRACED_ENTRIES = 16_384
 _MAX_EVENTS = 500_000
 
@@ -20,10 +20,10 @@ class Phase(NamedTuple):
     """A part of a collective.
 
     Attributes:
-        group: of the collective.
-        number: its number in the group.
+        group: the group of the collective.
+        number: the number of the collective in the group.
         name: "packing", "waiting", "reducing", "splitting" or "launching".
-        began, ended: in time.monotonic() seconds.
+        began, ended: the times of the phase, in time.monotonic() seconds.
     """
 
     group: str
@@ -54,8 +54,8 @@ class Laps:
     """The phases of one collective, one after the other.
 
     Args:
-        tracer: records the phases.
-        recorder: of the communicator, whose last collective it is.
+        tracer: the tracer that records the phases.
+        recorder: the communicator's recorder; its last collective is the one that is timed.
     """
 
     __slots__ = ("_group", "_number", "_since", "_tracer")
@@ -78,7 +78,7 @@ class Tracer:
 
     Attributes:
         phases, arrivals, steps: the events.
-        left_out: how many further events there were.
+        left_out: the number of further events, which were not recorded.
     """
 
     def __init__(self) -> None:
@@ -93,19 +93,19 @@ class Tracer:
         return Laps(self, recorder)
 
     def arrive(self, group: str, name: str, *, is_first: bool) -> None:
-        """Records a gradient's hand-over; `is_first` begins a step, as the one before may have failed."""
+        """Records a gradient's hand-over. `is_first` begins a step, also if the step before has failed."""
         now = monotonic()
         if is_first:
             self._step_began[group] = now
         self.note(self.arrivals, Arrival(group, name, now))
 
     def end_step(self, group: str, gradients: int) -> None:
-        """Records the end of the step that began with the last first gradient."""
+        """Records the end of the step that began last."""
         now = monotonic()
         self.note(self.steps, TracedStep(group, gradients, self._step_began.pop(group, now), now))
 
     def note(self, events: list[Any], event: Phase | Arrival | TracedStep) -> None:
-        """Keeps an event, while there is room."""
+        """Keeps an event, unless the list is full."""
         if len(events) < _MAX_EVENTS:
             events.append(event)
         else:
@@ -121,7 +121,7 @@ class Tracer:
         }
 
 
-#: The tracer during a trace, else None. Not behind a function, as every bucket and every gradient reads it.
+#: The tracer during a trace, else None. It is a variable, because every bucket and every gradient reads it.
 active: Tracer | None = None
 
 

@@ -1,6 +1,7 @@
-"""When a process writes its dump (dump.py): on demand, at a failure, at Ctrl-C, on SIGUSR2, and when a trace ends.
+"""Decides when a process writes its dump: on demand, at a failure, at Ctrl-C, on SIGUSR2, and when a trace ends.
 
-All but `gs.dump_flight_recorder()` and `gs.trace()` only where GRADSYNC_DUMP_DIR or GRADSYNC_TRACE names a folder.
+`gs.dump_flight_recorder()` and `gs.trace()` always write a dump. At the other events a process writes one only if
+GRADSYNC_DUMP_DIR or GRADSYNC_TRACE names a folder.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, Ra
 if TYPE_CHECKING:
     from pathlib import Path  # which takes long to load, and few processes write a file
 
-# How long the file system may take: while a failure waits to be reported, and otherwise.
+# The time limits of the file system: while a failure waits to be reported, and otherwise.
 _URGENT_SECONDS, _PATIENT_SECONDS = 2.0, 60.0
 _OF_A_COLLECTIVE = (CollectiveTimeout, RankFailed, PlanMismatch)
 
@@ -33,11 +34,12 @@ _log = logging.getLogger("gradsync")
 def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
     """Writes this process's last collectives, and the stacks of its threads, to a JSON file.
 
-    Not collective, and any thread may call it at any time. `gradsync trace FOLDER` compares the files of all ranks.
+    It is not a collective, and any thread may call it at any time. `gradsync trace FOLDER` compares the files of all
+    ranks.
 
     Args:
         path: a file that ends in .json, or a folder, which is made if needed; in it the file is named after rank and
-            pid. None is the folder of GRADSYNC_DUMP_DIR, or the current one.
+            pid. None is the folder of GRADSYNC_DUMP_DIR, or else the current folder.
 
     Returns:
         The path of the file.
@@ -53,17 +55,17 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
 
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Records, within the block, when each bucket was packed, waited for, reduced and split.
+    """Records when each bucket of the block was packed, waited for, reduced and split.
 
-    Not collective; `gradsync trace` shows the ranks that traced. The end of the block writes a dump. Within the block
-    the recorder remembers 16,384 collectives.
+    It is not a collective; `gradsync trace` shows the ranks that have traced. The end of the block writes a dump. In
+    the block the recorder remembers 16,384 collectives.
 
     Args:
         path: as for dump_flight_recorder.
 
     Raises:
-        InvalidArgument: this process is traced already, or the file cannot be written. An error of the block itself
-            is raised instead of the latter.
+        InvalidArgument: a trace of this process is on already, or the file cannot be written. If the block itself
+            raises an error, that error is raised.
     """
     from pathlib import Path
 
@@ -85,9 +87,9 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def arm() -> None:
-    """Turns on what the environment asks for: dumps at failures, Ctrl-C and SIGUSR2, a trace at the process's end.
+    """Turns on dumps or a trace, if GRADSYNC_DUMP_DIR or GRADSYNC_TRACE is set.
 
-    A handler of these signals that the program has installed stays, and one that it installs later replaces this one.
+    A signal handler that the program has installed is kept; a handler that it installs later replaces this one.
     """
     global _folder, _traced_folder
     folder, traced = DUMP_DIR.read(), TRACE.read()
@@ -96,7 +98,7 @@ def arm() -> None:
     from pathlib import Path
 
     if folder is not None and _folder is None:
-        import signal  # here, as most processes do without it, and start-up counts
+        import signal  # imported here to keep the start of a rank short: few processes need it
 
         _folder = Path(os.path.abspath(folder))
         if threading.current_thread() is threading.main_thread():
@@ -113,9 +115,10 @@ def arm() -> None:
 
 
 def dump_because(failure: str, raised_at: str = "") -> None:
-    """Writes a dump where GRADSYNC_DUMP_DIR asks for it; never raises.
+    """Writes a dump if GRADSYNC_DUMP_DIR is set; never raises.
 
-    A dump that Ctrl-C has made stays until another collective begins: it shows where the rank was.
+    If Ctrl-C has made a dump, and no other collective has begun since, that dump is kept: it shows the rank's line of
+    code at the time of Ctrl-C.
     """
     with _in_turn():
         if _interrupted_at is None or _has_begun_since(_interrupted_at):
@@ -123,19 +126,19 @@ def dump_because(failure: str, raised_at: str = "") -> None:
 
 
 def dump_at_failure(error: BaseException) -> None:
-    """Writes a dump for an error of a collective, which other ranks report too."""
+    """Writes a dump for an error of a collective; other ranks report the same failure."""
     if isinstance(error, _OF_A_COLLECTIVE):
         _dump_because_of(error, raised_at="")
 
 
 def dump_at_exception(error: BaseException) -> None:
-    """Writes a dump for any other error that ends this rank; a collective's has its dump already."""
+    """Writes a dump for any other error that ends this rank; an error of a collective has a dump already."""
     if not isinstance(error, _OF_A_COLLECTIVE):
         _dump_because_of(error, raised_at="" if _follows_a_failure(error) else str(raised_at(error) or ""))
 
 
 def _follows_a_failure(error: BaseException) -> bool:
-    """Whether an error was raised because of an error of a collective, or while that was handled."""
+    """Whether an error was raised because of an error of a collective, or while that error was handled."""
     seen: set[int] = set()
     earlier = error.__cause__ or error.__context__
     while earlier is not None and id(earlier) not in seen:
@@ -147,7 +150,7 @@ def _follows_a_failure(error: BaseException) -> bool:
 
 
 def write_trace() -> None:
-    """Writes the trace that GRADSYNC_TRACE asks for; a later call replaces the file."""
+    """Writes the trace if GRADSYNC_TRACE is set; a later call replaces the file."""
     if _traced_folder is not None and recorders():
         try:
             write_dump(_traced_folder, f"{TRACE} is set", None, _PATIENT_SECONDS)
@@ -156,7 +159,7 @@ def write_trace() -> None:
 
 
 def _dump_because_of(error: BaseException, raised_at: str) -> None:
-    if _folder is not None:  # else the text is not needed
+    if _folder is not None:  # else no text is needed
         dump_because(headline(error).rstrip(":"), raised_at)
 
 
@@ -170,7 +173,7 @@ def _dump_now(reason: str, raised_at: str = "") -> None:
 
 @contextlib.contextmanager
 def _in_turn() -> Iterator[None]:
-    """Lets threads write their dumps one after the other; the last one stays."""
+    """Lets threads write their dumps one after the other; the last dump stays."""
     is_in_turn = _turn.acquire(timeout=_URGENT_SECONDS)
     try:
         yield
@@ -193,14 +196,14 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
     try:
         _interrupted_at = time.monotonic()
         _dump_in_handler(number, "Ctrl-C came (SIGINT)")
-    finally:  # also if the warning fails: the interrupted code may be writing to the same stream
+    finally:  # also if the warning fails, because the interrupted code was writing to the same stream
         import signal
 
         signal.default_int_handler(number, frame)
 
 
 def _dump_in_handler(number: int, reason: str) -> None:
-    """Writes a dump, unless this signal interrupts its own handler: that would repeat without end."""
+    """Writes a dump, unless this signal has interrupted its own handler, which could repeat without end."""
     if number in _handled:
         return
     _handled.add(number)
@@ -211,15 +214,15 @@ def _dump_in_handler(number: int, reason: str) -> None:
         _handled.discard(number)
 
 
-_turn = threading.RLock()  # re-entrant: a signal's handler may interrupt the thread that holds it
-_handled: set[int] = set()  # signals whose handler the main thread is in
-_interrupted_at: float | None = None  # when Ctrl-C made a dump
+_turn = threading.RLock()  # re-entrant: a signal handler may interrupt the thread that holds the lock
+_handled: set[int] = set()  # the signals whose handlers the main thread is running
+_interrupted_at: float | None = None  # the time at which Ctrl-C made a dump
 _folder: Path | None = None
 _traced_folder: Path | None = None
 
 
 def _forget_after_fork() -> None:
-    """Forgets the folders: the child is no rank, and must not replace its parent's files."""
+    """Forgets the folders: the child of a fork is not a rank, and must not replace its parent's files."""
     global _folder, _traced_folder, _interrupted_at, _turn
     _folder = _traced_folder = _interrupted_at = None
     _turn = threading.RLock()
