@@ -61,6 +61,12 @@ def part(rank: int, size: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng([rank, size]).integers(0, 256, size, np.uint8)
 
 
+def gathered(path: StorePath, source: np.ndarray[Any, Any], bounds: Sequence[int]) -> np.ndarray[Any, Any]:
+    target = np.empty(bounds[-1], np.uint8)
+    path.all_gather(source, target, bounds, MOVING)
+    return target
+
+
 def check_moves(sizes: Sequence[int]) -> None:
     n = len(sizes)
     bounds = [0, *accumulate(sizes)]
@@ -69,14 +75,14 @@ def check_moves(sizes: Sequence[int]) -> None:
 
     def work(path: StorePath, client: RendezvousClient) -> None:
         rank = client.rank
-        np.testing.assert_array_equal(path.all_gather(parts[rank], bounds, MOVING), whole)
+        np.testing.assert_array_equal(gathered(path, parts[rank], bounds), whole)
         assert path.share_numbers([rank, -rank], MOVING) == [[r, -r] for r in range(n)]
         for root in range(n):
-            gathered = path.gather(parts[rank], bounds, root, MOVING)
-            assert (gathered is not None) == (rank == root)
-            if gathered is not None:
-                np.testing.assert_array_equal(gathered, whole)
-            scattered = path.scatter(whole if rank == root else None, bounds, root, MOVING)
+            target = np.zeros(bounds[-1], np.uint8)
+            path.gather(parts[rank], target if rank == root else None, bounds, root, MOVING)
+            np.testing.assert_array_equal(target, whole if rank == root else 0)
+            scattered = np.empty(sizes[rank], np.uint8)
+            path.scatter(whole if rank == root else None, scattered, bounds, root, MOVING)
             np.testing.assert_array_equal(scattered, parts[rank])
 
     assert run_paths([work] * n) == [None] * n
@@ -150,7 +156,7 @@ def test_a_full_store_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
             assert refused.wait(30)
             for number in range(4):
                 client.delete(f"from elsewhere/{number}")
-        return path.all_gather(part(client.rank, 150_000), [0, 150_000, 300_000], MOVING)
+        return gathered(path, part(client.rank, 150_000), [0, 150_000, 300_000])
 
     monkeypatch.setattr(store_path, "WINDOW_BYTES", 200_000)
     for got in run_paths([work] * 2):
@@ -161,7 +167,7 @@ def test_a_store_that_stays_full_is_told_in_the_end(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(store, "MAX_STORED_BYTES", 100_000)
 
     def work(path: StorePath, client: RendezvousClient) -> Any:
-        return path.all_gather(part(client.rank, 150_000), [0, 150_000, 300_000], MOVING)
+        return gathered(path, part(client.rank, 150_000), [0, 150_000, 300_000])
 
     errors = run_paths([work] * 2, timeout_seconds=0.5)
     assert any("the rendezvous stores at most 100000 bytes" in str(error) for error in errors), errors
@@ -169,7 +175,7 @@ def test_a_store_that_stays_full_is_told_in_the_end(monkeypatch: pytest.MonkeyPa
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     def come(path: StorePath, client: RendezvousClient) -> Any:
-        return path.all_gather(part(client.rank, 10), [0, 10, 20], MOVING)
+        return gathered(path, part(client.rank, 10), [0, 10, 20])
 
     def stay_away(path: StorePath, client: RendezvousClient) -> Any:
         client.get("never set")  # a rank that is alive, and elsewhere
@@ -182,7 +188,8 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def test_a_rank_that_fails_ends_the_wait_at_once() -> None:
     def come(path: StorePath, client: RendezvousClient) -> Any:
-        return path.gather(part(client.rank, 10), [0, 10, 20], 0, MOVING)
+        target = np.empty(20, np.uint8) if client.rank == 0 else None
+        return path.gather(part(client.rank, 10), target, [0, 10, 20], 0, MOVING)
 
     def fail(path: StorePath, client: RendezvousClient) -> None:
         client.report_failure("the disk is full")
@@ -198,7 +205,7 @@ def test_who_waits_looks_around() -> None:
 
     def come(path: StorePath, client: RendezvousClient) -> Any:
         try:
-            return path.all_gather(part(client.rank, 10), [0, 10, 20], MOVING)
+            return gathered(path, part(client.rank, 10), [0, 10, 20])
         finally:
             client.set("the end", b"")
 

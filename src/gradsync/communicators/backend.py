@@ -341,8 +341,11 @@ class Backend(ABC):
         """
 
     def make_host_path(self) -> HostPath:
-        """Returns the path for Python objects; all ranks make it at the first collective on objects."""
-        return OwnPath(self)
+        """Returns the path for Python objects; all ranks make it at the first collective on objects.
+
+        A backend whose arrays live on a GPU returns one that does not use the GPU.
+        """
+        return self
 
     # -- Launching ---------------------------------------------------------------------------------------------
 
@@ -411,67 +414,20 @@ class Backend(ABC):
         """Frees descriptors, memory and threads. Called once, with no collective running; must not block."""
 
 
-class HostPath(ABC):
-    """Moves bytes in host memory between ranks, for Python objects; with a GPU backend it does not use the GPU.
+class HostPath(Protocol):
+    """Moves bytes in host memory between ranks, for Python objects; see the methods of Backend with these names."""
 
-    Called within the communicator's turn. Every rank must call the same methods.
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement, /) -> list[list[int]]:
+        """Agrees on the collective; returns the numbers of every rank."""
 
-    Sources and results are 1-D uint8 arrays; `bounds` has the parts of the ranks, and is the same on all ranks.
-    """
+    def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement, /) -> None:
+        """Copies the parts of all ranks to every rank's target."""
 
-    @abstractmethod
-    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Agrees on the collective; returns the numbers of every rank, by rank, as many on each.
+    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement, /) -> None:
+        """Copies the parts of all ranks to the root's target."""
 
-        Raises:
-            PlanMismatch: the ranks disagree; no data was moved.
-        """
-
-    @abstractmethod
-    def all_gather(self, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
-        """Returns the parts of all ranks; `source` is this rank's part."""
-
-    @abstractmethod
-    def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
-        """Returns the parts of all ranks on the root, and None on the other ranks; `source` is this rank's part."""
-
-    @abstractmethod
-    def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
-        """Returns this rank's part of the root's `source`, which is None on the other ranks."""
-
-
-class OwnPath(HostPath):
-    """The host path of a backend whose arrays live in host memory: the backend's own methods.
-
-    Args:
-        backend: the communicator's backend.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """See HostPath."""
-        return self._backend.share_numbers(numbers, agreement)
-
-    def all_gather(self, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
-        """See HostPath."""
-        target = np.empty(bounds[-1], np.uint8)
-        self._backend.all_gather(source, target, bounds, agreement)
-        return target
-
-    def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
-        """See HostPath."""
-        target = np.empty(bounds[-1], np.uint8) if self._backend.rank == root else None
-        self._backend.gather(source, target, bounds, root, agreement)
-        return target
-
-    def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
-        """See HostPath."""
-        rank = self._backend.rank
-        target = np.empty(bounds[rank + 1] - bounds[rank], np.uint8)
-        self._backend.scatter(source, target, bounds, root, agreement)
-        return target
+    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement, /) -> None:
+        """Copies each rank's part of the root's source to that rank's target."""
 
 
 def checked_rank(backend: Backend, what: str, name: str, rank: object) -> int:

@@ -64,7 +64,7 @@ class Objects:
 
         def move(path: HostPath, numbers: list[list[int]]) -> tuple[Array, Bounds]:
             bounds = _bounds([sizes[0] for sizes in numbers])
-            return path.all_gather(_bytes_of(mine), bounds, agreement), bounds
+            return _gathered(path, _bytes_of(mine), bounds, agreement), bounds
 
         return self._unpack(*self._run(agreement, mine, 1, move), agreement)
 
@@ -85,7 +85,9 @@ class Objects:
 
         def move(path: HostPath, numbers: list[list[int]]) -> tuple[Array | None, Bounds]:
             bounds = _bounds([sizes[0] for sizes in numbers])
-            return path.gather(_bytes_of(mine), bounds, root, agreement), bounds
+            target = np.empty(bounds[-1], np.uint8) if self._backend.rank == root else None
+            path.gather(_bytes_of(mine), target, bounds, root, agreement)
+            return target, bounds
 
         gathered, bounds = self._run(agreement, mine, 1, move)
         return None if gathered is None else self._unpack(gathered, bounds, agreement)
@@ -108,7 +110,7 @@ class Objects:
 
         def move(path: HostPath, numbers: list[list[int]]) -> Array:
             bounds = _bounds([sizes[0] for sizes in numbers])  # only the root's part is not empty
-            return path.all_gather(_bytes_of(mine), bounds, agreement)
+            return _gathered(path, _bytes_of(mine), bounds, agreement)
 
         data = self._run(agreement, mine, 1, move)
         return obj if is_root else self._unpickle(data, root, agreement)
@@ -128,7 +130,9 @@ class Objects:
 
         def move(path: HostPath, numbers: list[list[int]]) -> Array:
             source = _bytes_of(mine) if backend.rank == root else None
-            return path.scatter(source, _bounds(numbers[root]), root, agreement)
+            target = np.empty(numbers[root][backend.rank], np.uint8)
+            path.scatter(source, target, _bounds(numbers[root]), root, agreement)
+            return target
 
         data = self._run(agreement, mine, backend.world_size, move)
         return self._unpickle(data, root, agreement)
@@ -142,7 +146,7 @@ class Objects:
     ) -> T:
         """Runs one collective: exchanges the sizes of up to `count` objects, or refusals, then moves the objects."""
         refusals: dict[int, str] = {}
-        with self._backend.lifetime.turn(_name_of(agreement), agreement):
+        with self._backend.lifetime.turn(agreement.describe().what, agreement):
             if self._path is None:
                 self._path = self._backend.make_host_path()
             numbers = self._path.share_numbers(mine.numbers(count), agreement)
@@ -180,7 +184,7 @@ class Objects:
         texts = [f"rank {self._backend.ranks[rank]}: {text}" for rank, text in refusals.items()]
         more = [f"and {len(texts) - _SHOWN_REFUSALS} more ranks"] if len(texts) > _SHOWN_REFUSALS else []
         shown = "; ".join(texts[:_SHOWN_REFUSALS] + more)
-        return InvalidArgument(f"{self._backend.label}: {_name_of(agreement)} moved nothing: {shown}")
+        return InvalidArgument(f"{self._backend.label}: {agreement.describe().what} moved nothing: {shown}")
 
     def _unpack(self, data: Array, bounds: Bounds, agreement: Agreement) -> list[Any]:
         parts = enumerate(pairwise(bounds))
@@ -193,7 +197,7 @@ class Objects:
             raise
         except BaseException as error:  # SystemExit too
             raise InvalidArgument(
-                f"{self._backend.label}: {_name_of(agreement)} received an object from rank "
+                f"{self._backend.label}: {agreement.describe().what} received an object from rank "
                 f"{self._backend.ranks[sender]} that does not unpickle here: {describe(error)}; check that this rank "
                 "can import the object's class"
             ) from error
@@ -226,14 +230,16 @@ class _Parcel(NamedTuple):
 def _share_refusals(path: HostPath, numbers: list[list[int]], mine: _Parcel, agreement: Agreement) -> dict[int, str]:
     """Exchanges the reasons of all refusals; returns them by rank."""
     bounds = _bounds([max(0, -sizes[0]) for sizes in numbers])
-    texts = path.all_gather(np.frombuffer(mine.refusal or b"", np.uint8), bounds, agreement).tobytes()
+    texts = _gathered(path, np.frombuffer(mine.refusal or b"", np.uint8), bounds, agreement).tobytes()
     parts = enumerate(pairwise(bounds))
     return {rank: texts[begin:end].decode() for rank, (begin, end) in parts if end > begin}
 
 
-def _name_of(agreement: Agreement) -> str:
-    """Returns "objects.gather" of "objects.gather(root 0)"."""
-    return agreement.headline().partition("(")[0]
+def _gathered(path: HostPath, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
+    """Returns the parts of all ranks; `source` is this rank's part."""
+    target = np.empty(bounds[-1], np.uint8)
+    path.all_gather(source, target, bounds, agreement)
+    return target
 
 
 def _bytes_of(parcel: _Parcel) -> Array:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Bounds, HostPath
+from gradsync.communicators.backend import Bounds
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor
 from gradsync.errors import GradsyncError, RendezvousError, RendezvousTimeout
 from gradsync.reduction import Array
@@ -30,8 +30,8 @@ _FIRST_PAUSE_SECONDS = 0.005  # while the store is full
 T = TypeVar("T")
 
 
-class StorePath(HostPath):
-    """Moves bytes through the store of the rendezvous server.
+class StorePath:
+    """The HostPath (see backend.py) through the store of the rendezvous server.
 
     Args:
         client: this rank's connection to the rendezvous server, as a member of the communicator's ranks.
@@ -63,47 +63,40 @@ class StorePath(HostPath):
         """See HostPath."""
         self._agree(agreement)
         mine = np.array(numbers, np.int64).view(np.uint8)
-        bounds = range(0, (self._client.world_size + 1) * mine.size, mine.size)
-        rows = self.all_gather(mine, bounds, agreement).view(np.int64).reshape(-1, len(numbers)).tolist()
-        return [[int(number) for number in row] for row in rows]
+        shared = np.empty((self._client.world_size, len(numbers)), np.int64)
+        bounds = range(0, shared.nbytes + mine.size, mine.size)
+        self.all_gather(mine, shared.reshape(-1).view(np.uint8), bounds, agreement)
+        rows: list[list[int]] = shared.tolist()
+        return rows
 
-    def all_gather(self, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
+    def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
         """See HostPath."""
-        target = np.empty(bounds[-1], np.uint8)
         parts = _parts(target, bounds)
         rank = self._client.rank
         parts[rank][...] = source
         if self._client.world_size > 1:
             incoming = {sender: part for sender, part in enumerate(parts) if sender != rank}
             self._move([part.size for part in parts], {rank: source}, incoming)
-        return target
 
-    def gather(self, source: Array, bounds: Bounds, root: int, agreement: Agreement) -> Array | None:
+    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
         """See HostPath."""
-        rank = self._client.rank
         sizes = _sizes_beside(root, bounds)
-        if rank != root:
-            self._move(sizes, {rank: source}, {})
-            return None
-        target = np.empty(bounds[-1], np.uint8)
+        if target is None:
+            self._move(sizes, {self._client.rank: source}, {})
+            return
         parts = _parts(target, bounds)
         parts[root][...] = source
         self._move(sizes, {}, {sender: part for sender, part in enumerate(parts) if sender != root})
-        return target
 
-    def scatter(self, source: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> Array:
+    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
         """See HostPath."""
-        rank = self._client.rank
         sizes = _sizes_beside(root, bounds)
         if source is None:
-            target = np.empty(sizes[rank], np.uint8)
-            self._move(sizes, {}, {rank: target})
-            return target
+            self._move(sizes, {}, {self._client.rank: target})
+            return
         parts = _parts(source, bounds)
         self._move(sizes, {reader: part for reader, part in enumerate(parts) if reader != root}, {})
-        target = np.empty(parts[root].size, np.uint8)
         target[...] = parts[root]
-        return target
 
     def _move(self, sizes: Sequence[int], outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:
         """Moves numbered streams of bytes. Every rank must call it, with the same sizes.
