@@ -7,7 +7,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import warnings
@@ -34,7 +33,8 @@ from gradsync.launching.rank_environment import choose_gpus, parse_gpus
 from gradsync.launching.rank_process import RankProcess
 from gradsync.launching.signals import SignalInbox
 from gradsync.launching.supervisor import Supervisor
-from gradsync.machine import Latch, default_process_count
+from gradsync.machine import Latch, default_process_count, interface_of
+from gradsync.rendezvous.sockets import look_up
 
 _PROXIES = ("http_proxy", "https_proxy")
 
@@ -178,14 +178,11 @@ def _check_ips(ips: str | Sequence[str] | None) -> None:
 
 
 def _is_here(host: str) -> bool:
-    """Returns whether a host is this machine, by binding its address: a machine can bind only its own addresses."""
+    """Returns whether a name or address stands for this machine."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-    except (OSError, ValueError):  # not an address of this machine, or not an address at all
+        return bool(host) and interface_of(str(look_up(host, 0)[0][4][0])) is not None
+    except (OSError, ValueError):  # it is no name or address
         return False
-    return bool(host)
 
 
 def _checked_port(port: Any) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradsync.launching.in_rank.guard import GuardDescriptors, start_guard
-from gradsync.launching.in_rank.result import Returned, UnsendableResult, send_error
+from gradsync.launching.in_rank.result import UnsendableResult, send_error, send_result
 
 if TYPE_CHECKING:
     from traceback import StackSummary
@@ -112,12 +112,12 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
         hold_secret(start["secret"])
         _runs_function = start["kind"] == "function"
         result = _RUNNERS[start["kind"]](start) if call is None else _run_forked(call)
-        if result is not None and os.getpid() == process_id:
+        if _runs_function and os.getpid() == process_id:
             if (forgotten := sys.modules.get("gradsync.bucketing.forgotten")) is not None:
                 forgotten.raise_forgotten(everywhere=True)
             if (ends := sys.modules.get("gradsync.futures")) is not None:
                 ends.raise_refused()
-            result.send(descriptors.report, descriptors.result_file)
+            send_result(result, descriptors.report, descriptors.result_file)
     except SystemExit as error:
         if error.code not in (None, 0):
             _remember(error)
@@ -211,14 +211,14 @@ def _prepend_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _run_function(start: dict[str, Any]) -> Returned:
-    """Calls the pickled function."""
+def _run_function(start: dict[str, Any]) -> Any:
+    """Calls the pickled function; returns its result."""
     function, arguments, keywords = _load_call(start)
-    return Returned(function(*arguments, **keywords))
+    return function(*arguments, **keywords)
 
 
-def _run_forked(call: Call) -> Returned:
-    """Calls a function that the fork has inherited."""
+def _run_forked(call: Call) -> Any:
+    """Calls a function that the fork has inherited; returns its result."""
     import atexit
 
     atexit._clear()  # these exit handlers are the parent's; handlers that the rank adds still run
@@ -227,7 +227,7 @@ def _run_forked(call: Call) -> Returned:
         atexit.register(group._leave_at_exit)
     _begin_as_multiprocessing_does()
     function, arguments, keywords = call
-    return Returned(function(*arguments, **keywords))
+    return function(*arguments, **keywords)
 
 
 def _begin_as_multiprocessing_does() -> None:
@@ -272,7 +272,7 @@ def _load_call(start: dict[str, Any]) -> Any:
         _importing_main = False
 
 
-_RUNNERS: dict[str, Callable[[dict[str, Any]], Returned | None]] = {
+_RUNNERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "script": _run_script,
     "module": _run_module,
     "function": _run_function,

@@ -62,36 +62,24 @@ class _FileRefused(BaseException):
     """The result file cannot grow. It is no Exception, because an object's `__reduce__` may catch Exceptions."""
 
 
-class Returned:
-    """The return value of the function.
+def send_result(value: Any, pipe: int, file: int) -> None:
+    """Pickles the return value of the function into the result file, and reports its place there to the launcher.
 
     Args:
         value: the return value.
+        pipe: the report pipe.
+        file: the result file, empty.
+
+    Raises:
+        UnsendableResult: the value does not pickle, or there is no room for it.
+        OSError: the launcher is gone.
     """
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def send(self, pipe: int, file: int) -> None:
-        """Pickles the value into the result file, and reports its place there to the launcher.
-
-        Args:
-            pipe: the report pipe.
-            file: the result file, empty.
-
-        Raises:
-            UnsendableResult: the value does not pickle, or there is no room for it.
-            OSError: the launcher is gone.
-        """
-        try:
-            try:
-                begin, end = _write(self._value, file)
-            except _FileRefused:
-                _lift_own_limit()
-                begin, end = _write(self._value, file)
-        except _FileRefused as refused:
-            raise _unsendable(f"needs room in a file in memory to reach the launcher: {refused}") from None
-        os.write(pipe, REPORT.pack(RESULT, begin, end))
+    _lift_own_limit()
+    try:
+        begin, end = _write(value, file)
+    except _FileRefused as refused:
+        raise _unsendable(f"needs room in a file in memory to reach the launcher: {refused}") from None
+    os.write(pipe, REPORT.pack(RESULT, begin, end))
 
 
 class _Stream:
@@ -118,7 +106,6 @@ def _write(value: Any, file: int) -> tuple[int, int]:
     Returns:
         The begin and the end of the table in the file.
     """
-    _empty(file)
     stream = _Stream(file)
     large: list[memoryview] = []
     _pickle(value, stream, file, large)
