@@ -7,6 +7,7 @@ ranks. Its name is put before the names of its keys, barriers and groups.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import os
 import socket
@@ -16,10 +17,12 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS
-from gradsync.errors import GradsyncError, InvalidArgument
+from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, name_ranks
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.connection import (
     AT_ONCE_SECONDS,
+    FAILURE_WITHIN_SECONDS,
+    Callbacks,
     Calls,
     Connection,
     OnAsked,
@@ -28,6 +31,7 @@ from gradsync.rendezvous.connection import (
 )
 from gradsync.rendezvous.frames import (
     MAX_MACHINE_BYTES,
+    MAX_WHAT_BYTES,
     NEXT_GENERATION,
     Decision,
     FrameType,
@@ -39,6 +43,7 @@ from gradsync.rendezvous.liveness import heartbeat_seconds
 from gradsync.rendezvous.sockets import ConnectionLost
 
 _JOIN_ATTEMPTS = 50
+_MAX_LISTED_RANKS = 16_384
 
 
 class RendezvousClient:
@@ -417,7 +422,7 @@ class RendezvousClient:
         positions: Callable[[], Mapping[str, int]],
         report: Callable[[], str],
         history: Callable[[], Calls] = dict,
-        on_trouble: Callable[[str], None] | None = None,
+        on_trouble: Callable[[str], object] = str,
     ) -> None:
         """Sets the callbacks that describe this rank to the server and the other ranks.
 
@@ -433,7 +438,7 @@ class RendezvousClient:
             on_trouble: called with one line of text after this rank has answered a status request, and when the
                 generation fails.
         """
-        self._connection.describe_with(positions, report, history, on_trouble)
+        self._connection.callbacks = Callbacks(positions, report, history, on_trouble)
 
     def report_waiting(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
@@ -450,10 +455,7 @@ class RendezvousClient:
             missing: the world ranks that it waits for. None if it does not know them: the server then names the ranks
                 that have begun fewer collectives.
         """
-        with contextlib.suppress(GradsyncError):
-            self._connection.raise_failure()
-            report = position, what, waited_seconds, _ascending(missing)
-            self._connection.post_stuck(self._scoped(group), self._members, *report, is_over=False)
+        self._post(FrameType.STUCK, *self._wait_fields(group, position, what, waited_seconds, missing), False)
 
     def report_stuck(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
@@ -470,8 +472,15 @@ class RendezvousClient:
             RendezvousError: the server is gone.
             CommunicatorClosed: this client was closed.
         """
-        report = position, what, waited_seconds, _ascending(missing)
-        self._connection.report_stuck(self._scoped(group), self._members, *report)
+        fields = self._wait_fields(group, position, what, waited_seconds, missing)
+        self._connection.await_failure(FrameType.STUCK, *fields, True)
+        missing_names = f" for {name_ranks(missing)}" if missing else ""
+        raise CollectiveTimeout(
+            f"{self._connection.label}: waited {waited_seconds:.3g} s in {what}{missing_names}; the states of the "
+            f"other ranks are unknown: the rendezvous server at {self.address} did not answer within "
+            f"{FAILURE_WITHIN_SECONDS:g} s",
+            missing_ranks=tuple(missing or ()),
+        )
 
     def report_failure(self, reason: str, *, culprit: int | None = None) -> None:
         """Fails the generation: every rank gets RankFailed with this rank and the reason.
@@ -493,9 +502,17 @@ class RendezvousClient:
             self._connection.raise_failure()
             self._connection.post(frame_type, *fields)
 
+    def _wait_fields(
+        self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
+    ) -> tuple[object, ...]:
+        """Returns the fields of a STUCK message, without the last one."""
+        members = self._members
+        absent = None if missing is None else sorted({operator.index(rank) for rank in missing})
+        if len(members or ()) + len(absent or ()) > _MAX_LISTED_RANKS:  # both lists might not fit one frame
+            members = None
+        waited_ms = max(0, math.ceil(waited_seconds * 1000.0))
+        what = clip_text(what, MAX_WHAT_BYTES)
+        return self._scoped(group), members, operator.index(position), what, waited_ms, absent
+
     def _scoped(self, name: str) -> str:
         return name if not self.name or is_under(name, self.name) else f"{self.name}/{name}"
-
-
-def _ascending(ranks: Sequence[int] | None) -> list[int] | None:
-    return None if ranks is None else sorted({operator.index(rank) for rank in ranks})

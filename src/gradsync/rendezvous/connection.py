@@ -29,7 +29,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 from gradsync.arguments import parse_address
 from gradsync.environment import check_removed_variables
@@ -43,7 +43,6 @@ from gradsync.errors import (
     RendezvousError,
     RendezvousTimeout,
     describe,
-    name_ranks,
 )
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.frames import (
@@ -51,7 +50,6 @@ from gradsync.rendezvous.frames import (
     MAX_EVENT_BYTES,
     MAX_REASON_BYTES,
     MAX_REPORT_BYTES,
-    MAX_WHAT_BYTES,
     SILENCE,
     STUCK,
     THE_WORLD,
@@ -71,7 +69,7 @@ from gradsync.rendezvous.wire import MAX_FRAME_BYTES, UNFINISHED, FrameError, Fr
 #: The longest wait for an answer that the server gives at once, e.g. to a CANCEL.
 ANSWER_SECONDS = 2.0
 AT_ONCE_SECONDS = 30.0  # the deadline of requests that do not wait for other ranks
-_FAILURE_WITHIN_SECONDS = 1.0  # the longest wait for the failure after this rank has reported a stuck collective
+FAILURE_WITHIN_SECONDS = 1.0  # the longest wait for the failure after this rank has reported a stuck collective
 _LEAVE_SECONDS = 1.0
 _WRITE_EVERY_SECONDS = 0.005  # how often a waiting thread tries to send the bytes that did not fit the socket's buffer
 _POLL_SECONDS = 0.25  # a poll does not notice when the program closes our descriptor, so each poll is short
@@ -121,6 +119,15 @@ class _Pending:
         self.values: list[bytes] = []  # the parts so far of an answer that comes in several frames
 
 
+class Callbacks(NamedTuple):
+    """The functions that describe this rank to the others, see `RendezvousClient.describe_with`."""
+
+    positions: Callable[[], Mapping[str, int]] = dict
+    report: Callable[[], str] = str
+    history: Callable[[], Calls] = dict
+    on_trouble: Callable[[str], object] = str
+
+
 class Connection:
     """An authenticated connection to a rendezvous server; made by `dial`, shared by a client and its groups.
 
@@ -142,6 +149,7 @@ class Connection:
             replaces it.
         is_accepted: whether the server has accepted this rank's join.
         beat_at: when the next heartbeat is due, in monotonic seconds.
+        callbacks: the functions that describe this rank to the others.
     """
 
     def __init__(
@@ -181,10 +189,7 @@ class Connection:
         self._pushes: deque[Message] = deque()
         self._answering: threading.Thread | None = None
         self._on_asked: dict[str, OnAsked] = {}
-        self._positions: Callable[[], Mapping[str, int]] = dict
-        self._report: Callable[[], str] = str
-        self._history: Callable[[], Calls] = dict
-        self._on_trouble: Callable[[str], None] = _do_nothing
+        self.callbacks = Callbacks()
         _connections.add(self)
 
     # Requests.
@@ -273,44 +278,21 @@ class Connection:
             with contextlib.suppress(ConnectionLost):
                 self.post(FrameType.REPORT_FAILURE, clip_text(reason, MAX_REASON_BYTES), culprit)
 
-    def report_stuck(
-        self, group: str, ranks: list[int] | None, position: int, what: str, waited_seconds: float, missing: Any
-    ) -> NoReturn:
-        """Reports that a collective has reached its deadline, and raises the failure that follows."""
+    def await_failure(self, frame_type: FrameType, *fields: Any) -> None:
+        """Sends a message after which the server fails the generation, and raises that failure.
+
+        Returns if the failure does not arrive within 1 s.
+        """
         pending, key = _Pending(), -time.monotonic_ns()  # no request's sequence is negative
         self._pending[key] = pending
         try:
             self.raise_failure()
             with contextlib.suppress(ConnectionLost):
-                self.post_stuck(group, ranks, position, what, waited_seconds, missing, is_over=True)
-            self._wait(pending, time.monotonic() + _FAILURE_WITHIN_SECONDS)
+                self.post(frame_type, *fields)
+            self._wait(pending, time.monotonic() + FAILURE_WITHIN_SECONDS)
         finally:
             self._pending.pop(key, None)
         self.raise_failure()
-        missing_names = f" for {name_ranks(missing)}" if missing else ""
-        raise CollectiveTimeout(
-            f"{self.label}: waited {waited_seconds:.3g} s in {what}{missing_names}; the states of the other ranks are "
-            f"unknown: the rendezvous server at {self.address} did not answer within {_FAILURE_WITHIN_SECONDS:g} s",
-            missing_ranks=tuple(missing or ()),
-        )
-
-    def post_stuck(
-        self,
-        group: str,
-        ranks: list[int] | None,
-        position: int,
-        what: str,
-        waited_seconds: float,
-        missing: list[int] | None,
-        *,
-        is_over: bool,
-    ) -> None:
-        """Sends a STUCK message: this rank waits in a collective, or has waited to the deadline. Never waits itself."""
-        waited_ms = max(0, math.ceil(waited_seconds * 1000.0))
-        what = clip_text(what, MAX_WHAT_BYTES)
-        if len(ranks or ()) + len(missing or ()) > _MAX_LISTED_RANKS:  # both lists might not fit one frame
-            ranks = None
-        self.post(FrameType.STUCK, group, ranks, operator.index(position), what, waited_ms, missing, is_over)
 
     def _send(self, frame_type: FrameType, fields: tuple[Any, ...], pending: _Pending | None = None) -> None:
         """Seals a message and writes as much as the socket takes now.
@@ -498,17 +480,6 @@ class Connection:
 
     # Questions of other ranks.
 
-    def describe_with(
-        self,
-        positions: Callable[[], Mapping[str, int]],
-        report: Callable[[], str],
-        history: Callable[[], Calls],
-        on_trouble: Callable[[str], None] | None,
-    ) -> None:
-        """Sets the callbacks that describe this rank to the others, see RendezvousClient.describe_with."""
-        self._positions, self._report, self._history = positions, report, history
-        self._on_trouble = on_trouble or _do_nothing
-
     def follow(self, group: str, on_asked: OnAsked) -> None:
         """Sets the callback that answers the questions of a group's other members."""
         if self._on_asked.setdefault(group, on_asked) is not on_asked:
@@ -566,7 +537,7 @@ class Connection:
         """Sends this rank's status to the server."""
         progress, report = self._progress(), self._report_text()
         try:
-            history = self._history()
+            history = self.callbacks.history()
             status = {group: (begun, history.get(group, ())) for group, begun in progress.items()}
             self.post(FrameType.STATUS, inquiry, status, report)
         except ConnectionLost:
@@ -577,19 +548,19 @@ class Connection:
 
     def _call_on_trouble(self, text: str) -> None:
         with contextlib.suppress(Exception):  # no caller could handle it
-            self._on_trouble(text)
+            self.callbacks.on_trouble(text)
 
     def _progress(self) -> Mapping[str, int]:
         """Returns the number of collectives that this rank has begun in each group; empty if the callback fails."""
         with contextlib.suppress(Exception):  # the ranks' report shows that the numbers are missing
-            positions = self._positions()
+            positions = self.callbacks.positions()
             if is_progress(positions):
                 return positions
         return {}
 
     def _report_text(self) -> str:
         try:
-            return clip_text(self._report() or NO_REPORT, MAX_REPORT_BYTES)
+            return clip_text(self.callbacks.report() or NO_REPORT, MAX_REPORT_BYTES)
         except Exception as error:
             return clip_text(f"(its report failed: {describe(error)})", MAX_REPORT_BYTES)
 
@@ -665,7 +636,6 @@ class Connection:
 
 
 NO_REPORT = "(it reports nothing)"
-_MAX_LISTED_RANKS = 16_384
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
@@ -697,10 +667,6 @@ def _read_until_the_end(
             waiter.register(stream, events)
         wait_seconds = connection.beat_at - time.monotonic()
         del connection
-
-
-def _do_nothing(_text: str) -> None:
-    pass
 
 
 def _milliseconds_until(deadline: float) -> float:
