@@ -72,11 +72,11 @@ peers: $(VENV)/.dev  ## install PyTorch, Open MPI, Intel MPI and Ray for the tes
 	$(BIN)/python -m pip install --quiet ray
 
 # PyTorch and the other MPIs only where a part uses them.
-prove: $(VENV)/.dev  ## run all deep tests, or PART="mpi soak"; SEEDS=1000, QUICK=1 (hours)
+prove: $(VENV)/.dev  ## run all deep tests (hours); PART="mpi soak", SEEDS=1000 or QUICK=1 runs fewer
 	-@$(if $(or $(if $(PART),,all),$(filter mpi adapters cross_checks partitions,$(PART))),$(MAKE) --no-print-directory peers)
 	$(BIN)/python tests/prove $(PART) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(QUICK),--quick)
 
-soak: $(VENV)/.dev  ## random calls, 1,000 groups, 200 kills and 30 restarts (16 minutes)
+soak: $(VENV)/.dev  ## test random calls, 1,000 groups, 200 kills and 30 restarts (16 minutes)
 	$(BIN)/python tests/prove/soak/soak.py
 	$(BIN)/python tests/prove/soak/leaks.py
 	$(BIN)/python tests/prove/kills/chaos.py --rounds 200
@@ -90,7 +90,7 @@ test-pythons:    ## run the tests with every installed Python, 3.10 to 3.14 (7 m
 		else echo "Python $$version is not installed here"; fi; \
 	done
 
-test-gpu:        ## run the tests that need a GPU, with your CuPy; results as JSON
+test-gpu:        ## run the tests that need a GPU, with your CuPy, and write the results as JSON
 	@$(call with_cupy,benchmarks/gpu_tests.py)
 
 # The benchmarks write JSON under benchmarks/results; `python benchmarks/readme.py` puts it into the pages.
@@ -98,29 +98,29 @@ BENCHMARKED := benchmarks/results/pytest_benchmark
 OLD ?= $(BENCHMARKED)_before.json
 NEW ?= $(BENCHMARKED).json
 
-bench: $(VENV)/.dev  ## time import, start-up, packing, planning and the like (1 minute)
+bench: $(VENV)/.dev  ## time import, start-up, packing, planning and others (1 minute)
 	@if [ -f $(BENCHMARKED).json ]; then cp $(BENCHMARKED).json $(BENCHMARKED)_before.json; fi
 	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:xdist --override-ini addopts= -q \
 		--benchmark-json=$(BENCHMARKED).json
 	$(BIN)/python benchmarks/basic_costs.py
 
-bench-compare: $(VENV)/.dev  ## compare the last two runs of bench, or OLD=FILE NEW=FILE (2 s)
+bench-compare: $(VENV)/.dev  ## compare the last two runs of bench, or the files OLD=FILE and NEW=FILE (2 s)
 	@ls $(OLD) $(NEW) >/dev/null || { echo "run \`make bench\` twice, or name two of its JSON files: OLD=FILE NEW=FILE"; exit 2; }
 	$(BIN)/pytest-benchmark compare $(OLD) $(NEW) --group-by=fullname --columns=median,iqr,min,rounds --sort=name
 
 bench-training: $(VENV)/.dev  ## time training with and without ranks on the same cores (2 minutes)
 	$(BIN)/python benchmarks/training_speed.py
 
-bench-peers: $(VENV)/.dev  ## time gradsync beside PyTorch and MPI, which it installs (about half an hour)
+bench-peers: $(VENV)/.dev  ## install PyTorch and MPI, and compare the times with gradsync (half an hour)
 	$(BIN)/python benchmarks/beside_peers.py --install
 	$(BIN)/python benchmarks/beside_peers.py all_reduce
 	$(BIN)/python benchmarks/beside_peers.py buckets
 	$(BIN)/python benchmarks/beside_peers.py collectives
 
-bench-mpi: $(VENV)/.dev  ## time gradsync over MPI beside mpi4py (1 minute)
+bench-mpi: $(VENV)/.dev  ## compare the times of gradsync over MPI and mpi4py (1 minute)
 	$(BIN)/python benchmarks/beside_mpi4py.py
 
-bench-failures: $(VENV)/.dev  ## time how soon failures are reported, and look for what is left
+bench-failures: $(VENV)/.dev  ## time the reports of failures, and check that no process or file is left
 	$(BIN)/python benchmarks/failure_detection.py
 	$(BIN)/python benchmarks/network_partition.py
 
