@@ -542,47 +542,36 @@ def test_log_files_hold_the_bytes_of_both_streams(tmp_path, monkeypatch):
     assert (directory / "rank-0.log").read_bytes() == b""
 
 
-@pytest.mark.parametrize("attempt", [None, 0])
-def test_logs_of_an_earlier_run_are_removed(tmp_path, attempt):
+def test_logs_of_an_earlier_run_are_removed(tmp_path):
     for count in (3, 1):
-        for earlier in (2, 1, attempt):
-            with Ranks(count, log_dir=tmp_path, attempt=earlier) as ranks:
+        for restart in range(2):
+            with Ranks(count, log_dir=tmp_path, restart=restart) as ranks:
                 ranks.write(0, b"from a run of %d\n" % count)
                 assert ranks.close()
-    directory = tmp_path if attempt is None else tmp_path / "attempt-0"
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [directory / "rank-0.log"]
-    assert (directory / "rank-0.log").read_bytes() == b"from a run of 1\n"
-    assert list(tmp_path.glob("attempt-*")) == ([] if attempt is None else [directory])
+    logs = [tmp_path / "rank-0.log", tmp_path / "rank-0.restart-1.log"]
+    assert sorted(tmp_path.iterdir()) == logs
+    assert all(log.read_bytes() == b"from a run of 1\n" for log in logs)
 
 
 def test_what_is_no_log_stays_in_the_log_directory(tmp_path):
-    kept = ["notes.txt", "rank-0.log.gz", "attempt-1/notes.txt", "attempt-1/rank-0.log", "attempt-x/rank-0.log"]
-    kept += ["old/rank-0.log", "rank-5.log/x", "attempt-2/deep/rank-0.log"]
+    kept = ["notes.txt", "rank-0.log.gz", "rank-0.restart-x.log", "old/rank-0.log", "rank-5.log/x"]
     for name in kept:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text("mine")
     (tmp_path / "rank-3.log").symlink_to("notes.txt")
-    (tmp_path / "attempt-3").symlink_to("old")
     with Ranks(0, log_dir=tmp_path) as ranks:
         assert ranks.close()
     assert all((tmp_path / name).read_text() == "mine" for name in kept)
     assert (tmp_path / "rank-3.log").is_symlink()
-    assert (tmp_path / "attempt-3").is_symlink()
 
 
-@pytest.mark.parametrize("attempt", [None, 0])
-def test_launchers_that_share_a_log_directory_leave_each_other_s_logs(tmp_path, attempt):
-    places = [tmp_path] if attempt is None else [tmp_path / "attempt-0", tmp_path / "attempt-1"]
-    for place in places:
-        place.mkdir(exist_ok=True)
-        for rank in range(4):
-            (place / f"rank-{rank}.log").touch()
-    elsewhere = {0, 2}
-    assert prepare_log_directory(tmp_path, attempt, elsewhere) == places[0]  # rank 3: of a larger run before
-    assert all(sorted(p.name for p in place.iterdir()) == ["rank-0.log", "rank-2.log"] for place in places)
-    prepare_log_directory(tmp_path, attempt, {1, 3})
-    assert [place.exists() for place in places] == [True, False][: len(places)]
-    assert not list(places[0].iterdir())
+def test_launchers_that_share_a_log_directory_leave_each_other_s_logs(tmp_path):
+    for rank in range(4):
+        (tmp_path / f"rank-{rank}.log").touch()
+    prepare_log_directory(tmp_path, 0, {0, 2})  # rank 3: of a larger run before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "rank-2.log"]
+    prepare_log_directory(tmp_path, 0, {1, 3})
+    assert not list(tmp_path.iterdir())
 
 
 def test_log_directory_that_cannot_be_cleared_is_refused(tmp_path, monkeypatch):
@@ -594,15 +583,6 @@ def test_log_directory_that_cannot_be_cleared_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(InvalidArgument, match="cannot be cleared of an earlier run's logs: Permission denied; choose"):
         Ranks(0, log_dir=tmp_path)
-
-
-def test_each_attempt_has_log_files_of_its_own(tmp_path):
-    for attempt in range(2):
-        with Ranks(1, log_dir=tmp_path, attempt=attempt) as ranks:
-            ranks.write(0, b"attempt %d\n" % attempt)
-            assert ranks.close()
-    assert (tmp_path / "attempt-0" / "rank-0.log").read_bytes() == b"attempt 0\n"
-    assert (tmp_path / "attempt-1" / "rank-0.log").read_bytes() == b"attempt 1\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here, which is always full")

@@ -4,6 +4,8 @@ import os
 
 import command
 
+from gradsync.launching.rank_logs import log_name
+
 # Rank 1 fails until the third start, or that which is named; each start leaves a file.
 FALTERING = """
     import os, sys
@@ -38,7 +40,7 @@ def test_ranks_start_again_and_find_their_state(tmp_path):
     assert err.count("failed with exit code 5") == 2
     assert "gradsync: starting all ranks again (restart 2 of at most 3)\n" in err
     for restart in range(3):
-        text = (tmp_path / "logs" / f"attempt-{restart}" / "rank-1.log").read_text()
+        text = (tmp_path / "logs" / log_name(1, restart)).read_text()
         assert text.startswith(f"{restart} {FIRST_TWO[: 2 * restart]} ")
 
 

@@ -92,8 +92,8 @@ class OutputPump:
         stdout: the stream for the ranks' stdout; None, Python's value for a closed stream, drops this output.
         stderr: the stream for the ranks' stderr, likewise.
         prefix: whether each line begins with its rank; otherwise lines pass unchanged.
-        log_dir: the folder for a log file `rank-N.log` for each rank, see `prepare_log_directory`.
-        attempt, ranks_elsewhere: see `prepare_log_directory`.
+        log_dir: the folder for a log file of each rank, see `prepare_log_directory`.
+        restart, ranks_elsewhere: see `prepare_log_directory`.
 
     Raises:
         InvalidArgument: log_dir cannot be made or written to.
@@ -106,14 +106,15 @@ class OutputPump:
         *,
         prefix: bool,
         log_dir: str | None = None,
-        attempt: int | None = None,
+        restart: int = 0,
         ranks_elsewhere: Container[int] = (),
     ) -> None:
         self._logs: Path | None = None
+        self._restart = restart
         if log_dir is not None:
             from gradsync.launching.rank_logs import prepare_log_directory  # here: start-up counts
 
-            self._logs = prepare_log_directory(log_dir, attempt, ranks_elsewhere)
+            self._logs = prepare_log_directory(log_dir, restart, ranks_elsewhere)
         first, last = _screens_for(stdout, stderr)
         self._writers = [_Writer(screen, prefix, warnings=last) for screen in dict.fromkeys((first, last))]
         self._writers[0].prints_loss = True  # only for stdout: ranks see only that nobody reads their pipe
@@ -129,9 +130,9 @@ class OutputPump:
         """
         log = None
         if self._logs is not None:
-            from gradsync.launching.rank_logs import RankLog
+            from gradsync.launching.rank_logs import RankLog, log_name
 
-            log = RankLog(self._logs / f"rank-{rank}.log", streams=2)
+            log = RankLog(self._logs / log_name(rank, self._restart), streams=2)
         tail = self._tails[rank] = Tail(_TAIL_LINES)
         for writer, descriptor in ((self._writers[0], stdout_fd), (self._writers[-1], stderr_fd)):
             writer.add(_RankStream(rank, descriptor, tail, log))

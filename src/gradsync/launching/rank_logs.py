@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import threading
@@ -12,8 +11,7 @@ from typing import BinaryIO
 
 from gradsync.errors import InvalidArgument
 
-_LOG_NAME = re.compile(r"rank-(\d+)\.log", re.ASCII)
-_ATTEMPT_NAME = re.compile(r"attempt-\d+", re.ASCII)
+_LOG_NAME = re.compile(r"rank-(\d+)(?:\.restart-\d+)?\.log", re.ASCII)
 
 
 class RankLog:
@@ -56,15 +54,19 @@ class RankLog:
                 self._file = None
 
 
-def prepare_log_directory(log_dir: str | Path, attempt: int | None, ranks_elsewhere: Container[int] = ()) -> Path:
-    """Makes the directory for the logs of a run, and removes those of an earlier run.
+def log_name(rank: int, restart: int) -> str:
+    """Returns the name of a rank's log file: "rank-0.log", or "rank-0.restart-1.log" after the first restart."""
+    return f"rank-{rank}.log" if restart == 0 else f"rank-{rank}.restart-{restart}.log"
 
-    This function removes files `rank-N.log`, and directories `attempt-N` that hold only such files. All others stay.
+
+def prepare_log_directory(log_dir: str | Path, restart: int = 0, ranks_elsewhere: Container[int] = ()) -> Path:
+    """Makes the directory for the logs of a run; the first start removes the logs of an earlier run.
+
+    This function removes only files with a name of `log_name`. All other files stay.
 
     Args:
         log_dir: the directory that the user named.
-        attempt: the number of the start, in a run that may restart. Each start has a directory of its own, and the
-            first start removes the directories of an earlier run.
+        restart: the number of times that the ranks have been started before.
         ranks_elsewhere: ranks of other launchers. Their logs stay, because the launchers may share the directory, and
             each launcher removes the old logs of its own ranks.
 
@@ -74,51 +76,22 @@ def prepare_log_directory(log_dir: str | Path, attempt: int | None, ranks_elsewh
     Raises:
         InvalidArgument: the directory cannot be made, cleared, or written to.
     """
-    log_dir = Path(log_dir)
-    if not attempt and log_dir.is_dir():
-        _clear(log_dir, attempt, ranks_elsewhere)
-    directory = log_dir if attempt is None else log_dir / f"attempt-{attempt}"
+    directory = Path(log_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidArgument(f"log directory {str(directory)!r} cannot be made: {error.strerror}") from None
     if not os.access(directory, os.W_OK | os.X_OK):
         raise InvalidArgument(f"log directory {str(directory)!r} cannot be written to: choose one that is yours")
-    return directory
-
-
-def _clear(log_dir: Path, attempt: int | None, ranks_elsewhere: Container[int]) -> None:
-    """Removes the logs of an earlier run."""
-    own = None if attempt is None else f"attempt-{attempt}"
     try:
-        _remove_logs(log_dir, ranks_elsewhere)
-        for path in list(log_dir.iterdir()):
-            if _ATTEMPT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                _remove_attempt(path, ranks_elsewhere, is_own=path.name == own)
+        for path in list(directory.iterdir()) if restart == 0 else ():
+            name = _LOG_NAME.fullmatch(path.name)
+            # A symbolic link is the user's own, and stays.
+            if name and int(name[1]) not in ranks_elsewhere and path.is_file() and not path.is_symlink():
+                path.unlink(missing_ok=True)  # another launcher may have removed it
     except OSError as error:
         raise InvalidArgument(
-            f"log directory {str(log_dir)!r} cannot be cleared of an earlier run's logs: {error.strerror}; "
+            f"log directory {str(directory)!r} cannot be cleared of an earlier run's logs: {error.strerror}; "
             "choose another one"
         ) from None
-
-
-def _remove_attempt(directory: Path, ranks_elsewhere: Container[int], *, is_own: bool) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another launcher has removed it
-        if not all(map(_is_log, directory.iterdir())):
-            return
-        _remove_logs(directory, ranks_elsewhere)
-        if not is_own:  # another launcher may have made it just now
-            with contextlib.suppress(OSError):  # logs of another launcher are left in it
-                directory.rmdir()
-
-
-def _remove_logs(directory: Path, ranks_elsewhere: Container[int]) -> None:
-    for path in list(directory.iterdir()):
-        name = _LOG_NAME.fullmatch(path.name)
-        if name is not None and int(name[1]) not in ranks_elsewhere and _is_log(path):
-            path.unlink(missing_ok=True)
-
-
-def _is_log(path: Path) -> bool:
-    """Whether a file is a rank's log. A symbolic link is the user's, and stays."""
-    return bool(_LOG_NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
+    return directory

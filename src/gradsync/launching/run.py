@@ -89,10 +89,9 @@ def run_command(
         variables[environment.DEBUG] = "1"
 
     def make_output(started: Job, restart: int) -> OutputPump:
-        attempt = restart if max_restarts else None
         elsewhere = set(range(started.world_size)).difference(started.ranks)
         return OutputPump(
-            sys.stdout, sys.stderr, prefix=shows_prefix, log_dir=log_dir, attempt=attempt, ranks_elsewhere=elsewhere
+            sys.stdout, sys.stderr, prefix=shows_prefix, log_dir=log_dir, restart=restart, ranks_elsewhere=elsewhere
         )
 
     def print_restart(outcome: Outcome, restarts: int) -> None:
