@@ -175,7 +175,7 @@ class PipeBackend(Backend):
         client = self.client.group(members, name)
         return connect_pipes(client, group=name, timeout_seconds=self.timeout_seconds)
 
-    def look_for_ended(self, missing: list[int]) -> None:
+    def raise_if_ended(self, missing: list[int]) -> None:
         self._look(math.inf, [self.ranks[rank] for rank in missing])
 
     # -- The pipes ---------------------------------------------------------------------------------------------

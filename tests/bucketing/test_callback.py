@@ -211,7 +211,7 @@ def test_a_second_thread_is_told() -> None:
         except gs.InvalidArgument as error:
             errors.append(str(error))
 
-    with comm._lifetime.turn("all_reduce", agreement_on("all_reduce", (), None, "")):
+    with comm._lifetime.collective("all_reduce", agreement_on("all_reduce", (), None, "")):
         thread = threading.Thread(target=use)
         thread.start()
         thread.join(30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.communicators.agreement import CallPlace, Description, Item, StepSoFar, agreement_on
+from gradsync.communicators.agreement import CallSite, Description, Item, StepSoFar, agreement_on
 from gradsync.communicators.mismatch import mismatch
 
 ITEMS = tuple([Item(f"'w{number}: [é\n'", "float32", (number, 3)) for number in range(5)])
@@ -18,7 +18,7 @@ WHOLE = Description(
     settings=(("hook", "Hook, first 1, last 2"), ("gradient_as_bucket_view", "")),
     others=(Item("'b'", "float64", ()),),
     has_ended=True,
-    place=CallPlace("train.py:41 in step", "submitted at"),
+    call_site=CallSite("train.py:41 in step", "submitted at"),
 )
 
 
@@ -46,7 +46,7 @@ def test_long_texts_are_shortened_to_fit() -> None:
     assert len(text.encode()) <= 4000
     arrived = Description.from_text(text)
     assert arrived.what == "é" * 100 + "..."
-    assert arrived.place == WHOLE.place
+    assert arrived.call_site == WHOLE.call_site
     assert arrived.is_cut
 
 

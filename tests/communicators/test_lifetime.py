@@ -130,7 +130,7 @@ def test_later_calls_name_the_first_line_of_why_it_was_aborted() -> None:
 def test_who_comes_again_from_within_is_not_taken_for_another_thread() -> None:
     """A signal's handler, for one, runs on top of the collective."""
     comm = Noting()
-    inside = comm._lifetime.turn("all_reduce", agreement_on("all_reduce", (), None, ""))
+    inside = comm._lifetime.collective("all_reduce", agreement_on("all_reduce", (), None, ""))
     with inside, pytest.raises(gs.InvalidArgument, match="was called while this very thread, .* is inside all_reduce"):
         comm.barrier()
     comm.barrier()

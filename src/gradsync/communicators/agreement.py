@@ -49,7 +49,7 @@ class _OnBehalf(threading.local):
 on_behalf = _OnBehalf()
 
 
-class CallPlace(NamedTuple):
+class CallSite(NamedTuple):
     """The program's line that called a collective.
 
     Attributes:
@@ -65,15 +65,15 @@ class CallPlace(NamedTuple):
         return f"{self.relation} {self.line}" if self.line else ""
 
 
-def place_of_caller() -> CallPlace:
+def find_call_site() -> CallSite:
     """Returns the line that calls the current collective.
 
     Call it only while the collective has not returned, e.g. after a mismatch: then the stack has the line.
     """
     if on_behalf.submitted_at is not None:
-        return CallPlace(str(on_behalf.submitted_at), "submitted at")
+        return CallSite(str(on_behalf.submitted_at), "submitted at")
     found = caller(on_behalf.thread)
-    return CallPlace("" if found is None else str(found))
+    return CallSite("" if found is None else str(found))
 
 
 # -- Descriptions: sent to the other ranks after a mismatch ----------------------------------------------------------
@@ -127,7 +127,7 @@ class Description(NamedTuple):
         settings: the options of the callback, and their values.
         others, has_ended: see StepSoFar.
         item_count: the number of all items and others, including those that did not fit.
-        place: the rank's line of code.
+        call_site: the rank's line of code.
         first: the number of the first item.
     """
 
@@ -144,7 +144,7 @@ class Description(NamedTuple):
     others: tuple[Item, ...] = ()
     has_ended: bool = False
     item_count: int = 0
-    place: CallPlace = CallPlace()
+    call_site: CallSite = CallSite()
     first: int = 0
 
     @property
@@ -162,7 +162,7 @@ class Description(NamedTuple):
 
     def __str__(self) -> str:
         """Returns e.g. "all_reduce of float64[3] (sum), at train.py:41 in step"."""
-        return f"{self.headline}, {self.place}" if self.place.line else self.headline
+        return f"{self.headline}, {self.call_site}" if self.call_site.line else self.headline
 
     def lines(self) -> list[str]:
         """Returns the headline, and a line for each item."""
@@ -215,7 +215,7 @@ class Description(NamedTuple):
                 tuple([_item_of(fields) for fields in others]),
                 bool(has_ended),
                 int(item_count),
-                CallPlace(str(line), str(relation)),
+                CallSite(str(line), str(relation)),
                 first,
             )
         except _UNREADABLE:
@@ -291,20 +291,20 @@ class Agreement(NamedTuple):
         """Returns all that the ranks must agree on, as text, for the flight recorder's dumps."""
         return self.describe().lines()
 
-    def described(self, place: CallPlace | None = None) -> Description:
+    def described(self, call_site: CallSite | None = None) -> Description:
         """Returns the description for the other ranks.
 
         Args:
-            place: the program's line that ran the event, if the event is over; None takes the current line.
+            call_site: the line of the program that ran the event, if the event is over; None takes the current line.
         """
         described = self.describe()
-        if place is not None:
-            return described._replace(place=place)
+        if call_site is not None:
+            return described._replace(call_site=call_site)
         if self.so_far is None:
-            return described._replace(place=place_of_caller())
+            return described._replace(call_site=find_call_site())
         others, has_ended, sizes = self.so_far()
         settings = described.settings + sizes
-        return described._replace(place=place_of_caller(), settings=settings, others=others, has_ended=has_ended)
+        return described._replace(call_site=find_call_site(), settings=settings, others=others, has_ended=has_ended)
 
 
 def digest_of(*parts: object) -> int:

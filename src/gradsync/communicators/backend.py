@@ -127,7 +127,7 @@ class Backend(ABC):
         device: the device of its arrays: "cpu", or a CUDA device such as "cuda:0".
         arrays: the functions for the backend's kind of arrays.
         runs_beside_host: whether collectives run on a GPU: the methods launch them, and do not wait for their end.
-        meets_at_once: whether a new communicator begins with a barrier.
+        begins_with_barrier: whether a new communicator begins with a barrier.
         plans_for: the class of arrays that plans take.
         force_packing: whether a world of one rank packs lists into a flat buffer and splits it, as NCCL does in larger
             worlds; for benchmarks of the packing.
@@ -144,7 +144,7 @@ class Backend(ABC):
     device: str = "cpu"
     arrays: ArrayKind = HostArrays()
     runs_beside_host = False
-    meets_at_once = False
+    begins_with_barrier = False
     force_packing = False
     plans_for: Any = np.ndarray
     converts = False
@@ -308,7 +308,7 @@ class Backend(ABC):
     def agree(self, agreement: Agreement) -> None:
         """Raises PlanMismatch if the ranks' digests differ; may wait for the other ranks."""
 
-    def meet(self, agreement: Agreement) -> None:
+    def barrier(self, agreement: Agreement) -> None:
         """Waits for all ranks, and raises PlanMismatch if their digests differ."""
         self.agree(agreement)
 
@@ -334,10 +334,10 @@ class Backend(ABC):
         """
         return self.connect_group(members, name) if members else None
 
-    def look_for_ended(self, missing: list[int]) -> None:
+    def raise_if_ended(self, missing: list[int]) -> None:
         """Raises RankFailed if a rank has aborted the communicator, or one of the missing ranks has closed it.
 
-        Called outside of the communicator's turn. It need not check for failures at the rendezvous server.
+        Called while no collective holds the communicator. It need not check for failures at the rendezvous server.
         """
 
     def make_host_path(self) -> HostPath:

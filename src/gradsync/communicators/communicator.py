@@ -1,9 +1,10 @@
 """The communicator: every public collective checks its arguments, makes the agreement, and calls the backend.
 
-Each collective is one method, in three steps. First it checks its arguments, with the same errors on every backend and
-before any other rank is involved. Then it makes the agreement that the ranks compare. Then `_run` opens the turn and
-calls the backend, which moves the bytes. A call that repeats an earlier one (same collective, operator or root, shape
-and dtype) begins at `_find_known`: it checks only the flags of the arrays, and runs the backend's plan.
+Each collective is one method, in three steps. It checks its arguments, with the same errors on every backend and
+before any other rank is involved. It makes the agreement, which the ranks compare. Then `_run` holds the communicator
+for this collective and calls the backend, which moves the bytes. The asynchronous collectives are the same methods:
+`_Submitter` has another `_run`, which submits. A call that repeats an earlier one (same collective, operator or root,
+shape and dtype) takes the backend's plan from `_find_known`, which checks only the flags of the arrays.
 
 Every rank of the communicator must call the same methods in the same order with the same shape, dtype, operator and
 root. If the ranks disagree, all of them get PlanMismatch before data moves, and the communicator stays usable. On NCCL,
@@ -40,7 +41,7 @@ from gradsync.communicators.backend import (
     row_shape,
 )
 from gradsync.communicators.collective_queue import LostFailure, submit
-from gradsync.communicators.groups import NO_COLOR, Family, NonMember, listed, meet_members, reporting_failures
+from gradsync.communicators.groups import NO_COLOR, Family, NonMember, await_members, listed, reporting_failures
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime, culprit_of
 from gradsync.communicators.mismatch import mismatch
@@ -61,9 +62,9 @@ _MAX_KNOWN = 1024  # kinds of calls that a communicator remembers
 _UNKNOWN = -1  # a number of rows that the caller has not given
 
 
-#: One checked collective of one rank: its name in errors, the agreement, a function that moves the bytes within the
-#: communicator's turn, and two arrays. With arrays the function is a backend's plan: function(source, target,
-#: agreement), and the target is the result. Without arrays it is called as function(launch) and returns the result.
+#: One checked collective of one rank: its name in errors, the agreement, a function that moves the bytes, and two
+#: arrays. With arrays the function is a backend's plan: function(source, target, agreement), and the target is the
+#: result. Without arrays it is called as function(launch) and returns the result.
 CollectiveCall = tuple[str, Agreement, Callable[..., Any], Array | None, Array | None]
 
 
@@ -75,10 +76,10 @@ class _Known(NamedTuple):
     """A kind of call that was made before: one collective, operator or root, shape and dtype.
 
     Attributes:
-        agreement: the call's agreement.
-        run: the backend's plan.
-        shape: the result's shape.
-        in_place: whether the array itself receives the result if no `out` is given; otherwise a new array does.
+        agreement: the agreement of the call.
+        run: the backend's plan of the call.
+        shape: the shape of the result.
+        in_place: whether the array itself receives the result if the caller gives no `out`; otherwise a new array does.
     """
 
     agreement: Agreement
@@ -95,7 +96,7 @@ class Communicator:
     raises CommunicatorClosed with the first reason. Only PlanMismatch leaves it usable, unless it says `broken`.
 
     Args:
-        backend: moves the bytes; owned by this communicator from now on.
+        backend: the backend, which moves the bytes. The communicator owns it from now on.
 
     Attributes:
         rank: this process's number, 0 <= rank < world_size.
@@ -134,7 +135,7 @@ class Communicator:
         self._follow_work = backend.follow_work
         # Set by the process group: is called instead of close() or abort() when a `with` block ends.
         self._on_exit: Callable[[BaseException | None], None] | None = None
-        if backend.meets_at_once:
+        if backend.begins_with_barrier:
             self.barrier()
 
     # -- Reductions ----------------------------------------------------------------------------------------------
@@ -688,7 +689,7 @@ class Communicator:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
         agreement = agreement_on("barrier", (), None, "")
-        call = "barrier", agreement, lambda _launch: self._backend.meet(agreement), None, None
+        call = "barrier", agreement, lambda _launch: self._backend.barrier(agreement), None, None
         return cast(None, self._run(call, None))
 
     @cached_property
@@ -797,7 +798,7 @@ class Communicator:
         """Makes the group of some members, one of which is this rank; `connect(name)` makes its backend."""
         name = self._family.new_name(self._listed(members))
         with reporting_failures(self._backend, what):
-            meet_members(self._backend, what, members, name)
+            await_members(self._backend, what, members, name)
             group = Communicator(cast(Backend, connect(name)))  # not None: this rank is a member
         if self._debug:
             group._use_debug_mode()
@@ -917,7 +918,7 @@ class Communicator:
         Raises:
             PlanMismatch: the ranks' digests differ.
         """
-        with self._lifetime.turn("agree", agreement):
+        with self._lifetime.collective("agree", agreement):
             self._backend.agree(agreement)
 
     # -- Running -------------------------------------------------------------------------------------------------
@@ -945,12 +946,12 @@ class Communicator:
             source: the native array to send; None if this rank sends nothing.
             target: the native array that receives the result; None if there is none, see `shape`.
             transfer: transfer(flat source, flat target) calls the backend.
-            given: the caller's array that has the result afterwards; None if the result is the native target.
-            shape: the shape of a new array for the result, made if there is no target; None if this rank gets no
+            given: the caller's array that holds the result afterwards, to be returned; None returns the native target.
+            shape: the shape of the new array that receives the result if there is no target; None if this rank gets no
                 result.
             in_place: whether the backend may write the result over the source, if the target is the source.
             source_part, target_part: see _flat_source.
-            plan: see _MakePlan; None if the backend plans no such calls.
+            plan: how to get the backend's plan for repeated calls; None if it plans no such calls.
         """
         is_one_array = in_place and target is source
 
@@ -974,10 +975,11 @@ class Communicator:
         return what, agreement, move, None, None
 
     def _run(self, call: CollectiveCall, stream: Any) -> Any:
+        """Runs a checked collective; returns its result."""
         what, agreement, move, source, target = call
         if target is None or stream is not None or self._runs_beside_host:  # a plan on the CPU needs no check
             stream = self._checked_stream(stream, what)
-        with self._lifetime.turn(what, agreement):
+        with self._lifetime.collective(what, agreement):
             if target is not None and not self._runs_beside_host:
                 move(source, target, agreement)
                 return target
@@ -992,10 +994,10 @@ class Communicator:
     # -- Repeated calls ------------------------------------------------------------------------------------------
 
     def _find_known(self, what: str, detail: Any, array: Any, out: Any) -> CollectiveCall | None:
-        """Returns the call if it repeats an earlier one; only the flags of its arrays are checked.
+        """Returns a call that repeats an earlier one, after a check of the flags of its arrays.
 
         Returns:
-            None for any other call: the caller then makes all checks, and raises their errors.
+            None for any other call: the caller of this method then makes all checks, which raise the errors.
         """
         if type(array) is not self._plans_for:
             return None
@@ -1024,7 +1026,7 @@ class Communicator:
     def _remember(
         self, what: str, agreement: Agreement, source: Array, plan: _MakePlan, new_shape: Shape | None
     ) -> None:
-        """Stores the backend's plan, if there is one, for `_find_known`. Call it within the turn.
+        """Stores the backend's plan, if there is one, for `_find_known`. Only a running collective may call it.
 
         Args:
             what, agreement, source, plan: as for `_call`.
@@ -1077,7 +1079,7 @@ class Communicator:
         return self._checked_out(what, out, source.shape, source.dtype)
 
     def _check_writable(self, what: str, target: Array, name: str = "array", remedy: str = "pass out=") -> None:
-        """Refuses an argument that cannot be written to.
+        """Raises InvalidArgument if the collective cannot write to an argument.
 
         Args:
             what: the operation's name in the error.
@@ -1153,8 +1155,8 @@ class Communicator:
             source: native array.
             target: native array for the results; None if writing them cannot change elements of the source that are
                 still to be read.
-            source_part: the bytes of the source that may be exactly the target: an in-place call.
-            target_part: the bytes of the target that may be exactly the source, likewise.
+            source_part: for an in-place call: the bytes of the source that may be exactly the target.
+            target_part: for an in-place call: the bytes of the target that may be exactly the source.
         """
         if target is None and not self._runs_beside_host and source.flags.c_contiguous:
             return source.ravel()  # the fastest way to a flat view
@@ -1210,9 +1212,9 @@ class _Submitter(Communicator):
         stream = self._checked_stream(stream, what)
         end = CollectiveEnd()
         producers = [self._mark_work()] if stream is None else None
-        turn = self._lifetime.turn(what, agreement)
+        context = self._lifetime.collective(what, agreement)
         try:
-            with turn, self._backend.launching(stream, producers) as launch:
+            with context, self._backend.launching(stream, producers) as launch:
                 if result is None:
                     result = move(launch)
                 else:
@@ -1251,9 +1253,9 @@ class Asynchronous:
     future's result() and wait(). If no code asks a failed future, the failure is logged. A failed collective fails only
     its own future. Until a future is done, the collective's arrays belong to gradsync.
 
-    Messages wait for their turn like other collectives: send is not MPI's Isend. If two ranks each submit a recv before
-    the send that the other needs, they wait for each other until the deadline. Use exchange, which sends and receives
-    at once, or let the lower rank send first and the higher rank receive first.
+    Messages wait in the same queue as other collectives: send is not MPI's Isend. If two ranks each submit a recv
+    before the send that the other needs, they wait for each other until the deadline. Use exchange, which sends and
+    receives at once, or let the lower rank send first and the higher rank receive first.
 
     A done-callback must not call or submit collectives, on any backend: that raises InvalidArgument, see
     CollectiveFuture.add_done_callback. To wait in a done-callback for a future that is not done raises FutureNotReady.

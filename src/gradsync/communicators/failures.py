@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from gradsync.communicators.agreement import place_of_caller
+from gradsync.communicators.agreement import find_call_site
 from gradsync.diagnostics import Entry, FlightRecorder
 from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError
 
@@ -162,7 +162,7 @@ def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, s
         return OF_MESSAGES, "a collective"
     if not entry.what.is_message:
         return entry.number, entry.title
-    place = place_of_caller()
-    if not place.line:
+    site = find_call_site()
+    if not site.line:
         return OF_MESSAGES, entry.title
-    return OF_MESSAGES, f"{entry.title.removesuffix(')')}, {'launched; by now ' if is_launched else ''}{place})"
+    return OF_MESSAGES, f"{entry.title.removesuffix(')')}, {'launched; by now ' if is_launched else ''}{site})"

@@ -97,7 +97,7 @@ class ListReduction:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
         """
         backend, sources, targets = self._backend, self._sources, self._targets
-        with self._lifetime.turn("all_reduce", agreement), backend.launching(None, producers) as launch:
+        with self._lifetime.collective("all_reduce", agreement), backend.launching(None, producers) as launch:
             if agrees_first:
                 backend.agree(agreement)
             given = sources
@@ -235,7 +235,7 @@ def all_reduce_resident(
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
     """
     backend = communicator._backend
-    with communicator._lifetime.turn("all_reduce", agreement), backend.launching(None, producers) as launch:
+    with communicator._lifetime.collective("all_reduce", agreement), backend.launching(None, producers) as launch:
         if agrees_first:
             backend.agree(agreement)
         values = [memory.view(begin_bytes, end_bytes, dtype)] if stages else []

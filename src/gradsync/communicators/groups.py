@@ -132,7 +132,7 @@ def reporting_failures(backend: Backend, what: str) -> Iterator[None]:
         raise
 
 
-def meet_members(backend: Backend, what: str, members: Sequence[int], name: str) -> None:
+def await_members(backend: Backend, what: str, members: Sequence[int], name: str) -> None:
     """Waits until all members of a new group have called this.
 
     Args:
@@ -159,7 +159,7 @@ def meet_members(backend: Backend, what: str, members: Sequence[int], name: str)
                 return
             except RendezvousTimeout as error:
                 backend.lifetime.check_usable(what)
-                backend.look_for_ended([backend.ranks.index(rank) for rank in error.missing_ranks])
+                backend.raise_if_ended([backend.ranks.index(rank) for rank in error.missing_ranks])
                 if left_seconds <= _LOOK_AROUND_EVERY_SECONDS:
                     raise RendezvousTimeout(
                         f"{backend.label}: {what} of the ranks {listed([backend.ranks[rank] for rank in members])} "

@@ -115,7 +115,7 @@ class Occupancy(dict[None, FrameType]):
 class Lifetime:
     """The state of one communicator between its making and its release; also the context of each collective.
 
-    One context is enough for all collectives of a communicator, because they do not nest: see `turn`.
+    One context is enough for all collectives of a communicator, because they do not nest: see `collective`.
 
     Args:
         backend: the communicator's backend; its flight recorder is written.
@@ -159,8 +159,8 @@ class Lifetime:
         """Whether the communicator has ended other than by close()."""
         return self.ended_because is not None and not self._is_closed_only
 
-    def turn(self, what: str, agreement: Agreement) -> Self:
-        """Returns the context of one collective: `with lifetime.turn("all_reduce", agreement):`.
+    def collective(self, what: str, agreement: Agreement) -> Self:
+        """Returns the context of one collective: `with lifetime.collective("all_reduce", agreement):`.
 
         The call first waits for collectives that were submitted before. The context holds the communicator for this
         collective, and makes its entry in the flight recorder.

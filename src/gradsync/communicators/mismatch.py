@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from gradsync.communicators.agreement import Agreement, CallPlace, Description, Item
+from gradsync.communicators.agreement import Agreement, CallSite, Description, Item
 from gradsync.errors import PlanMismatch, name_ranks
 
 _ONE_ORDER = (
@@ -15,7 +15,7 @@ _ONE_ORDER = (
     'the ranks make them at different lines or in threads, name them: gs.AllreduceCallback(..., name="generator")'
 )
 _SIZES = ("threshold_bytes", "first_bucket_bytes")  # ranks may differ in these, as long as their buckets are equal
-_NO_PLACE = CallPlace()
+_NO_SITE = CallSite()
 _UNHARMED = "no data was moved"
 _BROKEN = (
     "some had launched theirs already, as in the steps before: the communicator is broken, and the gradients of this "
@@ -83,7 +83,7 @@ def first_difference(parts: Sequence[Sequence[object]]) -> int:
 
 
 def _places(descriptions: Mapping[int, Description]) -> dict[int, str]:
-    return {rank: described.place.line for rank, described in descriptions.items() if described.place.line}
+    return {rank: described.call_site.line for rank, described in descriptions.items() if described.call_site.line}
 
 
 def _each(descriptions: Mapping[int, Description]) -> str:
@@ -96,7 +96,7 @@ def _each(descriptions: Mapping[int, Description]) -> str:
 def _advice(descriptions: Mapping[int, Description]) -> str:
     """Returns the last line of the error: the difference between the ranks and a remedy; "" if no more is known."""
     each = list(descriptions.values())
-    if len({d._replace(shape=(d.shape or ())[1:], place=_NO_PLACE) for d in each}) == 1 and (
+    if len({d._replace(shape=(d.shape or ())[1:], call_site=_NO_SITE) for d in each}) == 1 and (
         each[0].what in ("all_gather", "gather")
     ):
         return 'if the numbers of rows may differ, pass sizes="ask" or a list of them'

@@ -146,7 +146,7 @@ class Objects:
     ) -> T:
         """Runs one collective: exchanges the sizes of up to `count` objects, or refusals, then moves the objects."""
         refusals: dict[int, str] = {}
-        with self._backend.lifetime.turn(agreement.describe().what, agreement):
+        with self._backend.lifetime.collective(agreement.describe().what, agreement):
             if self._path is None:
                 self._path = self._backend.make_host_path()
             numbers = self._path.share_numbers(mine.numbers(count), agreement)
@@ -154,7 +154,7 @@ class Objects:
                 refusals = _share_refusals(self._path, numbers, mine, agreement)
             else:
                 result = move(self._path, numbers)
-        if refusals:  # outside of the turn: an error within it ends the communicator
+        if refusals:  # outside of the collective: an error within it ends the communicator
             raise self._refused(refusals, agreement) from mine.cause
         return result
 

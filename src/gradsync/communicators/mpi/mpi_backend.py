@@ -430,7 +430,7 @@ class MpiBackend(Backend):
             client.close()
             raise
 
-    def look_for_ended(self, missing: list[int]) -> None:
+    def raise_if_ended(self, missing: list[int]) -> None:
         self._raise_if_left(float("inf"), [self.ranks[rank] for rank in missing])
 
     # -- Ending ------------------------------------------------------------------------------------------------

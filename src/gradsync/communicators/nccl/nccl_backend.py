@@ -283,7 +283,7 @@ class NcclBackend(Backend):
         if launch is not None:  # before any call of NCCL, which may block
             self._watched.call = launch, launch.thread
 
-    def meet(self, agreement: Agreement) -> None:
+    def barrier(self, agreement: Agreement) -> None:
         token = cupy.zeros(1, np.int32)
         self.all_reduce([token], [token], ReduceOp.SUM, agreement)
         self.bring_back(token, np.zeros(1, np.int32), self._launch)  # and so the host waits for it
@@ -411,7 +411,7 @@ class NcclBackend(Backend):
         if self._begin_to_fail(error):
             self._begin_abort(reason, culprit)
 
-    def look_for_ended(self, missing: list[int]) -> None:
+    def raise_if_ended(self, missing: list[int]) -> None:
         self._raise_failure()
         self._agreements.look_for_closed_members(missing)
 

@@ -24,7 +24,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from gradsync.communicators.agreement import Agreement, CallPlace, Description, on_behalf, place_of_caller
+from gradsync.communicators.agreement import Agreement, CallSite, Description, find_call_site, on_behalf
 from gradsync.communicators.failures import FailureMonitor, raise_if_left
 from gradsync.communicators.mismatch import mismatch
 from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout, caller
@@ -232,8 +232,8 @@ class SpeculativeAgreement:
             self._overtaken_at = position
             self.was_overtaken = True
             found = caller(self._launching_thread)  # a line near the call, which has returned
-            place = CallPlace("" if found is None else str(found), "launched; by now at")
-            self._described = position, launched.described(place).to_text(_LIMIT_BYTES)
+            site = CallSite("" if found is None else str(found), "launched; by now at")
+            self._described = position, launched.described(site).to_text(_LIMIT_BYTES)
             return LaunchedEvent(launched.digest, self._described[1])
 
     def _ask(self, position: int, digest: int, arrivals: list[object] | None) -> Decision:
@@ -263,7 +263,7 @@ class SpeculativeAgreement:
     def _own_text(self, position: int, agreement: Agreement | None) -> str:
         if self._described[0] == position:
             return self._described[1]
-        described = Description("(unknown)", place=place_of_caller()) if agreement is None else agreement.described()
+        described = Description("(unknown)", call_site=find_call_site()) if agreement is None else agreement.described()
         return described.to_text(_LIMIT_BYTES)
 
     def _mismatch(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:

@@ -63,7 +63,7 @@ class ShmBackend(Backend):
     """
 
     name = "shm"
-    meets_at_once = True  # otherwise a rank that cannot map the memory would be noticed only in the first collective
+    begins_with_barrier = True  # otherwise only the first collective would notice a rank that cannot map the memory
 
     client: RendezvousClient
 
@@ -132,7 +132,7 @@ class ShmBackend(Backend):
         if self.world_size == 1:
             return super().make_resident(size_bytes, agreement)
         share = partial(self.share_numbers, agreement=agreement)
-        handover = Handover(self._context, share, self.look_for_ended, self.timeout_seconds)
+        handover = Handover(self._context, share, self.raise_if_ended, self.timeout_seconds)
         return handover.make_memory(size_bytes)
 
     def all_reduce_resident(
@@ -227,7 +227,7 @@ class ShmBackend(Backend):
         client, seconds = self.client.group(members, name), self.timeout_seconds
         return connect_shared_memory(client, name, seconds, seconds)
 
-    def look_for_ended(self, missing: list[int]) -> None:
+    def raise_if_ended(self, missing: list[int]) -> None:
         with contextlib.suppress(ValueError):  # another thread has released the memory; the next check finds the end
             self._barrier.waiting.look_for_failures(lambda: missing, 0.0, ANY_ROUND)
 
