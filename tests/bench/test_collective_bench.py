@@ -161,7 +161,6 @@ def test_a_rank_alone_and_an_integer_product_without_a_check():
         ("--backend local -n 2", 2, "backend 'local' is for one rank, got -n 2"),
         ("--backend nccl", 1, "no GPU is visible"),
         ("--json no/such/out.json", 2, "there is no folder 'no/such'"),
-        ("-p 4", 2, "gradsync bench collectives -p has gone: it is -n, as in every command"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(monkeypatch, arguments, code, text):

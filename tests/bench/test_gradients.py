@@ -20,7 +20,7 @@ def test_a_model_has_its_gradients_last_first_in_float32(model):
 def test_a_file_keeps_its_order(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps([["b", [2]], ["w", [3, 2], "bfloat16"]]))
-    assert [(spec.name, spec.size_bytes) for spec in gradients_of(str(path))] == [("b", 8), ("w", 12)]
+    assert [(spec.label, spec.size_bytes) for spec in gradients_of(str(path))] == [("b", 8), ("w", 12)]
 
 
 def test_bfloat16_needs_ml_dtypes(tmp_path, monkeypatch):

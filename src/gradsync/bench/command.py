@@ -10,52 +10,29 @@ from typing import Any
 import click
 
 from gradsync.backends import BACKENDS
-from gradsync.errors import InvalidArgument
 
-#: Options of the first edition, and what to do instead.
-_PREDICT = "leave it out to measure, or predict with benchmarks/predict_threshold.py of the repository"
-_REMOVED_OPTIONS = {
-    "thresholds": dict.fromkeys(("--predict", "--backward-ms", "--latency-us", "--bandwidth-gbs"), _PREDICT),
-    "collectives": {
-        "-p": "it is -n, as in every command; the calls of a block are --iters",
-        "--compare": "run benchmarks/beside_peers.py of the repository",
-    },
-}
-
-
-class _Command(click.Command):
-    """A command whose error for a removed option says what to do instead."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            instead = _REMOVED_OPTIONS[self.name or ""].get(error.option_name)
-            if instead is None:
-                raise
-            raise InvalidArgument(f"gradsync bench {self.name} {error.option_name} has gone: {instead}") from None
+# The options of both commands.
+_backend = click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="auto",
+    show_default=True,
+    help="How data moves; mpiexec starts the ranks of mpi.",
+)
+_json = click.option(
+    "--json", "json_path", metavar="FILE", help="Also writes the results, the machine and the versions to FILE."
+)
+_plot = click.option(
+    "--plot", "plot_path", metavar="FILE", help="Also draws the results as a PNG; needs gradsync[plot]."
+)
 
 
-class _Commands(click.Group):
-    """A group whose error for a removed command says what to run instead."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] == "rendezvous":
-            raise InvalidArgument(
-                "gradsync bench rendezvous has gone: run benchmarks/rendezvous_scale.py of the repository"
-            )
-        return super().resolve_command(ctx, args)
-
-
-@click.group(cls=_Commands)
+@click.group()
 def bench() -> None:
     """Times collectives and bucket thresholds on this machine."""
 
 
 @bench.command(
-    cls=_Command,
     short_help="Finds the bucket threshold that suits a model.",
     epilog="""\b
 Examples:
@@ -64,27 +41,29 @@ Examples:
   mpiexec -n 4 gradsync bench thresholds --model bert     ranks that a launcher has started: srun and torchrun alike
 
 \b
-Thresholds are in MB; 1 MB is 1024**2 bytes. With -v, "bus" is the bus bandwidth: 2 (n - 1) / n of the gradients' bytes
-over the time of a step, for n ranks.
+Thresholds are in MB; 1 MB is 1024**2 bytes. With -v the table has a column "bus", the bus bandwidth: 2 (n - 1) / n of
+the gradients' bytes over the time of a step, for n ranks.
 """,
 )
-@click.option("--model", required=True, metavar="MODEL", help="resnet50, gpt2, bert, or a file of shapes (.json).")
+@click.option(
+    "--model", required=True, metavar="MODEL", help="Model: resnet50, gpt2, bert, or a file of shapes (.json)."
+)
 @click.option(
     "-n",
     "--nprocs",
     type=click.IntRange(min=1),
     help="Number of ranks.  [default: one per visible GPU; 2 where there is none; 1 with local]",
 )
+@_backend
 @click.option(
-    "--backend",
-    type=click.Choice(BACKENDS),
-    default="auto",
-    show_default=True,
-    help="How data moves; mpi is started by mpiexec.",
+    "--thresholds", metavar="MB,MB,...", help="Thresholds to measure.  [default: 0.25,0.5,1,2,5,10,25,50,100]"
 )
-@click.option("--thresholds", metavar="MB,MB,...", help="What to measure.  [default: 0.25,0.5,1,2,5,10,25,50,100]")
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Timed steps of each threshold."
+    "--steps",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Number of timed steps of each threshold.",
 )
 @click.option(
     "--time-limit",
@@ -92,17 +71,17 @@ over the time of a step, for n ranks.
     type=click.FloatRange(min=0),
     default=45.0,
     show_default=True,
-    help="After this many seconds it stops early, after at least 3 steps.",
+    help="Seconds after which the command stops early, with at least 3 steps.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also shows quartiles and bus bandwidth.")
-@click.option("--json", "json_path", metavar="FILE", help="Also writes the results, machine and versions to FILE.")
-@click.option("--plot", "plot_path", metavar="FILE", help="Also draws them as a PNG; needs gradsync[plot].")
+@_json
+@_plot
 def thresholds(**options: Any) -> None:
     """Measures which threshold_bytes synchronises a model's gradients fastest, and says how sure that is.
 
-    Starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) started this command. Thresholds take
-    turns, round by round. A round takes as long as its slowest rank. The time of a threshold is the median of its
-    rounds.
+    The command starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) has started it. Each round
+    times one step of each threshold. A step takes as long as on its slowest rank. The time of a threshold is the
+    median of its rounds.
     """
     from gradsync.bench.thresholds import bench_thresholds
 
@@ -110,7 +89,6 @@ def thresholds(**options: Any) -> None:
 
 
 @bench.command(
-    cls=_Command,
     short_help="Times collectives, in the columns of nccl-tests.",
     epilog="""\b
 Examples:
@@ -120,51 +98,71 @@ Examples:
   srun -n 16 gradsync bench collectives -e 256M                 ranks that a launcher has started
 
 \b
-A terminal shows a table that grows: size, time, and GB/s, which is size / time. With -v it shows all columns of
-NVIDIA's nccl-tests, which a file or a pipe always gets: algbw is size / time; busbw is algbw times 2 (n - 1) / n for
-all_reduce, (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for broadcast, reduce and
-exchange. The size is that of the larger of source and target. GB are 1e9 bytes; KB and MB are units of 1024. #wrong
-counts elements that differ from NumPy's result, on all ranks. Where a form does not exist, its columns have a "-".
-The exit code is 1 where elements are wrong.
+On a terminal the command shows a table with size, time and GB/s, which is size / time. With -v, or in a file or a pipe,
+it prints all columns of NVIDIA's nccl-tests: algbw is size / time; busbw is algbw times 2 (n - 1) / n for all_reduce,
+(n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for broadcast, reduce and exchange. The
+size is that of the larger of source and target. GB are 1e9 bytes; KB and MB are units of 1024. #wrong is the number of
+elements on all ranks that differ from NumPy's result. If a collective has no such form, its columns have "-". The exit
+code is 1 if elements are wrong.
 """,
 )
-@click.option("-c", "--collectives", default="all_reduce", show_default=True, metavar="NAMES", help="all, or a list.")
+@click.option(
+    "-c",
+    "--collectives",
+    default="all_reduce",
+    show_default=True,
+    metavar="NAMES",
+    help="Collectives to time: all, or a list.",
+)
 @click.option(
     "-n",
     "--nprocs",
     type=click.IntRange(min=1),
     help="Number of ranks.  [default: one per GPU with nccl; 2 on the CPU; 1 with local]",
 )
-@click.option(
-    "--backend",
-    type=click.Choice(BACKENDS),
-    default="auto",
-    show_default=True,
-    help="How data moves; mpi is started by mpiexec.",
-)
+@_backend
 @click.option("-b", "--begin", default="1K", show_default=True, metavar="SIZE", help="Smallest size.")
 @click.option("-e", "--end", default="32M", show_default=True, metavar="SIZE", help="Largest size.")
-@click.option("-f", "--factor", type=float, default=4.0, show_default=True, help="From one size to the next.")
+@click.option("-f", "--factor", type=float, default=4.0, show_default=True, help="Factor from one size to the next.")
 @click.option(
     "--iters",
     "iterations",
     type=click.IntRange(min=1),
     default=20,
     show_default=True,
-    help="Timed calls of a block.",
+    help="Number of timed calls of a block.",
 )
-@click.option("-w", "--warm-up", type=click.IntRange(min=0), default=5, show_default=True, help="Calls before them.")
-@click.option("--blocks", type=click.IntRange(min=1), default=3, show_default=True, help="Blocks; the median counts.")
-@click.option("-o", "--op", default="sum", show_default=True, help="sum, mean, prod, min or max.")
-@click.option("-d", "--dtype", default="float", show_default=True, help="float, double, half, bfloat16, int32, ...")
-@click.option("--check/--no-check", "checks", default=True, show_default=True, help="Count wrong elements.")
+@click.option(
+    "-w",
+    "--warm-up",
+    type=click.IntRange(min=0),
+    default=5,
+    show_default=True,
+    help="Number of calls before the first block.",
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Number of blocks; a time is the median of the blocks.",
+)
+@click.option(
+    "-o", "--op", default="sum", show_default=True, help="Operator of reductions: sum, mean, prod, min or max."
+)
+@click.option(
+    "-d", "--dtype", default="float", show_default=True, help="Dtype: float, double, half, bfloat16, int32, ..."
+)
+@click.option(
+    "--check/--no-check", "checks", default=True, show_default=True, help="Count the wrong elements of results."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Show all columns on a terminal too.")
-@click.option("--json", "json_path", metavar="FILE", help="Also writes the results, machine and versions to FILE.")
-@click.option("--plot", "plot_path", metavar="FILE", help="Also draws them as a PNG; needs gradsync[plot].")
+@_json
+@_plot
 def collectives(**options: Any) -> None:
     """Times collectives over a range of sizes, checks every result, and shows bandwidths.
 
-    Starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) started this command.
+    The command starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) has started it.
     """
     from gradsync.bench.collectives import bench_collectives
 
