@@ -240,30 +240,25 @@ class KnownCallback(NamedTuple):
             make_facts=partial(self._make_facts, agreement),
         )
 
-    def _shown(self, has_others: bool) -> str:
-        """Returns the callback's name in quotes, or its number; "" if the program has only one callback."""
+    def _shown(self) -> str:
+        """Returns the callback's name in quotes, or its number; "" if the communicator has only one callback."""
         if self.name is not None:
             return repr(self.name)
+        communicator = self.communicator()
+        has_others = self.used[0] > 1 or (
+            communicator is not None and any(each.is_other(self.number, communicator) for each in _alive())
+        )
         return str(self.number) if has_others else ""
 
-    def _has_others(self) -> bool:
-        """Whether this rank has other live callbacks for the communicator, used there or not."""
-        communicator = self.communicator()
-        return communicator is not None and any(each.is_other(self.number, communicator) for each in _alive())
-
-    def _called(self) -> str:
-        """Returns the callback's name or number for errors; "" if the program has had only one callback."""
-        return self._shown(self.used[0] > 1 or self._has_others())
-
     def _describe(self, agreement: Agreement) -> Description:
-        return agreement.describe()._replace(callback=self._called(), made_at=self.made_at)
+        return agreement.describe()._replace(callback=self._shown(), made_at=self.made_at)
 
     def _summarise(self, agreement: Agreement) -> str:
-        shown = self._shown(self._has_others())
+        shown = self._shown()
         return f"{agreement.headline()}{f' (callback {shown})' if shown else ''}"
 
     def _make_facts(self, agreement: Agreement) -> dict[str, Any]:
-        shown = self._shown(self._has_others())
+        shown = self._shown()
         return agreement.facts() | ({"callback": shown} if shown else {})
 
 
