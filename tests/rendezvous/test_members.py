@@ -103,7 +103,9 @@ def test_groups_share_what_they_like_and_leave_nothing() -> None:
                 group.close()
                 group.close()
         client.barrier(timeout_seconds=SECONDS)
-        assert stored(server._core) == before
+        after = stored(server._core)
+        assert after[:2] + after[3:] == before[:2] + before[3:]
+        assert after[2] <= 1  # another rank may have come to the next barrier
         client.barrier(timeout_seconds=SECONDS)
         return before
 

@@ -226,17 +226,17 @@ class Keys:
 
 
 class Barrier:
-    """One barrier or exchange. It releases all ranks when the last one has arrived, and can then be used again.
+    """One use of a barrier or exchange. It ends when the last rank has arrived, which releases all ranks.
 
     Attributes:
-        name, ranks: the name and the members.
+        key: the name, the members, and whether this is an exchange.
         arrived: the waits of the members that have arrived, by rank.
         values: in an exchange, the values of the members that have arrived, by rank.
     """
 
-    def __init__(self, name: str, ranks: Members) -> None:
-        self.name = name
-        self.ranks = ranks
+    def __init__(self, key: tuple[str, Members, bool]) -> None:
+        self.key = key
+        self.name, self.ranks, self.is_exchange = key
         self.arrived: dict[int, Wait] = {}
         self.values: dict[int, bytes] = {}
         self._cancelled: set[int] = set()  # ranks that have arrived and then gave up waiting
@@ -264,17 +264,9 @@ class Barrier:
         """Returns the ranks that never arrived; if there are none, the ranks that gave up waiting."""
         return never_came(self.absent_ranks(), self._cancelled)
 
-    def take(self) -> tuple[list[Wait], list[bytes]]:
-        """Resets the barrier; returns the waits of the members that had arrived, and their values by rank."""
-        waits, values = list(self.arrived.values()), [value for _, value in sorted(self.values.items())]
-        self.arrived.clear()
-        self.values.clear()
-        self._cancelled.clear()
-        return waits, values
-
 
 class Barriers:
-    """The barriers and exchanges of a generation, by name and members."""
+    """The open barriers and exchanges of a generation, by name and members."""
 
     def __init__(self, roster: Roster, waits: WaitTable) -> None:
         self._roster = roster
@@ -291,12 +283,12 @@ class Barriers:
         barrier = self._barriers.get(key)
         if barrier is None:
             if len(self._barriers) >= MAX_BARRIERS:
-                return [request.refuse(f"more than {MAX_BARRIERS} different barriers; reuse their names", REFUSED)]
-            barrier = self._barriers[key] = Barrier(name, ranks)
+                return [request.refuse(f"more than {MAX_BARRIERS} barriers are open at the same time", REFUSED)]
+            barrier = self._barriers[key] = Barrier(key)
         if request.rank in barrier.arrived:
             return [request.refuse(f"{self._roster.label(request.rank)} already waits in {what} {name!r}")]
         if barrier.arrive(self._waits.add(request, barrier), value):
-            return self._release(barrier, is_exchange=value is not None)
+            return self._release(barrier)
         left = self._roster.first_left(barrier.absent_ranks())
         return [] if left is None else self._fail(barrier, left)
 
@@ -310,11 +302,11 @@ class Barriers:
         waiting = [barrier for barrier in self._barriers.values() if barrier.arrived and rank in barrier.ranks]
         return [send for barrier in waiting for send in self._fail(barrier, rank)]
 
-    def _release(self, barrier: Barrier, *, is_exchange: bool) -> list[Send]:
-        waits, values = self._take(barrier)
-        if not is_exchange:
+    def _release(self, barrier: Barrier) -> list[Send]:
+        waits = self._close(barrier)
+        if not barrier.is_exchange:
             return [wait.request.reply() for wait in waits]
-        pieces = _pieces(values)
+        pieces = _pieces([value for _, value in sorted(barrier.values.items())])
         return [
             Send(wait.request.connection, FrameType.VALUES, (wait.request.sequence, piece is pieces[-1], piece))
             for wait in waits
@@ -323,13 +315,14 @@ class Barriers:
 
     def _fail(self, barrier: Barrier, left: int) -> list[Send]:
         failure = self._roster.left_failure(left, f"barrier {barrier.name!r} needs it")
-        return [wait.request.fail(failure) for wait in self._take(barrier)[0]]
+        return [wait.request.fail(failure) for wait in self._close(barrier)]
 
-    def _take(self, barrier: Barrier) -> tuple[list[Wait], list[bytes]]:
-        waits, values = barrier.take()
-        for wait in waits:
+    def _close(self, barrier: Barrier) -> list[Wait]:
+        """Ends a use of a barrier; returns the waits of the members that had arrived."""
+        del self._barriers[barrier.key]
+        for wait in barrier.arrived.values():
             self._waits.close(wait)
-        return waits, values
+        return list(barrier.arrived.values())
 
 
 def _pieces(values: list[bytes]) -> list[list[bytes]]:

@@ -122,7 +122,7 @@ def _clocks_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rounds_are_kept_open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Barriers, "_take", lambda self, barrier: barrier.take())
+    patch.setattr(Barriers, "_close", lambda self, barrier: list(barrier.arrived.values()))
 
 
 def _who_differs_is_told_the_same(patch: pytest.MonkeyPatch) -> None:
