@@ -43,7 +43,7 @@ def test_half_precision_is_accumulated_in_float32(dtype: type) -> None:
     # One large value and many small ones: added in half precision the small ones would vanish one by one.
     arrays = [np.full(4, 256, dtype)] + [np.full(4, 0.125 if dtype == np.float16 else 0.5, dtype)] * 16
     out = np.empty(4, dtype)
-    reduce_into(ReduceOp.SUM, arrays, out, np.empty(4, np.float32))
+    reduce_into(ReduceOp.SUM, arrays, out)
     assert (out.astype(np.float32) == (258 if dtype == np.float16 else 264)).all()
 
 
@@ -75,3 +75,18 @@ def test_a_mean_of_infinite_complex_numbers_is_no_nan(dtype: type, count: int) -
 def test_foreign_byte_order_is_refused() -> None:
     with pytest.raises(gs.UnsupportedDtype, match="byte order"):
         check_operation(ReduceOp.SUM, np.dtype(">f4"))
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "prod", "min", "max"])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_is_reduced_block_by_block(dtype: type, op: str) -> None:
+    """The bits are those of float32 arithmetic in rank order, rounded once; the result may replace a contribution."""
+    rng = np.random.default_rng(3)
+    given = [rng.standard_normal((3, 2**15 + 7)).astype(dtype) for _ in range(3)]
+    wide = [each.astype(np.float32) for each in given]
+    function = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[op]
+    wanted = function(function(wide[0], wide[1]), wide[2])
+    if op == "mean":
+        wanted = wanted / np.float32(3)
+    reduce_into(ReduceOp(op), given, given[1])
+    assert given[1].tobytes() == wanted.astype(dtype).tobytes()

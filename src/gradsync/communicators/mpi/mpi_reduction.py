@@ -33,7 +33,7 @@ _NATIVE_ELEMENTS = 2**28  # the most elements in one call of MPI
 
 # The uses of memory that stays from call to call: the others' contributions to two chunks at a time; a result whose
 # place is still read; half precision, widened.
-_ARRIVING, _ARRIVING_NEXT, _RESULT, _WIDENED = range(4)
+_ARRIVING, _ARRIVING_NEXT, _RESULT = range(3)
 
 
 class _Chunk(NamedTuple):
@@ -205,11 +205,9 @@ class MpiReduction:
             return
         own_at = target.__array_interface__["data"][0]
         is_late = self._rank >= 2 and contributions[self._rank].__array_interface__["data"][0] == own_at
-        # Half precision uses a separate buffer, and the first two contributions are read before the target is written.
+        # The first two contributions are read before the target is written.
         into = self._buffers(_RESULT, target.dtype, target.size)[0] if is_late else target
-        wide = accumulation_dtype(target.dtype)
-        accumulator = None if wide == target.dtype else self._buffers(_WIDENED, wide, target.size)[0]
-        reduce_into(op, contributions, into, accumulator)
+        reduce_into(op, contributions, into)
         if into is not target:
             np.copyto(target, into)
 

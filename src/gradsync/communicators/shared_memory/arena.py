@@ -22,7 +22,7 @@ from gradsync.communicators.pieces import CACHE_LINE_BYTES
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.diagnostics import FlightRecorder
-from gradsync.reduction import Array, accumulation_dtype
+from gradsync.reduction import Array
 
 #: The size of the two small regions.
 HOT_BYTES = 16 * 1024
@@ -159,7 +159,6 @@ class Scratch:
         self._own = np.empty(size_bytes, np.uint8)
         self._result = np.empty(size_bytes, np.uint8)
         self._converted = np.empty(0, np.uint8)
-        self._accumulator = np.empty(0, np.float32)
 
     def own(self, dtype: np.dtype[Any], length: int) -> Array:
         """Returns an array for this rank's contribution."""
@@ -175,14 +174,6 @@ class Scratch:
         if self._converted.size < size_bytes:
             self._converted = np.empty(size_bytes, np.uint8)
         return self._converted[:size_bytes].view(dtype)
-
-    def accumulator(self, dtype: np.dtype[Any], length: int) -> Array | None:
-        """Returns a float32 array to add up half precision; None for other dtypes."""
-        if accumulation_dtype(dtype) == dtype:
-            return None
-        if self._accumulator.size < length:
-            self._accumulator = np.empty(length, np.float32)
-        return self._accumulator[:length]
 
 
 class ShmContext(NamedTuple):

@@ -31,7 +31,6 @@ from gradsync.communicators.nonfinite import Checks
 from gradsync.communicators.pieces import Piece, cuts, pieces_between, share_of
 from gradsync.communicators.shared_memory.arena import HOT_BYTES, Scratch, ShmContext, Slots, share_begin, shares_bytes
 from gradsync.communicators.shared_memory.pipelined import (
-    Call,
     CopyOut,
     PipelinedAllReduce,
     Section,
@@ -42,7 +41,7 @@ from gradsync.communicators.shared_memory.pipelined import (
 )
 from gradsync.diagnostics import tracing
 from gradsync.errors import CommunicatorClosed
-from gradsync.reduction import UFUNCS_INTO, Array, ReduceOp, Wire, accumulation_dtype, divide_into, reduce_into
+from gradsync.reduction import Array, Call, ReduceOp, Wire, reduction_of
 
 _BYTE = np.dtype(np.uint8)
 _NUMBER = np.dtype(np.int64)
@@ -80,16 +79,14 @@ class Plans:
         self._context = context
         self._scratch = scratch
         self._slots = slots
-        self.one_shot: Callable[[np.dtype[Any], int, ReduceOp], OneShot] = kept(OneShot, context, scratch, quietly)
+        self.one_shot: Callable[[np.dtype[Any], int, ReduceOp], OneShot] = kept(OneShot, context, quietly)
         self.large: Callable[[np.dtype[Any], int, ReduceOp], LargeReduction] = kept(
             LargeReduction, context, scratch, slots
         )
         self.reduce_scatter: Callable[[np.dtype[Any], Bounds, ReduceOp], PartialReduction] = kept(
-            _reduce_scatter, context, scratch, quietly
+            _reduce_scatter, context, quietly
         )
-        self.reduce: Callable[[np.dtype[Any], int, ReduceOp, int], PartialReduction] = kept(
-            _reduce, context, scratch, quietly
-        )
+        self.reduce: Callable[[np.dtype[Any], int, ReduceOp, int], PartialReduction] = kept(_reduce, context, quietly)
         self.broadcast: Callable[[int, int], Movement] = kept(_broadcast, context)
         self.broadcast_list: Callable[[tuple[int, ...], int], ListBroadcast] = kept(ListBroadcast, context)
         self.gather: Callable[[Bounds, int | None], Movement] = kept(_gather, context)
@@ -363,7 +360,6 @@ class _Reduction(_Plan):
 
     Args:
         context: this rank's context.
-        scratch: private memory.
         quietly: calls a function without floating-point errors, see quiet_caller.
         dtype: the arrays' dtype.
         op: an operator that the dtype supports.
@@ -372,7 +368,6 @@ class _Reduction(_Plan):
     def __init__(
         self,
         context: ShmContext,
-        scratch: Scratch,
         quietly: Callable[..., Any],
         dtype: np.dtype[Any],
         op: ReduceOp,
@@ -380,50 +375,35 @@ class _Reduction(_Plan):
         self._rings = context.rings
         self.barrier = context.barrier
         self._rank = context.rank
-        self._scratch = scratch
         self._quietly = quietly
-        self._op = op
-        self._ufunc = UFUNCS_INTO[op]
+        self._reduce = reduction_of(op, dtype, context.world_size)
         self._dtype = dtype
         self._word = word_dtype(dtype)
         self._values = context.rings.of(dtype)
         self._own_words = context.rings.of(self._word)[context.rank]
-        self._divisor = context.world_size if op is ReduceOp.MEAN else 1
-        self._by_ufunc = context.world_size > 1 and accumulation_dtype(dtype) == dtype
 
     def reduce(self, contributions: Sequence[Array], result: Array) -> None:
-        """Reduces as reduce_into of reduction.py, with fewer calls for dtypes other than half precision."""
-        quietly = self._quietly
-        if not self._by_ufunc:
-            accumulator = self._scratch.accumulator(self._dtype, result.size)
-            quietly(reduce_into, self._op, contributions, result, accumulator)
-            return
-        ufunc = self._ufunc
-        quietly(ufunc, contributions[0], contributions[1], result)
-        for contribution in contributions[2:]:
-            quietly(ufunc, result, contribution, result)
-        if self._divisor > 1:
-            quietly(divide_into, result, self._divisor, result)
+        """Reduces the contributions, in rank order, into `result`."""
+        self._quietly(self._reduce, contributions, result)
 
 
 class OneShot(_Reduction):
     """The all-reduce in one round: every rank publishes its array, and after a barrier reduces all of them.
 
     Args:
-        context, scratch, quietly, dtype, op: see _Reduction.
+        context, quietly, dtype, op: see _Reduction.
         size: number of elements.
     """
 
     def __init__(
         self,
         context: ShmContext,
-        scratch: Scratch,
         quietly: Callable[..., Any],
         dtype: np.dtype[Any],
         size: int,
         op: ReduceOp,
     ) -> None:
-        super().__init__(context, scratch, quietly, dtype, op)
+        super().__init__(context, quietly, dtype, op)
         self.size = size
         self._size_bytes = size * dtype.itemsize
         self._assigns = self._size_bytes <= _ASSIGN_UP_TO_BYTES or self._word == dtype
@@ -640,7 +620,7 @@ class PartialReduction(_Reduction):
     """A reduction that gives each rank, or only the root, its part: reduce_scatter and reduce.
 
     Args:
-        context, scratch, quietly, dtype, op: see _Reduction.
+        context, quietly, dtype, op: see _Reduction.
         size: number of elements of the largest part.
         step: the number of elements of each part in one round.
         make: make(begin, end) returns the round for the elements [begin, end) of each part.
@@ -649,7 +629,6 @@ class PartialReduction(_Reduction):
     def __init__(
         self,
         context: ShmContext,
-        scratch: Scratch,
         quietly: Callable[..., Any],
         dtype: np.dtype[Any],
         op: ReduceOp,
@@ -657,7 +636,7 @@ class PartialReduction(_Reduction):
         step: int,
         make: Callable[[int, int], _PartOf],
     ) -> None:
-        super().__init__(context, scratch, quietly, dtype, op)
+        super().__init__(context, quietly, dtype, op)
         self._rounds = _Rounds(size, step, make)
 
     def run(self, source: Array, target: Array | None, agreement: Agreement) -> None:
@@ -690,7 +669,6 @@ class PartialReduction(_Reduction):
 
 def _reduce_scatter(
     context: ShmContext,
-    scratch: Scratch,
     quietly: Callable[..., Any],
     dtype: np.dtype[Any],
     bounds: Bounds,
@@ -715,12 +693,11 @@ def _reduce_scatter(
         )
 
     step = context.share_bytes // itemsize
-    return PartialReduction(context, scratch, quietly, dtype, op, largest_part(bounds), step, make)
+    return PartialReduction(context, quietly, dtype, op, largest_part(bounds), step, make)
 
 
 def _reduce(
     context: ShmContext,
-    scratch: Scratch,
     quietly: Callable[..., Any],
     dtype: np.dtype[Any],
     size: int,
@@ -735,7 +712,7 @@ def _reduce(
         return _PartOf(length * dtype.itemsize, published, [(0, length)] * context.world_size, part, part)
 
     step = context.round_bytes // dtype.itemsize
-    return PartialReduction(context, scratch, quietly, dtype, op, size, step, make)
+    return PartialReduction(context, quietly, dtype, op, size, step, make)
 
 
 def quiet_caller() -> Callable[..., Any]:

@@ -31,14 +31,13 @@ from gradsync.communicators.pieces import Piece, cuts, line_bounds, pieces_betwe
 from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT, Scratch, ShmContext, SlotArrays
 from gradsync.diagnostics import tracing
 from gradsync.reduction import (
-    UFUNCS_INTO,
     Array,
+    Call,
     ReduceOp,
     Wire,
     accumulation_dtype,
-    division,
-    part_dtype,
-    reduce_into,
+    division_call,
+    reduction_of,
 )
 
 # Smaller pieces are gathered: a NumPy call takes as long as copying some kilobytes.
@@ -190,8 +189,6 @@ def _one(number: int) -> range:
     return range(number, number + 1) if number >= 0 else range(0)
 
 
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
-
 _EVERYTHING = slice(None)
 # Dtypes whose memoryviews can be assigned directly. Others are assigned as bytes: integers of one size have several
 # format letters, and memoryviews do not support complex numbers and bfloat16.
@@ -258,21 +255,6 @@ def scattering(packed: Array, targets: Sequence[Array]) -> Call:
     return _scatter, (memories, places)
 
 
-def reducing(op: ReduceOp, contributions: Sequence[Array], out: Array, accumulator: Array | None) -> list[Call]:
-    """Returns the calls of reduce_into of reduction.py.
-
-    Args:
-        op: the operator; a mean only with an accumulator, because other means are divided while they are copied out.
-        contributions, out: as for reduce_into.
-        accumulator: for half precision; otherwise None.
-    """
-    if accumulator is not None:
-        return [(reduce_into, (op, contributions, out, accumulator))]
-    ufunc = UFUNCS_INTO[op]
-    calls: list[Call] = [(ufunc, (contributions[0], contributions[1], out))]
-    return calls + [(ufunc, (out, contribution, out)) for contribution in contributions[2:]]
-
-
 class CopyOut:
     """Copies results from shared memory to the targets.
 
@@ -286,14 +268,9 @@ class CopyOut:
     def __init__(self, targets: Sequence[Array], divisor: int, scratch: Scratch, wire: Wire | None) -> None:
         self._targets = targets
         self._wire = wire
+        self._divisor = divisor
         self._divides = divisor > 1
         self._scratch = scratch
-        self._part: np.dtype[Any] | None = None
-        if self._divides:
-            dtype = targets[0].dtype
-            part = part_dtype(dtype)
-            self._part = part if part != dtype else None
-            self._divide, self._divisor = division(part, divisor)
 
     def calls(self, place: Array, pieces: Sequence[Piece]) -> list[Call]:
         """Returns the calls that copy the results in `place` to one piece of the targets, or several small pieces."""
@@ -317,15 +294,9 @@ class CopyOut:
         """Returns the calls that divide the results into an array, convert them, or only copy them."""
         scale = 1.0 if self._wire is None else self._wire.postscale
         if self._divides:
-            divided = self._dividing(place, target)
+            divided = division_call(place, self._divisor, target)
             return [divided] if scale == 1.0 else [divided, converting(target, scale, target)]
         return [copying(place, target) if self._wire is None else converting(place, scale, target)]
-
-    def _dividing(self, values: Array, out: Array) -> Call:
-        """Returns the call that divides as divide_into of reduction.py."""
-        if self._part is not None:
-            values, out = values.view(self._part), out.view(self._part)
-        return self._divide, (values, self._divisor, out)
 
 
 def piece_of(arrays: Sequence[Array], piece: Piece) -> Array:
@@ -458,11 +429,10 @@ class PipelinedAllReduce:
         bytes_at_a_time = context.chunk_bytes, _REDUCED_BYTES, published_bytes, _GATHERED_BYTES
         lengths = Lengths(*[size_bytes // itemsize for size_bytes in bytes_at_a_time])
         self._chunks = plan_stream(sizes, lengths, itemsize, rank, world_size)
-        self._accumulator = scratch.accumulator(dtype, max(lengths.reduced, lengths.gathered))
         # A mean is a sum that is divided while it is copied to the targets, which saves a pass over the data. Half
         # precision is divided together with the sum, in float32.
         divides_late = op is ReduceOp.MEAN and accumulation_dtype(dtype) == dtype
-        self._op = ReduceOp.SUM if divides_late else op
+        self._reduce = reduction_of(ReduceOp.SUM if divides_late else op, dtype, world_size)
         self._delivery = CopyOut(targets, world_size if divides_late else 1, scratch, wire)
         is_finite = finite_test(dtype) if Checks.NONFINITE in checks else None
         self._look: ChunkCheck | None = None
@@ -552,8 +522,7 @@ class PipelinedAllReduce:
             own = self._scratch.own(self._dtype, end - begin)
             made += self._collecting(pieces, own)
         contributions[self._rank] = own
-        accumulator = None if self._accumulator is None else self._accumulator[: end - begin]
-        made += reducing(self._op, contributions, result, accumulator)
+        made.append((self._reduce, (contributions, result)))
         if self._look is not None:
             made.append((self._look.look, (number, section, result)))
         made += [copying(result, place) for place in others]

@@ -21,7 +21,7 @@ from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.nonfinite import Checks
 from gradsync.communicators.pieces import cuts, line_bounds
 from gradsync.communicators.shared_memory.arena import ShmContext
-from gradsync.communicators.shared_memory.pipelined import Call, adding_squares, run_calls
+from gradsync.communicators.shared_memory.pipelined import adding_squares, run_calls
 from gradsync.communicators.shared_memory.segment import (
     HUGE_PAGE_BYTES,
     SegmentOffer,
@@ -34,11 +34,10 @@ from gradsync.communicators.shared_memory.segment import (
 )
 from gradsync.diagnostics import tracing
 from gradsync.errors import BackendUnavailable
-from gradsync.reduction import UFUNCS_INTO, Array, ReduceOp, accumulation_dtype, divide_into
+from gradsync.reduction import Array, Call, ReduceOp, divide_into, reduction_of
 
 # The size that is reduced, and then written to the other ranks while it is in the cache.
 _CHUNK_BYTES = 384 * 1024
-_HALF_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # for half precision, which needs two arrays of float32
 _MAX_PREPARED = 1024
 
 # From this size on the memory uses huge pages, if the kernel provides them in time.
@@ -101,7 +100,6 @@ class ResidentReduction:
         self._finder = context.finder
         self._squares = context.squares
         self._sums = np.empty(_CHUNK_BYTES, np.uint8)  # buffer for results that are checked before they are written
-        self._widened: list[Array] = []  # buffers for half precision: a sum and an addend
 
     def all_reduce(self, memory: SharedResidentMemory, key: Range, agreement: Agreement) -> None:
         """Reduces a range in place; see all_reduce_resident of for_bucketing.py."""
@@ -122,7 +120,7 @@ class ResidentReduction:
         itemsize, size_bytes = key.dtype.itemsize, key.end_bytes - key.begin_bytes
         low, high = line_bounds(size_bytes, 1, self._world_size)[self._rank : self._rank + 2]
         steps: list[Call] = []
-        first, step = key.begin_bytes + low, _chunk_elements(key.dtype) * itemsize
+        first, step = key.begin_bytes + low, _CHUNK_BYTES // itemsize * itemsize
         for begin, end in cuts(high - low, step):
             parts = [part[first + begin : first + end].view(key.dtype) for part in memory.parts]
             steps += self._chunk(parts, key, (low + begin) // itemsize)
@@ -137,7 +135,7 @@ class ResidentReduction:
             result = parts[min(self._rank, 1)]
         else:
             result = self._sums.view(key.dtype)[: parts[0].size]  # the contributions must stay unchanged for the check
-        steps = self._sum(parts, result, key.op)
+        steps: list[Call] = [(reduction_of(key.op, key.dtype, len(parts)), (parts, result))]
         if is_finite is not None:
             steps.append((self._finder.look, (is_finite, result, parts, at)))
         if key.mean_over is not None:
@@ -147,31 +145,6 @@ class ResidentReduction:
         if Checks.SQUARES in key.checks:
             steps += adding_squares(self._squares, parts[self._rank], stays=True)
         return steps
-
-    def _sum(self, parts: Sequence[Array], result: Array, op: ReduceOp) -> list[Call]:
-        """Returns the calls of reduce_into."""
-        ufunc, is_half = UFUNCS_INTO[op], accumulation_dtype(result.dtype) != result.dtype
-        total, addend = self._room(result.size) if is_half else (result, result)
-        steps: list[Call] = [(np.copyto, (total, parts[0]))] if is_half else []
-        for number, part in enumerate(parts[1:]):
-            if is_half:
-                # Converted in a separate call: a ufunc with mixed dtypes converts piece by piece, in allocated memory.
-                steps += [(np.copyto, (addend, part)), (ufunc, (total, addend, total))]
-            else:
-                steps.append((ufunc, (parts[0] if number == 0 else total, part, total)))
-        if op is ReduceOp.MEAN:
-            steps.append((divide_into, (total, len(parts), total)))
-        return [*steps, (np.copyto, (result, total, "same_kind"))] if is_half else steps
-
-    def _room(self, length: int) -> tuple[Array, Array]:
-        if not self._widened:
-            self._widened = [np.empty(_HALF_CHUNK_ELEMENTS, np.float32) for _ in range(2)]
-        total, addend = self._widened
-        return total[:length], addend[:length]
-
-
-def _chunk_elements(dtype: np.dtype[Any]) -> int:
-    return _CHUNK_BYTES // dtype.itemsize if accumulation_dtype(dtype) == dtype else _HALF_CHUNK_ELEMENTS
 
 
 class Handover(NamedTuple):
