@@ -222,7 +222,8 @@ class Step:
             if (positions := self._positions) is not None:
                 position = positions.get(param if type(param) is str else key_of(param))
             entry = self._entries.get(position)  # type: ignore[arg-type]  # None is no position
-            # Does this step repeat the last one here: the same, unchanged array at the same position?
+            # Does this step repeat the last one here: the same, unchanged array at the same position? (A parameter that
+            # is a string is its own key: that saves a call for each gradient.)
             if (
                 entry is not None
                 and entry.gradient is grad
@@ -257,7 +258,7 @@ class Step:
             self._is_busy = False
 
     def _begin_call(self, what: str, communicator: Communicator) -> None:
-        """Checks that a hand-over or a flush may begin now, and on this communicator."""
+        """Begins with the communicator if it is another one; checks that a hand-over or a flush may begin now."""
         if communicator is not self._communicator:
             self.begin_with(communicator)
         if pending:
@@ -270,7 +271,7 @@ class Step:
             )
 
     def _note(self, entry: GradientEntry, end: CollectiveEnd, communicator: Communicator) -> None:
-        """Notes for GPUs, traces and the debug mode: the work that makes a gradient, its arrival, its values."""
+        """Notes a gradient for GPUs (the work that makes it), for traces (its arrival), and for the debug mode."""
         if communicator._runs_beside_host:
             self._producers.setdefault(entry.bucket, []).append(communicator._mark_work())
         if (tracer := tracing.active) is not None:  # read once: another thread may end the trace
@@ -297,7 +298,7 @@ class Step:
             is_on = self._options.lock_gradients and self.memory is None
             is_locked = can_lock(grad, spec.name, self, is_on=is_on)
             if is_locked and is_itself:
-                native = grad.view()  # gradsync writes through it; that of a subclass is a view already
+                native = grad.view()  # gradsync writes through the view. For a subclass, native is a view already
         out = self._destination(grad, native, position, communicator)
         # Otherwise the result is a new array in each step, or the values are copied first.
         recurs = is_itself and out.result is grad and out.target is out.source and out.write_back is None
@@ -306,7 +307,7 @@ class Step:
         state = arrays.state(native) if recurs else None
         if self.memory is not None and out.result is not grad:  # already copied into its bucket
             native = self.memory.views[position]
-        if not self._new:
+        if not self._new:  # the first new gradient of this step; an error may have left others here
             self._keys.clear()
             self._overlaps.clear()
             for earlier in self._of_step():

@@ -523,13 +523,20 @@ def rebuilt(layout: Layout, tree: Any) -> Any:
     return _filled(tree, {key: rebuilt(child, children[key]) for key, child in layout.children})
 
 
-def leaves_of(tree: Any) -> list[tuple[str, Any]]:
-    """Returns the values of a tree that are not containers, with their paths.
+def leaves_of(tree: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yields the values of a tree that are not containers, with their paths.
 
     Raises:
         Unfit: see layout_of.
     """
-    return list(_leaves(tree, "", ()))
+    children = _children(tree)
+    if children is None:
+        yield path, tree
+        return
+    _check_container(tree, children, path, within)
+    inner = (*within, id(tree))
+    for key, child in children.items():
+        yield from leaves_of(child, join(path, key), inner)
 
 
 def with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
@@ -543,17 +550,6 @@ def with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
 def join(path: str, key: Hashable) -> str:
     """Returns the path of a child, e.g. "optimizer/momentum/0"."""
     return f"{path}/{key}" if path else str(key)
-
-
-def _leaves(tree: Any, path: str, within: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    children = _children(tree)
-    if children is None:
-        yield path, tree
-        return
-    _check_container(tree, children, path, within)
-    inner = (*within, id(tree))
-    for key, child in children.items():
-        yield from _leaves(child, join(path, key), inner)
 
 
 def is_array(value: Any) -> bool:
