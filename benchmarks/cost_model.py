@@ -11,7 +11,7 @@ the ring and the least bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradsync.errors import InvalidArgument
@@ -87,28 +87,6 @@ def best_threshold_bytes(
     found = [(size, exposed_seconds(total_bytes, size, backward_seconds, seconds_of)) for size in parts]
     least = min(seconds for _, seconds in found)
     return min(size for size, seconds in found if seconds <= 1.01 * least)
-
-
-def fit_link(samples: Sequence[tuple[float, float]]) -> Link:
-    """Returns the straight line that fits measured (bytes, seconds) best, in relative terms; neither part negative.
-
-    Least squares, each sample weighted with the inverse of its time: otherwise the largest sizes alone would decide.
-
-    Raises:
-        InvalidArgument: the samples are not of two sizes or more.
-    """
-    if len(samples) < 2:
-        raise InvalidArgument(f"a line needs two samples or more, got {len(samples)}")
-    rows = [(1.0 / seconds, size / seconds) for size, seconds in samples]
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(row[i] for row in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    if determinant <= 0:
-        raise InvalidArgument("a line needs samples of two sizes or more")
-    latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-    if latency < 0:
-        return Link(0.0, b / bb)
-    return Link(a / aa, 0.0) if per_byte < 0 else Link(latency, per_byte)
 
 
 def _check(ranks: int, size_bytes: float) -> None:

@@ -6,13 +6,12 @@ python benchmarks/scaling_page.py --check  # exit code 1 if the page is not up t
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 
 import page_tables
 import readme
-from cost_model import best_threshold_bytes, exposed_seconds, fit_link
+from cost_model import best_threshold_bytes, exposed_seconds
 from models import MODELS, element_count
 from nccl_cost_model import H100_NODES, Algorithm, fastest
 
@@ -20,34 +19,10 @@ PAGE = readme.ROOT / "docs" / "scaling.md"
 MEGABYTE = 1024**2
 BUCKET_BYTES = 10 * MEGABYTE
 GPUS = (8, 64, 1024)
-UNITS = {"KB": 1024, "MB": MEGABYTE}
-SYSTEMS = {"gradsync": "gradsync, shared memory", "Open MPI": "Open MPI", "MPICH": "MPICH", "gloo": "gloo"}
 
 # Assumptions of the predictions. The page names them.
 BACKWARD_SECONDS = {"ResNet-50": 0.05, "GPT-2 small": 0.1}
 HOST_SECONDS_PER_BUCKET = 100e-6
-
-
-def measured() -> list[str]:
-    """Returns the table of the straight lines that fit the measurements of two ranks."""
-    rows = json.loads((page_tables.RESULTS / "all_reduce.json").read_text())["rows"]
-    lines = ["| all_reduce, 2 ranks | latency | bandwidth | the line is off by at most |", "| --- | --- | --- | --- |"]
-    for contender, shown in SYSTEMS.items():
-        samples = [
-            (_size_of(row["workload"]), row["seconds"]["median"])
-            for row in rows
-            if row["contender"] == contender and re.fullmatch(r"all_reduce \d+ [KM]B", row["workload"])
-        ]
-        line = fit_link(samples)
-        off = max(abs(line.seconds(size) / seconds - 1) for size, seconds in samples)
-        bandwidth = 1e-9 / line.seconds_per_byte
-        lines.append(f"| {shown} | {1e6 * line.latency_seconds:.3g} us | {bandwidth:.3g} GB/s | {100 * off:.0f} % |")
-    return lines
-
-
-def _size_of(workload: str) -> int:
-    _, number, unit = workload.split()
-    return int(number) * UNITS[unit]
 
 
 def nccl() -> list[str]:
@@ -89,7 +64,7 @@ def thresholds() -> list[str]:
     return lines
 
 
-TABLES = {"measured": measured, "nccl": nccl, "thresholds": thresholds}
+TABLES = {"nccl": nccl, "thresholds": thresholds}
 
 
 def render(text: str) -> str:
