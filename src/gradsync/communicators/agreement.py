@@ -35,7 +35,7 @@ Shape = tuple[int | str, ...]
 
 
 class _OnBehalf(threading.local):
-    """The program's place in the code, while a thread of gradsync runs a collective for it.
+    """The line of the program for which a thread of gradsync runs a collective.
 
     Attributes:
         submitted_at: the line that has submitted the collective.
@@ -169,7 +169,7 @@ class Description(NamedTuple):
         return [self.headline, *map(str, self.items)]
 
     def to_lines(self, head_bytes: int) -> list[str]:
-        """Returns the description for the other ranks: lines of ASCII text, of which the last ones may be cut off.
+        """Returns the description for the other ranks, as lines of ASCII text; the text may be cut off at its end.
 
         The first line has all fields but the items, and each further line has one item, all as JSON.
 

@@ -74,7 +74,7 @@ class ResidentMemory:
     (shared_memory/resident.py).
 
     Args:
-        data: see `bytes`.
+        data: the memory; see `bytes`.
 
     Attributes:
         bytes: 1-D uint8 array on the communicator's device, zero at the start, aligned to 64 bytes.
@@ -134,7 +134,7 @@ class Backend(ABC):
         converts: whether `prepare` supports a Wire; if not, the caller converts the values.
         finder: collects non-finite values while lists and resident memory are reduced; None if the backend cannot.
         squares: adds up the squares of results in the same way; None if the backend cannot.
-        client, timeout_seconds: as given.
+        client, timeout_seconds: see above.
         rank, world_size, ranks, label: as in Communicator.
         recorder: the communicator's flight recorder.
         lifetime: the communicator's lifetime, which Communicator sets.
@@ -276,7 +276,7 @@ class Backend(ABC):
         """Returns the numbers of every rank, by rank. All ranks give equally many int64 numbers. The host waits."""
 
     # -- Plans for repeated calls with whole arrays and equal parts; None if the methods above are as fast ------------
-    # Ranks that run a plan can meet ranks that use the methods above. `release` frees the plans' resources.
+    # In one collective some ranks may run a plan, and others the methods above. `release` frees the plans' resources.
 
     def takes(self, array: Array) -> bool:
         """Whether a plan may write to an array of the class `plans_for`; not called for NumPy arrays."""
@@ -352,7 +352,7 @@ class Backend(ABC):
     def checked_stream(self, stream: Any, what: str) -> Any:
         """Returns a caller's stream in the form that `launching` takes; unused on the CPU.
 
-        Called before the ranks meet, because a wrong stream is one caller's mistake.
+        Called before the collective begins, because a wrong stream is a mistake of one caller only.
 
         Raises:
             InvalidArgument: not a stream, a stream of another device, or the stream or the current one is capturing a

@@ -349,7 +349,7 @@ def fail_submitted(lifetime: Submitter) -> None:
 def _register_exit() -> None:
     """Registers the end of the queues at the interpreter's exit, before the process group's exit handler.
 
-    That handler closes communicators in order, and would wait for collectives of ranks that never come.
+    That handler closes communicators in order, and would wait for collectives that the other ranks never begin.
     """
     global _is_registered
     if not _is_registered:

@@ -1,7 +1,7 @@
 """Failures of other ranks: a communicator reports long waits to the rendezvous server, and gets failures from it.
 
 A long wait is logged. A wait that reaches its deadline fails the generation: the server sends the same error to every
-rank. So a backend that finds by itself that a collective cannot end looks here first for the server's error.
+rank. So a backend that finds by itself that a collective cannot end first asks for the server's error here.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 WARN_AFTER_SECONDS = 5.0
 # The server's error may arrive this much later than its consequence, such as a broken connection or an NCCL error.
 CAUSE_SECONDS = 2.0
-_LOOK_EVERY_SECONDS = 0.02
+_CHECK_EVERY_SECONDS = 0.02
 
 
-def await_cause(seconds: float, look: Callable[[], None]) -> None:
-    """Calls `look` again and again for `seconds`; `look` raises the cause once it has arrived."""
+def await_cause(seconds: float, check: Callable[[], None]) -> None:
+    """Calls `check` again and again for `seconds`; `check` raises the cause once it has arrived."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        look()
-        time.sleep(_LOOK_EVERY_SECONDS)
+        check()
+        time.sleep(_CHECK_EVERY_SECONDS)
 
 
 class FailureMonitor:
-    """Looks for failures at the rendezvous server, on behalf of one communicator, and reports waits.
+    """Gets failures from the rendezvous server for one communicator, and reports the communicator's long waits.
 
     Args:
         client: this rank's connection to the rendezvous server.
@@ -66,14 +66,14 @@ class FailureMonitor:
             self.was_raised = True
             raise
 
-    def await_cause(self, seconds: float, look: Callable[[], None] | None = None) -> None:
+    def await_cause(self, seconds: float, check: Callable[[], None] | None = None) -> None:
         """Raises the failure if it arrives within `seconds`: this rank has already seen a consequence of it.
 
         Args:
             seconds: how long to wait.
-            look: raises the failure; None is `check`.
+            check: a function that raises the failure, if it has arrived; None is the method `check`.
         """
-        await_cause(seconds, look or self.check)
+        await_cause(seconds, check or self.check)
 
     def failure(self) -> RankFailed | CollectiveTimeout | None:
         """Returns the generation's failure, or None."""
@@ -127,7 +127,7 @@ def raise_if_left(
         name: the communicator's name, as in `announce_left`.
         label: this rank's name in errors.
         position: the collective's number.
-        ranks: the world ranks to look for; None is all.
+        ranks: the world ranks that this rank needs; None is all.
     """
     wanted = set(client.world_ranks if ranks is None else ranks) - {client.world_ranks[client.rank]}
     for rank, left_at in client.left_ranks(name).items():

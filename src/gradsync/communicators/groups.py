@@ -27,7 +27,7 @@ from gradsync.errors import (
 
 NO_COLOR = -1  # for Backend.split_group: the rank joins no group
 _LISTED_CHARACTERS = 40  # the longest list of members in a group's name
-_LOOK_AROUND_EVERY_SECONDS = 0.25
+_CHECK_EVERY_SECONDS = 0.25
 
 
 class Member(Protocol):
@@ -149,18 +149,18 @@ def await_members(backend: Backend, what: str, members: Sequence[int], name: str
     if client is None or len(members) == 1:
         return
     # A client group of its own: the server removes its entries when all have left it, however the new group ends.
-    meeting = client.group(members, f"{name}/members")
+    waiting = client.group(members, f"{name}/members")
     began = time.monotonic()
     try:
         while True:
             left_seconds = max(began + timeout_seconds - time.monotonic(), 1e-3)
             try:
-                meeting.barrier(meeting.name, timeout_seconds=min(left_seconds, _LOOK_AROUND_EVERY_SECONDS))
+                waiting.barrier(waiting.name, timeout_seconds=min(left_seconds, _CHECK_EVERY_SECONDS))
                 return
             except RendezvousTimeout as error:
                 backend.lifetime.check_usable(what)
                 backend.raise_if_ended([backend.ranks.index(rank) for rank in error.missing_ranks])
-                if left_seconds <= _LOOK_AROUND_EVERY_SECONDS:
+                if left_seconds <= _CHECK_EVERY_SECONDS:
                     raise RendezvousTimeout(
                         f"{backend.label}: {what} of the ranks {listed([backend.ranks[rank] for rank in members])} "
                         f"waited {time.monotonic() - began:.3g} s for {whom(error)}; every member must call {what} "
@@ -170,7 +170,7 @@ def await_members(backend: Backend, what: str, members: Sequence[int], name: str
                         missing=error.missing,
                     ) from error
     finally:
-        meeting.close()
+        waiting.close()
 
 
 def whom(error: RendezvousTimeout) -> str:

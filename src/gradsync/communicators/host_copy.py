@@ -98,13 +98,13 @@ def split_words(packed: Array, targets: Sequence[Array]) -> None:
 
 
 def _walk(pieces: Sequence[Array], packed: Array, *, packing: bool) -> None:
-    """Copies each piece to or from its place in the packed array."""
+    """Copies each piece to or from its section of the packed array."""
     begin = 0
     for piece in pieces:
         end = begin + piece.size
-        place = packed[begin:end]
+        section = packed[begin:end]
         if packing:
-            copy_words(piece, place)
+            copy_words(piece, section)
         else:
-            copy_words(place, piece)
+            copy_words(section, piece)
         begin = end

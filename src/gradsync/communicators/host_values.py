@@ -43,7 +43,7 @@ def multiply(source: Any, factor: float, out: Any, xp: Any = np) -> None:
         source, factor, out: see ArrayKind.
         xp: the arrays' module, numpy or cupy.
     """
-    with np.errstate(all="ignore"):  # other code looks for overflow in the values; the factor itself may overflow
+    with np.errstate(all="ignore"):  # other code checks the values for overflow; the factor itself may overflow
         multiply_quietly(source, factor, out, xp)
 
 

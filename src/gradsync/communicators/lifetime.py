@@ -253,7 +253,7 @@ class Lifetime:
         """
         with self._claiming:
             if self.ended_because is None:
-                # Set before the reason, because a call that sees the reason looks for the error.
+                # Set before the reason, because a call that sees the reason raises the error.
                 self._unraised = None if is_raised or self.was_raised else error
                 self.ended_because = f"it failed: {headline(error)}"
         dump_at_failure(error)

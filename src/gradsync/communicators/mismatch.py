@@ -122,7 +122,7 @@ def _advice_on_settings(descriptions: Mapping[int, Description], *, are_sizes: b
 
     Args:
         descriptions: the descriptions of all ranks.
-        are_sizes: whether to look at the options for bucket sizes only; otherwise at all other options.
+        are_sizes: whether to compare only the options for bucket sizes; otherwise only the other options.
     """
     by_rank = {rank: dict(d.settings) for rank, d in descriptions.items()}
     found, passes = [], ""

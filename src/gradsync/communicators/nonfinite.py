@@ -56,26 +56,28 @@ class NonFiniteFinder:
         self._world_size = world_size
         self._forget()
 
-    def look(self, is_finite: Callable[[Array], bool], results: Array, contributions: Sequence[Array], at: int) -> None:
-        """Checks some results of a sum or mean; if they are not finite, checks the contributions too.
+    def check_section(
+        self, is_finite: Callable[[Array], bool], results: Array, contributions: Sequence[Array], at: int
+    ) -> None:
+        """Checks a section of the results of a sum or mean; if a result is not finite, checks the contributions too.
 
         Args:
-            is_finite: returns whether all elements of an array of the results' dtype are finite.
-            results: 1-D array, a section of the results.
-            contributions: by rank, the values that were reduced to these results.
+            is_finite: a function that returns whether all elements of an array of the results' dtype are finite.
+            results: the section, a 1-D array.
+            contributions: by rank, the values that were reduced to the section.
             at: the number of the section's first element in the whole list.
         """
         if is_finite(results):
             return
-        self.note_results()
+        self.note_nonfinite_result()
         for rank, values in enumerate(contributions):
-            self.look_at(rank, values, at)
+            self.check_contribution(rank, values, at)
 
-    def note_results(self) -> None:
+    def note_nonfinite_result(self) -> None:
         """Notes that a result is not finite."""
         self._has_results = True
 
-    def look_at(self, rank: int, values: Array, at: int) -> None:
+    def check_contribution(self, rank: int, values: Array, at: int) -> None:
         """Checks a rank's contribution, which begins at element `at` of the whole list."""
         found = np.flatnonzero(~np.isfinite(values))
         if found.size:

@@ -564,7 +564,7 @@ class OneShotList:
         self._one_shot.reduce(regions, self._result)
         if self._is_finite is not None:
             with np.errstate(all="ignore"):
-                self._finder.look(self._is_finite, self._result, regions, 0)
+                self._finder.check_section(self._is_finite, self._result, regions, 0)
         if laps is not None:
             laps.end("reducing")
         if self._wire is None:

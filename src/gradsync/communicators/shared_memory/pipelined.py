@@ -360,7 +360,7 @@ class ChunkCheck:
         """Checks this rank's results before their delivery; if they are not finite, checks this rank's values too."""
         if not self._is_finite(results):
             self._flags_of(chunk)[self._rank] = True
-            self._finder.note_results()
+            self._finder.note_nonfinite_result()
             self._look_at_own(chunk, [section])
 
     def look_before_delivery(self, chunk: int, sections: Sequence[Section]) -> None:
@@ -375,7 +375,7 @@ class ChunkCheck:
         for begin, _, pieces in sections:
             at = chunk * self._chunk_elements + begin
             for number, low, high in pieces:
-                self._finder.look_at(self._rank, self._sources[number][low:high], at)
+                self._finder.check_contribution(self._rank, self._sources[number][low:high], at)
                 at += high - low
 
 

@@ -137,7 +137,7 @@ class ResidentReduction:
             result = self._sums.view(key.dtype)[: parts[0].size]  # the contributions must stay unchanged for the check
         steps: list[Call] = [(reduction_of(key.op, key.dtype, len(parts)), (parts, result))]
         if is_finite is not None:
-            steps.append((self._finder.look, (is_finite, result, parts, at)))
+            steps.append((self._finder.check_section, (is_finite, result, parts, at)))
         if key.mean_over is not None:
             steps.append((divide_into, (result, key.mean_over, result)))
         # Source and target have the same offset in their pages, so NumPy's own copy is the fastest (see host_copy.py).
