@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import gradsync as gs
-from process_table import parent_of
 
 is_in_a_test = False  # a test sets it, and only copies of its process see that
 
@@ -206,12 +205,8 @@ def start_grandchild_and_fail(queue):
 
 
 def start_method():
-    """Tells how this rank came to life, by what differs between the three ways."""
-    if is_in_a_test:
-        return "fork"
-    starter = parent_of(os.getppid())  # of the guard
-    is_fork_server = b"multiprocessing.forkserver" in Path(f"/proc/{starter}/cmdline").read_bytes()
-    return "forkserver" if is_fork_server else "spawn"
+    """Tells how this rank came to life."""
+    return "fork" if is_in_a_test else "spawn"
 
 
 def start_method_and_rank(queue, lock):

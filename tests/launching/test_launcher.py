@@ -100,7 +100,7 @@ def run_interactive(source):
     return subprocess.run([sys.executable, "-"], input=source, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_function_and_class_of_an_interactive_session(method):
     source = f"""
 import gradsync as gs

@@ -26,7 +26,7 @@ def assert_same(got, want):
         np.testing.assert_array_equal(got[name], value)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_large_values_come_as_pickle_brings_them(method):
     want = rank_functions.return_arrays()
     context = gs.spawn(rank_functions.return_arrays, nprocs=2, join=False, start_method=method)

@@ -44,10 +44,9 @@ def set_start_method(method: str) -> None:
 
     Args:
         method: "spawn" (the default) starts fresh interpreters: the function and its arguments must pickle, and a
-            script needs the `if __name__ == "__main__":` guard. "forkserver" forks a small process that has imported
-            little; it has the same conditions. "fork" copies this process with its memory: closures and notebook
-            functions work, but CUDA must not be initialised, and locks that other threads hold are never released in
-            the copies.
+            script needs the `if __name__ == "__main__":` guard. "forkserver" does the same, for programs that use
+            this method of multiprocessing. "fork" copies this process with its memory: closures and notebook functions
+            work, but CUDA must not be initialised, and locks that other threads hold are never released in the copies.
 
     Raises:
         InvalidArgument: there is no such method.

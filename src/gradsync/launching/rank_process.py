@@ -1,9 +1,9 @@
 """One rank's process, as the launcher sees it: start, signals, report, end.
 
-A rank starts in one of three ways: as a fresh interpreter ("spawn"), as a fork of this process ("fork"), or as a fork
-of a fork server ("forkserver"). A fresh interpreter goes on in `rank_main.main`, and has the rank's environment from
-its beginning. A fork goes on in `rank_main.enter`, after `_enter` has changed its environment. There the process forks
-once more: the parent guards the child, which is the rank.
+A rank starts in one of two ways: as a fresh interpreter ("spawn", and "forkserver") or as a fork of this process
+("fork"). A fresh interpreter goes on in `rank_main.main`, and has the rank's environment from its beginning. A fork
+goes on in `rank_main.enter`, after `_enter` has changed its environment. There the process forks once more: the parent
+guards the child, which is the rank.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
 
 from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
 from gradsync.launching.in_rank.result import REPORT
@@ -27,8 +27,6 @@ from gradsync.machine import read_stat
 
 # The rank must import the launcher's own gradsync, whatever the current directory holds.
 _PACKAGE_PARENT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
-_preparing = threading.Lock()
-_HIGH_DESCRIPTOR = 256  # higher than the descriptors of a process that has opened few files
 _SHIM = f"""\
 import sys
 if sys.path[:1] == ['']: del sys.path[0]
@@ -99,7 +97,7 @@ class RankProcess:
         """Starts the rank.
 
         Args:
-            method: a start method.
+            method: a start method. "forkserver" does the same as "spawn".
             target: its program.
             record: descriptor of the start record.
             environ: its environment.
@@ -108,7 +106,8 @@ class RankProcess:
         with contextlib.ExitStack() as theirs:
             try:
                 descriptors = self._open(theirs)
-                self._guard = _STARTERS[method](RankStart(self.rank, target, record, environ, descriptors, streams))
+                start = RankStart(self.rank, target, record, environ, descriptors, streams)
+                self._guard = _fork(start) if method == "fork" else _spawn(start)
             except BaseException:
                 self._close()
                 raise
@@ -302,89 +301,6 @@ def _reap_child(pid: int) -> int:
         return 0
 
 
-def _fork_from_server(start: RankStart) -> StartedProcess:
-    import multiprocessing
-
-    inherited = start.target.descriptors
-    passed = [_Passed(d) for d in (*inherited, start.record, *start.descriptors, *start.streams)]
-    arguments = (start.rank, os.getpid(), start.environ, inherited, *passed)
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_enter_from_server, args=arguments, name=f"gradsync-rank-{start.rank}")
-    with _no_import_of_main():
-        process.start()
-    pid = process.pid or 0
-
-    def reap() -> int:
-        process.join()
-        code = process.exitcode or 0
-        process.close()
-        return code
-
-    return StartedProcess(pid, reap)
-
-
-@contextlib.contextmanager
-def _no_import_of_main() -> Iterator[None]:
-    """Keeps multiprocessing from importing `__main__`: the rank does so, under its guard and in its environment."""
-    from multiprocessing import spawn
-
-    def prepare_otherwise(name: str) -> dict[str, Any]:
-        data = prepare(name)
-        mine = threading.get_ident() == this_thread
-        return {key: value for key, value in data.items() if not (mine and key.startswith("init_main"))}
-
-    with _preparing:
-        prepare, this_thread = spawn.get_preparation_data, threading.get_ident()
-        spawn.get_preparation_data = prepare_otherwise
-        try:
-            yield
-        finally:
-            spawn.get_preparation_data = prepare
-
-
-class _Passed:
-    """A descriptor as an argument of a process that the fork server forks; it unpickles as the number of its copy."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        from multiprocessing.reduction import DupFd
-
-        return _take_passed, (DupFd(self._descriptor),)
-
-
-def _take_passed(passed: Any) -> int:
-    descriptor: int = passed.detach()
-    return descriptor
-
-
-def _enter_from_server(
-    rank: int, launcher_pid: int, environ: dict[str, str], numbers: tuple[int, ...], *passed: int
-) -> NoReturn:
-    """Continues as the rank process, in a child of the fork server.
-
-    Args:
-        rank, launcher_pid, environ: as in `RankStart`.
-        numbers: the numbers that the target's descriptors have in the launcher, and in the pickled call.
-        passed: copies of these descriptors, then of the descriptors in a `RankStart`, in its order.
-    """
-    import fcntl
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # First move all copies to high numbers, because a copy may have a number that another copy needs.
-    moved = [fcntl.fcntl(d, fcntl.F_DUPFD_CLOEXEC, _HIGH_DESCRIPTOR) for d in passed]
-    for descriptor in passed:
-        os.close(descriptor)
-    for number, descriptor in zip(numbers, moved, strict=False):
-        os.dup2(descriptor, number, inheritable=False)
-        os.close(descriptor)
-    record, *rest = moved[len(numbers) :]
-    own = len(GuardDescriptors._fields)
-    descriptors, streams = GuardDescriptors(*rest[:own]), tuple(rest[own:])
-    _enter(RankStart(rank, Target({}, ()), record, environ, descriptors, streams), launcher_pid)
-
-
 def _enter(start: RankStart, launcher_pid: int) -> NoReturn:
     """Continues as the rank process, in a forked child."""
     from gradsync.launching.in_rank import rank_main
@@ -398,10 +314,3 @@ def _enter(start: RankStart, launcher_pid: int) -> NoReturn:
     os.environ.clear()
     os.environ.update(start.environ)
     rank_main.enter(start.rank, launcher_pid, start.descriptors, start.record, start.target.call)
-
-
-_STARTERS: dict[str, Callable[[RankStart], StartedProcess]] = {
-    "spawn": _spawn,
-    "fork": _fork,
-    "forkserver": _fork_from_server,
-}

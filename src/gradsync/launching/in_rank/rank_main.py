@@ -61,7 +61,7 @@ def main() -> NoReturn:
 
 
 def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: int, call: Call | None) -> NoReturn:
-    """Runs this rank to its end, in a process forked from the launcher or a fork server.
+    """Runs this rank to its end, in a process forked from the launcher.
 
     Args:
         rank, launcher_pid, descriptors: see `start_guard`.
