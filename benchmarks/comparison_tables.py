@@ -31,15 +31,6 @@ WAYS = {
     "MPICH, each / flat": (contenders.MPICH_PER_TENSOR, contenders.MPICH_FLAT),
 }
 
-# The columns of the table in README.md, and their headings.
-AT_A_GLANCE = {
-    "gradsync": contenders.GRADSYNC,
-    "concatenate, all_reduce, split": contenders.BY_HAND,
-    "PyTorch DDP on gloo": contenders.DDP,
-    "mpi4py on Open MPI": contenders.OPENMPI_PER_TENSOR,
-    "mpi4py on MPICH": contenders.MPICH_PER_TENSOR,
-}
-
 
 def comparison(results: _Found) -> list[str]:
     """Returns a table with a line for each workload and a column for each system that was measured."""
@@ -64,16 +55,6 @@ def lists(results: _Found) -> list[str]:
             times = [[_milliseconds(of_workload[c]) for c in names] for names in WAYS.values()]
             cells[name] = [" / ".join(filter(None, of_way)) for of_way in times]
     return _table("milliseconds", WAYS, cells)
-
-
-def at_a_glance(results: _Found) -> list[str]:
-    """Returns the lines of a table with a line for each model, on idle cores, and a column for each well-known way."""
-    cells = {
-        workload: [_milliseconds(of_workload[contender]) for contender in AT_A_GLANCE.values()]
-        for (workload, state), of_workload in _by_workload(results).items()
-        if state == "idle" and not workload[0].isdigit() and contenders.BY_HAND in of_workload
-    }
-    return _table("milliseconds", AT_A_GLANCE, cells)
 
 
 def thresholds(results: _Found) -> list[str]:

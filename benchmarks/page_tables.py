@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comparison_tables import at_a_glance, comparison, knobs, lists, thresholds
+from comparison_tables import comparison, knobs, lists, thresholds
 from contract_coverage import coverage
 from failure_tables import detection, detection_at_a_glance, fault_matrix, kills, model_check, restarts, simulation
 from security_tables import hostile, transcripts
@@ -35,7 +35,6 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "buckets": lists,
     "buckets.thresholds": thresholds,
     "buckets.knobs": knobs,
-    "buckets.at_a_glance": at_a_glance,
     "training_speed": training_speed,
     "start_up": start_up,
     "beside_mpi4py": over_mpi,
@@ -81,7 +80,6 @@ METHODS = {
         "DDP is its backward pass minus the same pass in `no_sync()`. Samples and limits are in "
         "`benchmarks/results/buckets.json`",
     ),
-    "buckets.at_a_glance": (METHOD[0], f"{_MEDIANS}. MPI reduces the gradients one by one"),
     "training_speed": (
         "The times were measured",
         f"{_MEDIANS}. All runs train on the same batches to the same accuracy. The last column is the fastest time of "
