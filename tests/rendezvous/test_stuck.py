@@ -173,8 +173,8 @@ def test_absent_rank_that_answers_is_named_to_all_itself_too() -> None:
         "ranks 0, 1 and 3 waited 300 s in all_reduce #57 for rank 2",
         "ranks 0, 1 and 3:\n  in wait()",
         "missing: rank 2 (pid 1002) is running, and has begun 56 collectives:\n  in load_batch()\n  in read()",
-        "rank 2 did not come to all_reduce #57: the report above says where. For ranks that need longer, pass a longer "
-        "collective_timeout_seconds to init_process_group()",
+        "rank 2 did not arrive at all_reduce #57: the report above says where. For ranks that need longer, pass a "
+        "longer collective_timeout_seconds to init_process_group()",
     ]
     assert bench.core.next_deadline() is None
 
@@ -317,7 +317,7 @@ def test_reports_of_many_ranks_fit_one_frame_the_missing_ones_last() -> None:
     assert missing == (98, 99)
     assert len(text.encode()) <= MAX_FAILURE_BYTES - 3 * 2
     assert text.index("  rank 0 ") < text.index("  rank 98 ") < text.index("  rank 99 ")
-    assert "\n\nand 68 more reports, left out here\n\nranks 98 and 99 did not come to all_reduce #57" in text
+    assert "\n\nand 68 more reports, left out here\n\nranks 98 and 99 did not arrive at all_reduce #57" in text
 
 
 def test_waits_do_not_pile_up() -> None:

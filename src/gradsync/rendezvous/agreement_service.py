@@ -22,12 +22,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradsync.rendezvous.frames import REFUSED, Decision, FrameType, Send, event_key, is_under
-from gradsync.rendezvous.roster import Members, Roster, list_members, never_came
+from gradsync.rendezvous.roster import Members, Roster, list_members, never_arrived
 from gradsync.rendezvous.store import Keys, Request, Wait, WaitTable
 
 MAX_GROUPS = 16_384
 MAX_OPEN_POSITIONS = 16_384  # in one group
-_REMEMBERED_DECISIONS = 16  # in one group, for members that had given up waiting when the decision came
+_REMEMBERED_DECISIONS = 16  # in one group, for members that had cancelled their question before the decision
 
 
 def _decide(request: Request, decision: Decision, position: int) -> Send:
@@ -50,7 +50,7 @@ class Agreement:
         self.digests: dict[int, int] = {}  # by rank: of the members that have asked or have launched already
         self.is_forwarded = False  # whether the question was forwarded to the other members
         self._reports: Counter[int] = Counter()  # digest -> the number of members that reported it
-        self._cancelled: set[int] = set()  # ranks that have asked and then gave up waiting
+        self._cancelled: set[int] = set()  # ranks that have asked and then cancelled their question
 
     def ask(self, wait: Wait, digest: int) -> None:
         """Records a member that waits for the decision."""
@@ -79,8 +79,8 @@ class Agreement:
         return (rank for rank in self.group.ranks if rank not in self.digests)
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
-        """Returns the members that never reported; if there are none, the members that gave up waiting."""
-        return never_came(self.absent_ranks(), self._cancelled)
+        """Returns the members that never reported; if there are none, the members that cancelled their question."""
+        return never_arrived(self.absent_ranks(), self._cancelled)
 
     def launched_ranks(self) -> tuple[int, ...]:
         """Returns the members that have launched already."""

@@ -288,8 +288,8 @@ class RendezvousClient:
 
         Returns once every member has called it for this position, or has reported through `follow` that it has launched
         already. AGREED: all digests are equal. MISMATCH: the digests differ, and no member has launched. LAUNCHED: a
-        member has launched a collective with another digest. This decision comes at once, also for every later position
-        of the group; `launched_position` gives the first such position.
+        member has launched a collective with another digest. The server sends LAUNCHED at once, also for every later
+        position of the group; `launched_position` gives the first such position.
 
         Args:
             group: the group's name, at most 960 bytes.
@@ -317,7 +317,7 @@ class RendezvousClient:
     def launched_position(self, group: str) -> int | None:
         """Returns the first position at which a member launched another collective; None before a decision LAUNCHED.
 
-        That position may come before the one that this rank asked about; then this rank has launched there too.
+        It may be lower than the position that this rank asked about; then this rank has launched there too.
         """
         return self._launched_positions.get(self._scoped(group))
 

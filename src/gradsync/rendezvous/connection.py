@@ -380,13 +380,13 @@ class Connection:
         was_complete = False
         while (frame := self._reader.next_frame()) is not None:
             was_complete = True
-            self._take(self._session.open(frame))
+            self._handle(self._session.open(frame))
         now = time.monotonic()
         self._reader.note_time(now, was_complete=was_complete)
         if was_complete and self._server_peer.note_alive(now):
             _log.warning("%s: %s responds again", self.label, self._server_name())
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         """Passes an answer to its request, and a push to the answering thread; never waits, and calls no callback."""
         kind = message.type
         if kind is FrameType.PULSE:

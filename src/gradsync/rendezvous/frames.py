@@ -353,7 +353,7 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
-# Events go into the server's core, and actions come out of it. Both are plain data. The server makes events from
+# The server's core takes events and returns actions. Both are plain data. The server makes events from
 # sockets and the clock, and carries out the actions.
 
 

@@ -194,7 +194,7 @@ class Peers:
         return now - self._peers[key].last_seen_at
 
     def next_deadline(self) -> float | None:
-        """Returns when to call `take_due`, in monotonic seconds, or None."""
+        """Returns when to call `due_peers`, in monotonic seconds, or None."""
         return self._due_at
 
     def reset_if_late(self, now: float) -> None:
@@ -205,7 +205,7 @@ class Peers:
             peer.reset(now)
         self._set_due()
 
-    def take_due(self, now: float) -> list[int]:
+    def due_peers(self, now: float) -> list[int]:
         """Returns the keys of the silent peers to inspect now."""
         if self._due_at is None or now < self._due_at:
             return []

@@ -73,7 +73,7 @@ class Generation:
         return self.number is None and self.failure is None
 
     def withdraw(self, wait: Wait) -> None:
-        """Removes a rank that gave up waiting to join."""
+        """Removes a rank that has cancelled its join."""
         self.roster.cancel(wait.request.rank)
         if self.least_ranks is not None:
             self.least_ranks = self.roster.least_ranks()
@@ -95,8 +95,7 @@ class RendezvousCore:
         world_size: the number of launched ranks.
         machine: the server's `machine_identity`; "" if unknown.
         noun: the word for a member in messages.
-        host: the rank that hosts the server. When this rank gives up waiting for the others to join, all waits to join
-            end.
+        host: the rank that hosts the server. When this rank cancels its join, all waits to join end.
 
     Attributes:
         formed_count: the number of the last generation that formed.
@@ -277,12 +276,12 @@ class RendezvousCore:
         if wait.target is generation and self._may_form_of_some(generation):
             return self._form(generation)
         missing = wait.target.missing_ranks(wait)
-        where = generation.roster.whereabouts(missing)
+        where = generation.roster.states_text(missing)
         ended = [wait]
         self._waits.close(wait)
         if wait.target is generation and request.rank == self._host:
-            # The server ends when the host gives up waiting. Before that every other rank gets the names of the missing
-            # ranks.
+            # The server ends after the host has cancelled its join. Before that every other rank gets the names of the
+            # missing ranks.
             for _, member in generation.roster.present():
                 ended += self._waits.close_all(member.connection)
         actions: list[Action] = []
@@ -306,7 +305,7 @@ class RendezvousCore:
 
     def _advance_generations(self, now: float) -> list[Action]:
         """Drops ended generations; forms the next one once it is complete, or fails it if it cannot become complete."""
-        self._generations = [g for g in self._generations if not g.roster.is_deserted()]
+        self._generations = [g for g in self._generations if not g.roster.is_empty()]
         forming = self._next_to_form()
         if forming is not self._forming:
             self._forming = forming
@@ -373,7 +372,7 @@ class RendezvousCore:
 
     def _inspect_silent(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        for key in self._peers.take_due(now):
+        for key in self._peers.due_peers(now):
             if key < 0:
                 actions.append(Inspect(key, self._pids[process_key(key)]))
                 continue
@@ -390,7 +389,7 @@ class RendezvousCore:
         if event.peer not in self._member_of:
             return []
         generation, rank = self._member_of[event.peer]
-        generation.stuck.take_state(rank, event.state, now)
+        generation.stuck.record_state(rank, event.state, now)
         judgement = self._peers.judge(event.peer, now, event.state)
         if judgement is Judgement.NONE:
             return []
@@ -433,7 +432,7 @@ class RendezvousCore:
         return []
 
     def _status(self, generation: Generation, request: Request, inquiry: int, status: Any, text: str) -> list[Action]:
-        generation.stuck.take_status(request.rank, inquiry, status, text, request.now)
+        generation.stuck.record_status(request.rank, inquiry, status, text, request.now)
         return []
 
     def _advance_stuck(self, now: float) -> list[Action]:

@@ -48,10 +48,10 @@ def list_members(members: Iterable[int]) -> str:
     return str(tuple(members))
 
 
-def never_came(absent: Iterable[int], gave_up: Container[int]) -> tuple[int, ...]:
-    """Returns the absent ranks that have never come; if there are none, those that came and gave up waiting."""
+def never_arrived(absent: Iterable[int], cancelled: Container[int]) -> tuple[int, ...]:
+    """Returns the absent ranks that never arrived; if there are none, the absent ranks that cancelled their wait."""
     absent = tuple(absent)
-    return tuple(rank for rank in absent if rank not in gave_up) or absent
+    return tuple(rank for rank in absent if rank not in cancelled) or absent
 
 
 def failure_room_bytes(missing_ranks: int) -> int:
@@ -140,7 +140,7 @@ class Roster:
         self.phase = JOINING_PHASE
         self.members: dict[int, Member] = {}
         self.by_launch_rank: dict[int, Member] = {}
-        self._cancelled: dict[int, None] = {}  # ranks that gave up waiting to join, in the order in which they gave up
+        self._cancelled: dict[int, None] = {}  # ranks that cancelled their join, in the order of cancelling
         self._left: list[int] = []  # in the order of leaving
         self._present_count = 0
 
@@ -197,8 +197,8 @@ class Roster:
         return max(sorted(self.members), key=lambda rank: self.members[rank].steps)
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Returns the ranks that have never joined; if there are none, the ranks that gave up waiting."""
-        return never_came((rank for rank in range(self.world_size) if rank not in self.members), self._cancelled)
+        """Returns the ranks that have never joined; if there are none, the ranks that cancelled their join."""
+        return never_arrived((rank for rank in range(self.world_size) if rank not in self.members), self._cancelled)
 
     # Who is there.
 
@@ -210,7 +210,7 @@ class Roster:
         """Whether a member is connected."""
         return self.members[rank].state is MemberState.PRESENT
 
-    def is_deserted(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether no member is connected any more."""
         return not self._present_count
 
@@ -247,7 +247,7 @@ class Roster:
 
     # Sentences.
 
-    def whereabouts(self, ranks: Iterable[int]) -> str:
+    def states_text(self, ranks: Iterable[int]) -> str:
         """Returns the states of these ranks as text, e.g. "rank 1 (running), rank 2 (not joined)"."""
         ranks = list(ranks)
         named = ", ".join(f"{self.noun} {rank} ({self._state_text(rank)})" for rank in ranks[:MAX_NAMED_RANKS])
@@ -256,7 +256,7 @@ class Roster:
 
     def incomplete_text(self) -> str:
         """Returns the notice about the ranks that have not joined yet."""
-        where = self.whereabouts(self.missing_ranks())
+        where = self.states_text(self.missing_ranks())
         return f"{len(self.members)} of {self.world_size} {self.noun}s have joined; waiting for {where}"
 
     def left_failure(self, rank: int, need: str) -> Failure:

@@ -21,7 +21,7 @@ from gradsync.rendezvous.frames import (
     clip_text,
     is_under,
 )
-from gradsync.rendezvous.roster import Failure, Members, Roster, list_members, never_came
+from gradsync.rendezvous.roster import Failure, Members, Roster, list_members, never_arrived
 
 MAX_STORED_BYTES = 64 * 1024**2
 MAX_BARRIERS = 65_536
@@ -49,22 +49,22 @@ class Request:
         """Answers with a failure."""
         return failure.send(self.connection, self.sequence)
 
-    def time_out(self, missing_ranks: Iterable[int], whereabouts: str) -> Send:
-        """Answers a CANCEL, which comes when the caller has reached its deadline, with the missing ranks."""
-        return Send(self.connection, FrameType.TIMED_OUT, (self.sequence, tuple(missing_ranks), clip_text(whereabouts)))
+    def time_out(self, missing_ranks: Iterable[int], states_text: str) -> Send:
+        """Answers a CANCEL, which the caller sends at its deadline, with the missing ranks."""
+        return Send(self.connection, FrameType.TIMED_OUT, (self.sequence, tuple(missing_ranks), clip_text(states_text)))
 
 
 class WaitTarget(Protocol):
     """An object that requests wait for: a key, a barrier, an agreement, or a generation that forms."""
 
     def withdraw(self, wait: Wait) -> None:
-        """Removes this wait, as if the request had never come."""
+        """Removes this wait, as if the request had never arrived."""
 
     def missing_ranks(self, wait: Wait) -> tuple[int, ...]:
         """Returns the ranks that an open wait waits for, as far as they are known.
 
-        Ranks that arrived and gave up waiting are named only if no others are missing. Several waits with the same
-        deadline end one after the other, and a later wait must not blame the rank of an earlier one.
+        Ranks that arrived and then cancelled their wait are named only if no others are missing. Several waits with the
+        same deadline end one after the other, and a later wait must not blame the rank of an earlier one.
         """
 
 
@@ -167,7 +167,7 @@ class Keys:
         return [request.reply(self.discard(key))]
 
     def publish(self, key: str, value: bytes) -> list[Send]:
-        """Stores a value that came without a request, and answers its reads; drops the value if there is no space."""
+        """Stores a value that no request has brought, and answers its reads; drops the value if there is no space."""
         return self._answer_reads(key) if self._store(key, value) else []
 
     def discard(self, key: str) -> bool:
@@ -239,7 +239,7 @@ class Barrier:
         self.name, self.ranks, self.is_exchange = key
         self.arrived: dict[int, Wait] = {}
         self.values: dict[int, bytes] = {}
-        self._cancelled: set[int] = set()  # ranks that have arrived and then gave up waiting
+        self._cancelled: set[int] = set()  # ranks that have arrived and then cancelled their wait
 
     def arrive(self, wait: Wait, value: bytes | None) -> bool:
         """Records an arrival; returns whether it was the last one."""
@@ -261,8 +261,8 @@ class Barrier:
         return (rank for rank in self.ranks if rank not in self.arrived)
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
-        """Returns the ranks that never arrived; if there are none, the ranks that gave up waiting."""
-        return never_came(self.absent_ranks(), self._cancelled)
+        """Returns the ranks that never arrived; if there are none, the ranks that cancelled their wait."""
+        return never_arrived(self.absent_ranks(), self._cancelled)
 
 
 class Barriers:

@@ -29,7 +29,7 @@ from gradsync.rendezvous.roster import Failure, Members, MemberState, Roster, fa
 from gradsync.rendezvous.store import WaitTable
 
 ANSWER_SECONDS = 0.4
-_WARNING_SECONDS = 0.3  # the notice comes this long after the first report, because waiting ranks report one by one
+_WARNING_SECONDS = 0.3  # how long after the first report the notice is logged, because waiting ranks report one by one
 _INSPECTION_SECONDS = 0.05
 _MAX_WAITS = 1024
 _MAX_NOTICED = 4
@@ -151,7 +151,7 @@ class StuckCollectives:
         self._inquiry = Inquiry(number, wait, {wait.rank: wait}, now + ANSWER_SECONDS, unanswered)
         return [Send(member.connection, FrameType.STATUS_REQUEST, (number,)) for _, member in asked]
 
-    def take_status(self, rank: int, number: int, status: Status, text: str, now: float) -> None:
+    def record_status(self, rank: int, number: int, status: Status, text: str, now: float) -> None:
         """Records a rank's answer to the inquiry."""
         self._roster.members[rank].positions = {group: begun for group, (begun, _) in status.items()}
         inquiry = self._inquiry
@@ -163,7 +163,7 @@ class StuckCollectives:
         if not inquiry.unanswered:
             inquiry.due_at = now
 
-    def take_state(self, rank: int, state: ProcessState, now: float) -> None:
+    def record_state(self, rank: int, state: ProcessState, now: float) -> None:
         """Records the state of a rank that did not answer."""
         inquiry = self._inquiry
         if inquiry is not None and rank in inquiry.inspected:
@@ -173,7 +173,7 @@ class StuckCollectives:
 
     def advance(self, now: float) -> list[Action] | Failure:
         """Returns the notices and inspections that are due, or the failure that ends the generation."""
-        actions: list[Action] = [*self._take_notices(now)]
+        actions: list[Action] = [*self._due_notices(now)]
         inquiry = self._inquiry
         if inquiry is None or now < inquiry.due_at:
             return actions
@@ -189,7 +189,7 @@ class StuckCollectives:
         """Returns the connected members that have not answered."""
         return sorted(rank for rank in inquiry.unanswered if self._roster.is_present(rank))
 
-    def _take_notices(self, now: float) -> list[Notice]:
+    def _due_notices(self, now: float) -> list[Notice]:
         if self._notice_at is None or now < self._notice_at:
             return []
         notices = []
@@ -246,7 +246,7 @@ class StuckCollectives:
         )
 
     def _by_blame(self, rank: int) -> tuple[bool, int]:
-        """Returns the sort key of a missing rank: those that wait at the server come last, as others delay them."""
+        """Returns the sort key of a missing rank. Ranks that wait at the server are last: other ranks delay them."""
         return self._waits.count(self._roster.members[rank].connection) > 0, rank
 
     def _begun(self, wait: WaitReport) -> dict[int, int]:
@@ -267,7 +267,7 @@ def _notice_text(roster: Roster, all_stuck: Sequence[StuckCollective]) -> str:
     all_stuck = all_stuck[:_MAX_NOTICED]
     waiting = {rank for stuck in all_stuck for rank in stuck.waiting}
     where = {
-        rank: _whereabouts(roster, rank, stuck)
+        rank: _state_text(roster, rank, stuck)
         for stuck in all_stuck
         for rank in stuck.missing[:_MAX_NOTICED]
         if rank not in waiting
@@ -304,7 +304,7 @@ def _report_text(
     tail = f"\n\nand {left_out} more reports, left out here" if left_out else ""
     if stuck.missing and not disagreements:
         tail += (
-            f"\n\n{name_ranks(stuck.missing)} did not come to {stuck.what}: the report above says where. For ranks "
+            f"\n\n{name_ranks(stuck.missing)} did not arrive at {stuck.what}: the report above says where. For ranks "
             "that need longer, pass a longer collective_timeout_seconds to init_process_group()"
         )
     sections = [(_heading(roster, ranks, stuck), text) for ranks, text in shown]
@@ -322,7 +322,7 @@ def _name(roster: Roster, rank: int) -> str:
     return f"rank {rank} ({process})" if process else f"rank {rank}"
 
 
-def _whereabouts(roster: Roster, rank: int, stuck: StuckCollective) -> str:
+def _state_text(roster: Roster, rank: int, stuck: StuckCollective) -> str:
     who = _name(roster, rank)
     member = roster.members[rank]
     if member.state is not MemberState.PRESENT:
@@ -335,7 +335,7 @@ def _whereabouts(roster: Roster, rank: int, stuck: StuckCollective) -> str:
 def _grouped(
     roster: Roster, ranks: Sequence[int], reports: dict[int, str], states: dict[int, ProcessState]
 ) -> list[tuple[list[int], str]]:
-    """Returns the reports of these ranks; equal reports come once, with all ranks that sent them."""
+    """Returns the reports of these ranks; equal reports are listed once, with all ranks that sent them."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         text = reports.get(rank)
@@ -352,7 +352,7 @@ def _heading(roster: Roster, ranks: list[int], stuck: StuckCollective) -> str:
     if len(ranks) > 1:
         who = name_ranks(ranks)
     else:
-        who = _whereabouts(roster, ranks[0], stuck) if is_missing else _name(roster, ranks[0])
+        who = _state_text(roster, ranks[0], stuck) if is_missing else _name(roster, ranks[0])
     return f"missing: {who}" if is_missing else who
 
 

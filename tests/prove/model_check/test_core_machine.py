@@ -167,7 +167,7 @@ TestCoreMachine.settings = SETTINGS
 
 def _the_barrier_forgets_one(patch: pytest.MonkeyPatch) -> None:
     original = Barriers._release
-    patch.setattr(Barriers, "_release", lambda self, barrier, **how: original(self, barrier, **how)[1:])
+    patch.setattr(Barriers, "_release", lambda self, barrier: original(self, barrier)[1:])
 
 
 def _a_deleted_key_is_kept(patch: pytest.MonkeyPatch) -> None:

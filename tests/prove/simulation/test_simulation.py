@@ -117,11 +117,7 @@ def _a_rest_of_the_bytes_is_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def _a_barrier_releases_the_last_one_only(patch: pytest.MonkeyPatch) -> None:
     original = Barriers._release
-
-    def release(self: Barriers, barrier: Any, *, is_exchange: bool) -> Any:
-        return original(self, barrier, is_exchange=is_exchange)[-1:]
-
-    patch.setattr(Barriers, "_release", release)
+    patch.setattr(Barriers, "_release", lambda self, barrier: original(self, barrier)[-1:])
 
 
 def _a_read_is_not_answered(patch: pytest.MonkeyPatch) -> None:
@@ -147,7 +143,7 @@ def _a_failure_is_a_plain_error(patch: pytest.MonkeyPatch) -> None:
 
 
 def _departed_ranks_are_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(roster.Roster, "is_deserted", lambda self: False)
+    patch.setattr(roster.Roster, "is_empty", lambda self: False)
 
 
 MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
