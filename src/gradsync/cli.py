@@ -203,17 +203,17 @@ def run(context: click.Context, /, **options: Any) -> None:
 
 
 @main.command(
-    short_help="Shows from dumps where ranks differ or wait, and draws a trace.",
+    short_help="Shows in dumps where ranks differ or wait, and makes a Chrome trace.",
     epilog="""\b
 Examples:
   gradsync run -n 2 --dump-dir dumps train.py       a failure leaves a dump of each rank in dumps
-  gradsync trace dumps                              what the ranks did differently, and who waits for whom
-  gradsync run -n 2 --trace traced train.py         when each bucket was packed, waited for, reduced and split
+  gradsync trace dumps                              show where the ranks differ, and which ranks wait for which
+  gradsync run -n 2 --trace traced train.py         record when each bucket was packed, waited for, reduced and split
   gradsync trace traced --out trace.json            open trace.json in https://ui.perfetto.dev or chrome://tracing
 
 \b
 Exit codes:
-  0      none of the following; a late rank alone is no failure
+  0      none of the following; a late rank alone does not change the exit code
   1      a rank raised an exception, a collective failed, ranks differ, or ranks wait for each other in a circle
   2      there are no dumps, or a dump cannot be read
 """,
@@ -221,10 +221,10 @@ Exit codes:
 @click.argument("dumps", nargs=-1, required=True, type=click.Path(exists=True))
 @click.option("--out", metavar="FILE", type=click.Path(dir_okay=False), help="Also writes a Chrome trace to FILE.")
 def trace(dumps: tuple[str, ...], out: str | None) -> None:
-    """Compares DUMPS of the flight recorder: files, or folders of them, one file a rank.
+    """Compares DUMPS of the flight recorder: files, or folders of files, one file for each rank.
 
-    Says first which rank raised an exception, and where ranks differ or wait for each other. Then it says how far
-    each rank has come and where it is.
+    The first lines show which rank raised an exception, and where ranks differ or wait for each other. The next lines
+    show how many collectives each rank has begun, and its line of code.
     """
     from gradsync.diagnostics.report import report_dumps
 
@@ -232,31 +232,32 @@ def trace(dumps: tuple[str, ...], out: str | None) -> None:
 
 
 @main.command(
-    short_help="Shows which backends work on this machine, and what to do for the others.",
+    short_help="Shows which backends work on this machine, and how to repair the others.",
     epilog="""\b
 Exit codes:
-  0   a backend beyond local works (with --backend: that one), and nothing is broken
+  0   a backend other than local works (with --backend: that backend), and nothing is broken
   1   otherwise
   2   the command line is wrong
 
 \b
-GRADSYNC_BACKEND in the environment asks for a backend as --backend does. Nothing is changed on the machine.
+The variable GRADSYNC_BACKEND names the backend that must work, if --backend is not given. The command does not change
+the machine.
 """,
 )
-@click.option("--backend", type=click.Choice(tuple(TABLE)), help="The one that has to work.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
+@click.option("--backend", type=click.Choice(tuple(TABLE)), help="Backend that must work; no other backend is tried.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option(
     "--timeout",
     "deadline_seconds",
     type=click.FloatRange(min=0, min_open=True),
     default=8.0,
     show_default=True,
-    help="Seconds that each trial may take.",
+    help="Time limit of each trial in seconds.",
 )
 @click.option("--try/--no-try", "tries", default=True, show_default=True, help="Run an all-reduce of each backend.")
-@click.option("-v", "--verbose", is_flag=True, help="Show also the lines without a problem.")
+@click.option("-v", "--verbose", is_flag=True, help="Also show the lines without a problem.")
 def doctor(**options: Any) -> None:
-    """Examines this machine, runs an all-reduce of two ranks over each backend, and says what to do."""
+    """Examines this machine, runs an all-reduce of two ranks over each backend, and shows how to repair problems."""
     try:
         from gradsync.doctor.command import doctor as examine
     except ImportError as error:
@@ -269,18 +270,19 @@ def doctor(**options: Any) -> None:
 
 @main.command(short_help="Runs a rendezvous server by itself.")
 @click.option("--world-size", type=click.IntRange(min=1), required=True, help="Number of ranks of the run.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Interface to listen on.")
-@click.option("--port", type=click.IntRange(0, LARGEST_PORT), default=0, help="Port; 0 takes a free one.  [default: 0]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the interface to listen on.")
+@click.option("--port", type=click.IntRange(0, LARGEST_PORT), default=0, help="Port; 0 is any free port.  [default: 0]")
 @click.option(
     "--secret-file",
     metavar="FILE",
-    help="File with the secret of the run, yours alone (mode 0600); - reads a line of standard input.  [required]",
+    help="File with the secret of the run, with mode 0600; - reads a line of standard input.  [required]",
 )
 def serve(world_size: int, host: str, port: int, secret_file: str | None) -> None:
     """Runs a rendezvous server by itself, for ranks that gradsync did not start.
 
-    Prints its address. Each rank needs it as GRADSYNC_ADDRESS, beside GRADSYNC_HOSTED=1 (so that rank 0
-    starts no server of its own) and the same secret as GRADSYNC_SECRET_FILE. Ends on Ctrl-C or SIGTERM.
+    The command prints the address of the server. Each rank needs this address as GRADSYNC_ADDRESS, GRADSYNC_HOSTED=1
+    (so that rank 0 starts no server of its own), and a file with the same secret as GRADSYNC_SECRET_FILE. Ctrl-C or
+    SIGTERM ends the server.
     """
     from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option
     from gradsync.rendezvous.server import RendezvousServer
@@ -303,7 +305,7 @@ def serve(world_size: int, host: str, port: int, secret_file: str | None) -> Non
 
 
 def _print_exports(address: str, secret_file: str) -> None:
-    """Prints what to type before starting a rank, on stderr: stdout has the address alone."""
+    """Prints the commands that set a rank's variables, on stderr, because stdout has only the address."""
     import os
     import shlex
 
@@ -316,15 +318,15 @@ def _print_exports(address: str, secret_file: str) -> None:
 
 
 def _stop_on_termination(server: RendezvousServer) -> list[int]:
-    """Makes SIGINT and SIGTERM stop the server; returns a list that collects them."""
+    """Makes SIGINT and SIGTERM stop the server; returns a list to which the handler adds their numbers."""
     import signal
 
-    came: list[int] = []
+    received: list[int] = []
 
     def stop(number: int, _frame: object) -> None:
-        came.append(number)
+        received.append(number)
         server.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    return came
+    return received
