@@ -267,7 +267,7 @@ class Communicator:
                 lambda flat, target: self._backend.reduce_scatter(flat, target, parts.bounds, parsed, agreement),
                 out,
                 shape=parts.part_shape,
-                source_part=parts.own_bytes,
+                own_part=parts.own_bytes,
                 plan=(op, plan) if sizes is None else None,
             )
         return self._run(call, stream)
@@ -411,7 +411,7 @@ class Communicator:
             transfer,
             out,
             shape=parts.shape if root in (None, self.rank) else None,
-            target_part=parts.own_bytes,
+            own_part=parts.own_bytes,
             plan=(None, plan) if root is None and sizes is None else None,
         )
 
@@ -934,8 +934,7 @@ class Communicator:
         *,
         shape: Shape | None = None,
         in_place: bool = False,
-        source_part: slice | None = None,
-        target_part: slice | None = None,
+        own_part: slice | None = None,
         plan: _MakePlan | None = None,
     ) -> CollectiveCall:
         """Makes the call of a checked collective: flattens its arrays, calls the backend, and delivers the result.
@@ -950,7 +949,7 @@ class Communicator:
             shape: the shape of the new array that receives the result if there is no target; None if this rank gets no
                 result.
             in_place: whether the backend may write the result over the source, if the target is the source.
-            source_part, target_part: see _flat_source.
+            own_part: see _flat_source.
             plan: how to get the backend's plan for repeated calls; None if it plans no such calls.
         """
         is_one_array = in_place and target is source
@@ -961,8 +960,7 @@ class Communicator:
                 result = self._arrays.empty(shape, source.dtype, source)
             flat = flat_target = None
             if source is not None:
-                overlapping = None if is_one_array else target
-                flat = self._flat_source(source, overlapping, source_part=source_part, target_part=target_part)
+                flat = self._flat_source(source, None if is_one_array else target, own_part)
             if result is not None:
                 flat_target = flat if is_one_array else self._flat_target(result)
             transfer(flat, flat_target)
@@ -1141,42 +1139,34 @@ class Communicator:
 
     # -- Arrays --------------------------------------------------------------------------------------------------
 
-    def _flat_source(
-        self,
-        source: Array,
-        target: Array | None = None,
-        *,
-        source_part: slice | None = None,
-        target_part: slice | None = None,
-    ) -> Array:
+    def _flat_source(self, source: Array, target: Array | None, own_part: slice | None) -> Array:
         """Returns the elements of a source as a flat array that can be read while the target is written.
 
         Args:
             source: native array.
             target: native array for the results; None if writing them cannot change elements of the source that are
                 still to be read.
-            source_part: for an in-place call: the bytes of the source that may be exactly the target.
-            target_part: for an in-place call: the bytes of the target that may be exactly the source.
+            own_part: the bytes of this rank's part of the larger array. If these are exactly the smaller array, the
+                call is in place, which the backend allows.
         """
         if target is None and not self._runs_beside_host and source.flags.c_contiguous:
             return source.ravel()  # the fastest way to a flat view
         arrays = self._arrays
         flat: Array = arrays.flat(source)
         if target is not None and arrays.is_viewed_flat(source) and arrays.share_memory(source, target):
-            is_in_place = (source_part is not None and self._is_part(target, source, source_part)) or (
-                target_part is not None and self._is_part(source, target, target_part)
-            )
-            flat = flat if is_in_place else flat.copy()
+            flat = flat if self._is_in_place(source, target, own_part) else flat.copy()
         self._backend.keep(source, flat)
         return flat
 
-    def _is_part(self, part: Array, whole: Array, where: slice) -> bool:
-        """Whether `part`, not empty, is exactly the bytes `where` of `whole`, and both are contiguous."""
+    def _is_in_place(self, source: Array, target: Array, own_part: slice | None) -> bool:
+        """Whether the smaller array is exactly the larger array's bytes `own_part`, and both are contiguous."""
         arrays = self._arrays
-        if not arrays.is_viewed_flat(part) or not arrays.is_viewed_flat(whole):
+        if own_part is None or not arrays.is_viewed_flat(source) or not arrays.is_viewed_flat(target):
             return False
-        begin = arrays.byte_bounds(whole)[0]
-        return arrays.byte_bounds(part) == (begin + where.start, begin + where.stop)
+        part, whole = sorted(
+            [arrays.byte_bounds(source), arrays.byte_bounds(target)], key=lambda ends: ends[1] - ends[0]
+        )
+        return part == (whole[0] + own_part.start, whole[0] + own_part.stop)
 
     def _flat_target(self, target: Array) -> Array:
         """Returns a flat array for a target's elements: a view of the target, if that is contiguous on the device."""
