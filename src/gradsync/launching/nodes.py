@@ -64,7 +64,7 @@ _LEAVING_SECONDS = 5.0  # node 0 waits this long for the other launchers to leav
 _LEAVING_AFTER_LOSS_SECONDS = 0.5
 _TERMINAL_SECONDS = 1.0  # to wait for a blocked terminal
 _REPORTS_SECONDS = 60.0  # to wait for reports after a failure; ranks that have to be killed take less
-_LOOK_FOR_FAILURE_SECONDS = 5.0  # how often a launcher that waits for reports looks whether the run has failed
+_CHECK_SECONDS = 5.0  # how often a launcher that waits for reports checks whether the run has failed
 _TEXT_SECONDS = 5.0
 _NO_LIMIT_SECONDS = 1e8  # the heartbeats end a wait for a launcher that is gone
 _MAX_TEXT_BYTES = 40 * 1024  # the text is part of a value of at most 60 KiB
@@ -153,22 +153,22 @@ def _check_particular(option: str, given: str, address: str) -> None:
     Args:
         option: the option, for the error.
         given: the value of the option, for the error.
-        address: the same address in figures, if it is known.
+        address: the IP address, if it is known; else as `given`.
     """
     try:
         known = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:  # it is a name
         return
     if known.is_unspecified or (known.version == 6 and known.is_link_local):
-        stands_for = "" if given == address else f" ({address})"
+        shown = repr(given) if given == address else f"{given!r} ({address})"
         raise InvalidArgument(
-            f"{option} needs an address by which the other machines reach this one or node 0, got {given!r}"
-            f"{stands_for}, which names no particular machine"
+            f"{option} needs an address by which other machines reach this machine or node 0, got {shown}, which names "
+            "no particular machine"
         )
 
 
 def _check_own(node_address: str) -> str:
-    """Returns the address that the user gave, in figures, after checking that it belongs to this machine."""
+    """Returns the IP address of --node-address, after checking that it belongs to this machine."""
     try:
         address = str(look_up(node_address, 0)[0][4][0])
     except OSError as error:
@@ -306,7 +306,7 @@ def _unreadable(what: str, why: str) -> RendezvousError:
 
 
 def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notices: Notices) -> int:
-    """Runs the ranks of this machine, together with those of the other machines.
+    """Runs this machine's ranks in a run on several machines.
 
     Args:
         options: this machine's options in the run.
@@ -318,7 +318,7 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
         The exit code, the same on all machines.
 
     Raises:
-        InvalidArgument: the options do not fit this machine, or differ from those of the other machines.
+        InvalidArgument: the options do not fit this machine, or differ from the options on another machine.
         AuthenticationError, RendezvousError, RendezvousTimeout: the launchers could not join each other.
     """
     with _ended_by_signals(), _hosting(options, notices) as server:
@@ -352,7 +352,7 @@ def _hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServe
     """Runs the server of the launchers and the ranks if this is node 0; yields None on other nodes.
 
     Raises:
-        InvalidArgument: the address in --rendezvous stands for no particular machine.
+        InvalidArgument: the address in --rendezvous belongs to no particular machine.
         RendezvousError: the address does not belong to this machine, or the port is taken.
     """
     if options.node_rank != 0:
@@ -381,14 +381,14 @@ def _resolve(host: str, port: int, notices: Notices) -> str:
         found = str(look_up(host, port)[0][4][0])
     except OSError as error:
         raise RendezvousError(
-            f"--rendezvous: node 0 needs to know the address of {host!r}: {error}; give an address in figures, or name "
-            "this machine's by --node-address"
+            f"--rendezvous: node 0 needs to know the address of {host!r}: {error}; name an IP address instead, or this "
+            "machine's address by --node-address"
         ) from None
     _check_particular("--rendezvous", host, found)
     if host not in ("localhost", found) and ipaddress.ip_address(found.partition("%")[0]).is_loopback:
         notices.print(
-            f"gradsync: warning: {host!r} stands for {found} on this machine, where no other machine can reach it; "
-            "name an address in figures, or this machine's by --node-address"
+            f"gradsync: warning: {host!r} has the address {found} on this machine, which no other machine can reach; "
+            "name another address in --rendezvous, or this machine's by --node-address"
         )
     return found
 
@@ -723,7 +723,7 @@ class NodeLink:
         return self._judge([one for one in known if one is not None], text)
 
     def _interrupt(self, number: int) -> NodeReport:
-        """Ends the ranks of the other machines, after those of this machine have ended."""
+        """Ends the ranks of the other machines; the ranks of this machine have ended."""
         report = signal_report(self._node, number)
         self._notices.print("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
         _run_in_thread(lambda: self._report_first(report))
@@ -775,12 +775,10 @@ class NodeLink:
             self._client.set(f"text/{self._node}", _clipped(text))
             while not self._reports and not self._is_incomplete:
                 try:
-                    reports = self._client.exchange(
-                        "reports", encode(report), timeout_seconds=_LOOK_FOR_FAILURE_SECONDS
-                    )
+                    reports = self._client.exchange("reports", encode(report), timeout_seconds=_CHECK_SECONDS)
                     self._reports = [decode(NodeReport, data, "the report of another launcher") for data in reports]
                 except RendezvousTimeout as error:
-                    waited_seconds += 0.0 if self._first is None else _LOOK_FOR_FAILURE_SECONDS
+                    waited_seconds += 0.0 if self._first is None else _CHECK_SECONDS
                     if waited_seconds >= _REPORTS_SECONDS:
                         self._stop_waiting(error.missing_ranks)
         except CommunicatorClosed:

@@ -41,8 +41,8 @@ _ERASE_LINE = b"\r\x1b[K"
 MAX_LINE_BYTES = 256 * 1024
 _MAX_TAIL_LINE_BYTES = 4096
 
-# Of the 256 colours of terminals, those with at least 4:1 contrast on black and on white; neighbours differ in hue.
-# No red: it looks like a failure.
+# Colours of terminals with 256 colours: at least 4:1 contrast on black and on white; neighbours differ in hue. There is
+# no red, because readers expect it for failures.
 RANK_COLOURS = (31, 130, 133, 64, 63, 162, 29, 97)
 
 # A line end directly before a lone \r does not count, because no line is between the two.

@@ -1,4 +1,4 @@
-"""The environment variables of a rank: gradsync's, those that scripts written for torchrun read, and its GPU."""
+"""The environment variables of a rank: gradsync's own, torchrun's for scripts that read these, and the rank's GPU."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def rank_environment(
     restart: int = 0,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Returns the variables of one rank: those that it inherits from this process, and its own.
+    """Returns the variables of one rank: inherited from this process, and its own.
 
     Args:
         job: the job.
         local_rank: number of the process on this machine.
-        endpoint: the rendezvous server at which the ranks meet.
+        endpoint: the rendezvous server's address and secret.
         master_port: the value of MASTER_PORT.
         restart: the number of times that the ranks have been started again.
         environ: the variables of this process.

@@ -88,7 +88,7 @@ class ReturnValue:
 
     Args:
         file: descriptor of the file; this object closes it.
-        table: the bounds of the pickled value in the file, then those of each buffer, packed as BOUNDS.
+        table: the bounds of the pickled value in the file, then the bounds of each buffer, packed as BOUNDS.
 
     Raises:
         ValueError, OSError: the file does not have these parts; the caller closes the descriptor.
@@ -134,16 +134,16 @@ def map_privately(file: int, size_bytes: int) -> mmap.mmap:
     import ctypes
     import mmap
 
-    place = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # unmapped with its last view
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # unmapped with its last view
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    address = ctypes.addressof(ctypes.c_char.from_buffer(place))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
     if libc.mmap(address, size_bytes, protection, flags, file, 0) == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return place
+    return memory
 
 
 def from_json(kind: type[T], data: bytes) -> T:

@@ -54,8 +54,8 @@ def run_command(
     """Runs the job and prints its output and its end; the arguments are the options of the command.
 
     Args:
-        own_options: the names of these options, "-n" and others; without -n, one at the begin of `arguments` may be
-            meant for gradsync.
+        own_options: the names of the command's options, such as "-n". If -n is missing and `arguments` begins with one
+            of these names, the user may have meant it for gradsync.
 
     Returns:
         The exit code of the command.
@@ -235,8 +235,8 @@ def module_target(name: str, arguments: Sequence[str] = ()) -> Target:
     Raises:
         InvalidArgument: the top-level package does not exist, or the name is malformed.
     """
-    # Only the top level: a look-up of a deeper name would import its parents in the launcher. The ranks report errors
-    # there.
+    # Only the top-level package is checked here: finding a deeper name would import its parents in the launcher. The
+    # ranks report errors in deeper names.
     top = name.partition(".")[0]
     if not _module_exists(top):
         raise InvalidArgument(f"module {name!r} does not exist (no {top!r} in {os.getcwd()} or sys.path)")

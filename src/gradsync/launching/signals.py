@@ -32,7 +32,7 @@ class SignalInbox:
 
     Other threads cannot install handlers, so in them the inbox gets no signals. A signal that the process ignores (as
     under nohup, or in a background job) stays ignored. SIGCHLD is an exception: if it were ignored, the kernel would
-    throw exit codes away, and a failed rank would look like a rank that ended well. When the inbox is left, a signal
+    throw exit codes away, and a failed rank would count as a rank that ended well. When the inbox is left, a signal
     that was not read has its usual effect.
 
     Args:
@@ -126,8 +126,8 @@ def _is_in_the_pipe(_number: int, _frame: FrameType | None) -> None:
 def no_other_fork() -> Iterator[None]:
     """Makes forks of other threads wait while this thread starts a process.
 
-    The children of such forks would hold copies of descriptors that this thread closes in a moment. One of them is the
-    pipe whose end tells `subprocess.Popen` that its program runs: Popen would wait for as long as such a child lives.
+    The children of such forks would hold copies of descriptors that this thread closes in a moment. One of them is a
+    pipe: by its end `subprocess.Popen` knows that its program runs, so Popen would wait as long as such a child lives.
     """
     with _fork_lock:
         yield

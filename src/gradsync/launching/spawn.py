@@ -178,7 +178,7 @@ def _check_ips(ips: str | Sequence[str] | None) -> None:
 
 
 def _is_here(host: str) -> bool:
-    """Returns whether a name or address stands for this machine."""
+    """Returns whether a host name or IP address belongs to this machine."""
     try:
         return bool(host) and interface_of(str(look_up(host, 0)[0][4][0])) is not None
     except (OSError, ValueError):  # it is no name or address

@@ -15,7 +15,7 @@ from typing import Any
 
 #: The message on the report pipe: the kind of the report, and its begin and end in the result file, in bytes.
 REPORT = struct.Struct("<cQQ")
-#: The report is a table of `BOUNDS`: those of the pickled return value, then those of each large array.
+#: The report is a table of `BOUNDS`: one entry for the pickled return value, then one for each large array.
 RESULT = b"R"
 #: The report is a JSON object with the attributes of `rank_report.ErrorReport`.
 ERROR = b"E"
