@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from rich.text import Text
 from gradsync.backends import TABLE
 from gradsync.bench.report import print_table
 from gradsync.doctor.checks import CHECKS, Check, Finding, Status, warning
-from gradsync.doctor.facts import Facts, call, kill_called, look_around
+from gradsync.doctor.facts import Facts, call, in_parallel, look_around
 from gradsync.environment import BACKEND
 from gradsync.machine import count_gpus
 
@@ -250,12 +249,8 @@ def doctor(*, backend: str | None, as_json: bool, deadline_seconds: float, tries
     backends = (backend,) if backend else tuple(TABLE)
     trials: list[Trial] = []
     if tries:
-        with ThreadPoolExecutor(len(backends)) as pool:  # most of a trial is the start of its processes
-            try:
-                trials += pool.map(lambda each: try_backend(each, here, findings, deadline_seconds), backends)
-            except BaseException:  # such as Ctrl-C: else the pool waits until the deadline
-                kill_called()
-                raise
+        # Most of the time of a trial is the start of its processes.
+        trials = in_parallel(lambda each: try_backend(each, here, findings, deadline_seconds), backends)
     report = Report(findings, trials, asked_for, time.monotonic() - began)
     if as_json:
         print(json.dumps(as_dictionary(report), indent=2))

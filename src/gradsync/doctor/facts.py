@@ -20,16 +20,18 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gradsync.environment import without_launcher
 from gradsync.errors import GradsyncError
 from gradsync.launcher_variables import find_mpiexec
 from gradsync.machine import addresses, usable_cores
+
+_Result = TypeVar("_Result")
 
 _NAME_SECONDS = 1.0
 _LONGEST_TEXT = 4000
@@ -250,14 +252,18 @@ def ask_all(mpiexec: str | None, nvidia_smi: str | None, deadline_seconds: float
         commands["mpiexec"] = [mpiexec, "--version"]
     if nvidia_smi is not None:
         commands["topology"] = [nvidia_smi, "topo", "-m"]
-    started: dict[str, subprocess.Popen[str] | OSError] = {}
-    for name, command in commands.items():
+    answers = in_parallel(lambda name: _answer(name, commands[name], deadline_seconds), tuple(commands))
+    return dict(zip(commands, answers, strict=True))
+
+
+def in_parallel(function: Callable[[str], _Result], names: Sequence[str]) -> list[_Result]:
+    """Calls a function with each name at the same time, on threads; Ctrl-C kills the commands that they have called."""
+    with ThreadPoolExecutor(len(names)) as pool:
         try:
-            started[name] = _start(command)
-        except OSError as error:
-            started[name] = error
-    deadline = time.monotonic() + deadline_seconds
-    return {name: _answer(name, process, deadline, deadline_seconds) for name, process in started.items()}
+            return list(pool.map(function, names))
+        except BaseException:  # otherwise the pool waits until the deadline
+            _kill_called()
+            raise
 
 
 def call(command: Sequence[str], deadline_seconds: float) -> subprocess.CompletedProcess[str]:
@@ -267,7 +273,16 @@ def call(command: Sequence[str], deadline_seconds: float) -> subprocess.Complete
         OSError: the command cannot be started.
         subprocess.TimeoutExpired: the command did not end by the deadline; it was killed with its children.
     """
-    with _start(command) as process:
+    with subprocess.Popen(
+        command,
+        env=without_launcher(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that it can be killed with its children, if it is a script
+    ) as process:
         _called.append(process)
         try:
             out, err = process.communicate(timeout=deadline_seconds)
@@ -282,44 +297,28 @@ def call(command: Sequence[str], deadline_seconds: float) -> subprocess.Complete
 _called: list[subprocess.Popen[str]] = []  # the processes for which threads wait in call()
 
 
-def kill_called() -> None:
-    """Kills the commands for which other threads wait: Ctrl-C does not reach commands in sessions of their own."""
-    for process in _called.copy():  # threads remove theirs meanwhile
+def _kill_called() -> None:
+    """Kills the commands for which threads wait: Ctrl-C does not reach commands in sessions of their own."""
+    for process in _called.copy():  # threads remove their processes meanwhile
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        env=without_launcher(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # so that it can be killed with its children, if it is a script
-    )
-
-
-def _answer(
-    name: str, process: subprocess.Popen[str] | OSError, deadline: float, deadline_seconds: float
-) -> dict[str, Any]:
-    if isinstance(process, OSError):
-        return {"error": str(process)}
+def _answer(name: str, command: Sequence[str], deadline_seconds: float) -> dict[str, Any]:
     try:
-        out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        done = call(command, deadline_seconds)
+    except OSError as error:
+        return {"error": str(error)}
     except subprocess.TimeoutExpired:
-        _end(process)
         return {"error": f"no answer within {deadline_seconds:.0f} s"}
     if name not in _QUESTIONS:
-        return {"text": (out or err)[:_LONGEST_TEXT], "exit_code": process.returncode}
-    if process.returncode:
-        return {"error": _last_words(process.returncode, err)}
+        return {"text": (done.stdout or done.stderr)[:_LONGEST_TEXT], "exit_code": done.returncode}
+    if done.returncode:
+        return {"error": _last_words(done.returncode, done.stderr)}
     try:
-        found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        return {"error": f"it answered {out.strip()[-200:]!r}"}
+        return {"error": f"it answered {done.stdout.strip()[-200:]!r}"}
     return found
 
 
