@@ -32,7 +32,7 @@ _ENDING_SECONDS = 0.2  # how long the end of the program then waits for each que
 _log = logging.getLogger("gradsync")
 
 
-class Submitter(Protocol):
+class QueuedLifetime(Protocol):
     """The part of a communicator's Lifetime that the queues use.
 
     Attributes:
@@ -57,8 +57,8 @@ class Submitter(Protocol):
 # -- Jobs ------------------------------------------------------------------------------------------------------------
 
 
-class Here(threading.local):
-    """The state of each thread.
+class _ThreadState(threading.local):
+    """The state of the calling thread.
 
     Attributes:
         queue: the queue for the thread's collectives.
@@ -69,10 +69,10 @@ class Here(threading.local):
     is_serving = False
 
 
-here = Here()
+_this_thread = _ThreadState()
 
 
-def jobs_not_over() -> list[Job]:
+def unfinished_jobs() -> list[Job]:
     """Returns the submitted jobs that are not over, in order."""
     return [job for job in list(pending.values()) if isinstance(job, Job)]
 
@@ -98,7 +98,7 @@ class Job:
     def __init__(
         self,
         end: CollectiveEnd,
-        lifetime: Submitter,
+        lifetime: QueuedLifetime,
         what: str,
         run: Callable[[], Any],
         submitted_at: Caller | None,
@@ -182,7 +182,7 @@ class LostFailure:
 
     __slots__ = ("__weakref__", "_lifetime", "_text")
 
-    def __init__(self, name: str, error: BaseException, lifetime: Submitter) -> None:
+    def __init__(self, name: str, error: BaseException, lifetime: QueuedLifetime) -> None:
         self._lifetime = weakref.ref(lifetime)
         self._text = "" if _is_ending else f"{name} failed, and its future was never asked: {describe(error)}"
         with _registering:
@@ -199,7 +199,7 @@ class LostFailure:
         if text and uncaught_error() is None:
             _log.error("%s", text)
 
-    def is_of(self, lifetime: Submitter) -> bool:
+    def is_of(self, lifetime: QueuedLifetime) -> bool:
         """Whether it is a failure of this communicator."""
         return self._lifetime() is lifetime
 
@@ -212,7 +212,7 @@ _registering = threading.Lock()  # a set must not change while another thread it
 _is_ending = False  # whether the program is ending
 
 
-def log_lost(lifetime: Submitter | None = None) -> None:
+def log_lost(lifetime: QueuedLifetime | None = None) -> None:
     """Logs the failures that no code has asked for, of one communicator or of all."""
     if _all:
         with _registering:
@@ -240,7 +240,7 @@ class CollectiveQueue:
         self._thread: threading.Thread | None = None
         self._idle_seconds = _IDLE_SECONDS
 
-    def submit(self, lifetime: Submitter, what: str, run: Callable[[], Any]) -> CollectiveFuture:
+    def submit(self, lifetime: QueuedLifetime, what: str, run: Callable[[], Any]) -> CollectiveFuture:
         """Appends a collective; see the function `submit`."""
         with lifetime.submitting, self._lock:
             self._begin_serving()
@@ -269,7 +269,7 @@ class CollectiveQueue:
             _serving.add(self)
 
     def _serve(self) -> None:
-        here.queue, here.is_serving = self, True
+        _this_thread.queue, _this_thread.is_serving = self, True
         while self._run_next():
             pass
 
@@ -292,7 +292,7 @@ _serving: set[CollectiveQueue] = set()  # the queues with a running thread
 _is_registered = False
 
 
-def submit(lifetime: Submitter, what: str, run: Callable[[], Any]) -> CollectiveFuture:
+def submit(lifetime: QueuedLifetime, what: str, run: Callable[[], Any]) -> CollectiveFuture:
     """Appends a collective to the calling thread's queue, and returns its future.
 
     Args:
@@ -305,12 +305,12 @@ def submit(lifetime: Submitter, what: str, run: Callable[[], Any]) -> Collective
     """
     if pending:
         check_may_call(lifetime.label, what)
-    if here.queue is None:
-        here.queue = CollectiveQueue()
-    return here.queue.submit(lifetime, what, run)
+    if _this_thread.queue is None:
+        _this_thread.queue = CollectiveQueue()
+    return _this_thread.queue.submit(lifetime, what, run)
 
 
-def await_earlier(lifetime: Submitter, what: str) -> None:
+def await_earlier(lifetime: QueuedLifetime, what: str) -> None:
     """Waits before a blocking collective, named `what`, for the collectives submitted before it.
 
     It waits for this thread's collectives, and for the same communicator's collectives of any thread. Ctrl-C ends the
@@ -319,29 +319,29 @@ def await_earlier(lifetime: Submitter, what: str) -> None:
     Raises:
         InvalidArgument: as for submit; also if a done-callback has tried to run a collective during the wait.
     """
-    if here.is_serving and not is_in_callback():
+    if _this_thread.is_serving and not is_in_callback():
         return  # the queue has its own order, and refusals of done-callbacks are raised on the program's threads
     check_may_call(lifetime.label, what)
-    if here.queue is not None and (last := here.queue.last) is not None:
+    if _this_thread.queue is not None and (last := _this_thread.queue.last) is not None:
         last.wait()
     await_submitted(lifetime)
     raise_refused()
 
 
-def await_submitted(lifetime: Submitter) -> None:
+def await_submitted(lifetime: QueuedLifetime) -> None:
     """Waits for the collectives that any thread has submitted for one communicator; not in a done-callback."""
-    if not here.is_serving and (last := lifetime.last_job) is not None:
+    if not _this_thread.is_serving and (last := lifetime.last_job) is not None:
         last.wait()
 
 
-def fail_submitted(lifetime: Submitter) -> None:
+def fail_submitted(lifetime: QueuedLifetime) -> None:
     """Fails the submitted collectives of an ended communicator that have not begun, at once and in order.
 
     In a queue's own thread it does nothing: the later collectives fail by themselves when they run.
     """
-    if here.is_serving:
+    if _this_thread.is_serving:
         return
-    for job in jobs_not_over():
+    for job in unfinished_jobs():
         if job.lifetime is lifetime and not job.has_begun:
             job.end.finish(None, lifetime.ended_error(job.what))
 
@@ -363,9 +363,9 @@ def _end_at_exit() -> None:
     _is_ending = True  # failures caused by the program's end are not logged
     failure = uncaught_error()
     deadline = time.monotonic() + (_LEAVING_SECONDS if failure is None else 0.0)
-    for job in jobs_not_over():
+    for job in unfinished_jobs():
         job.wait_until(deadline)
-    left = jobs_not_over()
+    left = unfinished_jobs()
     if failure is None:
         reason = f"the program ended with {len(left)} unfinished asynchronous collectives: wait for their futures first"
     else:
@@ -382,10 +382,10 @@ def _begin_anew_after_fork() -> None:
     _registering = threading.Lock()
     for failure in list(_all):
         failure.forget()
-    here.queue, here.is_serving = None, False
+    _this_thread.queue, _this_thread.is_serving = None, False
     _is_registered = False
     _serving.clear()
-    for job in jobs_not_over():
+    for job in unfinished_jobs():
         job.end.disown(CommunicatorClosed(f"{job.name} was submitted by the process that this one was forked from"))
     pending.clear()
 

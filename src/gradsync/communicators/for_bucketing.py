@@ -28,7 +28,7 @@ class Stage(Protocol):
         """Handles this rank's values. Returns them, or other arrays to reduce, which receive the results."""
 
     def after(self, results: Sequence[Array]) -> Sequence[Array]:
-        """Handles the reduced values. Returns the arrays that hold them afterwards."""
+        """Handles the reduced values. Returns the arrays that hold the values afterwards."""
 
 
 class ListReduction:
@@ -85,8 +85,8 @@ class ListReduction:
 
         Args:
             agreement: this rank's agreement.
-            stages: called before the reduction in this order, and after it in reverse order.
-            producers: marks (see mark_work) of the work that made the sources.
+            stages: the work before and after the reduction: `before` is called in this order, `after` in reverse order.
+            producers: marks (see Backend.mark_work) of the work that made the sources.
             agrees_first: whether the ranks also agree before the stages, because some rank's stages write into its
                 sources; the same on all ranks.
 
@@ -129,7 +129,8 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
     Every rank must call it with arrays of the same shapes and dtypes. The arguments are not checked.
 
     Args:
-        natives: native arrays (see _native_array) of any layout; writable except on the root.
+        communicator: the communicator of the ranks.
+        natives: native arrays (see Communicator._native_array) of any layout; writable except on the root.
         root: the rank whose values all ranks get.
         agreement: this rank's agreement.
 
@@ -160,7 +161,8 @@ def make_resident_memory(communicator: Communicator, size_bytes: int, agreement:
     Every rank must call it, with the same size.
 
     Args:
-        size_bytes: size of each rank's part.
+        communicator: the communicator of the ranks.
+        size_bytes: the size of each rank's part.
         agreement: this rank's agreement.
 
     Raises:
@@ -220,6 +222,7 @@ def all_reduce_resident(
     range unchanged; after any other error the range's values are undefined.
 
     Args:
+        communicator: the communicator of the ranks.
         memory: resident memory of this communicator.
         begin_bytes: the begin of the range in `memory.bytes`: a multiple of 64.
         end_bytes: the end of the range; the range has zero or more whole elements.
