@@ -93,7 +93,7 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
         return
     world._agree(agreement_on("create_local_process_group", (), None, f"{n} on each machine"))
     first = rank - rank % n
-    world._family.local_group = cast("Communicator", world.new_group(range(first, first + n)))  # this rank is a member
+    world._tree.local_group = cast("Communicator", world.new_group(range(first, first + n)))  # this rank is a member
 
 
 def get_local_process_group() -> Communicator:
@@ -207,7 +207,7 @@ def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
 def _local_group() -> Communicator | None:
     """Returns the group of this machine's ranks, also within override_backend(); None if it was not made."""
     world = get_world()
-    return _alone if world is None else world._family.local_group
+    return _alone if world is None else world._tree.local_group
 
 
 class _Contribution(NamedTuple):

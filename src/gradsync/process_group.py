@@ -183,7 +183,7 @@ def destroy_process_group() -> None:
         if communicator is not None:
             communicator._on_exit = None
             try:
-                communicator._family.close()
+                communicator._tree.close()
             finally:
                 communicator.close()
     finally:
@@ -414,8 +414,8 @@ def _world_over(backend: str) -> Communicator | None:
     sibling = _siblings.get(backend)
     if sibling is None:
         sibling = _siblings[backend] = _connect_sibling(backend, world, settings)
-        sibling._family = world._family
-        world._family.add(sibling)
+        sibling._tree = world._tree
+        world._tree.add(sibling)
     # An ended communicator is not made again: a rank that does not know yet that it has ended would not join.
     if sibling.closed:
         raise CommunicatorClosed(
@@ -438,7 +438,7 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
     from gradsync.communicators.groups import whom
 
     client = _client or _join(settings, backend)  # a world of one rank has no client yet
-    name = world._family.new_name(backend)
+    name = world._tree.new_name(backend)
 
     def agree() -> str:
         asking = client.group(world.ranks, f"{name}/offers")

@@ -41,7 +41,7 @@ def wait_until_told(kind: type[gs.GradsyncError] = gs.RankFailed) -> str:
     """
     told = str(expect(kind, lambda: client().get("nobody sets this", timeout_seconds=SECONDS)))
     world = gs.get_communicator()
-    for close in (world._family.close, world.close):
+    for close in (world._tree.close, world.close):
         with contextlib.suppress(gs.GradsyncError):
             close()
     return told

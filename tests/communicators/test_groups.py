@@ -17,7 +17,7 @@ import pytest
 import gradsync as gs
 from contract import expect, meet_on_disk
 from gradsync import process_group
-from gradsync.communicators.groups import Family, listed
+from gradsync.communicators.groups import CommunicatorTree, listed
 from gradsync.communicators.lifetime import RaisedFailures
 from places import SHM, STAND_IN, STAND_IN_STUCK, Place, on
 
@@ -253,8 +253,8 @@ def test_who_is_absent_has_its_number_in_the_world(place: Place, warm_up: int, f
 
 def test_names_are_short_and_differ() -> None:
     """Also those of groups of a thousand ranks, whose members no name can list."""
-    family = Family("world", RaisedFailures())
-    names = [family.new_name(listed(ranks)) for ranks in (range(1000), range(1001), [0, 2], [2, 0], [0, 2])]
+    tree = CommunicatorTree("world", RaisedFailures())
+    names = [tree.new_name(listed(ranks)) for ranks in (range(1000), range(1001), [0, 2], [2, 0], [0, 2])]
     assert names[2:] == ["world/0,2#1", "world/2,0#1", "world/0,2#2"]
     assert names[0].startswith("world/1000 ranks from 0, ")
     assert len(set(names)) == 5

@@ -41,7 +41,14 @@ from gradsync.communicators.backend import (
     row_shape,
 )
 from gradsync.communicators.collective_queue import LostFailure, submit
-from gradsync.communicators.groups import NO_COLOR, Family, NonMember, await_members, listed, reporting_failures
+from gradsync.communicators.groups import (
+    NO_COLOR,
+    CommunicatorTree,
+    NonMember,
+    await_members,
+    listed,
+    reporting_failures,
+)
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime, culprit_of
 from gradsync.communicators.mismatch import mismatch
@@ -707,9 +714,9 @@ class Communicator:
     # -- Groups --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _family(self) -> Family:
+    def _tree(self) -> CommunicatorTree:
         """The communicators made from the same world."""
-        return Family(self.recorder.group, self._lifetime.raised)
+        return CommunicatorTree(self.recorder.group, self._lifetime.raised)
 
     def new_group(self, ranks: Iterable[int]) -> Communicator | NonMember:
         """Makes a group of some of these ranks, numbered in ascending order.
@@ -796,14 +803,14 @@ class Communicator:
         self, what: str, members: tuple[int, ...], connect: Callable[[str], Backend | None]
     ) -> Communicator:
         """Makes the group of some members, one of which is this rank; `connect(name)` makes its backend."""
-        name = self._family.new_name(self._listed(members))
+        name = self._tree.new_name(self._listed(members))
         with reporting_failures(self._backend, what):
             await_members(self._backend, what, members, name)
             group = Communicator(cast(Backend, connect(name)))  # not None: this rank is a member
         if self._debug:
             group._use_debug_mode()
-        group._family = self._family
-        self._family.add(group)
+        group._tree = self._tree
+        self._tree.add(group)
         return group
 
     def _listed(self, members: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """Groups: communicators of some of a communicator's ranks.
 
-A group is a communicator like any other, over the same backend; the backends make it, in `connect_group`. `Family`
-names the groups of one world, and closes them with the world.
+A group is a communicator like any other, over the same backend; `Backend.connect_group` makes it. A `CommunicatorTree`
+names the groups of one world, and closes them with the world. `await_members` waits until all members make the group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHECK_EVERY_SECONDS = 0.25
 
 
 class Member(Protocol):
-    """The part of a Communicator that a Family uses."""
+    """The part of a Communicator that a CommunicatorTree uses."""
 
     _lifetime: Lifetime
 
@@ -39,7 +39,7 @@ class Member(Protocol):
         """Closes the communicator."""
 
 
-class Family:
+class CommunicatorTree:
     """A world's communicator and all communicators made from it.
 
     Args:

@@ -123,7 +123,7 @@ class Lifetime:
             the process group closes only living communicators.
 
     Attributes:
-        raised: the failures that calls have raised; shared with the family once the communicator belongs to one.
+        raised: the failures that calls have raised; shared by all communicators of a tree (see groups.py).
         ended_because: the reason why the communicator cannot be used; None while it can be used.
         is_inherited: whether the communicator belongs to the parent of this forked process.
         was_raised: whether a failure was raised to the caller outside of a collective.
@@ -223,7 +223,7 @@ class Lifetime:
         return self._backend.label
 
     def close(self) -> None:
-        """Closes the communicator; see Communicator.close. Raises a failure that no call of the family has raised."""
+        """Closes the communicator; see Communicator.close. Raises a failure that no call has raised yet."""
         self._clean_up_interrupted()
         if pending and self.ended_because is None:
             await_submitted(self)
