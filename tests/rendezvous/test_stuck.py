@@ -57,14 +57,14 @@ class WaitingBench(Bench):
     ) -> None:
         self.send(rank, FrameType.STUCK, group, ranks, position, WHAT, 300_000, missing, True)
 
-    def inquiries(self, rank: int) -> list[int]:
-        return [message[1] for message in self.take(rank) if message[0] is FrameType.STATUS_REQUEST]
+    def inquiries(self, rank: int) -> int:
+        return [message[0] for message in self.take(rank)].count(FrameType.STATUS_REQUEST)
 
-    def answer(self, rank: int, text: str, position: int = 57, inquiry: int = 1) -> None:
+    def answer(self, rank: int, text: str, position: int = 57) -> None:
         history = self.histories.pop(rank, {})
         groups = {"world", *history}
         status = {name: (position if name == "world" else 0, history.get(name, [])) for name in groups}
-        self.send(rank, FrameType.STATUS, inquiry, status, text)
+        self.send(rank, FrameType.STATUS, status, text)
 
     def verdict(self) -> tuple:
         """Returns what all ranks that are still there were told, the same: kind, missing ranks, text."""
@@ -161,9 +161,9 @@ def test_absent_rank_that_answers_is_named_to_all_itself_too() -> None:
     bench = WaitingBench(4)
     bench.come_to(57, 0, 1, 3)
     bench.miss(0, [2])
-    assert [bench.inquiries(rank) for rank in range(4)] == [[1]] * 4
+    assert [bench.inquiries(rank) for rank in range(4)] == [1] * 4
     bench.miss(3, [2])  # asked once
-    assert bench.inquiries(1) == []
+    assert bench.inquiries(1) == 0
     for rank in (0, 1, 3):
         bench.answer(rank, "in wait()")
     bench.answer(2, "in load_batch()\nin read()", position=56)
@@ -259,7 +259,7 @@ def test_two_stuck_at_once_are_one_verdict() -> None:
     bench.miss(0, [1], group="pair")
     bench.miss(2, [3])
     for rank in range(4):
-        assert bench.inquiries(rank) == [1]
+        assert bench.inquiries(rank) == 1
         bench.answer(rank, f"rank {rank}")
     kind, missing, text = bench.verdict()
     assert (kind, missing) == (STUCK, (1,))
@@ -279,14 +279,13 @@ def test_rank_that_has_left_is_named_so_and_not_waited_for() -> None:
     assert "rank 2 (pid 1002) has left" in text
 
 
-def test_late_answers_and_those_to_another_inquiry_mean_nothing() -> None:
+def test_answers_that_are_late_or_unasked_mean_nothing() -> None:
     bench = WaitingBench(2)
     bench.answer(1, "unasked")
     bench.miss(0, [1])
-    bench.answer(1, "of another inquiry", inquiry=7)
     bench.answer(0, "in wait()")
     bench.wait(0.5)
-    assert "of another inquiry" not in bench.verdict()[2]
+    assert "unasked" not in bench.verdict()[2]
     bench.answer(1, "late")
     assert bench.inbox == {}
 
@@ -401,9 +400,9 @@ def test_verdict_on_a_group_goes_to_all_and_names_its_members() -> None:
 def test_who_tells_of_all_the_groups_it_may_can_be_anywhere_in_others(told_groups: int, missing: tuple) -> None:
     bench = WaitingBench(3)
     bench.miss(0, group="pair", ranks=[0, 1])
-    bench.send(0, FrameType.STATUS, 1, {"pair": (57, [])}, "in wait()")
-    bench.send(1, FrameType.STATUS, 1, {f"group {n}": (9, []) for n in range(told_groups)}, "in wait()")
-    bench.send(2, FrameType.STATUS, 1, {}, "in wait()")
+    bench.send(0, FrameType.STATUS, {"pair": (57, [])}, "in wait()")
+    bench.send(1, FrameType.STATUS, {f"group {n}": (9, []) for n in range(told_groups)}, "in wait()")
+    bench.send(2, FrameType.STATUS, {}, "in wait()")
     assert bench.verdict()[:2] == (STUCK, missing)
 
 
@@ -441,7 +440,7 @@ def test_report_begins_with_a_circle_of_ranks() -> None:
     tell(bench, 1, a=[(2, "barrier", False)], b=[(5, "all_reduce(sum)", True)])
     for rank in range(2):
         status = {name: (calls[-1][0], calls) for name, calls in bench.histories[rank].items()}
-        bench.send(rank, FrameType.STATUS, 1, status, "in wait()")
+        bench.send(rank, FrameType.STATUS, status, "in wait()")
     assert bench.verdict()[2].splitlines()[1] == (
         "ranks wait for each other in a circle: rank 0 waits in barrier (#3 of group 'a') for rank 1, "
         "rank 1 waits in all_reduce(sum) (#5 of group 'b') for rank 0"
@@ -451,9 +450,9 @@ def test_report_begins_with_a_circle_of_ranks() -> None:
 def test_histories_that_answer_no_inquiry_are_left_out() -> None:
     bench = WaitingBench(2)
     bench.come_to(57, 0)
-    bench.miss(0, [1])
     tell(bench, 1, world=[(56, "flush", False)])
-    bench.answer(1, "late, in answer to another one", inquiry=7)
+    bench.answer(1, "unasked")
+    bench.miss(0, [1])
     tell(bench, 0, world=[(56, "barrier", False)])
     for rank in range(2):
         bench.answer(rank, "in wait()")

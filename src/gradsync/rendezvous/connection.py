@@ -511,7 +511,7 @@ class Connection:
                 if push.type is FrameType.ASKED:
                     self._answer_question(*push.fields)
                 elif push.type is FrameType.STATUS_REQUEST:
-                    self._answer_inquiry(*push.fields)
+                    self._answer_inquiry()
                 elif push.type is FrameType.INSPECT:
                     rank, pid = push.fields
                     self.post(FrameType.INSPECTED, rank, inspect_process(pid).name)
@@ -533,17 +533,17 @@ class Connection:
         except Exception:  # the asking rank cannot handle it
             _log.exception("%s: position %d of group %r counts as not launched", self.label, position, group)
 
-    def _answer_inquiry(self, inquiry: int) -> None:
+    def _answer_inquiry(self) -> None:
         """Sends this rank's status to the server."""
         progress, report = self._progress(), self._report_text()
         try:
             history = self.callbacks.history()
             status = {group: (begun, history.get(group, ())) for group, begun in progress.items()}
-            self.post(FrameType.STATUS, inquiry, status, report)
+            self.post(FrameType.STATUS, status, report)
         except ConnectionLost:
             raise
         except Exception:  # the callback failed, or its history does not fit: send the report without it
-            self.post(FrameType.STATUS, inquiry, {group: (begun, ()) for group, begun in progress.items()}, report)
+            self.post(FrameType.STATUS, {group: (begun, ()) for group, begun in progress.items()}, report)
         self._call_on_trouble("a rank has waited too long for others")  # last, because it may write a dump
 
     def _call_on_trouble(self, text: str) -> None:

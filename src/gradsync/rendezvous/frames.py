@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gradsync.rendezvous.liveness import ProcessState
 
-PROTOCOL_VERSION = 10  # below 256: HELLO and CHALLENGE have one byte for it
+PROTOCOL_VERSION = 11  # below 256: HELLO and CHALLENGE have one byte for it
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key
 MAX_EXCHANGED_BYTES = 512 * 1024  # all members' values together: each member receives all of them
@@ -198,7 +198,6 @@ _GROUP = _text("group", MAX_GROUP_BYTES)
 _POSITION = _integer("position", 0, 2**63 - 1)
 _DIGEST = _integer("digest", 0, 2**64 - 1)
 _PROGRESS = Field("progress", f"at most {MAX_STATUS_GROUPS} groups with the collectives begun in each", is_progress)
-_INQUIRY = _integer("inquiry", 0, 2**63 - 1)
 _VALUE = Field("value", f"bytes of length 0 to {MAX_VALUE_BYTES}", _is_value)
 # The fields of a call: number, digest, the call in words, and whether the rank is still in it.
 _CALL = (_POSITION, _DIGEST, _text("call", MAX_CALL_BYTES), _flag("runs"))
@@ -252,7 +251,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
         _optional(_ranks("missing ranks")),
         _flag("is over"),
     ),
-    FrameType.STATUS: (_INQUIRY, _STATUS, _text("report", MAX_REPORT_BYTES)),
+    FrameType.STATUS: (_STATUS, _text("report", MAX_REPORT_BYTES)),
     FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean or bytes", _is_result)),
     FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),
     FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks"), _text("text", MAX_TEXT_BYTES)),
@@ -267,7 +266,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     ),
     FrameType.PULSE: (),
     FrameType.INSPECT: (_RANK, _PID),
-    FrameType.STATUS_REQUEST: (_INQUIRY,),
+    FrameType.STATUS_REQUEST: (),
     FrameType.FAILED: (
         _REQUEST,
         _integer("kind", 0, 2),

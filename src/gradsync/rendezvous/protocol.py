@@ -431,8 +431,8 @@ class RendezvousCore:
         generation.stuck.warn(report, request.now)
         return []
 
-    def _status(self, generation: Generation, request: Request, inquiry: int, status: Any, text: str) -> list[Action]:
-        generation.stuck.record_status(request.rank, inquiry, status, text, request.now)
+    def _status(self, generation: Generation, request: Request, status: Any, text: str) -> list[Action]:
+        generation.stuck.record_status(request.rank, status, text, request.now)
         return []
 
     def _advance_stuck(self, now: float) -> list[Action]:

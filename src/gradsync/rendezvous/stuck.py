@@ -92,7 +92,6 @@ class PendingWarning:
 class Inquiry:
     """One status request to all members, and the answers so far."""
 
-    number: int
     wait: WaitReport
     by_rank: dict[int, WaitReport]
     due_at: float
@@ -116,8 +115,7 @@ class StuckCollectives:
         self._waits = waits
         self._warnings: dict[tuple[str, int], PendingWarning] = {}
         self._notice_at: float | None = None
-        self._inquiry: Inquiry | None = None
-        self._inquiry_count = 0
+        self._inquiry: Inquiry | None = None  # the only one, because the generation fails when it ends
 
     def next_deadline(self) -> float | None:
         """Returns when to call `advance`, in monotonic seconds, or None."""
@@ -144,18 +142,16 @@ class StuckCollectives:
             if (wait.group, wait.position) == (inquiry.wait.group, inquiry.wait.position):
                 inquiry.by_rank[wait.rank] = wait
             return []
-        self._inquiry_count += 1
-        number = self._inquiry_count
         asked = self._roster.present()
         unanswered = {rank for rank, _ in asked}
-        self._inquiry = Inquiry(number, wait, {wait.rank: wait}, now + ANSWER_SECONDS, unanswered)
-        return [Send(member.connection, FrameType.STATUS_REQUEST, (number,)) for _, member in asked]
+        self._inquiry = Inquiry(wait, {wait.rank: wait}, now + ANSWER_SECONDS, unanswered)
+        return [Send(member.connection, FrameType.STATUS_REQUEST, ()) for _, member in asked]
 
-    def record_status(self, rank: int, number: int, status: Status, text: str, now: float) -> None:
+    def record_status(self, rank: int, status: Status, text: str, now: float) -> None:
         """Records a rank's answer to the inquiry."""
         self._roster.members[rank].positions = {group: begun for group, (begun, _) in status.items()}
         inquiry = self._inquiry
-        if inquiry is None or number != inquiry.number or rank not in inquiry.unanswered:
+        if inquiry is None or rank not in inquiry.unanswered:
             return
         inquiry.unanswered.discard(rank)
         inquiry.reports[rank] = text

@@ -84,7 +84,7 @@ def _samples() -> list[list[object]]:
         [FrameType.LAUNCHED, "g", 0, 7, "text"],
         [FrameType.HEARTBEAT, {"g": 1}],
         [FrameType.STUCK, "g", None, 1, "all_reduce", 5000, [1], True],
-        [FrameType.STATUS, 1, {"g": [1, [[1, 7, "all_reduce", True]]]}, "report"],
+        [FrameType.STATUS, {"g": [1, [[1, 7, "all_reduce", True]]]}, "report"],
         [FrameType.REPORT_FAILURE, "reason", None],
         [FrameType.LEAVE, "g", None, 3],
         [FrameType.LEFT_RANKS, "g", None],

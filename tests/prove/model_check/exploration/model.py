@@ -121,11 +121,12 @@ class Model:
 
     def _answer(self, world: World, rank: int) -> None:
         model = world.ranks[rank]
+        model.is_asked = False
         self._say(
             world,
             model,
             FrameType.STATUS,
-            (model.inquiries.pop(0), {g: (n, []) for g, n in _progress(world, model).items()}, "busy"),
+            ({g: (n, []) for g, n in _progress(world, model).items()}, "busy"),
         )
 
     def _goodbye(self, world: World, rank: int) -> None:
@@ -257,7 +258,7 @@ class Model:
         if frame_type is FrameType.ASKED:
             model.unread.append((fields[0], fields[1]))
         elif frame_type is FrameType.STATUS_REQUEST:
-            model.inquiries.append(fields[0])
+            model.is_asked = True
         elif frame_type is FrameType.FAILED and fields[0] == TO_GENERATION:
             model.life, model.waits_for = Life.OVER, None
         elif fields and fields[0] == model.waits_for:

@@ -39,7 +39,7 @@ def _moves_of(configuration: Configuration, world: World, model: RankModel) -> I
         if model.life in (Life.READY, Life.OVER) and next_step(configuration, model) is not None:
             yield "step"
         yield from ("read",) if model.unread else ()
-        yield from ("answer",) if model.inquiries else ()
+        yield from ("answer",) if model.is_asked else ()
         yield from ("goodbye",) if model.life is Life.OVER else ()
     for fate in FATES:
         if world.left.get(fate) and _is_possible(model, fate):

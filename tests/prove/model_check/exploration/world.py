@@ -41,7 +41,7 @@ class RankModel:
     launched: dict[tuple[str, int], int] = field(default_factory=dict)  # the digest, by group and position
     asked: set[tuple[str, int]] = field(default_factory=set)  # the questions of others that it has read
     unread: list[tuple[str, int]] = field(default_factory=list)  # and those that it has not
-    inquiries: list[int] = field(default_factory=list)  # of the server, not answered yet
+    is_asked: bool = False  # the server has requested its status
 
     @property
     def is_connected(self) -> bool:
