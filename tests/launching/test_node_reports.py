@@ -57,7 +57,7 @@ def test_a_node_that_cannot_be_is_refused(wrong):
     import json
 
     good = {
-        "node": 1, "host": "h", "pid": 1, "address": "10.0.0.1", "interface": None, "n_ranks": 2, "n_gpus": 0,
+        "node": 1, "host": "h", "address": "10.0.0.1", "interface": None, "n_ranks": 2, "n_gpus": 0,
         "restart": 0, "max_restarts": 0, "master_port": 4000, "start": "00ff",
     }  # fmt: skip
     assert NodeRecord.from_bytes(1, json.dumps(good).encode()).n_ranks == 2

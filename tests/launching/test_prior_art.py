@@ -81,7 +81,7 @@ def ended_on_exit(program, **options):
 
 
 def touch_cuda(monkeypatch):
-    monkeypatch.setattr(function_call, "devices_in_use", lambda: [0])
+    monkeypatch.setattr(function_call, "cuda_is_initialised", lambda: True)
 
 
 # -- The launcher --------------------------------------------------------------------------------------------

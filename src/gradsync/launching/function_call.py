@@ -6,7 +6,6 @@ The launcher sends the call as bytes, made by pickle, or by cloudpickle if pickl
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import operator
@@ -96,8 +95,8 @@ def function_target(
             call is pickled.
 
     Raises:
-        InvalidArgument: `function` is not callable, the arguments are not a sequence, one of them does not pickle, or
-            this process is itself a rank.
+        InvalidArgument: `function` is not callable, the arguments are not a sequence, one of them does not pickle, this
+            process is itself a rank, or ranks are to be forked and this process has initialised CUDA.
     """
     if not callable(function):
         raise InvalidArgument(f"{who} needs a function, got {function!r}")
@@ -107,6 +106,7 @@ def function_target(
     _refuse_inside_rank(name)
     call = (function, tuple(arguments), dict(keywords))
     if start_method == "fork":
+        _refuse_fork_after_cuda(who)
         return Target({"kind": "function"}, (name,), call=call)
     return _pickled_target(call, name)
 
@@ -411,81 +411,23 @@ def _warn_of_no_result(rank: RankOutcome, stacklevel: int) -> None:
     )
 
 
-def check_cuda_untouched(who: str, start_method: str) -> None:
-    """Checks, before this process starts ranks, whether it has initialised CUDA; warns once if it has.
-
-    Args:
-        who: the caller, for the message.
-        start_method: "fork", "spawn" or "forkserver".
-
-    Raises:
-        InvalidArgument: the ranks are to be forked, and CUDA is initialised.
-    """
-    devices = devices_in_use()
-    if devices is None:
-        return
-    if start_method == "fork":
+def _refuse_fork_after_cuda(who: str) -> None:
+    if cuda_is_initialised():
         raise InvalidArgument(
-            f"{who} cannot fork ranks: CUDA is initialised in this process ({_describe(devices)}), and forked ranks "
-            "could not use it; keep CUDA out of the parent before forking, or use start method 'spawn'"
-        )
-    if devices:
-        _warn_once(
-            f"{who}: this process itself uses CUDA ({_describe(devices)}) and holds GPU memory that its ranks cannot "
-            "use; keep CUDA out of the process that starts ranks"
+            f"{who} cannot fork ranks: CUDA is initialised in this process, and forked ranks could not use it; keep "
+            "CUDA out of the parent before forking, or use start method 'spawn'"
         )
 
 
-def devices_in_use(driver: Any = None) -> list[int] | None:
-    """Returns the devices on which this process has a primary context, as CuPy, PyTorch and the CUDA runtime use.
+def cuda_is_initialised() -> bool:
+    """Returns whether this process has initialised CUDA. Does not initialise or load it.
 
-    Args:
-        driver: the library libcuda, as ctypes loads it; by default the libcuda that this process has loaded.
-
-    Returns:
-        The devices, as this process numbers them; an empty list if CUDA is initialised without a context. None if CUDA
-        is not initialised, so that a fork does no harm.
-
-    Source: CUDA Driver API. Before cuInit every function returns CUDA_ERROR_NOT_INITIALIZED (page of cuInit), and
-    cuDevicePrimaryCtxGetState creates no context.
+    Source: CUDA Driver API, page of cuInit: before it, every function returns CUDA_ERROR_NOT_INITIALIZED.
     """
-    driver = driver or _loaded_driver()
-    if driver is None:
-        return None
-    import ctypes
-
-    count = ctypes.c_int()
-    if driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_SUCCESS:
-        return None
-    return [ordinal for ordinal in range(count.value) if _has_context(driver, ordinal)]
-
-
-def _loaded_driver() -> Any:
-    """Returns libcuda if this process has loaded it already, else None."""
     import ctypes
 
     try:
-        return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
     except (OSError, AttributeError):  # not loaded, or not Linux
-        return None
-
-
-def _has_context(driver: Any, ordinal: int) -> bool:
-    import ctypes
-
-    device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
-    if driver.cuDeviceGet(ctypes.byref(device), ordinal) != _CUDA_SUCCESS:
         return False
-    code = driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
-    return bool(code == _CUDA_SUCCESS and active.value)
-
-
-def _describe(devices: list[int]) -> str:
-    if not devices:
-        return "the driver"
-    return f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}"
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_SUCCESS)

@@ -9,7 +9,6 @@ from typing import Any
 
 from gradsync.errors import GradsyncError, InvalidArgument
 from gradsync.launching.function_call import (
-    check_cuda_untouched,
     chosen_start_method,
     function_name,
     function_target,
@@ -96,7 +95,6 @@ def launch(
     target = function_target(func, _arguments(func, args), {}, who="launch", start_method=method)
     count = default_process_count() if nprocs is None else nprocs
     job = Job(target, count, master_addr=master_addr, master_port=master_port, start_method=method)
-    check_cuda_untouched("launch", method)
     outcome = supervise(job)
     if outcome.signal_number is not None:
         name = signal_name(outcome.signal_number)

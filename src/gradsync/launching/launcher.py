@@ -185,8 +185,7 @@ def _run_on_ranks(
     reference = function if method == "fork" else _reference(function)
     call = functools.partial(call_in_group, reference, backend, has_others)
     name = function_call.function_name(function)
-    target = function_call.function_target(call, args, kwargs, name, start_method=method)
-    function_call.check_cuda_untouched(name, method)
+    target = function_call.function_target(call, args, kwargs, name, who="launcher", start_method=method)
     with launcher_endpoint(host, port, rank_start, has_others=has_others) as (endpoint, listener):
         master_port = own_address = None
         if endpoint is not None and has_others:

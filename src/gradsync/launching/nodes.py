@@ -188,7 +188,6 @@ class NodeRecord:
     Attributes:
         node: the launcher's number.
         host: the name of its host.
-        pid: its process id.
         address: its machine's address on the way to the rendezvous.
         interface: the network interface that has this address; None if it is not known.
         n_ranks: the number of ranks that it starts.
@@ -201,7 +200,6 @@ class NodeRecord:
 
     node: int
     host: str
-    pid: int
     address: str
     interface: str | None
     n_ranks: int
@@ -582,7 +580,6 @@ class _NodeRun:
         return NodeRecord(
             node=self._options.node_rank,
             host=socket.gethostname(),
-            pid=os.getpid(),
             address=address,
             interface=interface_of(address),
             n_ranks=self._job.n_ranks,

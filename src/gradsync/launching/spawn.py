@@ -19,7 +19,6 @@ from gradsync.arguments import check_integer, check_port, did_you_mean, integer_
 from gradsync.backends import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.launching.function_call import (
-    check_cuda_untouched,
     chosen_start_method,
     failure,
     function_target,
@@ -102,7 +101,6 @@ def spawn(
     devices = None if gpus is None else tuple(choose_gpus(gpus, count, os.environ))
     port = _checked_port(given.get("started_port"))
     target = function_target(func, args, {}, who="spawn", start_method=method)
-    check_cuda_untouched("spawn", method)
     job = Job(
         target,
         count,

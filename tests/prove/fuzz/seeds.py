@@ -24,7 +24,7 @@ def seeds() -> dict[str, list[bytes]]:
     bodies = [bytes([kind]) + msgpack.packb(fields) for kind, *fields in _samples()]
     script = [[rank, 0, rank, RANKS, 0, "m", "h", 7, None, 0, None] for rank in range(RANKS)]
     script += [[0, REQUESTS.index(kind), *fields] for kind, *fields in _samples() if kind in REQUESTS]
-    record = {"node": 1, "host": "h", "pid": 1, "address": "10.0.0.1", "interface": "eth0", "n_ranks": 2}
+    record = {"node": 1, "host": "h", "address": "10.0.0.1", "interface": "eth0", "n_ranks": 2}
     record |= {"n_gpus": 0, "restart": 0, "max_restarts": 0, "master_port": 4000, "start": "00ff"}
     error = {"text": "Traceback", "summary": "ValueError", "is_consequence": False, "missed_rank": None}
     told = json.dumps(error).encode()
