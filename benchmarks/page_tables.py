@@ -61,7 +61,7 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 METHOD = "The times were measured with two ranks", ""
 _MEDIANS = "The table shows medians. The programs ran alternately in one run"
 _AS_PROVEN = "`{command}` makes the table"
-_BOLD = "Each time begins at the failure. Times above their limit are in bold"
+_BOLD = "The times are counted from the failure. Times above their limit are in bold"
 #: The line below a table, before and after the machine; {command} is the command in the file of results.
 METHODS = {
     "all_reduce": (

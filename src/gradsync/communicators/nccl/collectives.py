@@ -9,7 +9,7 @@ NCCL has no product of complex numbers: each rank gathers the contributions and 
 scatters the result of a reduction in equal parts only: this file reduces unequal parts one by one, in one group.
 
 NCCL's mean multiplies each contribution by 1 / n, rounded to the dtype. In half precision, if n is no power of two, the
-result is wrong by up to 0.2 % (bfloat16), always in the same direction. In this case this file divides the sum in
+result is wrong by up to 0.2 % (bfloat16), always in the same direction. For such means this file divides the sum in
 float32, and rounds the result once. A sum of float16 may overflow although the mean does not: the ranks first scale
 their contributions down by a power of two, which is exact except for values too small for float16.
 
