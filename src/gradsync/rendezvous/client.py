@@ -113,9 +113,9 @@ class RendezvousClient:
     ) -> RendezvousClient:
         """Joins the next generation: connects, authenticates, and waits until all ranks have joined.
 
-        Every rank must call it once per generation. With `min_ranks`, after a failure, the generation forms from the
-        ranks that join: at the first rank's deadline, or once all others are known to have ended. These ranks are then
-        numbered anew, in their old order.
+        Every rank must call `connect` once per generation. With `min_ranks`, after a failure, the generation forms from
+        the ranks that join: at the first rank's deadline, or once all others are known to have ended. These ranks are
+        then numbered anew, in their old order.
 
         Args:
             address: the server's address, "host:port" or "[IPv6]:port".
@@ -445,7 +445,7 @@ class RendezvousClient:
     ) -> None:
         """Reports that this rank waits for others in a collective; does not wait for an answer, and does not raise.
 
-        The server logs it once for each position of a group, however many ranks report it.
+        The server logs one notice for each position of a group, however many ranks report that they wait there.
 
         Args:
             group: the group's name, as in the positions of `describe_with`.

@@ -1,13 +1,14 @@
 """The server's core: generations, their members, and a handler for each frame.
 
 Its one function takes the time and an event, and returns actions. It has no sockets, no clock and no randomness, so
-tests and model checkers can drive it as `server` does. A connection
-joins as one rank of the earliest generation that has not had that rank yet. A generation forms when all its ranks have
-joined, and the generation before has ended. It ends when all its connections have ended.
+tests and model checkers can drive it as `server` does. A connection joins as one rank of the earliest generation that
+has not had that rank yet. A generation forms when all its ranks have joined and the generation before has ended. It
+ends when all its connections have ended.
 
-Three things fail a generation: a connection that ends without a LEAVE, a silent member that is found stopped (SIGSTOP),
-gone or unreachable, and a member that does not arrive at a collective in time. Every member gets the failure at once,
-and again as the answer to every later request.
+A generation fails when a connection ends without a LEAVE, when a member reports a failure, when a silent member is
+found stopped (SIGSTOP), gone or unreachable, or when a member does not arrive at a collective in time. While it forms,
+it also fails when the process of a missing rank has ended or is stopped. Every member gets the failure at once, and
+again as the answer to every later request.
 
 After a failure the next generation can form from some of the ranks, if its members accept that (`min_ranks`). It then
 forms once all other ranks are known to have ended, or when a waiting member has reached its deadline.

@@ -103,7 +103,7 @@ class Inquiry:
 
 
 class StuckCollectives:
-    """Finds out which ranks of a generation wait for which.
+    """Finds the ranks of a generation that wait in a collective, and the ranks that they wait for.
 
     Args:
         roster: the members.
