@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gradsync.rendezvous.liveness import ProcessState
 
-PROTOCOL_VERSION = 11  # below 256: HELLO and CHALLENGE have one byte for it
+PROTOCOL_VERSION = 10  # below 256: HELLO and CHALLENGE have one byte for it
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key
 MAX_EXCHANGED_BYTES = 512 * 1024  # all members' values together: each member receives all of them
