@@ -7,6 +7,7 @@ import json
 import msgpack
 from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
+from gradsync.communicators.agreement import Description, Item
 from gradsync.diagnostics.dump import FORMAT
 from gradsync.launching.in_rank.result import ERROR, REPORT
 from gradsync.launching.nodes import NodeReport, encode
@@ -50,7 +51,7 @@ def seeds() -> dict[str, list[bytes]]:
             json.dumps({**_dump(0), "stacks": 7}).encode(),
             json.dumps({**_dump(1), "monotonic_seconds": "soon"}).encode(),
         ],
-        "plan_texts": [b"reduce of 2\n  w: float32[3]\x1ereduce of 2\n  w: float32[4]"],
+        "plan_texts": [b"\x1e".join(_description(length).to_text(1000).encode() for length in (3, 4))],
         "addresses": [b"127.0.0.1:4000", b"[::1]:4000", b"a..b:1", b"h:0000800000", b"\xed\xa0\x80:1"],
         "variables": [
             b"".join(bytes([VARIABLES.index(name)]) + value + b"\0" for name, value in chosen)
@@ -119,6 +120,11 @@ def _dump(rank: int) -> dict[str, object]:
         "calls": {"0" * 16: {**bucket, "description": ["a bucket", "w", "v"]}, f"{rank + 1:016x}": other},
         "trace": {**trace, "steps": [["world", 2, 0.5, 2.0]], "left_out": rank},
     }
+
+
+def _description(length: int) -> Description:
+    items = Item("'w'", "float32", (length,)), Item("called from train.py:3")
+    return Description("all_reduce", "float32", (2, 3), "sum", items, kind="bucket", settings=(("clip_norm", "1.0"),))
 
 
 def _whole(data: bytes) -> Frame:
