@@ -71,7 +71,7 @@ def come_in_any_order(comm: Any, kit_name: str) -> list[list[str]]:
         assert launched == [launched[0]] * 6
         launched_by_threshold.append(launched[0])
         if threshold_bytes == 1:
-            assert [line.partition("[")[2].rstrip("]") for line in launched[0]] == launch_order(threshold_bytes)
+            assert [line.partition("[")[2].partition("]")[0] for line in launched[0]] == launch_order(threshold_bytes)
     return launched_by_threshold
 
 
