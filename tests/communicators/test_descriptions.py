@@ -72,3 +72,12 @@ def test_a_difference_is_named_whatever_the_names_look_like() -> None:
     assert f"first difference, gradient 0 of the bucket:\n    rank 0: {name}: float32[3]" in str(error)
     assert str(error).endswith(f"{name} has another shape on rank 1 than on rank 0: [3] on rank 0, [4] on rank 1")
     assert error.places == {0: "train.py:41 in step", 1: "train.py:41 in step"}
+
+
+def test_an_absent_array_has_no_other_dtype() -> None:
+    present = Description("tree", items=(Item("['w']", "float32", (3,)),), item="array {} of the tree")
+    absent = present._replace(items=(Item("['w']", "None"),))
+    error = mismatch("rank 0/2", None, {0: present, 1: absent})
+    assert str(error).endswith(
+        "first difference, array 0 of the tree:\n    rank 0: ['w']: float32[3]\n    rank 1: ['w']: None"
+    )

@@ -123,7 +123,7 @@ class Description(NamedTuple):
         item: the name of each item, with {} for its number.
         kind: "bucket" or "flush" of a step of gradients, or a callback's "first use"; "" otherwise.
         callback: the callback's name in errors; "" if there is only one callback.
-        made_at: the line that made the callback, if it has a name.
+        made_at: the line that made the callback; only shown with `callback`.
         settings: the options of the callback, and their values.
         others, has_ended: see StepSoFar.
         item_count: the number of all items and others, including those that did not fit.

@@ -94,18 +94,17 @@ def _each(descriptions: Mapping[int, Description]) -> str:
 
 
 def _advice(descriptions: Mapping[int, Description]) -> str:
-    """Returns the last line of the error: the difference between the ranks and a remedy; "" if no more is known."""
+    """Returns the last line of the error: the difference between the ranks, and what to do; "" if nothing is known."""
     each = list(descriptions.values())
-    if len({d._replace(shape=(d.shape or ())[1:], call_site=_NO_SITE) for d in each}) == 1 and (
-        each[0].what in ("all_gather", "gather")
-    ):
+    but_for_rows = {d._replace(shape=(d.shape or ())[1:], call_site=_NO_SITE) for d in each}
+    if len(but_for_rows) == 1 and each[0].what in ("all_gather", "gather"):
         return 'if the numbers of rows may differ, pass sizes="ask" or a list of them'
     are_of_callbacks = all(d.kind or d.callback for d in each)
     are_first_uses = all(d.kind == "first use" for d in each)
     if are_of_callbacks and (are_first_uses or len({d.callback for d in each}) > 1):
         return _ONE_ORDER
     advice = ""
-    firsts = {rank: d.items[0] for rank, d in descriptions.items() if d.items}
+    firsts = {rank: d.items[0] for rank, d in descriptions.items() if d.items and d.items[0].shape is not None}
     if all(d.kind in ("bucket", "flush") for d in each):  # else a rank runs another part of its program
         advice = _advice_on_settings(descriptions) or _advice_on_gradients(descriptions)
     elif len(firsts) == len(each) and len({item.name for item in firsts.values()}) == 1 < len(set(firsts.values())):
