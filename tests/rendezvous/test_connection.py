@@ -26,6 +26,7 @@ from gradsync.machine import machine_identity
 from gradsync.rendezvous import client as client_module
 from gradsync.rendezvous import connection as connection_module
 from gradsync.rendezvous.connection import Connection
+from gradsync.rendezvous.dialling import dial
 from gradsync.rendezvous.frames import DEATH, INVALID, Decision, FrameType, LaunchedEvent
 from gradsync.rendezvous.handshake import ServerProcess
 from gradsync.rendezvous.liveness import ProcessState
@@ -564,7 +565,7 @@ def test_a_server_that_is_stopped_before_it_answers_a_join_is_found_without_the_
     with in_a_process(SERVER, SECRET.hex()) as server:
 
         def dial_and_stop(*args, **keywords):
-            dialled = connection_module.dial(*args, **keywords)
+            dialled = dial(*args, **keywords)
             server.send_signal(signal.SIGSTOP)
             return dialled
 

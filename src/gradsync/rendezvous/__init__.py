@@ -21,5 +21,6 @@ the same error, at once and at every later call. The keys and barriers of a gene
 
 The modules from the bottom up: `liveness` (silence timers), `frames` (types and schemas), `wire` (sealed frames),
 `handshake` and `sockets`; the server's core, without I/O: `roster`, `store`, `agreement_service`, `stuck`, `protocol`;
-then `server` on the server's side, `connection` and `client` on the rank's side; `secret_files` and `hosting` use both.
+then `server` and, for launchers of several machines, `starts` on the server's side; `connection`, `dialling` and
+`client` on the rank's side; `secret_files` and `hosting` use both.
 """

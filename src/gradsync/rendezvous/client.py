@@ -27,8 +27,8 @@ from gradsync.rendezvous.connection import (
     Connection,
     OnAsked,
     check_timeout,
-    dial,
 )
+from gradsync.rendezvous.dialling import dial
 from gradsync.rendezvous.frames import (
     MAX_MACHINE_BYTES,
     MAX_WHAT_BYTES,
