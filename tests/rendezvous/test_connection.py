@@ -252,7 +252,7 @@ def ask_too_much(connection: Connection, timeout_seconds: float) -> object:
 
 
 def test_a_request_keeps_its_deadline_while_the_server_does_not_read(full, monkeypatch) -> None:
-    monkeypatch.setattr(connection_module, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(connection_module, "_ANSWERED_WITHIN_SECONDS", 0.1)
     connection, _ = full
     errors: list[BaseException] = []
 

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gradsync.errors import (
@@ -51,6 +51,7 @@ from gradsync.rendezvous.frames import (
     STUCK,
     THE_WORLD,
     TO_GENERATION,
+    Calls,
     FieldError,
     FrameType,
     LaunchedEvent,
@@ -63,10 +64,9 @@ from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, in
 from gradsync.rendezvous.sockets import ConnectionLost, receive_some, send_some
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, UNFINISHED, FrameError, FrameReader, Session
 
-#: The longest wait for an answer that the server gives at once, e.g. to a CANCEL.
-ANSWER_SECONDS = 2.0
 AT_ONCE_SECONDS = 30.0  # the deadline of requests that do not wait for other ranks
 FAILURE_WITHIN_SECONDS = 1.0  # the longest wait for the failure after this rank has reported a stuck collective
+_ANSWERED_WITHIN_SECONDS = 2.0  # the longest wait for an answer that the server sends at once, e.g. to a CANCEL
 _LEAVE_SECONDS = 1.0
 _WRITE_EVERY_SECONDS = 0.005  # how often a waiting thread tries to send the bytes that did not fit the socket's buffer
 _POLL_SECONDS = 0.25  # a poll does not notice when the program closes our descriptor, so each poll is short
@@ -75,8 +75,6 @@ _CALLBACKS_END_SECONDS = 2.0  # enough to finish a dump that is being written
 _MAX_TIMEOUT_SECONDS = 1e9
 
 OnAsked = Callable[[int], "LaunchedEvent | None"]
-#: A rank's last collectives, by group; for each its number, digest, description, and whether the rank is still in it.
-Calls = Mapping[str, Sequence[tuple[int, int, str, bool]]]
 
 _log = logging.getLogger("gradsync.rendezvous")
 
@@ -215,12 +213,12 @@ class Connection:
             self.raise_failure()  # a failure from before the request was registered does not end the wait below
             if not self._wait(pending, deadline):
                 self.post(FrameType.CANCEL, pending.sequence)
-                self._wait(pending, time.monotonic() + ANSWER_SECONDS)
+                self._wait(pending, time.monotonic() + _ANSWERED_WITHIN_SECONDS)
         except FieldError as error:
             raise InvalidArgument(f"{self.label}: {operation}: {error}") from None
         except ConnectionLost as error:
             # The reader notices the lost server too, after it has read the server's last messages.
-            if not pending.is_over.acquire(timeout=ANSWER_SECONDS):
+            if not pending.is_over.acquire(timeout=_ANSWERED_WITHIN_SECONDS):
                 self._lose(error)
         except GradsyncError:
             raise

@@ -7,7 +7,7 @@ frame type needs a number and a schema here, and a handler in `protocol` or `con
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,6 +43,10 @@ REFUSED = 1  # a kind of refusal: the state of the run forbids the request
 DEATH = 0  # a kind of failure: a rank died, failed or left
 STUCK = 1  # a kind of failure: a rank did not arrive at a collective in time
 SILENCE = 2  # a kind of failure: a rank is silent, and its process is paused (SIGSTOP), gone or unreachable
+
+
+#: A rank's last collectives, by group; for each its number, digest, description, and whether the rank is still in it.
+Calls = Mapping[str, Sequence[tuple[int, int, str, bool]]]
 
 
 class FieldError(ValueError):

@@ -18,6 +18,7 @@ from gradsync.rendezvous.frames import (
     OF_MESSAGES,
     STUCK,
     Action,
+    Calls,
     FrameType,
     Inspect,
     Notice,
@@ -41,9 +42,6 @@ _NO_ANSWERS = {
     ProcessState.UNKNOWN: "(it did not answer; its process cannot be seen from the server)",
 }
 
-#: The last collectives of one rank, by group; for each its number, digest, description, and whether the rank is still
-#: in it.
-Calls = Mapping[str, Sequence[tuple[int, int, str, bool]]]
 #: A rank's answer to an inquiry, by group: the number of collectives that it has begun, and the last of them.
 Status = Mapping[str, tuple[int, Sequence[tuple[int, int, str, bool]]]]
 
