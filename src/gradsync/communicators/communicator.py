@@ -126,16 +126,17 @@ class Communicator:
         self.label = backend.label
         self.backend = backend.name
         self.device = backend.device
+        self.recorder = backend.recorder
+        self._lifetime = backend.lifetime = Lifetime(backend, self)
+        self._known: dict[Any, _Known] = {}
+        # Members of the backend that bucketing uses, or that each collective reads.
         self._arrays = backend.arrays
         self._runs_beside_host = backend.runs_beside_host
-        self._known: dict[Any, _Known] = {}
         self._plans_for = backend.plans_for
         self._converts = backend.converts
         self._finder = backend.finder
         self._squares = backend.squares
         self._timeout_seconds = backend.timeout_seconds
-        self.recorder = backend.recorder
-        self._lifetime = backend.lifetime = Lifetime(backend, self)
         self._checked_stream = backend.checked_stream
         self._mark_work = backend.mark_work
         self._mark_end = backend.mark_end
@@ -982,12 +983,12 @@ class Communicator:
     def _run(self, call: CollectiveCall, stream: Any) -> Any:
         """Runs a checked collective; returns its result."""
         what, agreement, move, source, target = call
-        if target is None or stream is not None or self._runs_beside_host:  # a plan on the CPU needs no check
-            stream = self._checked_stream(stream, what)
-        with self._lifetime.collective(what, agreement):
-            if target is not None and not self._runs_beside_host:
+        if target is not None and not self._runs_beside_host:  # a plan on the CPU: there is no stream
+            with self._lifetime.collective(what, agreement):
                 move(source, target, agreement)
-                return target
+            return target
+        stream = self._checked_stream(stream, what)
+        with self._lifetime.collective(what, agreement):
             with self._backend.launching(stream) as launch:
                 if target is not None:
                     move(source, target, agreement)
