@@ -108,7 +108,7 @@ METHODS = {
     ),
     "nccl_host_cost": ("The times were measured", "`python benchmarks/nccl_host_cost.py --old FOLDER` makes the table"),
     "network_partition": (
-        "Two network namespaces stood for the two machines,",
+        "The times were measured between two network namespaces",
         "`python benchmarks/network_partition.py` makes the table",
     ),
     "rendezvous_scale": (
