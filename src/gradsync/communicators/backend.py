@@ -119,12 +119,12 @@ class Backend(ABC):
 
     Args:
         client: this rank's rendezvous client, whose members are the communicator's ranks; None for a world of one rank.
-        group: the communicator's name; no communicator of this generation has had it before.
+        group: the communicator's name; no communicator of this generation has had that name before.
         timeout_seconds: how long a collective waits for a rank.
 
     Attributes:
         name: "shm", "nccl", ...
-        device: the device of its arrays: "cpu", or a CUDA device such as "cuda:0".
+        device: the device of the backend's arrays: "cpu", or a CUDA device such as "cuda:0".
         arrays: the functions for the backend's kind of arrays.
         runs_beside_host: whether collectives run on a GPU: the methods launch them, and do not wait for their end.
         begins_with_barrier: whether a new communicator begins with a barrier.

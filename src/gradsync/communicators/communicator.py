@@ -98,9 +98,10 @@ class _Known(NamedTuple):
 class Communicator:
     """A fixed group of ranks that run collectives together.
 
-    One thread at a time may use a communicator; a second one gets an error that says so. A collective that fails in
+    One thread at a time may use a communicator; a second thread gets an error that says so. A collective that fails in
     the middle (a rank died, a deadline passed, Ctrl-C) breaks the communicator for all its ranks: every later call
-    raises CommunicatorClosed with the first reason. Only PlanMismatch leaves it usable, unless it says `broken`.
+    raises CommunicatorClosed with the first reason. Only PlanMismatch leaves the communicator usable, unless the error
+    has `broken`.
 
     Args:
         backend: the backend, which moves the bytes. The communicator owns it from now on.
@@ -111,8 +112,8 @@ class Communicator:
         ranks: the world rank of each rank of this communicator; errors use world ranks.
         label: this rank's name in errors: "rank 1/4".
         backend: "local", "shm", "nccl" or "mpi".
-        device: the device of its arrays: "cpu", or a CUDA device such as "cuda:0".
-        recorder: remembers the last collectives of this rank; `print(communicator.recorder.describe())`.
+        device: the device of the communicator's arrays: "cpu", or a CUDA device such as "cuda:0".
+        recorder: the flight recorder, with the last collectives of this rank: `print(comm.recorder.describe())`.
     """
 
     device: str = "cpu"
