@@ -47,6 +47,7 @@ INSIDE = {
     "communicators.for_bucketing": "bucketing",
     "communicators.groups": "bucketing process_group",
     "communicators.host_arrays": "bucketing consistency",
+    "communicators.host_values": "bucketing",
     "communicators.lifetime": "bucketing process_group",
     "communicators.local": "comm",
     "communicators.mpi.mpi_job": "doctor process_group",
