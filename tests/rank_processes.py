@@ -215,7 +215,7 @@ def _rank_main(
         GRADSYNC_HOSTED="1",
         GRADSYNC_SECRET=secret,
     )
-    connection._FAILURE_WITHIN_SECONDS = _PATIENCE_SECONDS
+    connection.FAILURE_WITHIN_SECONDS = _PATIENCE_SECONDS
     options.setdefault("timeout_seconds", 30.0)
     options.setdefault("collective_timeout_seconds", 30.0)
     try:
