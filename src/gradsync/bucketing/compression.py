@@ -107,7 +107,7 @@ class WireFormat:
         """Refuses a gradient that cannot be scaled.
 
         Args:
-            dtype: the gradient's.
+            dtype: the gradient's dtype.
 
         Raises:
             UnsupportedDtype: a scale other than 1 for integers or bools.
@@ -188,7 +188,7 @@ class Compressed:
 
     Args:
         wire: the format.
-        targets: where the gradients' results go.
+        targets: the arrays for the gradients' results.
         arrays: how the communicator handles arrays.
     """
 
@@ -216,7 +216,7 @@ class Scaled:
 
     Args:
         wire: the scales.
-        targets: where the gradients' results go; None if all go into the gradients.
+        targets: the arrays for the gradients' results; None if the gradients themselves get the results.
         arrays: how the communicator handles arrays.
     """
 

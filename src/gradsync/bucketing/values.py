@@ -2,7 +2,7 @@
 
     before a bucket's reduction: each rank checks its own gradients
     after it: each rank checks its share of the results, which are the same on all ranks
-    or, if the communicator has a finder and can add up squares: it checks the values while it reduces them
+    or, with a communicator that can: it makes these checks while it reduces the bucket
     at the end of the step: one exchange, which is also the agreement on the flush; all ranks get the same verdict
 
 NaN and infinity of one rank reach the results of all ranks. Only the rank itself knows the parameter.
@@ -57,7 +57,7 @@ class Values:
         max_norm: the largest norm; infinity only computes the norm; None does not.
 
     Attributes:
-        norm: of the last step's reduced gradients, before clipping; None without max_norm.
+        norm: the norm of the last step's reduced gradients, before clipping; None without max_norm.
         skip_step: whether the last step's gradients are not finite, with policy "skip".
         checks: the checks of every bucket.
     """
@@ -78,9 +78,9 @@ class Values:
         """Returns the stage that checks a bucket before and after its reduction.
 
         Args:
-            bucket: the same on all ranks, in one order.
-            results: native arrays that hold its reduced values in the end.
-            communicator: whose ranks reduce it.
+            bucket: the bucket. All ranks pass the same buckets in the same order.
+            results: the native arrays that hold the bucket's reduced values in the end.
+            communicator: the communicator that reduces the bucket.
             checks: the checks that the communicator makes during the reduction; the stage makes the others.
         """
         self._buckets += 1
@@ -92,8 +92,8 @@ class Values:
         """Ends a step: the ranks agree on the end, exchange their findings, and clip. Collective.
 
         Args:
-            communicator: of the ranks.
-            agreement: on the end of the step.
+            communicator: the communicator that reduced the buckets.
+            agreement: this rank's agreement on the end of the step.
 
         Returns:
             On a GPU, the end of the clipping; else None.
@@ -266,8 +266,8 @@ def clip_factor(norm: float, max_norm: float) -> float:
     """Returns the factor that scales gradients to a norm of at most `max_norm`; never more than 1.
 
     Args:
-        norm: of all gradients. Infinity gives 0, NaN gives NaN.
-        max_norm: more than 0.
+        norm: the norm of all gradients. Infinity gives 0, NaN gives NaN.
+        max_norm: the largest norm that is allowed; more than 0.
 
     Raises:
         InvalidArgument: max_norm is not more than 0, or no number.
