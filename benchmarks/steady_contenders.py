@@ -79,21 +79,21 @@ def without_recorder(comm: gs.Communicator, _model: Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_agreement(comm: gs.Communicator, model: Model) -> Iterator[None]:
-    """Switches agreement off: ranks meet without comparing their collectives."""
-    agreements, meet = model.sync._step.reducer.events, SharedBarrier.meet
+    """Switches agreement off: ranks wait for each other without comparing their collectives."""
+    agreements, agree = model.sync._step.reducer.events, SharedBarrier.agree
     nothing = Agreement(0, lambda: Description("nothing"))
 
-    def only_meet(barrier: SharedBarrier, _agreement: Agreement) -> None:
+    def only_wait(barrier: SharedBarrier, _agreement: Agreement) -> None:
         barrier.arrive()
         barrier.await_round(barrier.round)
 
     agreements.bucket = agreements.flush = lambda *_: nothing
     comm._agree = lambda _agreement: None
-    SharedBarrier.meet = only_meet
+    SharedBarrier.agree = only_wait
     try:
         yield
     finally:
-        SharedBarrier.meet = meet
+        SharedBarrier.agree = agree
         del agreements.bucket, agreements.flush, comm._agree
 
 

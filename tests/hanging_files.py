@@ -14,10 +14,10 @@ from gradsync.diagnostics import dump as whole_file
 def hanging_files(folder: Path) -> Iterator[None]:
     """Has what gradsync writes hang within the block, below a folder; goes on with it at the end."""
     pipes: list[Path] = []
-    beside = whole_file._beside
+    temporary_path = whole_file._temporary_path
 
-    def hanging_beside(path: Path) -> Path:
-        pipe = beside(path)
+    def hanging_path(path: Path) -> Path:
+        pipe = temporary_path(path)
         if not pipe.is_relative_to(folder):
             return pipe
         pipe.parent.mkdir(parents=True, exist_ok=True)
@@ -25,11 +25,11 @@ def hanging_files(folder: Path) -> Iterator[None]:
         pipes.append(pipe)
         return pipe
 
-    whole_file._beside = hanging_beside
+    whole_file._temporary_path = hanging_path
     try:
         yield
     finally:
-        whole_file._beside = beside
+        whole_file._temporary_path = temporary_path
         for pipe in pipes:
             _read_all(pipe)
         for returned in whole_file._hanging.values():

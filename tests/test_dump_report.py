@@ -98,5 +98,5 @@ def test_the_gradients_that_a_rank_has_not_handed_over_are_named(tmp_path: Path)
         (tmp_path / f"{rank}.json").write_text(json.dumps(of_rank | {"wall_seconds": content["wall_seconds"] + 1}))
     told = CliRunner().invoke(main, ["trace", str(tmp_path)]).output.splitlines()
     assert told[0].startswith("rank 1 has not begun #1 of group ")
-    assert told[0].endswith(", all_reduce(mean) of bucket 0 [layer0, 9 more], which rank 0 has")
+    assert told[0].endswith(", all_reduce(mean) of bucket 0 [layer0, 9 more], which rank 0 has begun")
     assert told[1] == f"  gradients: {', '.join(f'layer{number}' for number in range(8))}, 2 more"

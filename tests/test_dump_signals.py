@@ -54,7 +54,7 @@ def test_the_signal_makes_a_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     dumps.arm()
     signal.raise_signal(signal.SIGUSR2)
     [file] = tmp_path.iterdir()
-    assert json.loads(file.read_text())["reason"] == "SIGUSR2 came"
+    assert json.loads(file.read_text())["reason"] == "SIGUSR2 was received"
 
 
 def test_signals_that_come_while_a_dump_is_made_make_no_other_within_it(
@@ -90,9 +90,9 @@ def test_ctrl_c_makes_a_dump_that_what_fails_because_of_it_does_not_replace(
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         dumps.dump_because("it was interrupted")
-        assert reason() == "Ctrl-C came (SIGINT)"
+        assert reason() == "Ctrl-C was received (SIGINT)"
         signal.raise_signal(signal.SIGUSR2)  # who asks is answered
-        assert reason() == "SIGUSR2 came"
+        assert reason() == "SIGUSR2 was received"
         comm.barrier()
         dumps.dump_because("it went on, and failed")
         assert reason() == "it went on, and failed"
@@ -112,7 +112,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_dump(tmp_path: Path, monkeypatch:
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert made == ["Ctrl-C came (SIGINT)"] * 2
+    assert made == ["Ctrl-C was received (SIGINT)"] * 2
 
 
 def test_ctrl_c_interrupts_though_not_even_a_warning_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_a_dump_that_fails_is_no_second_failure(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(dumps, "_folder", tmp_path / "file" / "folder")
     dumps.dump_because("it is asked for")
-    assert "no dump of the flight recorder" in caplog.text
+    assert "the dump of the flight recorder was not written" in caplog.text
 
 
 def test_a_dump_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
@@ -149,10 +149,10 @@ def test_a_dump_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(dumps, "_PATIENT_SECONDS", 0.05)
     with hanging_files(tmp_path):
         dumps.dump_because("it is asked for")
-        assert "the file system has not taken it within 0.05" in caplog.text
-        with pytest.raises(gs.InvalidArgument, match="has not taken an earlier file yet"):
+        assert "the write did not end within 0.05" in caplog.text
+        with pytest.raises(gs.InvalidArgument, match="an earlier write to this folder has not ended yet"):
             gs.dump_flight_recorder(tmp_path)
-        with pytest.raises(gs.InvalidArgument, match="has not taken it within"), gs.trace(tmp_path / "folder"):
+        with pytest.raises(gs.InvalidArgument, match="the write did not end within"), gs.trace(tmp_path / "folder"):
             pass
     assert list(tmp_path.glob("gradsync-rank*"))  # it goes on when the file system does
 
@@ -178,7 +178,8 @@ def disagree_beside_a_file_system_that_hangs(comm: gs.Communicator, folder: str)
 
 def test_a_file_system_that_hangs_holds_up_no_failure(tmp_path: Path) -> None:
     told = run_ranks(2, disagree_beside_a_file_system_that_hangs, str(tmp_path))
-    assert ["no dump of the flight recorder: " in "".join(of_rank) for of_rank in told] == [True, False]
+    warned = ["the dump of the flight recorder was not written: " in "".join(of_rank) for of_rank in told]
+    assert warned == [True, False]
 
 
 def lose_a_rank(comm: gs.Communicator, folder: str) -> None:

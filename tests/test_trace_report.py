@@ -58,7 +58,7 @@ def test_a_rank_that_is_behind_or_missing_is_no_difference() -> None:
     ahead = call(3, "barrier", "runs")
     lines = report([dump(0, group("world", *COMMON, ahead)), dump(1, group("world", *COMMON))])
     assert lines[:4] == [
-        "rank 1 has not begun #3 of group 'world', barrier, which rank 0 has",
+        "rank 1 has not begun #3 of group 'world', barrier, which rank 0 has begun",
         "there is no dump of rank 2; rank 0 did not end #3 of group 'world', barrier",
         "no rank differs from another in the collectives that can be compared",
         "group 'world': rank 0 has begun 3 collectives; rank 1 is 1 behind, at 2; compared: #1 to #2; "
@@ -70,15 +70,15 @@ def test_a_rank_that_has_not_come_to_the_flush_is_named() -> None:
     """A flush has the number of the gradients where a bucket has their names."""
     ahead = call(3, "flush(mean) after 3 gradients", "failed", gradients=3)
     lines = report([dump(0, group("world", *COMMON, ahead)), dump(1, group("world", *COMMON))])
-    assert lines[0] == "rank 1 has not begun #3 of group 'world', flush(mean) after 3 gradients, which rank 0 has"
+    assert lines[0] == "rank 1 has not begun #3 of group 'world', flush(mean) after 3 gradients, which rank 0 has begun"
 
 
 def test_what_is_forgotten_is_said() -> None:
     late = [call(number, "barrier") for number in range(70, 75)]
     lines = report([dump(0, group("world", *late)), dump(1, group("world", *COMMON, *late[:2]))])
-    assert "compared: #70 to #71, what came before is not remembered" in "".join(lines)
+    assert "compared: #70 to #71, earlier collectives are not remembered" in "".join(lines)
     lines = report([dump(0, group("world", *late)), dump(1, group("world", *COMMON))])
-    assert "; nothing that two ranks both remember" in "".join(lines)
+    assert "; no two ranks remember the same one" in "".join(lines)
 
 
 def test_in_the_same_words_the_first_line_that_differs_is_told() -> None:
@@ -107,7 +107,7 @@ def test_a_ranks_own_group_is_compared_with_nobodys() -> None:
 def test_earlier_dumps_are_left_out_and_named() -> None:
     lines = report([dump(0, group("world", *COMMON))], [dump(0), dump(None)])
     assert lines[-2:] == [
-        "gradsync-rank0.json is left out: there is a later one of rank 0",
+        "gradsync-rank0.json is left out: there is a later dump of rank 0",
         "gradsync-rankNone.json is left out: it has no rank",
     ]
 

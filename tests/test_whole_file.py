@@ -31,7 +31,7 @@ def test_a_file_that_hangs_is_given_up_and_the_next_at_once(tmp_path: Path) -> N
     with hanging_files(hung):
         with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
             write_whole(hung / "file", "text", 0.05)
-        with pytest.raises(TimeoutError, match="an earlier file"):
+        with pytest.raises(TimeoutError, match="an earlier write"):
             write_whole(hung / "other", "text", 3600.0)
         write_whole(elsewhere / "file", "text", 60.0)
     write_whole(hung / "other", "text", 60.0)

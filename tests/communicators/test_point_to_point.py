@@ -85,7 +85,7 @@ class Rank:
         return into
 
     def meet(self) -> None:
-        self.barrier.meet(BARRIER)
+        self.barrier.agree(BARRIER)
 
 
 def message(data: Any, peer: int) -> Message:
@@ -383,5 +383,5 @@ def test_the_barrier_names_ranks_as_the_world_does() -> None:
     mine, other = ranks_of(2, ranks=(6, 8))
     other.barrier.announce_closed()
     assert expect(gs.RankFailed, mine.meet, "rank 0/2: rank 8 closed").rank == 8
-    errors = run(ranks_of(2, ranks=(6, 8)), Rank.meet, lambda rank: rank.barrier.meet(agreement_on("x", (), None, "")))
+    errors = run(ranks_of(2, ranks=(6, 8)), Rank.meet, lambda rank: rank.barrier.agree(agreement_on("x", (), None, "")))
     assert told(errors, 0, 1)[0].descriptions == {6: "barrier", 8: "x"}

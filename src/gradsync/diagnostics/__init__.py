@@ -1,9 +1,9 @@
-"""Diagnostics: a rank's record of its collectives, its dumps, and the report of `gradsync trace` about dumps.
+"""Diagnostics: each rank's record of its collectives, its dumps, and the report that `gradsync trace` makes from dumps.
 
 recorder.py records the last collectives, tracing.py times their phases, and stacks.py describes the stacks of threads.
 dump.py writes these records to a file and reads the file; triggers.py decides when a dump is written. compare.py finds
-where ranks differ: the server uses it while ranks wait, and report.py uses it on dumps. chrome_trace.py makes a
-picture of dumps.
+the first collective in which ranks differ: the server uses it while ranks wait, and report.py uses it on dumps.
+chrome_trace.py converts dumps to a Chrome trace.
 """
 
 from gradsync.diagnostics.recorder import (

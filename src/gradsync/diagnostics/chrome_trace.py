@@ -1,11 +1,12 @@
-"""Makes a Chrome trace of dumps, for https://ui.perfetto.dev and chrome://tracing.
+"""Converts dumps to a Chrome trace, which https://ui.perfetto.dev and chrome://tracing can show.
 
-Each rank is a process of the picture. A process has tracks for steps, with the arrivals of gradients; for the
-collectives of each group, with their phases below them (packing, waiting, reducing, splitting); and for messages. A
-group has several tracks if its collectives overlap, as on a GPU. Arrows connect the ranks of a collective, in the order
-in which the ranks began it. Times are microseconds since the first event.
+Each rank is a process of the trace. A process has one track for steps, which also shows the arrivals of gradients; one
+track for each group, which shows its collectives and, below them, their phases (packing, waiting, reducing, splitting);
+and one track for messages. A track has several lanes if its collectives overlap, as on a GPU. Arrows connect the events
+of one collective on all ranks, in the order in which the ranks began it. Times are microseconds since the first event.
 
-Source: "Trace Event Format", Google; complete events ("X"), instants ("i"), flows ("s", "t", "f") and metadata ("M").
+The format is that of "Trace Event Format", Google. The events are complete events ("X"), instants ("i"), flows ("s",
+"t", "f") and metadata ("M").
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gradsync.diagnostics.tracing import Phase
 
 Event = dict[str, Any]
 
-# The numbers of the first lanes of the tracks. A track has several lanes if some of its slices overlap.
+# The number of the first lane of each track. A track has several lanes if some of its events overlap.
 _LANES = 100
 _STEPS_TRACK = _LANES
 _MESSAGES_TRACK = 2 * _LANES
@@ -26,22 +27,22 @@ _FIRST_GROUP_TRACK = 3 * _LANES
 
 
 def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
-    """Returns the trace of the ranks of a run, for JSON.
+    """Returns the Chrome trace of the dumps of a run, for JSON.
 
-    Ranks of one machine share its monotonic clock. For ranks of different machines the wall clocks at the time of the
-    dumps are compared, so the picture is as exact as these clocks agree.
+    Ranks on one machine use the same monotonic clock. To align ranks on different machines, this function compares
+    their wall clocks at the times of the dumps, so the trace is only as exact as these clocks agree.
     """
     names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     tracks = {name: _FIRST_GROUP_TRACK + _LANES * number for number, name in enumerate(names)}
     clock = Clock(dumps)
-    ranks = [_OfRank(dump, tracks, clock) for dump in dumps]
+    ranks = [_RankEvents(dump, tracks, clock) for dump in dumps]
     events = [event for rank in ranks for event in rank.events()]
     events += _arrows(ranks)
     return {CHROME_TRACE_KEY: events, "displayTimeUnit": "ms", "otherData": {"made by": "gradsync trace"}}
 
 
 class Clock:
-    """Turns the moments of any rank into microseconds since the first moment of all ranks.
+    """Converts times on the clock of any rank to microseconds since the first event of all ranks.
 
     Args:
         dumps: the dumps of all ranks.
@@ -57,18 +58,20 @@ class Clock:
         self._zero = min(begins, default=0.0)
 
     def microseconds(self, dump: Dump, at: float) -> float:
-        """Returns the picture's time of a moment on a rank's clock, rounded to a nanosecond."""
+        """Returns the time in the trace for a time on the clock of a dump's rank, rounded to a nanosecond."""
         return round((at + self._offsets[id(dump)] - self._zero) * 1e6, 3)
 
 
 class PlacedCall(NamedTuple):
-    """A collective, or a message, with its place in the picture.
+    """A collective or a message, with its lane and its times in the trace.
 
     Attributes:
-        group, call, phases: the collective.
-        lane: the number of its lane, which has nothing else at that time.
-        at: the time of its begin, in microseconds of the picture.
-        ended: the time of its end, in seconds of the rank's clock.
+        group: the group of the collective or message.
+        call: the collective or message.
+        phases: the phases of the collective; a message has none.
+        lane: the number of a lane in which no other event overlaps this one.
+        at: the time at which the collective or message began, in microseconds of the trace.
+        ended: the time at which the collective or message ended, in seconds on the rank's clock.
     """
 
     group: DumpedGroup
@@ -79,16 +82,16 @@ class PlacedCall(NamedTuple):
     ended: float
 
 
-class _OfRank:
-    """The events of one rank.
+class _RankEvents:
+    """The events of one rank in the trace.
 
     Args:
         dump: the dump of the rank.
-        tracks: the numbers of the tracks by the names of their groups.
-        clock: the clock of the picture.
+        tracks: [name of a group] -> the number of the first lane of its track.
+        clock: the object that converts times of this rank to times in the trace.
 
     Attributes:
-        pid: the number of the rank's process in the picture.
+        pid: the number of the rank's process in the trace.
         calls: the rank's collectives and messages.
     """
 
@@ -106,14 +109,14 @@ class _OfRank:
             self._names_of_tracks[tracks[group.name]] = f"group {group.name}"
             for call in sorted(group.calls, key=lambda call: call.began):
                 of_call = () if call.is_message else tuple(phases.get((group.name, call.number), ()))
-                # A collective that had not ended is drawn until the time of the dump.
+                # A collective that had not ended is shown until the time of the dump.
                 ended = max([call.ended or dump.at, *(phase.ended for phase in of_call)])
                 track = _MESSAGES_TRACK if call.is_message else tracks[group.name]
                 lane = self._lane(track, call.began, ended)
                 self.calls.append(PlacedCall(group, call, of_call, lane, clock.microseconds(dump, call.began), ended))
 
     def _lane(self, track: int, began: float, ended: float) -> int:
-        """Returns the first lane of a track that is free at a moment, and occupies it."""
+        """Returns the first lane of a track that is free at the time `began`, and reserves it until `ended`."""
         ends = self._lane_ends.setdefault(track, [])
         lane = next((lane for lane, end in enumerate(ends) if end <= began), min(len(ends), _LANES - 1))
         ends[lane : lane + 1] = [ended]
@@ -122,7 +125,7 @@ class _OfRank:
         return track + lane
 
     def events(self) -> Iterator[Event]:
-        """Yields all events of the rank."""
+        """Yields all events of the rank in the trace."""
         for step in sorted(self._dump.steps, key=lambda step: step.began):
             lane = self._lane(_STEPS_TRACK, step.began, step.ended)
             yield self._slice(lane, "step", step.began, step.ended, {"gradients": step.gradients})
@@ -167,8 +170,8 @@ class _OfRank:
         }
 
 
-def _arrows(ranks: Sequence[_OfRank]) -> Iterator[Event]:
-    """Yields the arrows between the ranks of each collective that several ranks remember."""
+def _arrows(ranks: Sequence[_RankEvents]) -> Iterator[Event]:
+    """Yields the arrows of each collective that is in several dumps, from rank to rank."""
     met: dict[tuple[str, int, int], list[tuple[int, PlacedCall]]] = {}
     for rank in ranks:
         for placed in rank.calls:
@@ -187,7 +190,10 @@ def _arrows(ranks: Sequence[_OfRank]) -> Iterator[Event]:
 
 
 def _share_clock(dump: Dump, other: Dump) -> bool:
-    """Whether two processes were on one machine, by its boot id: containers have host names of their own."""
+    """Whether two dumps come from one machine, by its boot id if both have one, or else by its host name.
+
+    The host name alone would not be enough, because each container has a host name of its own.
+    """
     boots = dump.machine.partition(" ")[0], other.machine.partition(" ")[0]
     return boots[0] == boots[1] if all(boots) else dump.host == other.host
 

@@ -1,8 +1,8 @@
-"""Finds the first difference between the collectives of several ranks, and ranks that wait in a circle.
+"""Finds the first collective in which ranks differ, and ranks that wait for each other in a circle.
 
-The functions have no I/O and no clocks: the server uses them while ranks wait, and `gradsync trace` uses them on dumps.
-A rank remembers only its last collectives, so only collectives that at least two ranks remember are compared. A rank
-that is only behind the others does not differ from them.
+The functions do no I/O and read no clocks. The server uses them while ranks wait, and `gradsync trace` uses them on
+dumps. A rank remembers only its last collectives, so these functions compare only collectives that at least two ranks
+remember. If a rank is only behind the others, it does not differ from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gradsync.errors import name_ranks
 
 
 class Call(NamedTuple):
-    """One collective that a rank has begun.
+    """A collective that a rank has begun.
 
     Attributes:
         digest: a number that is equal on ranks that call the same collective.
@@ -29,9 +29,10 @@ class History(NamedTuple):
     """The collectives of a group that one rank remembers.
 
     Attributes:
-        rank: the rank's number in the world.
+        rank: the world rank.
         begun: the number of collectives of the group that the rank has begun.
-        calls: the collectives by their number, from 1, without messages.
+        calls: the remembered collectives by number; the first collective of a group has number 1. Messages are left
+            out.
     """
 
     rank: int
@@ -45,9 +46,10 @@ class Divergence(NamedTuple):
     Attributes:
         group: the name of the group.
         number: the number of the collective.
-        sides: the different calls, each with its ranks; the call of most ranks comes last.
-        is_certainly_first: whether all of these ranks remember the collective before, and called the same one; else
-            they may have differed in collectives that they no longer remember.
+        sides: the different collectives that ranks called under this number, each with its ranks. The collective that
+            most ranks called comes last.
+        is_certainly_first: whether all these ranks remember the previous collective, in which they did not differ. If
+            not, they may have differed in collectives that they no longer remember.
     """
 
     group: str
@@ -57,14 +59,14 @@ class Divergence(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that remember this collective, ascending."""
+        """The ranks that remember this collective, in ascending order."""
         return tuple(sorted(rank for _, ranks in self.sides for rank in ranks))
 
     def text(self, where: str = "") -> str:
-        """Returns the difference in a sentence.
+        """Returns a sentence that describes the difference.
 
         Args:
-            where: text that follows the group's name.
+            where: text to add after the name of the group.
         """
         *few, (most, most_ranks) = self.sides
         first, *later = few
@@ -78,7 +80,7 @@ class Divergence(NamedTuple):
 
 
 def first_divergence(group: str, histories: Iterable[History]) -> Divergence | None:
-    """Returns the first collective in which ranks of a group differ; None if all remembered collectives agree."""
+    """Returns the first collective in which ranks of a group differ; None if all remembered collectives are equal."""
     known = list(histories)
     numbers = compared(known)
     for number in numbers:
@@ -99,7 +101,7 @@ def first_divergence(group: str, histories: Iterable[History]) -> Divergence | N
 
 
 def compared(histories: Sequence[History]) -> list[int]:
-    """Returns the numbers of the collectives that at least two ranks remember, ascending."""
+    """Returns the numbers of the collectives that at least two ranks remember, in ascending order."""
     seen: dict[int, int] = {}
     for history in histories:
         for number in history.calls:
@@ -108,11 +110,12 @@ def compared(histories: Sequence[History]) -> list[int]:
 
 
 class Wait(NamedTuple):
-    """A rank that is inside a collective.
+    """A rank that waits inside a collective.
 
     Attributes:
-        rank: the rank's number in the world.
-        group, number: the group and the number of the collective; the number of a send or receive is 0.
+        rank: the world rank.
+        group: the name of the group.
+        number: the number of the collective in the group; 0 if the rank is in a send or receive.
         what: the description of the collective.
         for_ranks: the members that have not begun the collective; empty if all have begun it, or if this is unknown.
     """
@@ -125,15 +128,15 @@ class Wait(NamedTuple):
 
 
 def circle(waits: Iterable[Wait]) -> list[Wait] | None:
-    """Returns ranks that wait in a circle, each for the next and the last for the first; None if there is none.
+    """Returns the waits of ranks that wait for each other in a circle; None if there is no circle.
 
-    The circle begins with its lowest rank.
+    Each rank waits for the next rank, and the last rank for the first. The circle begins with its lowest rank.
     """
     by_rank: dict[int, list[Wait]] = {}
     for wait in waits:
         by_rank.setdefault(wait.rank, []).append(wait)
     for start in sorted(by_rank):
-        came_by: dict[int, Wait] = {}  # for each rank, the wait that leads to it on the shortest way
+        came_by: dict[int, Wait] = {}  # [rank] -> the wait by which the search first found this rank
         left = [start]
         for rank in left:
             for wait in by_rank.get(rank, ()):
@@ -154,7 +157,7 @@ def _place(wait: Wait) -> str:
 
 
 def circle_text(waits: Sequence[Wait]) -> str:
-    """Returns a circle in a sentence."""
+    """Returns a sentence that describes a circle."""
     steps = [
         f"rank {wait.rank} waits in {wait.what}{_place(wait)} for rank {after.rank}"
         for wait, after in zip(waits, [*waits[1:], waits[0]], strict=True)

@@ -1,7 +1,7 @@
-"""A dump: the JSON file in which a rank writes its last collectives and the stacks of its threads.
+"""A dump: the JSON file to which a rank writes its last collectives and the stacks of its threads.
 
-SCHEMA describes the file. `snapshot` and `write_dump` make a dump; `read_dumps` checks it and reads it for `gradsync
-trace`. triggers.py decides when a dump is written.
+SCHEMA describes the fields of the file. `snapshot` and `write_dump` make a dump; `read_dumps` reads and checks dumps
+for `gradsync trace`. triggers.py decides when a dump is written.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from gradsync.launcher_variables import value_of
 from gradsync.machine import machine_identity, run_with_timeout
 
 if TYPE_CHECKING:
-    from pathlib import Path  # which takes long to load, and few processes write a file
+    from pathlib import Path  # pathlib takes long to import, and few processes write a file
 
-#: The value of a dump's field "format", which other JSON files do not have.
+#: The value of the field "format" of every dump. Other JSON files do not have this value.
 FORMAT = "gradsync flight recorder 1"
-#: The field of a Chrome trace, which `gradsync trace --out` may have written beside the dumps.
+#: A field of every Chrome trace. `gradsync trace --out` may have written such a file into the folder of the dumps.
 CHROME_TRACE_KEY = "traceEvents"
 _MAX_DESCRIPTION_LINES = 1000
-_BYTES_PER_SECOND = 10e6  # a file system writes at least so fast
+_BYTES_PER_SECOND = 10e6  # the lowest speed of a file system for which write_dump waits
 
 
 # The schema. A dump may be cut off, damaged or edited by hand, so every field is checked.
 
 
 class Rule(NamedTuple):
-    """What the value of a field must be.
+    """A rule for the value of a field.
 
     Attributes:
-        needed: the description of the value, after the words "needs to be".
+        needed: the description of an allowed value, which follows the words "needs to be" in an error.
         accepts: a function that returns whether a value is allowed.
     """
 
@@ -57,7 +57,7 @@ class OptionalField(NamedTuple):
 
 
 class ByName(NamedTuple):
-    """The schema of an object whose fields all have one schema, and whose names all follow one rule."""
+    """The schema of an object in which all names follow one rule, and all values have the same schema."""
 
     name: Rule
     schema: Any
@@ -90,7 +90,7 @@ _INTEGER = Rule("an integer of at least 0", _is_integer)
 _MOMENT = Rule("a moment in seconds", _is_moment)
 _STATE = Rule("'runs', 'ended' or 'failed'", lambda value: value in ("runs", "ended", "failed"))
 _DIGEST = Rule("16 hexadecimal digits", lambda value: re.fullmatch("[0-9a-f]{16}", value) is not None)
-# In dumps of versions before 0.2 a number below 0 means several buckets that were reduced as one.
+# In dumps of versions before 0.2, a number below 0 means several buckets that were reduced together.
 _BUCKET_NUMBER = Rule("an integer", lambda value: type(value) is int and abs(value) < 2**63)
 _PLAIN = Rule(
     "a text, a number, or a list of them",
@@ -98,16 +98,16 @@ _PLAIN = Rule(
 )
 _ANY_NAME = Rule("a text", lambda _: True)
 
-#: The schema of a dump. A dict stands for an object with these fields; it may have others. A list with one schema is
-#: a list of such values. A tuple of rules is a list of so many values, each checked by its rule.
+#: The schema of a dump. A dict stands for an object with these fields; the object may have more fields. A list with one
+#: schema stands for a list of such values. A tuple of rules stands for a list with one value for each rule.
 SCHEMA: dict[str, Any] = {
     "format": _TEXT,
     "reason": _TEXT,
-    "rank": _or_none(_INTEGER),  # in the world; null before the ranks have joined, if no launcher has set it
+    "rank": _or_none(_INTEGER),  # the world rank; null if the rank has not joined, and no launcher has set it
     "pid": _INTEGER,
     "host": _TEXT,
     "machine": _TEXT,
-    "monotonic_seconds": _MOMENT,  # the time of the dump, by both clocks
+    "monotonic_seconds": _MOMENT,  # the time of the dump, by the monotonic clock and by the wall clock
     "wall_seconds": _MOMENT,
     "groups": [
         {
@@ -117,7 +117,7 @@ SCHEMA: dict[str, Any] = {
             "entries": [
                 {
                     "number": _INTEGER,
-                    "call": _TEXT,  # a name in "calls"
+                    "call": _TEXT,  # a digest, which is a name in the object "calls"
                     "state": _STATE,
                     "began": _MOMENT,
                     "ended": _or_none(_MOMENT),
@@ -129,7 +129,7 @@ SCHEMA: dict[str, Any] = {
     "calls": ByName(_DIGEST, ByName(_ANY_NAME, _PLAIN)),
     "stacks": _TEXT,
     "raised_at": OptionalField(_TEXT),  # the line of code that raised the exception which ended this rank
-    "package": _TEXT,  # the folder of gradsync: lines of other folders in the stacks are the program's
+    "package": _TEXT,  # the folder of gradsync; lines of a stack in other folders belong to the program
     "trace": OptionalField(
         {
             "phases": [(_TEXT, _INTEGER, _TEXT, _MOMENT, _MOMENT)],
@@ -152,8 +152,8 @@ def check(value: Any, schema: Any, place: str = "") -> None:
 
     Args:
         value: a value that was read from JSON.
-        schema: the schema, see SCHEMA.
-        place: the place of the value in the file, such as "groups[0].begun"; "" for the whole file.
+        schema: the schema; see SCHEMA.
+        place: the position of the value in the file, such as "groups[0].begun"; "" for the whole file.
     """
     if isinstance(schema, Rule):
         if not schema.accepts(value):
@@ -167,7 +167,7 @@ def check(value: Any, schema: Any, place: str = "") -> None:
         if not isinstance(value, list) or len(value) != len(schema):
             raise _refused(place, f"a list of {len(schema)} fields", value)
         for column, (rule, each) in enumerate(zip(schema, value, strict=True)):
-            if not rule.accepts(each):  # half a million rows at most, so only a refused value makes a text
+            if not rule.accepts(each):  # there may be half a million rows: a text is made only for a wrong value
                 raise _refused(f"{place}[{column}]", rule.needed, each)
     elif not isinstance(value, dict):
         raise _refused(place or "it", "an object", value)
@@ -193,11 +193,11 @@ def _refused(place: str, needed: str, value: Any) -> DamagedError:
 
 
 def snapshot(reason: str, tracer: tracing.Tracer | None = None, raised_at: str = "") -> dict[str, Any]:
-    """Returns the content of a dump, by SCHEMA.
+    """Returns the content of a dump, which follows SCHEMA.
 
     Args:
-        reason: the reason of the dump.
-        tracer: the tracer with the events of a trace; None takes the active tracer, if there is one.
+        reason: the reason for the dump.
+        tracer: the tracer with the events of a trace; None means the active tracer, if there is one.
         raised_at: the line of code that raised the exception which ends this rank; "" if there is none.
     """
     import socket
@@ -225,7 +225,7 @@ def snapshot(reason: str, tracer: tracing.Tracer | None = None, raised_at: str =
 
 
 def _group(recorder: FlightRecorder, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the part of one group, and adds its collectives to `calls` under their digests."""
+    """Returns the part of a dump for one group, and adds the group's collectives to `calls` by their digests."""
     place = recorder.place
     return {
         "group": recorder.group,
@@ -256,7 +256,7 @@ def _entry(entry: Entry, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rank() -> int | None:
-    """Returns this process's rank in the world, from its largest group or else from its launcher."""
+    """Returns the world rank of this process, from its largest group or else from its launcher; None if unknown."""
     places = [recorder.place for recorder in recorders() if recorder.place is not None]
     largest = max(places, key=lambda place: len(place.ranks), default=None)
     text = value_of(os.environ, RANK) or value_of(os.environ, "RANK") or ""
@@ -266,15 +266,16 @@ def _rank() -> int | None:
 
 
 def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: float, raised_at: str = "") -> Path:
-    """Writes a dump, and returns its file.
+    """Writes a dump, and returns the path of its file.
 
     Args:
-        path: a file that ends in .json, or a folder, in which the file is named after rank and pid.
-        reason, tracer, raised_at: as for `snapshot`.
-        seconds: the time limit for writing; a large dump has more time.
+        path: the path of a file that ends in .json, or of a folder. In a folder, the name of the file contains rank and
+            pid.
+        reason, tracer, raised_at: see `snapshot`.
+        seconds: the time limit for writing. A large dump gets more time.
 
     Raises:
-        InvalidArgument: the file cannot be written, or not within the time limit.
+        InvalidArgument: the file cannot be written, or cannot be written within the time limit.
     """
     import json  # imported here to keep the start of a rank short: few processes write a dump
 
@@ -291,55 +292,55 @@ def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: 
 
 
 def write_whole(path: Path, text: str, seconds: float) -> None:
-    """Replaces a file atomically, and makes its folders: a reader finds the old content or the new content.
+    """Replaces a file atomically, so that a reader finds the old or the new content. Makes the folder if needed.
 
     Args:
-        path: the file.
-        text: its new content.
-        seconds: the time limit. A write that takes longer goes on in the background.
+        path: the path of the file.
+        text: the new content of the file.
+        seconds: the time limit. A write that takes longer continues in the background.
 
     Raises:
         OSError: the file cannot be written.
         TimeoutError: the time limit was reached, or an earlier write to this folder still hangs.
     """
     if path.parent in _hanging and not _hanging[path.parent].is_set():
-        raise TimeoutError("the file system has not taken an earlier file yet")
+        raise TimeoutError("an earlier write to this folder has not ended yet")
     returned = threading.Event()
 
     def write() -> None:
         try:
-            _write_beside(path, text)
+            _write_and_rename(path, text)
         finally:
             returned.set()
 
     try:
         run_with_timeout(write, "gradsync-file", seconds)
     except TimeoutError:
-        if returned.is_set():  # the file system's own error
+        if returned.is_set():  # the file system itself has raised this error
             raise
         _hanging[path.parent] = returned
-        raise TimeoutError(f"the file system has not taken it within {seconds:.3g} s") from None
-    except RuntimeError:  # no thread can be started: there are too many, or the interpreter ends
+        raise TimeoutError(f"the write did not end within {seconds:.3g} s") from None
+    except RuntimeError:  # no thread can be started: there are too many, or the interpreter is ending
         write()
 
 
-def _write_beside(path: Path, text: str) -> None:
-    beside = _beside(path)
+def _write_and_rename(path: Path, text: str) -> None:
+    temporary = _temporary_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        beside.write_text(text)
-        beside.replace(path)
+        temporary.write_text(text)
+        temporary.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
-def _beside(path: Path) -> Path:
-    """Returns the name of the temporary file, which is renamed once it is complete."""
+def _temporary_path(path: Path) -> Path:
+    """Returns the path of a temporary file in the same folder. The caller renames the file once it is complete."""
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}")
 
 
-# The writes that took too long, by folder; the event is set once the write has returned.
+# [folder] -> the event of a write that took too long. The event is set once the write has returned.
 _hanging: dict[Path, threading.Event] = {}
 
 
@@ -350,16 +351,17 @@ os.register_at_fork(after_in_child=_hanging.clear)
 
 
 class DumpedCall(NamedTuple):
-    """A collective, or a message, of a dump.
+    """A collective or a message, as it was read from a dump.
 
     Attributes:
-        number: its number in its group; a message has the number of the collective before it.
+        number: the number of the collective in its group; a message has the number of the collective before it.
         digest: a number that is equal on ranks that call the same collective.
-        what: its description.
-        state: "runs", "ended" or "failed".
-        began, ended: its times in the monotonic seconds of the machine; `ended` is None while it runs.
-        is_message: whether it is a message.
-        facts: operation, dtype, shape or gradients, root or peer.
+        what: the description of the collective or message.
+        state: the state of the collective or message: "runs", "ended" or "failed".
+        began: the time at which the collective or message began, in seconds on the machine's monotonic clock.
+        ended: the time at which the collective or message ended, on the same clock; None if it has not ended.
+        is_message: whether this is a message between two ranks, and not a collective.
+        facts: the parts of the description: operation, dtype, shape or gradients, root or peer.
     """
 
     number: int
@@ -373,11 +375,11 @@ class DumpedCall(NamedTuple):
 
 
 class DumpedGroup(NamedTuple):
-    """The collectives of a group that one rank remembers.
+    """A group, as it was read from the dump of one rank.
 
     Attributes:
         name: the name of the group.
-        ranks: the members' ranks in the world.
+        ranks: the world ranks of the members.
         begun: the number of collectives that the rank has begun.
         calls: the last collectives and messages, the oldest first.
     """
@@ -392,13 +394,13 @@ class Dump(NamedTuple):
     """The content of one dump.
 
     Attributes:
-        path: the file.
+        path: the path of the file.
         rank, pid, host, machine, reason, stacks, package, raised_at: see SCHEMA.
-        at: the time of the dump in monotonic seconds of its machine.
-        wall_at: the same time by the wall clock.
+        at: the time of the dump, in seconds on the machine's monotonic clock.
+        wall_at: the time of the dump, in seconds on the wall clock.
         groups: the groups by name.
         phases, arrivals, steps: the events of a trace.
-        left_out: the number of further events, for which the trace had no room.
+        left_out: the number of events for which the trace had no room.
     """
 
     path: Path
@@ -423,11 +425,10 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
     """Reads the dumps of a run.
 
     Args:
-        paths: dumps, or folders of dumps.
+        paths: the paths of dumps, or of folders that contain dumps.
 
     Returns:
-        The latest dump of each rank in the order of ranks, and the other dumps: those of earlier starts, and those
-        without a rank.
+        The latest dump of each rank, in the order of ranks; and the other dumps, which are older or have no rank.
 
     Raises:
         InvalidArgument: there are no dumps, a file is not a dump, or no dump has a rank.
@@ -449,7 +450,10 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
 
 
 def _contents(path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yields a file, or the files of a folder except Chrome traces, which `gradsync trace --out` may have written."""
+    """Yields the path and the content of a file, or of each JSON file in a folder.
+
+    Chrome traces, which `gradsync trace --out` may have written into the folder, are left out.
+    """
     if not path.is_dir():
         yield path, _content(path)
         return
@@ -463,7 +467,7 @@ def _content(path: Path) -> Any:
     import json
 
     if path.exists() and not path.is_file():
-        raise InvalidArgument(f"{path} is not a dump: it needs to be a regular file")  # opening a FIFO would wait
+        raise InvalidArgument(f"{path} is not a dump: it needs to be a regular file")  # opening a FIFO would block
     try:
         return json.loads(path.read_text())
     except OSError as error:
@@ -481,7 +485,7 @@ def _dump(path: Path, content: Any) -> Dump:
             check(facts, _BUCKET if "bucket" in facts else _CALL, f"calls.{digest}")
         groups = [_dumped_group(group, f"groups[{n}]", content["calls"]) for n, group in enumerate(content["groups"])]
     except DamagedError as error:
-        raise InvalidArgument(f"{path} is damaged: {printable(str(error))}; leave it out") from None
+        raise InvalidArgument(f"{path} is damaged: {printable(str(error))}; run without this file") from None
     trace = content.get("trace") or tracing.Tracer().content()
     return Dump(
         path,
@@ -504,7 +508,7 @@ def _dump(path: Path, content: Any) -> Dump:
 
 
 def printable(line: str) -> str:
-    """Returns a line with escapes for control characters: a dump may contain any text."""
+    """Returns a line with escapes for control characters, because a dump may contain any text."""
     return "".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in line])
 
 
@@ -530,10 +534,10 @@ def _dumped_group(content: dict[str, Any], place: str, calls: dict[str, dict[str
 
 
 def call_text(facts: dict[str, Any]) -> str:
-    """Returns the description of a collective; of a bucket "all_reduce(mean) of bucket 3 [conv1.weight, 12 more]"."""
+    """Returns the description of a collective, such as "all_reduce(mean) of bucket 3 [conv1.weight, 12 more]"."""
     if "bucket" not in facts:
         return str(facts["what"])
     names = names_text(facts["gradients"], shown=1)
-    which = f"bucket {facts['bucket']}" if facts["bucket"] >= 0 else "several buckets"  # side by side in memory
+    which = f"bucket {facts['bucket']}" if facts["bucket"] >= 0 else "several buckets"  # they are adjacent in memory
     callback = f" (callback {facts['callback']})" if "callback" in facts else ""
     return f"{facts['collective']}({facts['detail']}) of {which} {names}{callback}"

@@ -1,8 +1,8 @@
-"""The flight recorder: which collectives a rank has begun, and when each ended.
+"""The flight recorder: it records which collectives a rank has begun, and when each collective ended.
 
-The recorder is always on, so it must cost almost nothing: an entry is a short list in a ring. The list is made when the
-collective begins and completed when it ends. It becomes text only when a report needs it. Any thread may read the
-entries at any time.
+The recorder is always on, so it must cost almost nothing: an entry is a short list in a ring buffer. The list is made
+when the collective begins and completed when the collective ends. The list is converted to text only when a report
+needs it. Any thread may read the entries at any time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from weakref import WeakSet
 
 from gradsync.environment import FLIGHT_RECORDER_ENTRIES
 
-_REMEMBERED_RECORDERS = 16  # the recorders kept after their communicators end; a report about a failure needs them
+_REMEMBERED_RECORDERS = 16  # the number of recorders kept after their communicators end, for reports
 
 
 class Recorded(Protocol):
-    """A description of a collective, or of a message between two ranks. It must not keep an array alive."""
+    """The description of a collective, or of a message between two ranks. It must hold no reference to an array."""
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a message. Messages have no number, because only two ranks of the group take part."""
+        """Whether this describes a message, which has no number because only two ranks of the group take part."""
 
     @property
     def digest(self) -> int:
@@ -44,8 +44,8 @@ class Place(NamedTuple):
     """The communicator that a recorder belongs to.
 
     Attributes:
-        rank: this rank's number in the communicator.
-        ranks: the members' ranks in the world.
+        rank: the number of this rank in the communicator.
+        ranks: the world ranks of the members.
         backend: the name of the communicator's backend.
     """
 
@@ -54,22 +54,23 @@ class Place(NamedTuple):
     backend: str
 
 
-# The fields of an Entry, which are completed in place. It is a list, because an object takes twice as long to make, and
-# because Python copies a list in one step: a reader never gets a part of an entry, or fields of two entries.
+# A list of the fields of an Entry. The last two fields are set when the collective ends. It is a list, because an
+# object takes twice as long to make, and because Python copies a list in one step: a reader never gets a part of an
+# entry, or fields of two entries.
 Running = list[Any]
 _ENDED, _FAILED = 3, 4
 
 
 class Entry(NamedTuple):
-    """One collective of this rank.
+    """A collective or a message of this rank.
 
     Attributes:
-        number: the number of the collective on its communicator, from 1, the same on all ranks of one program. A
-            message has the number of the collective before it.
-        what: the description of the collective.
+        number: the number of the collective in its communicator, counted from 1, and the same on all ranks that run the
+            same program. A message has the number of the collective before it.
+        what: the description of the collective or message.
         began: the time at which this rank entered the collective, in time.monotonic() seconds.
-        ended: the time at which the collective ended, or at which this process noticed its end on a GPU; None while it
-            runs.
+        ended: the time at which the collective ended, or at which this process noticed its end on a GPU; None while the
+            collective runs.
         failed: whether the collective ended with an error.
     """
 
@@ -81,7 +82,7 @@ class Entry(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The collective with its number, for a sentence: "all_reduce(sum) #57 (float32[1000] 4 kB)"."""
+        """The name of the collective with its number, such as "all_reduce(sum) #57 (float32[1000] 4 kB)"."""
         headline = self.what.headline()
         name, bracket, details = headline.partition(") ")  # "broadcast(root 0) float32[3] 12 bytes"
         name, details = (name + ")", details) if bracket else headline.partition(" ")[::2]
@@ -89,7 +90,7 @@ class Entry(NamedTuple):
         return f"{name} {place} ({details})" if details else f"{name} {place}"
 
     def describe(self, now: float) -> str:
-        """Returns e.g. "#57 all_reduce(sum) float32[1000] 4 kB done in 1.2 ms, 3.4 s ago"."""
+        """Returns a line such as "#57 all_reduce(sum) float32[1000] 4 kB done in 1.2 ms, 3.4 s ago"."""
         title = f"{'after ' if self.what.is_message else ''}#{self.number} {self.what.headline()}"
         if self.ended is None:
             return f"{title} running for {seconds_text(now - self.began)}"
@@ -98,12 +99,12 @@ class Entry(NamedTuple):
 
 
 class FlightRecorder:
-    """The last collectives of one communicator. One thread writes at a time; any number of threads read.
+    """The last collectives of one communicator. Only one thread may write at a time; any number of threads may read.
 
     Args:
         group: the communicator's name.
-        entries: the number of entries to remember; None takes GRADSYNC_FLIGHT_RECORDER_ENTRIES, or 64.
-        place: the communicator. `recorders` returns only recorders with a place.
+        entries: the number of entries to remember; None means GRADSYNC_FLIGHT_RECORDER_ENTRIES, or 64 if it is not set.
+        place: the communicator; None if `recorders` shall not return this recorder.
 
     Attributes:
         group, place: see above.
@@ -116,7 +117,7 @@ class FlightRecorder:
         self.group = group
         self.place = place
         self.begun = 0
-        self._noted = 0  # the number of collectives and messages
+        self._noted = 0  # the number of collectives and messages that this rank has begun
         self._size = max(FLIGHT_RECORDER_ENTRIES.read(), _least_entries) if entries is None else entries
         self._ring: list[Running | None] = [None] * self._size
         self._running: Running | None = None
@@ -125,13 +126,13 @@ class FlightRecorder:
             _latest.append(self)
 
     def remember(self, entries: int) -> None:
-        """Makes room for at least so many entries."""
+        """Enlarges the ring buffer, if it has room for fewer than this number of entries."""
         while self._size < entries:
             noted = self._noted
             ring: list[Running | None] = [None] * entries
             for number in range(max(noted - self._size, 0) + 1, noted + 1):
                 ring[number % entries] = self._ring[number % self._size]
-            if self._noted == noted:  # else a collective has begun meanwhile, and the copy may lack it
+            if self._noted == noted:  # otherwise a collective has begun, and the copy may lack it
                 self._ring, self._size = ring, entries
 
     def begin(self, what: Recorded) -> None:
@@ -142,27 +143,30 @@ class FlightRecorder:
         self._running = self._ring[noted % self._size] = [self.begun, what, monotonic(), None, False]
 
     def end(self, failed: bool = False) -> None:
-        """Records that the running collective has ended, unless `hand_over` took it."""
+        """Records that the running collective has ended, unless `hand_over` has returned it."""
         running = self._running
         if running is not None:
             self._running = None
             if failed:
-                running[_FAILED] = True  # first, so that no reader takes the collective for a successful one
+                running[_FAILED] = True  # set first, so that no reader takes the collective for a successful one
             running[_ENDED] = monotonic()
 
     def hand_over(self) -> Running | None:
-        """Returns the running collective for the caller to `finish`: on a GPU it runs on after the call returns."""
+        """Returns the running collective, which the caller must pass to `finish` when the collective ends.
+
+        On a GPU a collective continues to run after its call has returned.
+        """
         running, self._running = self._running, None
         return running
 
     @property
     def last(self) -> Entry | None:
-        """The entry that began last."""
+        """The entry that began last; None if there is no entry."""
         running = self._ring[self._noted % self._size]
         return None if running is None else Entry(*running)
 
     def entries(self) -> list[Entry]:
-        """Returns the remembered entries, oldest first."""
+        """Returns the remembered entries, the oldest first."""
         return sorted((Entry(*running) for running in list(self._ring) if running is not None), key=_began)
 
     def describe(self, last: int = 8) -> str:
@@ -178,7 +182,10 @@ _latest: deque[FlightRecorder] = deque(maxlen=_REMEMBERED_RECORDERS)
 
 
 def recorders() -> list[FlightRecorder]:
-    """Returns the recorders of this process's communicators, and of the last ones that ended; on any thread."""
+    """Returns the recorders of this process's communicators, and of the last communicators that have ended.
+
+    Any thread may call this function.
+    """
     for _ in range(8):
         try:
             return list(dict.fromkeys([*_latest, *_in_use]))
@@ -188,7 +195,10 @@ def recorders() -> list[FlightRecorder]:
 
 
 def remember_at_least(entries: int) -> None:
-    """Makes all recorders remember at least so many entries, future ones too; 0 resets future ones to the default."""
+    """Makes all recorders, including future ones, remember at least this number of entries.
+
+    0 resets future recorders to the default number.
+    """
     global _least_entries
     _least_entries = entries
     for recorder in recorders():
@@ -204,7 +214,7 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def finish(running: Running, *, failed: bool) -> None:
-    """Records that a collective which `hand_over` returned has ended."""
+    """Records the end of a collective that `hand_over` has returned."""
     running[_FAILED] = failed
     running[_ENDED] = monotonic()
 
@@ -225,7 +235,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def names_text(names: Sequence[str], shown: int = 2) -> str:
-    """Returns the first names and the number of further names: "[conv1.weight, conv1.bias, 12 more]"."""
+    """Returns the first names and the number of the others, such as "[conv1.weight, conv1.bias, 12 more]"."""
     more = len(names) - shown
     return f"[{', '.join([*names[:shown], *([f'{more} more'] if more > 0 else [])])}]"
 

@@ -1,4 +1,4 @@
-"""The report of `gradsync trace`: first the rank, the collective and the gradients of a problem, then all ranks."""
+"""The report of `gradsync trace`: first the rank, the collective and the gradients of each problem, then all ranks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from gradsync.errors import InvalidArgument, name_ranks
 
 
 def report_dumps(paths: Sequence[str], out: str | None) -> int:
-    """Prints the report on dumps, and writes their Chrome trace.
+    """Prints a report on dumps, and writes the Chrome trace of the dumps.
 
     Args:
-        paths: dumps, or folders of dumps.
-        out: the file of the Chrome trace; None writes none.
+        paths: the paths of dumps, or of folders that contain dumps.
+        out: the path of the Chrome trace; None writes no Chrome trace.
 
     Returns:
-        The exit code: 1 if a rank raised an exception, a collective failed, ranks differ, or ranks wait for each other
-        in a circle. A late rank alone gives 0: in a healthy run some rank is always behind.
+        The exit code. It is 1 if a rank raised an exception, a collective failed, ranks differ, or ranks wait for each
+        other in a circle; otherwise 0. If a rank is only late, the code is 0, because in a healthy run some rank is
+        always behind.
 
     Raises:
-        InvalidArgument: there are no dumps, one cannot be read, or the trace cannot be written.
+        InvalidArgument: there are no dumps, a dump cannot be read, or the Chrome trace cannot be written.
     """
     latest, earlier = read_dumps(map(Path, paths))
     print("\n".join(report(latest, earlier)))
@@ -53,11 +54,14 @@ def report_dumps(paths: Sequence[str], out: str | None) -> int:
 
 
 def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
-    """Returns the lines of the report: exceptions, differences, circles and late ranks; then each group and each rank.
+    """Returns the lines of the report.
+
+    The lines describe exceptions, differences between ranks, ranks that wait in a circle, and late ranks; then each
+    group and each rank.
 
     Args:
         dumps: one dump of each rank.
-        earlier: the dumps that were found and are left out.
+        earlier: the other dumps, which the report names but does not use.
     """
     groups = _groups(dumps)
     lines = _raised(dumps)
@@ -91,10 +95,11 @@ def _raised(dumps: Sequence[Dump]) -> list[str]:
 
 
 def time_spent(dumps: Sequence[Dump]) -> list[str]:
-    """Returns the shares of time in traced steps, and the last rank; no lines if no steps were traced.
+    """Returns lines with the shares of time in the traced steps, and with the rank that the others waited for longest.
 
-    The first step is left out, because it makes buffers and plans. The shares are fractions of the time from the end of
-    the first step to the end of the last step.
+    There are no lines if no rank has traced two steps. The first step is left out, because gradsync makes its buffers
+    and plans during this step. The shares are fractions of the time from the end of the first step to the end of the
+    last step.
     """
     traced = [dump for dump in dumps if len(dump.steps) > 1]
     if not traced:
@@ -123,7 +128,8 @@ def _ends_of_steps(dump: Dump) -> list[float]:
 def _shares(dump: Dump) -> dict[str, float]:
     """Returns the share of time of each phase of a rank's collectives, and the share outside of gradsync.
 
-    A small collective has no phases: its whole time, including its waiting, is in the share "in small collectives".
+    A small collective has no phases. The whole time of such a collective, with its waiting, is in the share "in small
+    collectives".
     """
     first, *_, last = _ends_of_steps(dump)
     spans = [(phase.name, phase.began, phase.ended) for phase in dump.phases]
@@ -144,13 +150,16 @@ def _shares(dump: Dump) -> dict[str, float]:
 
 
 def _is_good_trace(dumps: Sequence[Dump]) -> bool:
-    """Whether all ranks traced steps and ended all their collectives; the report then needs the times only."""
+    """Whether all ranks traced steps and ended all their collectives, so that the report needs only the times."""
     calls = [call for dump in dumps for group in dump.groups.values() for call in group.calls]
     return all(len(dump.steps) > 1 for dump in dumps) and all(call.state == "ended" for call in calls)
 
 
 def _who_came_last(traced: Sequence[Dump]) -> list[str]:
-    """Returns which rank the other ranks waited for most, by the times at which they began the same collectives."""
+    """Returns a line that names the rank for which the other ranks waited longest.
+
+    The line is based on the times at which the ranks began the same collectives.
+    """
     clock = Clock(traced)
     began: dict[tuple[str, int, int], dict[int, float]] = {}
     for dump in traced:
@@ -176,7 +185,7 @@ def _who_came_last(traced: Sequence[Dump]) -> list[str]:
 
 
 def _missing(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
-    """Returns which ranks have no dump, and the collective that the other ranks did not end."""
+    """Returns lines that name the ranks without a dump, and the collective that the other ranks did not end."""
     missing = sorted(_without_dump(of_ranks))
     unended: dict[int, tuple[DumpedCall, list[int]]] = {}
     for rank, group in of_ranks.items():
@@ -191,12 +200,12 @@ def _missing(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
 
 
 def _gradients(call: DumpedCall) -> list[str]:
-    names = call.facts["gradients"] if "bucket" in call.facts else []  # a flush has their number there
+    names = call.facts["gradients"] if "bucket" in call.facts else []  # a flush has only their number here
     return [f"  gradients: {names_text(names, _MOST_GRADIENTS)[1:-1]}"] if names else []
 
 
 def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
-    """Returns the first difference of each group in which ranks differ."""
+    """Returns the first difference in each group whose ranks differ."""
     found = [
         first_divergence(name, [_history(rank, group) for rank, group in of_ranks.items()])
         for name, of_ranks in _groups(dumps).items()
@@ -205,7 +214,7 @@ def divergences(dumps: Sequence[Dump]) -> list[Divergence]:
 
 
 def waits(dumps: Iterable[Dump]) -> list[Wait]:
-    """Returns the collectives that ranks have not ended, and the members that have not begun them."""
+    """Returns each wait of a rank in a collective that has not ended, with the members that have not begun it."""
     dumps = list(dumps)
     begun = {(_rank(dump), group.name): group.begun for dump in dumps for group in dump.groups.values()}
     return [
@@ -219,12 +228,15 @@ def waits(dumps: Iterable[Dump]) -> list[Wait]:
         for dump in dumps
         for group in dump.groups.values()
         for call in group.calls
-        if call.state != "ended" and not call.is_message  # at its deadline a collective has failed
+        if call.state != "ended" and not call.is_message  # a collective that failed at its deadline was a wait too
     ]
 
 
 def _groups(dumps: Sequence[Dump]) -> dict[str, dict[int, DumpedGroup]]:
-    """Returns the groups by name and rank. Groups of a single rank are left out if there are several dumps."""
+    """Returns [name][rank] -> the group in that rank's dump.
+
+    Groups of a single rank are left out if there are several dumps.
+    """
     names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     groups = {
         name: {
@@ -248,10 +260,10 @@ def _differences(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
 
 
 def _first_different_lines(calls: Sequence[tuple[Sequence[int], DumpedCall]], are_buckets: bool) -> list[str]:
-    """Returns the first line that differs in the descriptions of a collective, for the ranks of each description.
+    """Returns the first line that differs between descriptions of a collective, once for each description.
 
-    The first line of a bucket has the number of its gradients; this function compares it last. Each other line
-    describes one gradient.
+    The first line of a bucket's description has the number of gradients. This function compares that line last. Each
+    other line describes one gradient.
     """
     descriptions = [call.facts["description"] for _, call in calls]
     lines = list(zip_longest(*descriptions, fillvalue="(no further gradient)" if are_buckets else "(nothing)"))
@@ -269,7 +281,7 @@ _MOST_GRADIENTS = 8
 
 
 def _behind(name: str, of_ranks: dict[int, DumpedGroup], dumps: Sequence[Dump]) -> list[str]:
-    """Returns the late ranks, the collective that they have not begun, its gradients, and their line of code."""
+    """Returns lines about late ranks: the collective that they have not begun, its gradients, and the lines of code."""
     lines = []
     counts = sorted({group.begun for group in of_ranks.values()})
     for begun in counts[:-1]:
@@ -280,9 +292,8 @@ def _behind(name: str, of_ranks: dict[int, DumpedGroup], dumps: Sequence[Dump]) 
             continue
         has = "has" if len(behind) == 1 else "have"
         begun_by = f"{name_ranks(sorted(ahead))} {'has' if len(ahead) == 1 else 'have'}"
-        lines.append(
-            f"{name_ranks(behind)} {has} not begun #{begun + 1} of group {name!r}, {missed[0].what}, which {begun_by}"
-        )
+        missing = f"#{begun + 1} of group {name!r}, {missed[0].what}"
+        lines.append(f"{name_ranks(behind)} {has} not begun {missing}, which {begun_by} begun")
         lines += _gradients(missed[0])
         lines += [
             f"  rank {d.rank}{place[1:]}" for d in dumps if _rank(d) in behind[:_MOST_RANKS] for place in _place(d)
@@ -291,7 +302,7 @@ def _behind(name: str, of_ranks: dict[int, DumpedGroup], dumps: Sequence[Dump]) 
 
 
 def _history(rank: int, group: DumpedGroup) -> History:
-    """Returns a rank's collectives by number, for comparison."""
+    """Returns a rank's collectives by number, so that they can be compared."""
     calls = {call.number: Call(call.digest, call.what) for call in group.calls if not call.is_message}
     return History(rank, group.begun, calls)
 
@@ -301,7 +312,7 @@ def _without_dump(of_ranks: dict[int, DumpedGroup]) -> set[int]:
 
 
 def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
-    """Returns how many collectives the ranks of a group have begun, and which collectives could be compared."""
+    """Returns a line with the number of collectives that ranks have begun, and with those that were compared."""
     begun: dict[int, list[int]] = {}
     for rank, group in of_ranks.items():
         begun.setdefault(group.begun, []).append(rank)
@@ -311,9 +322,9 @@ def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
         line += f"; {name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {most - count} behind, at {count}"
     numbers = compared([_history(rank, group) for rank, group in of_ranks.items()])
     if len(of_ranks) > 1:
-        line += f"; compared: #{numbers[0]} to #{numbers[-1]}" if numbers else "; nothing that two ranks both remember"
+        line += f"; compared: #{numbers[0]} to #{numbers[-1]}" if numbers else "; no two ranks remember the same one"
         if numbers and numbers[0] > 1:
-            line += ", what came before is not remembered"
+            line += ", earlier collectives are not remembered"
     missing = sorted(_without_dump(of_ranks))
     if missing:
         line += f"; no dump of {name_ranks(missing)}"
@@ -321,7 +332,7 @@ def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
 
 
 def _whereabouts(dump: Dump, *, says_why: bool) -> list[str]:
-    """Returns a rank's collective, its duration, the line of code that called it, and the reason of the dump."""
+    """Returns lines with a rank's last collective, its duration, the line of code, and the reason for the dump."""
     who = f"rank {dump.rank} (pid {dump.pid} on {dump.host})"
     running = [(group, call) for group in dump.groups.values() for call in group.calls if call.state == "runs"]
     last = max((call for group in dump.groups.values() for call in group.calls), key=_end, default=None)
@@ -360,7 +371,7 @@ def _left_out(dumps: Sequence[Dump], earlier: Sequence[Dump]) -> list[str]:
 
 
 def _why_left_out(dump: Dump) -> str:
-    return "it has no rank" if dump.rank is None else f"there is a later one of rank {dump.rank}"
+    return "it has no rank" if dump.rank is None else f"there is a later dump of rank {dump.rank}"
 
 
 def _rank(dump: Dump) -> int:

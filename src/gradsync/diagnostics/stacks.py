@@ -19,24 +19,24 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _INSTALLED = os.path.join(_STANDARD_LIBRARY, "site-packages", "")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
-_SERVICE_THREADS = "gradsync-"  # how the names of gradsync's own threads begin
-# The numbers of innermost frames that are tried until the text is short enough.
+_SERVICE_THREADS = "gradsync-"  # the prefix of the names of gradsync's own threads
+# The number of innermost frames to show: the first of these with which the text is short enough.
 _FRAMES = (64, 32, 16, 8, 4, 2, 1)
 _NAMES = 3
 _LINE_CHARACTERS = 160
-_SOURCE_SECONDS = 1.0  # the time limit for reading the lines of the program from its file system
-_hanging: set[str] = set()  # files that could not be read in this time; they are not tried again
+_SOURCE_SECONDS = 1.0  # the time limit for reading the lines of the program's files
+_hanging: set[str] = set()  # files that could not be read in this time; gradsync does not try them again
 
 
 def stack_report(max_bytes: int = MAX_BYTES) -> str:
     """Returns the stacks of all threads except gradsync's own: the main thread first, the innermost frames first.
 
-    The text shows only the outermost of consecutive calls within gradsync. Threads with equal stacks are shown once.
-    Outer frames are left out if the text is too long. This function never raises, and takes milliseconds. Any thread
+    Of nested calls within gradsync, the text shows only the outermost. Threads with equal stacks are shown once. Outer
+    frames are left out if the text is too long. This function never raises an error, and takes milliseconds. Any thread
     may call it at any time.
 
     Args:
-        max_bytes: the largest size of the text, in UTF-8.
+        max_bytes: the largest size of the text, in bytes of UTF-8.
     """
     try:
         return _report(max_bytes)
@@ -48,14 +48,14 @@ def _report(max_bytes: int) -> str:
     stacks = _stacks()
     text = ""
     for frames in _FRAMES:
-        text = "\n".join([_told(stack, names, frames) for stack, names in stacks.items()])
+        text = "\n".join([_stack_text(stack, names, frames) for stack, names in stacks.items()])
         if len(text.encode(errors="replace")) <= max_bytes:
             return text
     return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
 
 
 def _stacks() -> dict[tuple[str, ...], list[str]]:
-    """Returns the names of the threads by their stacks, the main thread's first."""
+    """Returns [stack] -> the names of the threads with this stack; the main thread's stack comes first."""
     known = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = [(ident != main, known.get(ident, f"thread {ident}"), f) for ident, f in sys._current_frames().items()]
@@ -64,24 +64,24 @@ def _stacks() -> dict[tuple[str, ...], list[str]]:
     _read_sources({code.co_filename for _, shown, _ in told for code, _ in shown})
     by_stack: dict[tuple[str, ...], list[str]] = {}
     for name, shown, has_more in told:
-        more = [""] if has_more else []  # it makes the keys of different stacks different, and is never shown
+        more = [""] if has_more else []  # never shown; it makes a cut-off stack differ from a complete one
         by_stack.setdefault((*starmap(_line_text, shown), *more), []).append(name)
     return by_stack
 
 
 def _shown(frame: FrameType | None) -> tuple[list[tuple[CodeType, int]], bool]:
-    """Returns code and line of each frame, the innermost first, and whether there are more frames.
+    """Returns code and line of each frame to show, the innermost first, and whether there are more frames.
 
-    Of consecutive calls within gradsync only the outermost is returned.
+    Of nested calls within gradsync, only the outermost is returned.
     """
     shown: list[FrameType] = []
     while frame is not None and len(shown) < _FRAMES[0]:
         if shown and frame.f_code.co_filename.startswith(_LAUNCHING):
-            frame = None  # the outer frames are those of the launcher, which has called the user's code
+            frame = None  # the frames further out belong to the launcher, which has called the user's code
             break
         if _is_ours(frame):
             while shown and _is_of_python(shown[-1]):
-                shown.pop()  # gradsync has called this function, for example of a lock
+                shown.pop()  # gradsync has called this function of the standard library, for example a lock's
         if frame.f_code.co_filename not in (__file__, contextlib.__file__):
             if shown and _is_ours(shown[-1]) and _is_ours(frame):
                 shown.pop()
@@ -118,7 +118,7 @@ def _line_text(code: CodeType, number: int) -> str:
     return f"{place}\n    {source[:_LINE_CHARACTERS]}" if source else place
 
 
-def _told(stack: tuple[str, ...], names: list[str], frames: int) -> str:
+def _stack_text(stack: tuple[str, ...], names: list[str], frames: int) -> str:
     shown = ", ".join(names[:_NAMES])
     who = shown if len(names) == 1 else f"{len(names)} threads ({shown}{', ...' if len(names) > _NAMES else ''})"
     left_out = ["  ..."] if len(stack) > frames else []

@@ -1,7 +1,8 @@
 """A trace: the times of the phases of each collective, such as packing, waiting, reducing and splitting.
 
-Without a trace, each bucket and each gradient only reads the variable `active`. During a trace each phase is a tuple,
-which is kept until the process writes its dump (dump.py). `gradsync trace` makes a picture of dumps.
+If there is no trace, the only cost is that the code reads the variable `active` for each bucket and each gradient.
+During a trace each phase is a tuple, which is kept until the process writes its dump (dump.py). `gradsync trace`
+converts dumps to a Chrome trace.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ _MAX_EVENTS = 500_000
 
 
 class Phase(NamedTuple):
-    """A part of a collective.
+    """One phase of a collective.
 
     Attributes:
-        group: the group of the collective.
+        group: the name of the group of the collective.
         number: the number of the collective in the group.
-        name: "packing", "waiting", "reducing", "splitting" or "launching".
-        began, ended: the times of the phase, in time.monotonic() seconds.
+        name: the name of the phase: "packing", "waiting", "reducing", "splitting" or "launching".
+        began: the time at which the phase began, in time.monotonic() seconds.
+        ended: the time at which the phase ended, in time.monotonic() seconds.
     """
 
     group: str
@@ -34,7 +36,7 @@ class Phase(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """The hand-over of a gradient, in time.monotonic() seconds."""
+    """A gradient's name, and the time at which gradsync received the gradient, in time.monotonic() seconds."""
 
     group: str
     name: str
@@ -42,7 +44,7 @@ class Arrival(NamedTuple):
 
 
 class TracedStep(NamedTuple):
-    """A step, from its first gradient to the end of its flush, with its number of gradients."""
+    """The time of a training step, from its first gradient to the end of its flush, and its number of gradients."""
 
     group: str
     gradients: int
@@ -51,11 +53,11 @@ class TracedStep(NamedTuple):
 
 
 class Laps:
-    """The phases of one collective, one after the other.
+    """Times the phases of one collective, one after the other.
 
     Args:
         tracer: the tracer that records the phases.
-        recorder: the communicator's recorder; its last collective is the one that is timed.
+        recorder: the communicator's recorder. The phases are those of its last collective.
     """
 
     __slots__ = ("_group", "_number", "_since", "_tracer")
@@ -67,17 +69,17 @@ class Laps:
         self._since = monotonic()
 
     def end(self, phase: str) -> None:
-        """Records the time since the last call as this phase."""
+        """Records the time since the last call, or since the object was made, under the name `phase`."""
         now = monotonic()
         self._tracer.note(self._tracer.phases, Phase(self._group, self._number, phase, self._since, now))
         self._since = now
 
 
 class Tracer:
-    """Records phases, arrivals and steps, half a million of each at most.
+    """Records phases, arrivals of gradients, and steps: at most half a million of each.
 
     Attributes:
-        phases, arrivals, steps: the events.
+        phases, arrivals, steps: the recorded events.
         left_out: the number of further events, which were not recorded.
     """
 
@@ -86,26 +88,26 @@ class Tracer:
         self.arrivals: list[Arrival] = []
         self.steps: list[TracedStep] = []
         self.left_out = 0
-        self._step_began: dict[str, float] = {}  # by group
+        self._step_began: dict[str, float] = {}  # [group] -> the time at which its step began
 
     def laps(self, recorder: FlightRecorder) -> Laps:
         """Begins to record the phases of the running collective."""
         return Laps(self, recorder)
 
     def arrive(self, group: str, name: str, *, is_first: bool) -> None:
-        """Records a gradient's hand-over. `is_first` begins a step, also if the step before has failed."""
+        """Records the arrival of a gradient. If `is_first`, a new step begins, even if the last step has failed."""
         now = monotonic()
         if is_first:
             self._step_began[group] = now
         self.note(self.arrivals, Arrival(group, name, now))
 
     def end_step(self, group: str, gradients: int) -> None:
-        """Records the end of the step that began last."""
+        """Records the end of the group's current step."""
         now = monotonic()
         self.note(self.steps, TracedStep(group, gradients, self._step_began.pop(group, now), now))
 
     def note(self, events: list[Any], event: Phase | Arrival | TracedStep) -> None:
-        """Keeps an event, unless the list is full."""
+        """Adds an event to a list, unless the list is full."""
         if len(events) < _MAX_EVENTS:
             events.append(event)
         else:
@@ -121,18 +123,19 @@ class Tracer:
         }
 
 
-#: The tracer during a trace, else None. It is a variable, because every bucket and every gradient reads it.
+#: The tracer during a trace, otherwise None. It is a variable, and not a function, because the code reads it for every
+#: bucket and every gradient.
 active: Tracer | None = None
 
 
 def laps_of(recorder: FlightRecorder) -> Laps | None:
-    """Begins to record the phases of the running collective; None without a trace."""
+    """Begins to record the phases of the running collective. Returns None if there is no trace."""
     tracer = active  # read once: another thread may end the trace
     return None if tracer is None else tracer.laps(recorder)
 
 
 def start() -> Tracer:
-    """Begins a trace, unless one is on; returns its tracer."""
+    """Begins a trace, unless a trace is already on. Returns the tracer."""
     global active
     if active is None:
         remember_at_least(TRACED_ENTRIES)

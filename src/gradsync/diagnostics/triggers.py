@@ -1,6 +1,6 @@
 """Decides when a process writes its dump: on demand, at a failure, at Ctrl-C, on SIGUSR2, and when a trace ends.
 
-`gs.dump_flight_recorder()` and `gs.trace()` always write a dump. At the other events a process writes one only if
+`gs.dump_flight_recorder()` and `gs.trace()` always write a dump. In the other cases, a process writes a dump only if
 GRADSYNC_DUMP_DIR or GRADSYNC_TRACE names a folder.
 """
 
@@ -22,9 +22,9 @@ from gradsync.environment import DUMP_DIR, TRACE
 from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, describe, headline, raised_at
 
 if TYPE_CHECKING:
-    from pathlib import Path  # which takes long to load, and few processes write a file
+    from pathlib import Path  # pathlib takes long to import, and few processes write a file
 
-# The time limits of the file system: while a failure waits to be reported, and otherwise.
+# The time limits for writing a dump: while a failure waits to be reported, and in all other cases.
 _URGENT_SECONDS, _PATIENT_SECONDS = 2.0, 60.0
 _OF_A_COLLECTIVE = (CollectiveTimeout, RankFailed, PlanMismatch)
 
@@ -34,18 +34,19 @@ _log = logging.getLogger("gradsync")
 def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
     """Writes this process's last collectives, and the stacks of its threads, to a JSON file.
 
-    It is not a collective, and any thread may call it at any time. `gradsync trace FOLDER` compares the files of all
-    ranks.
+    This function is not a collective, and any thread may call it at any time. `gradsync trace FOLDER` compares the
+    files of all ranks.
 
     Args:
-        path: a file that ends in .json, or a folder, which is made if needed; in it the file is named after rank and
-            pid. None is the folder of GRADSYNC_DUMP_DIR, or else the current folder.
+        path: the path of a file that ends in .json, or of a folder, which is made if needed. In a folder, the name of
+            the file contains rank and pid. None means the folder that GRADSYNC_DUMP_DIR names, or the current folder if
+            this variable is not set.
 
     Returns:
         The path of the file.
 
     Raises:
-        InvalidArgument: the file cannot be written, or its file system has hung for a minute.
+        InvalidArgument: the file cannot be written, or its file system has not responded for a minute.
     """
     from pathlib import Path
 
@@ -55,17 +56,17 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
 
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Records when each bucket of the block was packed, waited for, reduced and split.
+    """Records when each bucket was packed, waited for, reduced and split, inside a `with` block.
 
-    It is not a collective; `gradsync trace` shows the ranks that have traced. The end of the block writes a dump. In
-    the block the recorder remembers 16,384 collectives.
+    A trace is not a collective, so not all ranks need one. `gradsync trace` shows the ranks that have traced. At the
+    end of the block, the process writes a dump. Inside the block, the recorder remembers 16,384 collectives.
 
     Args:
-        path: as for dump_flight_recorder.
+        path: the path of the dump; see dump_flight_recorder.
 
     Raises:
-        InvalidArgument: a trace of this process is on already, or the file cannot be written. If the block itself
-            raises an error, that error is raised.
+        InvalidArgument: a trace of this process is already on, or the file cannot be written. If the block itself
+            raises an error, that error is raised instead.
     """
     from pathlib import Path
 
@@ -83,13 +84,14 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         except InvalidArgument as error:
             if succeeded:
                 raise
-            _log.warning("no trace: %s", describe(error))  # the block's own error is raised
+            _log.warning("the trace was not written: %s", describe(error))  # the error of the block is raised
 
 
 def arm() -> None:
     """Turns on dumps or a trace, if GRADSYNC_DUMP_DIR or GRADSYNC_TRACE is set.
 
-    A signal handler that the program has installed is kept; a handler that it installs later replaces this one.
+    If the program has installed a signal handler, gradsync keeps it. A handler that the program installs later replaces
+    gradsync's handler.
     """
     global _folder, _traced_folder
     folder, traced = DUMP_DIR.read(), TRACE.read()
@@ -115,30 +117,33 @@ def arm() -> None:
 
 
 def dump_because(failure: str, raised_at: str = "") -> None:
-    """Writes a dump if GRADSYNC_DUMP_DIR is set; never raises.
+    """Writes a dump if GRADSYNC_DUMP_DIR is set, and never raises an error.
 
-    If Ctrl-C has made a dump, and no other collective has begun since, that dump is kept: it shows the rank's line of
-    code at the time of Ctrl-C.
+    If Ctrl-C has caused a dump, and no other collective has begun since then, that dump is kept, because it shows the
+    rank's line of code at the time of Ctrl-C.
     """
-    with _in_turn():
+    with _one_at_a_time():
         if _interrupted_at is None or _has_begun_since(_interrupted_at):
             _dump_now(failure, raised_at)
 
 
 def dump_at_failure(error: BaseException) -> None:
-    """Writes a dump for an error of a collective; other ranks report the same failure."""
+    """Writes a dump if the error is that of a failed collective, which other ranks report too."""
     if isinstance(error, _OF_A_COLLECTIVE):
         _dump_because_of(error, raised_at="")
 
 
 def dump_at_exception(error: BaseException) -> None:
-    """Writes a dump for any other error that ends this rank; an error of a collective has a dump already."""
+    """Writes a dump for an error that ends this rank, unless a failed collective has raised it.
+
+    For a failed collective, dump_at_failure has already written a dump.
+    """
     if not isinstance(error, _OF_A_COLLECTIVE):
         _dump_because_of(error, raised_at="" if _follows_a_failure(error) else str(raised_at(error) or ""))
 
 
 def _follows_a_failure(error: BaseException) -> bool:
-    """Whether an error was raised because of an error of a collective, or while that error was handled."""
+    """Whether an error was raised because a collective failed, or while the program handled such a failure."""
     seen: set[int] = set()
     earlier = error.__cause__ or error.__context__
     while earlier is not None and id(earlier) not in seen:
@@ -150,16 +155,16 @@ def _follows_a_failure(error: BaseException) -> bool:
 
 
 def write_trace() -> None:
-    """Writes the trace if GRADSYNC_TRACE is set; a later call replaces the file."""
+    """Writes the trace if GRADSYNC_TRACE is set. A later call replaces the file."""
     if _traced_folder is not None and recorders():
         try:
             write_dump(_traced_folder, f"{TRACE} is set", None, _PATIENT_SECONDS)
         except Exception as error:
-            _log.warning("no trace: %s", describe(error))
+            _log.warning("the trace was not written: %s", describe(error))
 
 
 def _dump_because_of(error: BaseException, raised_at: str) -> None:
-    if _folder is not None:  # else no text is needed
+    if _folder is not None:  # otherwise the text is not needed
         dump_because(headline(error).rstrip(":"), raised_at)
 
 
@@ -168,17 +173,17 @@ def _dump_now(reason: str, raised_at: str = "") -> None:
         try:
             write_dump(_folder, reason, None, _URGENT_SECONDS, raised_at)
         except Exception as error:
-            _log.warning("no dump of the flight recorder: %s", describe(error))
+            _log.warning("the dump of the flight recorder was not written: %s", describe(error))
 
 
 @contextlib.contextmanager
-def _in_turn() -> Iterator[None]:
-    """Lets threads write their dumps one after the other; the last dump stays."""
-    is_in_turn = _turn.acquire(timeout=_URGENT_SECONDS)
+def _one_at_a_time() -> Iterator[None]:
+    """Makes threads write their dumps one after the other, so that the last dump remains."""
+    is_held = _turn.acquire(timeout=_URGENT_SECONDS)
     try:
         yield
     finally:
-        if is_in_turn:
+        if is_held:
             _turn.release()
 
 
@@ -187,28 +192,31 @@ def _has_begun_since(moment: float) -> bool:
 
 
 def _on_request(number: int, _frame: FrameType | None) -> None:
-    _dump_in_handler(number, "SIGUSR2 came")
+    _dump_in_handler(number, "SIGUSR2 was received")
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Writes a dump before the stack unwinds, then raises KeyboardInterrupt; a second Ctrl-C raises it at once."""
+    """Writes a dump before the stack unwinds, then raises KeyboardInterrupt. A second Ctrl-C does so at once."""
     global _interrupted_at
     try:
         _interrupted_at = time.monotonic()
-        _dump_in_handler(number, "Ctrl-C came (SIGINT)")
-    finally:  # also if the warning fails, because the interrupted code was writing to the same stream
+        _dump_in_handler(number, "Ctrl-C was received (SIGINT)")
+    finally:  # also if the warning fails, which happens if the interrupted code was writing to the same stream
         import signal
 
         signal.default_int_handler(number, frame)
 
 
 def _dump_in_handler(number: int, reason: str) -> None:
-    """Writes a dump, unless this signal has interrupted its own handler, which could repeat without end."""
+    """Writes a dump, unless the handler of this signal is already running.
+
+    Otherwise the signal could interrupt its own handler again and again.
+    """
     if number in _handled:
         return
     _handled.add(number)
     try:
-        with _in_turn():
+        with _one_at_a_time():
             _dump_now(reason)
     finally:
         _handled.discard(number)
@@ -216,13 +224,13 @@ def _dump_in_handler(number: int, reason: str) -> None:
 
 _turn = threading.RLock()  # re-entrant: a signal handler may interrupt the thread that holds the lock
 _handled: set[int] = set()  # the signals whose handlers the main thread is running
-_interrupted_at: float | None = None  # the time at which Ctrl-C made a dump
+_interrupted_at: float | None = None  # the time of the Ctrl-C that caused the last dump
 _folder: Path | None = None
 _traced_folder: Path | None = None
 
 
 def _forget_after_fork() -> None:
-    """Forgets the folders: the child of a fork is not a rank, and must not replace its parent's files."""
+    """Forgets the folders, because the child of a fork is not a rank, and must not replace its parent's files."""
     global _folder, _traced_folder, _interrupted_at, _turn
     _folder = _traced_folder = _interrupted_at = None
     _turn = threading.RLock()

@@ -1,12 +1,16 @@
 """The staging memory of a shared-memory communicator.
 
-Ranks pass arrays through rings: each rank has four regions, which the rounds use in turn. A rank writes only to its own
-regions; after a barrier the others read them. Two regions would be enough, because a region is written again only after
-two more barriers, when all have read it. But then a rank would overwrite memory that another core has just read, and
-the processor would first have to fetch each line back. The number of the round determines the region, so all ranks know
-it. For arrays of up to 16 KB, four regions are not worth it: the ranks use two small regions in turn.
+Ranks pass arrays to each other through rings. The ring of a rank has four regions, which successive rounds of the
+barrier use one after the other. A rank writes only to its own regions. After a barrier the other ranks read these
+regions. The number of the round determines the region, so all ranks know it.
 
-The chunks of large lists use slots, into which other ranks write the results back: see pipelined.py.
+Two regions would be enough: before a rank writes to a region again, all ranks have arrived at the next barrier, and so
+have read the region. But with two regions a rank would overwrite memory that another core has just read, and the
+processor would first have to fetch each cache line back. For arrays of up to 16 KB four regions bring no gain, so the
+ranks alternate between two small regions.
+
+Large lists of arrays are reduced in chunks. The chunks go through slots, into which other ranks write the results: see
+pipelined.py.
 """
 
 from __future__ import annotations
@@ -24,28 +28,29 @@ from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.diagnostics import FlightRecorder
 from gradsync.reduction import Array
 
-#: The size of the two small regions.
-HOT_BYTES = 16 * 1024
+#: The size in bytes of each of the two small regions.
+SMALL_REGION_BYTES = 16 * 1024
 
 _REGIONS = 4
 
-#: The number of slots of a rank: the chunks between their publication and the end of their delivery.
+#: The number of slots of each rank. A chunk uses a slot from its publication in shared memory until its results are
+#: copied out.
 CHUNKS_IN_FLIGHT = 4
 
-Rings = tuple[Array, ...]  # [rank] -> all its regions, as one 1-D array
+Rings = tuple[Array, ...]  # [rank] -> all regions of that rank, as one 1-D array
 
 
 class SharedRings:
     """The regions of all ranks of a communicator.
 
     Args:
-        memory: shared memory; the first bytes_for(world_size, round_bytes) bytes are used.
-        world_size: number of ranks.
-        round_bytes: the size of a large region; a multiple of every item size.
+        memory: shared memory. The rings use its first bytes_for(world_size, round_bytes) bytes.
+        world_size: the number of ranks.
+        round_bytes: the size in bytes of each large region; a multiple of the item size of every dtype.
         barrier: the communicator's barrier.
 
     Attributes:
-        bytes: the number of bytes used.
+        bytes: the number of bytes that the rings use.
     """
 
     def __init__(self, memory: memoryview, world_size: int, round_bytes: int, barrier: SharedBarrier) -> None:
@@ -58,26 +63,26 @@ class SharedRings:
 
     @staticmethod
     def bytes_for(world_size: int, round_bytes: int) -> int:
-        """Returns the size of all regions, in whole pages."""
-        return world_size * whole_pages(2 * HOT_BYTES + _REGIONS * round_bytes)
+        """Returns the size in bytes of the rings of all ranks, each rounded up to whole pages."""
+        return world_size * whole_pages(2 * SMALL_REGION_BYTES + _REGIONS * round_bytes)
 
-    def next_place(self, size_bytes: int) -> int:
-        """Returns the offset of each rank's region for the next round, in bytes: a multiple of every item size.
+    def next_offset(self, size_bytes: int) -> int:
+        """Returns the offset of the next round's region in each ring, in bytes: a multiple of every item size.
 
         Args:
-            size_bytes: the size of the largest part; the same on all ranks.
+            size_bytes: the number of bytes of the region that the round uses; the same on all ranks.
         """
-        if size_bytes <= HOT_BYTES:
-            return self._barrier.next_parity * HOT_BYTES
-        return 2 * HOT_BYTES + (self._barrier.round + 1) % _REGIONS * self._round_bytes
+        if size_bytes <= SMALL_REGION_BYTES:
+            return self._barrier.next_parity * SMALL_REGION_BYTES
+        return 2 * SMALL_REGION_BYTES + (self._barrier.round + 1) % _REGIONS * self._round_bytes
 
-    def hot(self, dtype: np.dtype[Any], size: int) -> list[list[Array]]:
-        """Returns [next_parity of the barrier][rank] -> the region of a round, for regions of at most HOT_BYTES."""
-        begins = [parity * HOT_BYTES // dtype.itemsize for parity in (0, 1)]
+    def small_regions(self, dtype: np.dtype[Any], size: int) -> list[list[Array]]:
+        """Returns [parity][rank] -> the first `size` elements of the small region that rounds of this parity use."""
+        begins = [parity * SMALL_REGION_BYTES // dtype.itemsize for parity in (0, 1)]
         return [[ring[begin : begin + size] for ring in self.of(dtype)] for begin in begins]
 
     def of(self, dtype: np.dtype[Any]) -> Rings:
-        """Returns the regions, by rank, as arrays of a dtype of 1, 2, 4, 8 or 16 bytes."""
+        """Returns [rank] -> the whole ring as an array of a dtype, whose item size must be 1, 2, 4, 8 or 16 bytes."""
         rings = self._rings.get(dtype)
         if rings is None:
             whole = np.frombuffer(self._memory, np.uint8).reshape(self._world_size, -1)
@@ -85,36 +90,39 @@ class SharedRings:
         return rings
 
     def release(self) -> None:
-        """Releases the memory."""
+        """Releases the shared memory."""
         self._rings.clear()
         with contextlib.suppress(BufferError):  # see ShmBackend.release
             self._memory.release()
 
 
 def share_begin(owner: int, reader: int, size_bytes: int) -> int:
-    """Returns the offset of `reader`'s share in the region of `owner`; shares have equal sizes and own cache lines."""
+    """Returns the offset, in the region of rank `owner`, of the share that rank `reader` reads.
+
+    All shares have the same size, and no two shares have bytes in the same cache line.
+    """
     return (reader if reader < owner else reader - 1) * (-(-size_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES)
 
 
 def shares_bytes(world_size: int, size_bytes: int) -> int:
-    """Returns the size of a region with a share for each of the other ranks."""
+    """Returns the size in bytes of a region that has one share for each rank except its owner."""
     return share_begin(0, world_size, size_bytes)
 
 
-SlotArrays = tuple[tuple[Array, ...], ...]  # [number][rank] -> 1-D array in shared memory
+SlotArrays = tuple[tuple[Array, ...], ...]  # [number of the slot][rank] -> the slot as a 1-D array
 
 
 class Slots:
-    """Buffers of a fixed size for each rank in shared memory, used in turn, as arrays of any dtype.
+    """The slots of all ranks: buffers of a fixed size in shared memory. Successive chunks use them one after the other.
 
     Args:
-        memory: shared memory; the first bytes_for(world_size, slot_bytes) bytes are used.
-        world_size: number of ranks.
-        slot_bytes: size of one buffer.
+        memory: shared memory. The slots use its first bytes_for(world_size, slot_bytes) bytes.
+        world_size: the number of ranks.
+        slot_bytes: the size of one slot in bytes.
 
     Attributes:
-        bytes: the number of bytes used.
-        flags: [number][rank] -> a byte that the rank writes and all read.
+        bytes: the number of bytes that the slots and their flags use.
+        flags: [number of the slot][rank] -> a byte that this rank writes and all ranks read.
     """
 
     def __init__(self, memory: memoryview, world_size: int, slot_bytes: int) -> None:
@@ -128,12 +136,12 @@ class Slots:
 
     @staticmethod
     def bytes_for(world_size: int, slot_bytes: int) -> int:
-        """Returns the size of the slots, and of the flags after them in whole pages."""
+        """Returns the size in bytes of all slots and of their flags. The size of the flags is in whole pages."""
         flags_bytes = whole_pages(CHUNKS_IN_FLIGHT * world_size)
         return CHUNKS_IN_FLIGHT * world_size * slot_bytes + flags_bytes
 
     def of(self, dtype: np.dtype[Any]) -> SlotArrays:
-        """Returns [number][rank] -> the whole buffer as a 1-D array."""
+        """Returns [number of the slot][rank] -> the whole slot, as a 1-D array of the dtype."""
         arrays = self._arrays.get(dtype)
         if arrays is None:
             whole = np.frombuffer(self._memory[: self._slots_bytes], np.uint8).reshape(self._shape)
@@ -141,7 +149,7 @@ class Slots:
         return arrays
 
     def release(self) -> None:
-        """Releases the memory."""
+        """Releases the shared memory."""
         self._arrays.clear()
         self.flags.clear()
         with contextlib.suppress(BufferError):  # see ShmBackend.release
@@ -149,10 +157,10 @@ class Slots:
 
 
 class Scratch:
-    """Private memory for one chunk, as arrays of any dtype; allocated once.
+    """Memory of this process for one chunk at a time. It is allocated once, and used as arrays of any dtype.
 
     Args:
-        size_bytes: size of a chunk.
+        size_bytes: the size of a chunk in bytes.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -161,15 +169,15 @@ class Scratch:
         self._converted = np.empty(0, np.uint8)
 
     def own(self, dtype: np.dtype[Any], length: int) -> Array:
-        """Returns an array for this rank's contribution."""
+        """Returns a buffer for this rank's contribution to a reduction."""
         return self._own[: length * dtype.itemsize].view(dtype)
 
     def result(self, dtype: np.dtype[Any], length: int) -> Array:
-        """Returns an array for a result that cannot be written directly to its target."""
+        """Returns a buffer for a result that cannot be written directly to its target."""
         return self._result[: length * dtype.itemsize].view(dtype)
 
     def converted(self, dtype: np.dtype[Any], length: int) -> Array:
-        """Returns an array for values in the dtype of the callers' arrays, if they travel in another form."""
+        """Returns a buffer in the dtype of the caller's arrays, for values that ranks exchange in a different dtype."""
         size_bytes = length * dtype.itemsize
         if self._converted.size < size_bytes:
             self._converted = np.empty(size_bytes, np.uint8)
@@ -180,18 +188,19 @@ class ShmContext(NamedTuple):
     """The objects and sizes that every collective of a shared-memory communicator uses.
 
     Attributes:
-        rank: this rank.
-        world_size: number of ranks.
+        rank: the number of this rank in the communicator.
+        world_size: the number of ranks.
         barrier: the communicator's barrier.
-        rings: the regions in shared memory.
-        small_bytes: the largest array that is all-reduced in one shot.
-        chunk_bytes: the size of the chunks in which larger lists are all-reduced.
-        round_bytes: the part of an array that goes through a ring in one round, in movements and in reductions to one
-            rank.
-        share_bytes: the same for each part of an array whose parts are for different ranks.
+        rings: the regions of all ranks in shared memory.
+        small_bytes: the largest size of an array or list that is all-reduced in one round, in bytes.
+        chunk_bytes: the size of the chunks in which larger arrays and lists are all-reduced, in bytes.
+        round_bytes: the largest number of bytes of an array that one round of a broadcast, gather, all_gather or reduce
+            moves.
+        share_bytes: the largest number of bytes for each rank that one round of a scatter, all_to_all or reduce_scatter
+            moves.
         recorder: the communicator's flight recorder.
-        finder: collects non-finite values.
-        squares: adds up the squares of results.
+        finder: the object that collects non-finite values.
+        squares: the object that adds up the squares of results.
     """
 
     rank: int
@@ -207,5 +216,8 @@ class ShmContext(NamedTuple):
     squares: SumOfSquares
 
     def peers(self) -> list[int]:
-        """Returns the other ranks, the next rank first, so that not all ranks read the same ring at once."""
+        """Returns the other ranks in the order in which this rank reads their rings.
+
+        The list begins with the next rank, so that the ranks do not all read the same ring at once.
+        """
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]

@@ -1,12 +1,14 @@
-"""The barrier of a shared-memory communicator, with waiting, agreement, close and abort.
+"""The barrier of a shared-memory communicator, which also compares digests and announces close and abort.
 
-Each rank owns one cache line and one short text in shared memory. It writes only its own line and text, and reads those
-of all ranks. The line records whether the rank has closed or aborted the communicator, and also has the words of the
-barrier, so that an arrival writes to no other line. Aligned 8-byte stores become visible in program order on x86-64.
-This protocol, and those built on it, need no other ordering; check_platform refuses other processors.
+Each rank owns one cache line, and memory for two texts. It writes only to its own line and texts, and reads those of
+all ranks. The line contains the number of the round at which the rank has arrived, and whether the rank has closed or
+aborted the communicator. So a rank that arrives at the barrier writes to one cache line only.
 
-A rank arrives at the barrier by storing the number of the round in its line. The 64-bit digest of its next collective
-is in the same line, so that comparing digests takes no extra time.
+On x86-64, other cores see aligned 8-byte stores in program order. The barrier, and the protocols that use it, need no
+other guarantee about the order of stores. On other processors check_platform raises an error.
+
+A rank arrives at the barrier by storing the number of the round in its line. The 64-bit digest of the collective that
+the rank has called is in the same line, so comparing digests takes no extra time.
 """
 
 from __future__ import annotations
@@ -23,54 +25,58 @@ from gradsync.communicators.mismatch import first_difference, mismatch
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 
-# One 64-byte line of eight words for each rank, and a common line, whose first word is not zero once any rank has
-# aborted. The first three words of a rank's line, and the last two, belong to the barrier.
+# Each rank has a 64-byte line of eight words. After these lines there is a common line, whose first word is not zero
+# once any rank has aborted. The first three words of a rank's line belong to the barrier, and the last two are not
+# used.
 WORDS_PER_RANK = 8
 _STATE = 3
-_CULPRIT = 4  # of an aborted rank: the world rank whose failure made it abort, often itself
-_ABORTED_AT = 5  # of an aborted rank: the first round of the barrier that it did not complete
-# The last two states: aborted because of a failure that the server sends to all ranks, and closed by a rank that knew
-# of such a failure. Every other rank has received that failure from the server, or will soon.
+_CULPRIT = 4  # after an abort: the world rank that has failed, often this rank itself
+_ABORTED_AT = 5  # after an abort: the first round of the barrier that this rank did not complete
+# The last two states. _ABORTED_BY_SERVER: the rank aborted because of a failure that the server sends to all ranks.
+# _CLOSED_AFTER_FAILURE: the rank closed after it had received such a failure. Every other rank has received this
+# failure from the server too, or will receive it soon.
 _OPEN, _CLOSED, _ABORTED, _ABORTED_BY_SERVER, _CLOSED_AFTER_FAILURE = 0, 1, 2, 3, 4
-_REASON_BYTES = 1024  # the reason of an abort
+_REASON_BYTES = 1024  # the memory for the text with the reason of an abort
 
-# Waiting: first spin, which takes less than a microsecond on idle cores; then yield, in case another process needs this
-# core; then sleep, because sched_yield starves next to a busy process. Failures are checked while sleeping.
+# A waiting rank first spins; if all cores are idle, the wait ends in less than a microsecond. Then the rank yields, in
+# case another process needs this core. Then it sleeps, because a process that only yields gets too little time if
+# another process is busy. While it sleeps, it checks for failures.
 SPINS = 60
 _YIELD_FOR_SECONDS = 100e-6
 _SLEEP_SECONDS = 50e-6
 _LOOK_FOR_FAILURES_EVERY_SECONDS = 5e-3
 
-# Words of a rank's line.
+# The words of a rank's line that belong to the barrier.
 _ARRIVALS = 0  # the number of the last round that the rank has arrived at
-_DIGESTS = 1  # two words, even and odd rounds: a fast rank may be one round ahead of a slow reader, never two
-_TEXT_BYTES = 16384  # description of the collective, for PlanMismatch
+_DIGESTS = 1  # two words, for even and odd rounds: a fast rank may be one round ahead of a slow reader
+_TEXT_BYTES = 16384  # the memory for the description of a collective, for PlanMismatch
 
 _NO_DIGEST = 0
 
-ANY_ROUND = 2**64 - 1  # later than any round
+ANY_ROUND = 2**64 - 1  # a number that is larger than that of any round
 
 
 def waiting_bytes(world_size: int) -> int:
-    """Returns the size of the shared memory for the lines and texts of all ranks."""
+    """Returns the size in bytes of the shared memory for the lines and the abort reasons of all ranks."""
     return (world_size + 1) * WORDS_PER_RANK * 8 + world_size * _REASON_BYTES
 
 
 class SharedWaiting:
-    """Waits of the ranks of one communicator for each other, with checks for failures and the deadline.
+    """The states that ranks announce, and the checks of a waiting rank for failures and for the deadline.
 
     Args:
         memory: waiting_bytes(world_size) bytes of shared memory, zero at the start.
-        rank: this rank's number in the communicator. All other ranks are such numbers too, unless noted.
-        ranks: the world ranks of all members, used in errors and at the server.
+        rank: the number of this rank in the communicator. Methods use such numbers for all ranks, unless they say
+            "world rank".
+        ranks: the world ranks of all members, for errors and for reports to the server.
         label: this rank's name in errors.
         timeout_seconds: how long to wait for a rank before CollectiveTimeout.
-        failures: checked for the server's failures every few milliseconds of waiting.
+        failures: the monitor that receives failures from the server. A waiting rank checks it every few milliseconds.
 
     Attributes:
-        words: the lines.
+        words: the lines of all ranks and the common line, as 8-byte words.
         aborted: the index of the word that is not zero once any rank has aborted.
-        completed: the last round of the barrier at which this rank saw all ranks arrive.
+        completed: the number of the last round of the barrier for which this rank saw all ranks arrive.
         has_failed: a function that takes 0.1 us and returns whether the generation has failed.
         rank, ranks, label: see above.
     """
@@ -98,20 +104,20 @@ class SharedWaiting:
         self._timeout_seconds = timeout_seconds
         self._failures = failures
 
-    def look_for_failures(self, missing: Callable[[], list[int]], waited_seconds: float, round_number: int) -> None:
-        """Raises if the awaited ranks cannot arrive any more, or the deadline has passed.
+    def check_for_failures(self, missing: Callable[[], list[int]], waited_seconds: float, round_number: int) -> None:
+        """Raises an error if the awaited ranks cannot arrive any more, or if the deadline has passed.
 
         Args:
-            missing: returns the ranks that have not done their part at the time of the call.
+            missing: a function that returns the ranks for which this rank waits at the time of the call.
             waited_seconds: how long this rank has waited.
-            round_number: as for look_for_aborts.
+            round_number: the round in which this rank waits; see check_for_aborts.
 
         Raises:
             RankFailed: a rank closed or aborted the communicator, or died.
             CollectiveTimeout: the missing ranks did not arrive before the deadline.
         """
         awaited = missing()
-        if self.words[self._line + _STATE] != _OPEN:  # by another thread of this process
+        if self.words[self._line + _STATE] != _OPEN:  # another thread of this process closed or aborted it
             raise RankFailed(
                 f"{self.label}: the communicator was closed or aborted during a collective",
                 rank=self.ranks[self.rank],
@@ -120,28 +126,30 @@ class SharedWaiting:
         try:
             self._failures.check()
         except (RankFailed, CollectiveTimeout, RendezvousError):
-            # If all ranks did their part before the failure, this wait succeeds, and the next one raises.
+            # If all ranks arrived before the failure, this wait succeeds, and the next wait raises the error.
             if missing():
                 raise
-        self._look_for_closed(awaited, missing)
-        self.look_for_aborts(round_number)
+        self._check_for_closed(awaited, missing)
+        self.check_for_aborts(round_number)
         if awaited:
-            self._look_at_the_clock([self.ranks[peer] for peer in awaited], waited_seconds)
+            self._check_deadline([self.ranks[peer] for peer in awaited], waited_seconds)
 
-    def _look_for_closed(self, awaited: Sequence[int], missing: Callable[[], list[int]]) -> None:
+    def _check_for_closed(self, awaited: Sequence[int], missing: Callable[[], list[int]]) -> None:
         for peer in awaited:
             state = self.words[peer * WORDS_PER_RANK + _STATE]
-            # A rank may do its part and then close, so `missing` is checked again after the state.
+            # A rank may arrive and then close, so `missing` is called again after the state was read.
             if state in (_CLOSED, _CLOSED_AFTER_FAILURE) and peer in missing():
                 if state == _CLOSED_AFTER_FAILURE:
                     self._failures.await_cause(CAUSE_SECONDS)
                 raise closed_failure(self.label, self.ranks[peer])
 
-    def look_for_aborts(self, round_number: int) -> None:
-        """Raises if a rank aborted in that round of the barrier or an earlier one, even if it had arrived.
+    def check_for_aborts(self, round_number: int) -> None:
+        """Raises an error if another rank has aborted in this round of the barrier or in an earlier round.
+
+        A rank that arrived at the round and then aborted counts too.
 
         Args:
-            round_number: the round in which this rank waits; ANY_ROUND if any abort ends the wait.
+            round_number: the round in which this rank waits; ANY_ROUND if an abort in any round is an error.
         """
         for peer in self._peers:
             line = peer * WORDS_PER_RANK
@@ -149,28 +157,29 @@ class SharedWaiting:
             if state in (_ABORTED, _ABORTED_BY_SERVER) and self.words[line + _ABORTED_AT] <= round_number:
                 if state == _ABORTED_BY_SERVER:
                     self._failures.await_cause(CAUSE_SECONDS)
-                self._failures.check()  # the server's error is the same on every rank
+                self._failures.check()  # raises the server's error, if there is one: it is the same on every rank
                 reason = self._reasons.read(peer).decode(errors="replace")
                 text = f"{self.label}: rank {self.ranks[peer]} aborted: {reason}"
                 raise RankFailed(text, rank=self.words[line + _CULPRIT], phase="collective")
 
-    def _look_at_the_clock(self, awaited: list[int], waited_seconds: float) -> None:
+    def _check_deadline(self, awaited: list[int], waited_seconds: float) -> None:
         if waited_seconds >= self._timeout_seconds:
-            # Announced here first: a rank that arrives now must not continue as if the round were complete.
+            # The abort is announced before the timeout is reported: a rank that arrives now must not continue as if the
+            # round were complete.
             self._announce(_ABORTED_BY_SERVER, f"waited {waited_seconds:.3g} s for ranks {awaited}", awaited[0])
             self._failures.time_out(waited_seconds, awaited)
         self._failures.warn(waited_seconds, awaited)
 
     def announce_closed(self) -> None:
-        """Announces that this rank has closed the communicator; its earlier arrivals still count."""
+        """Announces that this rank has closed the communicator. Its earlier arrivals at the barrier remain valid."""
         self.words[self._line + _STATE] = _CLOSED_AFTER_FAILURE if self.has_failed() else _CLOSED
 
     def announce_abort(self, reason: str, culprit: int | None = None) -> None:
         """Makes every rank that waits, now or later, raise RankFailed with the reason.
 
         Args:
-            reason: the reason for all ranks.
-            culprit: the world rank whose failure this is; None is this rank.
+            reason: the reason of the abort, which the error of every rank shows.
+            culprit: the world rank that has failed; None if it is this rank.
         """
         state = _ABORTED_BY_SERVER if self._failures.was_raised else _ABORTED
         self._announce(state, reason, self.ranks[self.rank] if culprit is None else culprit)
@@ -188,90 +197,90 @@ class SharedWaiting:
         self.words.release()
 
 
-class Rests:
-    """The pauses of a waiting rank: it yields at first, then sleeps.
+class Pauses:
+    """The pauses of a waiting rank: at first the rank yields its core, later it sleeps.
 
     Args:
-        began: when the wait began, in time.monotonic() seconds.
+        began: the time at which the wait began, in time.monotonic() seconds.
     """
 
-    __slots__ = ("_began", "_look_at", "_now", "_sleep_from")
+    __slots__ = ("_began", "_check_at", "_now", "_sleep_from")
 
     def __init__(self, began: float) -> None:
         now = time.monotonic()
         self._began = began
         self._now = now
         self._sleep_from = now + _YIELD_FOR_SECONDS
-        self._look_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
+        self._check_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
 
-    def rest(self) -> bool:
-        """Pauses; returns whether it is time to check for failures."""
+    def pause(self) -> bool:
+        """Pauses once. Returns whether the rank should now check for failures."""
         if self._now < self._sleep_from:
             os.sched_yield()
         else:
             time.sleep(_SLEEP_SECONDS)
         self._now = now = time.monotonic()
-        if now < self._look_at:
+        if now < self._check_at:
             return False
-        self._look_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
+        self._check_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
         return True
 
     @property
     def waited_seconds(self) -> float:
-        """How long the wait had lasted after the last pause."""
+        """How long the rank had waited when the last pause ended, in seconds."""
         return self._now - self._began
 
 
 class TextBoard:
-    """Short texts in shared memory, each stored as a length and bytes.
+    """Short texts in shared memory, each stored as its length and its bytes.
 
     Args:
-        memory: memory for all texts.
-        bytes_each: size of one text with its length.
+        memory: the memory for all texts.
+        bytes_each: the size of the memory for one text, with 4 bytes for its length.
     """
 
     def __init__(self, memory: memoryview, bytes_each: int) -> None:
         self._memory = memory
         self._bytes_each = bytes_each
 
-    def write(self, place: int, text: bytes) -> None:
-        """Writes the text, or the beginning of it that fits."""
+    def write(self, number: int, text: bytes) -> None:
+        """Writes the text with the given number. A text that is too long is cut off."""
         data = text[: self._bytes_each - 4]
-        begin = place * self._bytes_each
+        begin = number * self._bytes_each
         self._memory[begin + 4 : begin + 4 + len(data)] = data
         self._memory[begin : begin + 4] = len(data).to_bytes(4, "little")
 
-    def read(self, place: int) -> bytes:
-        """Returns the last written text."""
-        begin = place * self._bytes_each
+    def read(self, number: int) -> bytes:
+        """Returns the text that was last written under the given number."""
+        begin = number * self._bytes_each
         length = int.from_bytes(self._memory[begin : begin + 4], "little")
         return bytes(self._memory[begin + 4 : begin + 4 + length])
 
     def release(self) -> None:
-        """Releases the memory."""
+        """Releases the shared memory."""
         self._memory.release()
 
 
 def header_bytes(world_size: int) -> int:
-    """Returns the size of the barrier's shared memory, in whole pages."""
+    """Returns the size in bytes of the barrier's shared memory, rounded up to whole pages."""
     size = waiting_bytes(world_size) + world_size * _TEXT_BYTES
     return whole_pages(size)
 
 
 class SharedBarrier:
-    """A reusable barrier with agreement, abort and deadline.
+    """A reusable barrier that compares digests. It ends with an error after an abort, a failure or the deadline.
 
     Args:
         memory: header_bytes(world_size) bytes of shared memory, zero at the start.
-        rank: this rank.
-        world_size: number of ranks.
+        rank: the number of this rank in the communicator.
+        world_size: the number of ranks.
         timeout_seconds: how long to wait for a rank before CollectiveTimeout.
-        failures: checked for the server's failures every few milliseconds of waiting.
-        ranks: the world ranks of all members, used in errors; None if they are 0 to world_size - 1.
-        label: this rank's name in errors; None is "rank 0/2".
+        failures: the monitor that receives failures from the server. A waiting rank checks it every few milliseconds.
+        ranks: the world ranks of all members, for errors; None if they are 0 to world_size - 1.
+        label: this rank's name in errors; None means a name such as "rank 0/2".
 
     Attributes:
-        waiting: the waits, and the states of the ranks; also for waits that do not involve all ranks.
+        waiting: the states of the ranks, and the checks of a waiting rank. PointToPoint uses it too.
         round: the number of the last round at which this rank has arrived.
     """
 
@@ -302,18 +311,18 @@ class SharedBarrier:
 
     @property
     def next_parity(self) -> int:
-        """The number, 0 or 1, of the buffer for the next round.
+        """The parity of the next round, 0 or 1, which selects one of two buffers.
 
-        A buffer is written again two rounds later. A rank enters that round only after all ranks have left the round in
-        between, and so have read the buffer.
+        A rank writes to the same buffer again two rounds later. It enters that round only after all ranks have left the
+        round in between, and so have read the buffer.
         """
         return (self.round + 1) & 1
 
-    def meet(self, agreement: Agreement) -> None:
-        """Waits until every rank has arrived, and compares their digests.
+    def agree(self, agreement: Agreement) -> None:
+        """Arrives at the next round, waits until every rank has arrived, and compares the digests of all ranks.
 
         Raises:
-            PlanMismatch: on every rank, if any two digests differ.
+            PlanMismatch: two ranks have different digests. Every rank raises this error.
             RankFailed: a rank closed or aborted the communicator, or died.
             CollectiveTimeout: a rank did not arrive before the deadline.
         """
@@ -327,74 +336,74 @@ class SharedBarrier:
     def arrive(self) -> None:
         """Arrives at the next round without waiting.
 
-        It is for the inner rounds of a collective that the ranks have agreed on: no digests are compared. Before the
-        next call of `arrive`, the rank must have called `await_round` for the round before this one.
+        This method compares no digests: a collective calls it only after the ranks have agreed in its first round.
+        After a rank has arrived at round n, it must call `await_round(n - 1)` before it arrives at round n + 1.
         """
         self.round += 1
-        self._words[self._line + _ARRIVALS] = self.round  # publishes all data written before
+        self._words[self._line + _ARRIVALS] = self.round  # this store publishes everything that this rank wrote before
 
     def await_round(self, number: int) -> None:
-        """Waits until every rank has arrived at a round, at which this rank has arrived already.
+        """Waits until every rank has arrived at a round. This rank must have arrived at it before.
 
         Raises:
-            RankFailed, CollectiveTimeout: as for meet.
+            RankFailed, CollectiveTimeout: see `agree`.
         """
         words = self._words
         began = 0.0
         for arrivals in self._arrivals:
             if words[arrivals] < number:
-                # One deadline for all ranks; the clock is read only if there is a wait.
+                # The waits for all ranks have one common deadline. The clock is read only if this rank has to wait.
                 began = began or time.monotonic()
                 self._wait_for(arrivals, number, began)
         if words[self._aborted]:  # a rank may have arrived and then aborted
-            self.waiting.look_for_aborts(number)
+            self.waiting.check_for_aborts(number)
         self.waiting.completed = number
 
-    def meet_in_disagreement(self, agreement: Agreement) -> NoReturn:
-        """Arrives at a round that other ranks have entered for another collective, so that every rank raises.
+    def disagree(self, agreement: Agreement) -> NoReturn:
+        """Arrives at a round that other ranks have entered for a different collective: every rank then raises an error.
 
         Args:
-            agreement: this rank's agreement; it differs from another rank's in the round.
+            agreement: this rank's agreement, which differs from the agreement of another rank in this round.
 
         Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout: as for meet.
+            PlanMismatch, RankFailed, CollectiveTimeout: see `agree`.
         """
         self._arrive(agreement.digest)
         self._raise_mismatch(agreement)
 
     def is_ahead(self, peer: int) -> bool:
-        """Whether a rank has arrived at a later round than this rank, and waits there."""
+        """Whether a peer has arrived at a later round than this rank, and waits there."""
         return self._words[peer * WORDS_PER_RANK + _ARRIVALS] > self.round
 
     def _arrive(self, digest: int) -> None:
         words, line = self._words, self._line
         self.round = number = self.round + 1
         words[line + _DIGESTS + (number & 1)] = digest
-        words[line + _ARRIVALS] = number  # publishes all data written before
+        words[line + _ARRIVALS] = number  # this store publishes everything that this rank wrote before
         self.await_round(number)
 
     def _wait_for(self, arrivals: int, wanted: int, began: float) -> None:
         words = self._words
-        look_for_failures = self.waiting.look_for_failures
+        check_for_failures = self.waiting.check_for_failures
 
         def missing() -> list[int]:
             return [peer for peer in self._peers if words[peer * WORDS_PER_RANK + _ARRIVALS] < wanted]
 
-        if self.waiting.has_failed():  # checked here because short waits never check while sleeping
-            look_for_failures(missing, 0.0, wanted)
+        if self.waiting.has_failed():  # checked here because a short wait ends before `check_for_failures`
+            check_for_failures(missing, 0.0, wanted)
         for _ in range(SPINS):
             if words[arrivals] >= wanted:
                 return
-        rests = Rests(began)
+        pauses = Pauses(began)
         while words[arrivals] < wanted:
-            if rests.rest():
-                look_for_failures(missing, rests.waited_seconds, wanted)
+            if pauses.pause():
+                check_for_failures(missing, pauses.waited_seconds, wanted)
 
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
-        """Exchanges descriptions, so that every rank can raise the same error.
+        """Exchanges descriptions of the collectives, so that every rank can raise the same error.
 
-        First the ranks exchange checksums of the lines, in batches, to find the first line that differs. Then they
-        exchange the text from that line on, because the whole text may be too long.
+        First the ranks exchange checksums of the lines of their descriptions, in batches, to find the first line that
+        differs. Then they exchange the text from that line on, because the whole text may be too long.
         """
         head, *lines = agreement.described().to_lines(_TEXT_BYTES - 4)
         first, at_a_time = 0, (_TEXT_BYTES - 4) // 4
@@ -405,7 +414,7 @@ class SharedBarrier:
             self._arrive(_NO_DIGEST)
             sums = [self._texts.read(rank) for rank in range(len(self._ranks))]
             alike = first_difference([[part[i : i + 4] for i in range(0, len(part), 4)] for part in sums])
-            self._arrive(_NO_DIGEST)  # until here the others read this rank's checksums
+            self._arrive(_NO_DIGEST)  # before this round, other ranks may still read this rank's checksums
             first, is_found = first + alike, alike < at_a_time
         self._texts.write(self._rank, "\n".join([head, *lines[first:]]).encode())
         self._arrive(_NO_DIGEST)
@@ -414,11 +423,11 @@ class SharedBarrier:
         raise mismatch(self._label, agreement, descriptions)
 
     def announce_closed(self) -> None:
-        """Announces that this rank has closed the communicator; its earlier arrivals still count."""
+        """Announces that this rank has closed the communicator. Its earlier arrivals remain valid."""
         self.waiting.announce_closed()
 
     def announce_abort(self, reason: str, culprit: int | None = None) -> None:
-        """Makes every rank that waits, now or later, raise RankFailed; arguments as for SharedWaiting."""
+        """Makes every rank that waits, now or later, raise RankFailed; see SharedWaiting.announce_abort."""
         self.waiting.announce_abort(reason, culprit)
 
     def release(self) -> None:

@@ -1,16 +1,17 @@
-"""The collectives over shared memory as plans; pipelined.py has the all-reduce of large lists.
+"""The plans of the collectives over shared memory; pipelined.py has the all-reduce of large lists.
 
 A plan is a collective for given sizes: the copies into this rank's region, and the reads from the regions of the other
-ranks. It is made once and holds no array of a caller, so every call with these sizes uses it. In one collective some
-ranks may use a new plan and others an old one: all go through the same rounds.
+ranks. A plan is made once. It keeps no reference to a caller's array, so all calls with the same sizes use the same
+plan. In one collective some ranks may make a new plan while others use an old one: the rounds of both are the same.
 
-Ranks write into their own rings and, after a barrier, read from the others'. A large array is moved in rounds; while
-some ranks still read one round, others already write the next. An array that fits one round is published as a whole
-before any target is written, so its source and target may overlap.
+To publish data, a rank writes the data into its own ring. After a barrier, the other ranks read the data there. A large
+array is moved in several rounds: while some ranks still read in one round, others already write for the next round. An
+array that fits into one round is published completely before any target is written, so its source and its target may
+overlap.
 
-Reductions use the operands in rank order, so all ranks get the same bits, and the same inputs give the same bits from
-run to run. The bits do not depend on the size either, except for complex products, which NumPy rounds differently in
-vector and scalar code.
+Reductions combine the operands in rank order, so all ranks get bitwise equal results, and equal inputs give bitwise
+equal results in every run. The result of an element does not depend on the size of the array either. Complex products
+are an exception, because NumPy rounds them differently in vector and scalar code.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from gradsync.communicators.host_copy import copy_words, pack_words, publish_wor
 from gradsync.communicators.host_values import finite_test
 from gradsync.communicators.nonfinite import Checks
 from gradsync.communicators.pieces import Piece, cuts, pieces_between, share_of
-from gradsync.communicators.shared_memory.arena import HOT_BYTES, Scratch, ShmContext, Slots, share_begin, shares_bytes
+from gradsync.communicators.shared_memory.arena import (
+    SMALL_REGION_BYTES,
+    Scratch,
+    ShmContext,
+    Slots,
+    share_begin,
+    shares_bytes,
+)
 from gradsync.communicators.shared_memory.pipelined import (
     CopyOut,
     PipelinedAllReduce,
@@ -46,22 +54,23 @@ from gradsync.reduction import Array, Call, ReduceOp, Wire, reduction_of
 _BYTE = np.dtype(np.uint8)
 _NUMBER = np.dtype(np.int64)
 
-_MAX_PLANS = 256  # of each kind
-_MAX_ROUNDS_HELD = 8  # plans with more rounds make them in each run, which takes little time beside the copies
-# The kept chunks of an array take about 0.2 % of its memory; a plan keeps them for a few arrays of up to 1 GiB.
+_MAX_PLANS = 256  # the largest number of plans for each collective
+_MAX_ROUNDS_HELD = 8  # a plan with more rounds makes them again in each run: this is cheap next to the copies
+# An array with at most this number of chunks can use a plan that keeps its NumPy calls. The calls take about 0.2 % of
+# the array's memory. A plan keeps the calls of a few arrays, of up to 1 GiB each.
 MAX_CHUNKS_KEPT = 1024
 _MAX_ARRAYS_KEPT = 4
-# Above this size NumPy's assignment may have memcpy's slow case, see host_copy.py.
+# For larger arrays, NumPy's assignment may use memcpy in its slow case; see host_copy.py.
 _ASSIGN_UP_TO_BYTES = 4096
 
 
 class Plans:
-    """The plans of one communicator, made when first needed; the least recently used are dropped.
+    """The plans of one communicator. A plan is made at its first use; the least recently used plans are deleted.
 
     Args:
-        context: this rank's context.
-        scratch: private memory.
-        slots: memory for large lists.
+        context: the communicator's objects and sizes.
+        scratch: the buffers of this process.
+        slots: the slots for large lists.
     """
 
     def __init__(self, context: ShmContext, scratch: Scratch, slots: Slots) -> None:
@@ -102,7 +111,7 @@ class Plans:
         checks: Checks = Checks.NONE,
         wire: Wire | None = None,
     ) -> OneShotList | PipelinedAllReduce:
-        """Plans the all-reduce of these very arrays; see Backend.all_reduce and Backend.prepare."""
+        """Returns a plan of the all-reduce of exactly these arrays; see Backend.all_reduce and Backend.prepare."""
         context, scratch = self._context, self._scratch
         dtype = sources[0].dtype if wire is None else wire.dtype
         size = sum([source.size for source in sources])
@@ -115,7 +124,7 @@ class Plans:
     def prepare(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, checks: Checks, wire: Wire | None
     ) -> PreparedReduction:
-        """Plans the all-reduce of these very arrays for many runs; see Backend.prepare."""
+        """Returns a plan that all-reduces exactly these arrays many times; see Backend.prepare."""
         plan = self.list_reduction(sources, targets, op, checks=checks, wire=wire)
         if isinstance(plan, PipelinedAllReduce):
             plan.keep()
@@ -124,12 +133,15 @@ class Plans:
         return prepared
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Returns the numbers of every rank, by rank. All ranks give equally many, and no more than fit one round."""
+        """Exchanges integers between all ranks, and returns [rank] -> the integers of that rank.
+
+        All ranks must pass the same number of integers, and the integers must fit into one round.
+        """
         count, itemsize = len(numbers), _NUMBER.itemsize
         rings = self._context.rings.of(_NUMBER)
-        begin = self._context.rings.next_place(count * itemsize) // itemsize
+        begin = self._context.rings.next_offset(count * itemsize) // itemsize
         rings[self._context.rank][begin : begin + count] = numbers
-        self._context.barrier.meet(agreement)
+        self._context.barrier.agree(agreement)
         return [[int(number) for number in ring[begin : begin + count]] for ring in rings]
 
     def release(self) -> None:
@@ -140,7 +152,7 @@ class Plans:
 
 
 class _Plan:
-    """A plan: a collective for given sizes."""
+    """Base class of the plans, which are collectives for given sizes."""
 
     def release(self) -> None:
         """Releases the shared memory; the plan cannot run any more."""
@@ -151,14 +163,16 @@ class _Plan:
 
 
 class Round(NamedTuple):
-    """One round of a movement. Parts are slices of the source or the target in bytes; offsets are within a region.
+    """One round of a collective without arithmetic.
+
+    Slices select bytes of the source or of the target. The numbers `begin` and `end` are offsets in a region, in bytes.
 
     Attributes:
-        region_bytes: the used size of the regions; the same on all ranks.
-        published: (part of the source, begin in this rank's region, end there).
-        kept: the part of the source for this rank itself, and its part of the target; the same bytes in an in-place
-            call.
-        fetched: (rank, begin in that rank's region, end there, part of the target).
+        region_bytes: the number of bytes of each region that the round uses; the same on all ranks.
+        published: the copies into this rank's region, each as (slice of the source, begin, end).
+        kept: the copy of the part that this rank sends to itself, as (slice of the source, slice of the target). In an
+            in-place call both are the same bytes.
+        fetched: the copies from the regions of other ranks, each as (rank, begin, end, slice of the target).
     """
 
     region_bytes: int
@@ -168,13 +182,13 @@ class Round(NamedTuple):
 
 
 class Movement(_Plan):
-    """A collective that moves parts of a source to a target.
+    """The plan of a collective without arithmetic: it moves parts of the source to the target.
 
     Args:
-        context: this rank's context.
-        size: size of the largest part in bytes.
-        step: the number of bytes of each part in one round.
-        make: make(begin, end) returns the round for the bytes [begin, end) of each part.
+        context: the communicator's objects and sizes.
+        size: the size of the largest part in bytes.
+        step: the number of bytes of each part that one round moves.
+        make: a function; make(begin, end) returns the round for the bytes [begin, end) of each part.
     """
 
     def __init__(self, context: ShmContext, size: int, step: int, make: Callable[[int, int], Round]) -> None:
@@ -185,24 +199,25 @@ class Movement(_Plan):
         self._rounds = _Rounds(size, step, make)
 
     def run(self, source: Array | None, target: Array | None, agreement: Agreement) -> None:
-        """Moves the parts; the source or target is None if this rank sends or receives nothing."""
+        """Moves the parts. The source is None if this rank sends nothing, and the target if it receives nothing."""
         regions, own = self._regions, self._own
         is_in_place = source is target
         source = None if source is None else _as_bytes(source)
         target = source if is_in_place else None if target is None else _as_bytes(target)
         is_first = True
         for region_bytes, published, kept, fetched in self._rounds.held or self._rounds:
-            at = self._rings.next_place(region_bytes)
+            at = self._rings.next_offset(region_bytes)
             for part, begin, end in published:
                 copy_words(source[part], own[at + begin : at + end])  # type: ignore[index]
             if kept is None:
-                self._barrier.meet(agreement)
+                self._barrier.agree(agreement)
             else:
-                # In the first round this rank copies its own part after the ranks have agreed: nothing may be written
-                # before. In later rounds it copies the part at once, while the part is still in the cache.
+                # In the first round this rank copies its own part after the ranks have agreed, because no target may be
+                # written before. In later rounds it copies the part before the barrier, while the part is still in the
+                # cache.
                 if not is_first:
                     copy_words(source[kept[0]], target[kept[1]])  # type: ignore[index]
-                self._barrier.meet(agreement)
+                self._barrier.agree(agreement)
                 if is_first:
                     copy_words(source[kept[0]], target[kept[1]])  # type: ignore[index]
             for owner, begin, end, part in fetched:
@@ -211,21 +226,21 @@ class Movement(_Plan):
 
 
 def _as_bytes(array: Array) -> Array:
-    """Returns a contiguous array as flat bytes, in the fastest way."""
+    """Returns a contiguous array as a 1-D array of bytes."""
     flat = array if array.ndim == 1 else array.ravel()
     return flat if flat.dtype is _BYTE else flat.view(_BYTE)
 
 
 class _Rounds:
-    """The rounds of a collective, at least one, each with a barrier.
+    """The rounds of a collective. There is at least one round, and each round has a barrier.
 
     Args:
-        size: the size to move.
-        step: the size of one round.
-        make: make(begin, end) returns the round for [begin, end).
+        size: the number of bytes or elements to move, in all rounds together.
+        step: the number of bytes or elements to move in one round.
+        make: a function; make(begin, end) returns the round for the bytes or elements [begin, end).
 
     Attributes:
-        held: all rounds, if they are few; otherwise empty, and each run makes them.
+        held: all rounds, if there are few; otherwise empty, and each run makes the rounds again.
     """
 
     def __init__(self, size: int, step: int, make: Callable[[int, int], Any]) -> None:
@@ -238,7 +253,7 @@ class _Rounds:
 
 
 def _broadcast(context: ShmContext, size: int, root: int) -> Movement:
-    """Plans a broadcast of one array."""
+    """Returns the plan of a broadcast of one array."""
 
     def make(begin: int, end: int) -> Round:
         part, length = slice(begin, end), end - begin
@@ -250,7 +265,7 @@ def _broadcast(context: ShmContext, size: int, root: int) -> Movement:
 
 
 def _gather(context: ShmContext, bounds: Bounds, root: int | None) -> Movement:
-    """Plans a gather; without a root all ranks receive."""
+    """Returns the plan of a gather. If there is no root, all ranks receive all parts."""
     rank = context.rank
 
     def make(begin: int, end: int) -> Round:
@@ -267,7 +282,7 @@ def _gather(context: ShmContext, bounds: Bounds, root: int | None) -> Movement:
 
 
 def _scatter(context: ShmContext, bounds: Bounds, root: int) -> Movement:
-    """Plans a scatter; the root's region has a share for each other rank."""
+    """Returns the plan of a scatter. The root's region has a share for each of the other ranks."""
     rank = context.rank
 
     def make(begin: int, end: int) -> Round:
@@ -284,7 +299,7 @@ def _scatter(context: ShmContext, bounds: Bounds, root: int) -> Movement:
 
 
 def _all_to_all(context: ShmContext, send_bounds: Bounds, receive_bounds: Bounds, largest: int) -> Movement:
-    """Plans an all-to-all; each rank's region has a share for each other rank."""
+    """Returns the plan of an all-to-all. Each rank's region has a share for each of the other ranks."""
     rank = context.rank
 
     def make(begin: int, end: int) -> Round:
@@ -301,7 +316,7 @@ def _all_to_all(context: ShmContext, send_bounds: Bounds, receive_bounds: Bounds
 
 
 def _within(bounds: Bounds, rank: int, begin: int, end: int) -> slice:
-    """Returns the slice of the whole array that is [begin, end) of a rank's part, cut off at the part's end."""
+    """Returns the elements [begin, end) of a rank's part as a slice of the whole array, cut off at the part's end."""
     low, high = bounds[rank], bounds[rank + 1]
     return slice(min(low + begin, high), min(low + end, high))
 
@@ -309,9 +324,9 @@ def _within(bounds: Bounds, rank: int, begin: int, end: int) -> slice:
 def _shares(
     context: ShmContext, bounds: Bounds, begin: int, end: int, itemsize: int = 1
 ) -> list[tuple[slice, int, int]]:
-    """Returns the rounds' `published`: [begin, end) of each other rank's part, and its place in that rank's share.
+    """Returns the copies of a round into this rank's region: the elements [begin, end) of each other rank's part.
 
-    All numbers are in elements.
+    Each copy is (slice of the source, begin in the region, end in the region), in elements.
     """
     published = []
     for peer in context.peers():
@@ -322,11 +337,11 @@ def _shares(
 
 
 class ListBroadcast(_Plan):
-    """Copies the root's arrays of bytes into the arrays of the other ranks.
+    """The plan of a broadcast of several arrays at once, as bytes.
 
     Args:
-        context: this rank's context.
-        sizes: the arrays' sizes in bytes.
+        context: the communicator's objects and sizes.
+        sizes: the sizes of the arrays in bytes.
         root: the rank whose values all ranks get.
     """
 
@@ -340,29 +355,29 @@ class ListBroadcast(_Plan):
         )
 
     def run(self, flats: Sequence[Array], agreement: Agreement) -> None:
-        """Copies the arrays' current values."""
+        """Copies the current values of the root's arrays into the arrays of the other ranks."""
         for size, pieces in self._rounds.held or self._rounds:
-            at = self._rings.next_place(size)
-            place = self._region[at : at + size]
+            at = self._rings.next_offset(size)
+            packed = self._region[at : at + size]
             parts = [flats[number][low:high] for number, low, high in pieces]
             if self._is_root and parts:
-                pack_words(parts, place)
-            self._barrier.meet(agreement)
+                pack_words(parts, packed)
+            self._barrier.agree(agreement)
             if parts and not self._is_root:
-                split_words(place, parts)
+                split_words(packed, parts)
 
 
 # -- Reductions ----------------------------------------------------------------------------------------------------
 
 
 class _Reduction(_Plan):
-    """The arithmetic of a reduction, with the operands in rank order.
+    """Base class of plans that reduce in shared memory, with the operands in rank order.
 
     Args:
-        context: this rank's context.
-        quietly: calls a function without floating-point errors, see quiet_caller.
-        dtype: the arrays' dtype.
-        op: an operator that the dtype supports.
+        context: the communicator's objects and sizes.
+        quietly: a function that calls another function without floating-point errors; see quiet_caller.
+        dtype: the dtype of the arrays.
+        op: the operator of the reduction, which the dtype must support.
     """
 
     def __init__(
@@ -388,11 +403,11 @@ class _Reduction(_Plan):
 
 
 class OneShot(_Reduction):
-    """The all-reduce in one round: every rank publishes its array, and after a barrier reduces all of them.
+    """The plan of an all-reduce in one round: after the barrier every rank reduces the whole arrays of all ranks.
 
     Args:
         context, quietly, dtype, op: see _Reduction.
-        size: number of elements.
+        size: the number of elements of the array.
     """
 
     def __init__(
@@ -407,43 +422,46 @@ class OneShot(_Reduction):
         self.size = size
         self._size_bytes = size * dtype.itemsize
         self._assigns = self._size_bytes <= _ASSIGN_UP_TO_BYTES or self._word == dtype
-        self._hot: list[tuple[list[Array], Array]] | None = None  # [parity of the round] -> the result of `places`
-        if self._size_bytes <= HOT_BYTES:
-            regions = self._rings.hot(dtype, size)
-            self._hot = [(of_ranks, of_ranks[self._rank].view(self._word)) for of_ranks in regions]
+        self._small: list[tuple[list[Array], Array]] | None = None  # [parity of the round]
+        if self._size_bytes <= SMALL_REGION_BYTES:
+            # Each item is a result of `next_regions`.
+            regions = self._rings.small_regions(dtype, size)
+            self._small = [(of_ranks, of_ranks[self._rank].view(self._word)) for of_ranks in regions]
 
-    def places(self) -> tuple[list[Array], Array]:
-        """Returns the ranks' regions of the next round, and this rank's region as words."""
-        if self._hot is not None:
-            return self._hot[self.barrier.round + 1 & 1]
-        begin = self._rings.next_place(self._size_bytes) // self._dtype.itemsize
+    def next_regions(self) -> tuple[list[Array], Array]:
+        """Returns the regions of all ranks for the next round, and this rank's region as an array of word_dtype."""
+        if self._small is not None:
+            return self._small[self.barrier.round + 1 & 1]
+        begin = self._rings.next_offset(self._size_bytes) // self._dtype.itemsize
         end = begin + self.size
         return [ring[begin:end] for ring in self._values], self._own_words[begin:end]
 
     def run(self, source: Array, target: Array, agreement: Agreement) -> None:
-        """Reduces an array into another one, or itself."""
+        """All-reduces the source into the target, which may be the same array."""
         if source.ndim != 1:
             is_in_place = source is target
             source = source.ravel()
             target = source if is_in_place else target.ravel()
-        barrier, hot = self.barrier, self._hot
-        regions, own_words = self.places() if hot is None else hot[barrier.round + 1 & 1]
+        barrier, small = self.barrier, self._small
+        regions, own_words = self.next_regions() if small is None else small[barrier.round + 1 & 1]
         if self._assigns:
             regions[self._rank][...] = source
         else:
             publish_words(source.view(self._word), own_words)
-        barrier.meet(agreement)
+        barrier.agree(agreement)
         self.reduce(regions, target)
 
 
 class LargeReduction(_Plan):
-    """The all-reduce of one array that is too large for one shot; keeps the calls for repeated arrays.
+    """The plan of an all-reduce of one array that is too large for OneShot.
+
+    The plan keeps the NumPy calls for the last few arrays, because programs often reduce the same arrays again.
 
     Args:
-        context: this rank's context.
-        scratch: private memory.
-        slots: memory for large lists.
-        dtype, size, op: the array's dtype and number of elements, and the operator.
+        context: the communicator's objects and sizes.
+        scratch: the buffers of this process.
+        slots: the slots for large lists.
+        dtype, size, op: the dtype of the array, the number of its elements, and the operator of the reduction.
     """
 
     def __init__(
@@ -455,10 +473,10 @@ class LargeReduction(_Plan):
         self._kept: dict[tuple[int, int], PipelinedAllReduce] = {}  # by the addresses of source and target
 
     def run(self, source: Array, target: Array, agreement: Agreement) -> None:
-        """Reduces an array into another one, or itself."""
+        """All-reduces the source into the target, which may be the same array."""
         addresses = _address(source), _address(target)
         if addresses[0] != addresses[1] and np.may_share_memory(source, target):
-            source = source.copy()  # otherwise results would overwrite elements that are still to be read
+            source = source.copy()  # otherwise results would overwrite elements that were not read yet
             addresses = _address(source), addresses[1]
         kept = self._kept.get(addresses)
         if kept is None:
@@ -476,7 +494,7 @@ def _address(array: Array) -> int:
 
 
 class _Unowned:
-    """The memory of an array without a reference to it: use it only while the array is alive."""
+    """The memory of an array, without a reference to that array. It is valid only while the array is alive."""
 
     def __init__(self, address: int, size: int, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
@@ -493,15 +511,15 @@ class _Unowned:
 
 
 class OneShotList:
-    """The one-shot all-reduce of a list of arrays, copied directly between the arrays and shared memory.
+    """The all-reduce of a small list of arrays in one round. The arrays are copied directly to shared memory.
 
     Args:
-        one_shot: the plan for the arrays' total number of elements.
+        one_shot: the plan for the total number of elements of the arrays.
         sources, targets: see Backend.all_reduce.
-        context: this rank's context.
-        scratch: private memory.
-        checks: the checks of the results.
-        wire: the form in which values travel; None: that of the sources.
+        context: the communicator's objects and sizes.
+        scratch: the buffers of this process.
+        checks: the checks of the results to be made.
+        wire: the dtype and the factors for values that ranks exchange; None exchanges them as they are.
     """
 
     def __init__(
@@ -537,16 +555,16 @@ class OneShotList:
             if is_delivered:
                 self._delivered += delivery.calls(self._result[begin:end], together)
         self._squares = context.squares
-        self._share: list[Array] = []  # this rank's share of the results, if their squares are added up
+        self._share: list[Array] = []  # the results whose squares this rank adds up, if it does
         if Checks.SQUARES in checks:
             sizes = tuple([target.size for target in targets])
             share = share_of(sizes, targets[0].dtype.itemsize, context.rank, context.world_size)
             self._share = [piece_of(targets, piece) for piece in share]
 
     def run(self, agreement: Agreement) -> None:
-        """Reduces each source into its target."""
+        """All-reduces each source into its target."""
         laps = tracing.laps_of(self._recorder)
-        regions, own_words = self._one_shot.places()
+        regions, own_words = self._one_shot.next_regions()
         own = regions[self._rank]
         for begin, end, sources in self._published:
             if self._wire is not None:
@@ -558,7 +576,7 @@ class OneShotList:
                 np.concatenate(sources, out=own[begin:end])
         if laps is not None:
             laps.end("packing")
-        self._one_shot.barrier.meet(agreement)
+        self._one_shot.barrier.agree(agreement)
         if laps is not None:
             laps.end("waiting")
         self._one_shot.reduce(regions, self._result)
@@ -579,7 +597,7 @@ class OneShotList:
 
 
 class PreparedReduction(_Plan):
-    """The prepared all-reduce of a list of arrays, see PreparedList of backend.py.
+    """The prepared all-reduce of a list of arrays; see PreparedList in backend.py.
 
     Args:
         plan: the plan for these arrays.
@@ -589,7 +607,7 @@ class PreparedReduction(_Plan):
         self._plan: OneShotList | PipelinedAllReduce | None = plan
 
     def run(self, agreement: Agreement) -> None:
-        """Reduces the arrays' current values."""
+        """All-reduces the current values of the arrays."""
         if self._plan is None:
             raise CommunicatorClosed("this prepared list cannot run: its communicator has ended")
         self._plan.run(agreement)
@@ -599,14 +617,17 @@ class PreparedReduction(_Plan):
         self._plan = None
 
 
-class _PartOf(NamedTuple):
-    """One round of a reduction. Parts are slices of the source or the target in elements.
+class _ReductionRound(NamedTuple):
+    """One round of a reduce_scatter or a reduce.
+
+    Slices select elements of the source or of the target. The numbers `begin` and `end` are offsets in a region, in
+    elements.
 
     Attributes:
-        region_bytes, published: as for Round, but with offsets in elements.
-        contributions: [rank] -> (begin, end) of this rank's part in that rank's region; empty on a rank without a part.
-        own: the part of the source that this rank contributes to its own result.
-        result: the part of the target.
+        region_bytes, published: see Round.
+        contributions: [rank] -> (begin, end) of the elements in that rank's region that this rank reduces.
+        own: the slice of the source that this rank contributes to its own result.
+        result: the slice of the target that the result of the round fills.
     """
 
     region_bytes: int
@@ -617,13 +638,13 @@ class _PartOf(NamedTuple):
 
 
 class PartialReduction(_Reduction):
-    """A reduction that gives each rank, or only the root, its part: reduce_scatter and reduce.
+    """The plan of a reduce_scatter or a reduce: each rank, or only the root, gets its part of the result.
 
     Args:
         context, quietly, dtype, op: see _Reduction.
-        size: number of elements of the largest part.
+        size: the number of elements of the largest part.
         step: the number of elements of each part in one round.
-        make: make(begin, end) returns the round for the elements [begin, end) of each part.
+        make: a function; make(begin, end) returns the round for the elements [begin, end) of each part.
     """
 
     def __init__(
@@ -634,13 +655,13 @@ class PartialReduction(_Reduction):
         op: ReduceOp,
         size: int,
         step: int,
-        make: Callable[[int, int], _PartOf],
+        make: Callable[[int, int], _ReductionRound],
     ) -> None:
         super().__init__(context, quietly, dtype, op)
         self._rounds = _Rounds(size, step, make)
 
     def run(self, source: Array, target: Array | None, agreement: Agreement) -> None:
-        """Reduces the source; the target is None if this rank gets no part."""
+        """Reduces the source. The target is None if this rank gets no result."""
         own_words, rank = self._own_words, self._rank
         if source.ndim != 1:
             source = source.ravel()
@@ -648,17 +669,17 @@ class PartialReduction(_Reduction):
             target = target.ravel()
         words = source.view(self._word)
         for region_bytes, published, contributed, own_part, result_part in self._rounds.held or self._rounds:
-            at = self._rings.next_place(region_bytes) // self._dtype.itemsize
+            at = self._rings.next_offset(region_bytes) // self._dtype.itemsize
             for part, begin, end in published:
                 copy_words(words[part], own_words[at + begin : at + end])
-            self.barrier.meet(agreement)
+            self.barrier.agree(agreement)
             if target is None:
                 continue
             result = target[result_part]
             if not result.size:
                 continue
             own = source[own_part]
-            if rank > 1 and np.may_share_memory(own, result):  # in place: `own` would be overwritten before it is read
+            if rank > 1 and np.may_share_memory(own, result):  # in place: the result would overwrite `own`
                 own = own.copy()
             contributions = [
                 ring[at + begin : at + end] for ring, (begin, end) in zip(self._values, contributed, strict=True)
@@ -674,17 +695,17 @@ def _reduce_scatter(
     bounds: Bounds,
     op: ReduceOp,
 ) -> PartialReduction:
-    """Plans a reduce_scatter: every rank publishes the other ranks' parts, and reduces its own part."""
+    """Returns the plan of a reduce_scatter: every rank publishes the other ranks' parts, and reduces its own part."""
     rank, itemsize = context.rank, dtype.itemsize
 
-    def make(begin: int, end: int) -> _PartOf:
+    def make(begin: int, end: int) -> _ReductionRound:
         share_size_bytes = (end - begin) * itemsize
         own = _within(bounds, rank, begin, end)
         begins = [
             0 if owner == rank else share_begin(owner, rank, share_size_bytes) // itemsize
             for owner in range(context.world_size)
         ]
-        return _PartOf(
+        return _ReductionRound(
             shares_bytes(context.world_size, share_size_bytes),
             _shares(context, bounds, begin, end, itemsize),
             [(at, at + own.stop - own.start) for at in begins],
@@ -704,22 +725,26 @@ def _reduce(
     op: ReduceOp,
     root: int,
 ) -> PartialReduction:
-    """Plans a reduce: every rank but the root publishes; the root reduces while they publish the next round."""
+    """Returns the plan of a reduce: every rank except the root publishes its array, and the root reduces all arrays.
 
-    def make(begin: int, end: int) -> _PartOf:
+    While the root reduces one round, the other ranks already publish the next round.
+    """
+
+    def make(begin: int, end: int) -> _ReductionRound:
         part, length = slice(begin, end), end - begin
         published = [] if context.rank == root else [(part, 0, length)]
-        return _PartOf(length * dtype.itemsize, published, [(0, length)] * context.world_size, part, part)
+        return _ReductionRound(length * dtype.itemsize, published, [(0, length)] * context.world_size, part, part)
 
     step = context.round_bytes // dtype.itemsize
     return PartialReduction(context, quietly, dtype, op, size, step, make)
 
 
 def quiet_caller() -> Callable[..., Any]:
-    """Returns call(function, *arguments), which ignores floating-point errors.
+    """Returns a function `call`: call(function, *arguments) calls the function and ignores floating-point errors.
 
-    If these errors were exceptions, only some ranks would raise them. Overflow and NaN show in the results.
+    If NumPy raised these errors as exceptions, only some ranks would raise them. Overflow and NaN are visible in the
+    results.
     """
     context = Context()
-    context.run(np.seterr, all="ignore")  # NumPy stores the setting in the context, and entering a context is fast
+    context.run(np.seterr, all="ignore")  # a setting of the context; entering it is fast
     return context.run

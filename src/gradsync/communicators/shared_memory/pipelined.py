@@ -1,14 +1,14 @@
-"""The pipelined all-reduce of a large list over shared memory: chunk by chunk.
+"""The pipelined all-reduce of a large list of arrays over shared memory, chunk by chunk.
 
-Each chunk is divided into one slice for each rank, its owner. Every rank publishes the slices of the other owners,
-reduces its own slice, and writes the result back into the others' slots, from which they copy it. So each rank reads
-and reduces 1/n of the list. (If the others copied the results from the owner's memory, the all-reduce took a quarter
-longer.)
+Each chunk is divided into one slice for each rank, which owns that slice. Every rank publishes the slices of the other
+owners in a slot of its own. Then every rank reduces the slice that it owns, and writes the result into the slots of the
+other ranks, which copy it from there to their targets. So each rank reads and reduces only 1/n of the list. (In
+measurements the all-reduce took a quarter longer if the ranks copied the results from the owner's memory.)
 
-The file has three parts. First the plan: the list is cut, as one flat sequence of elements, into chunks, slices and
-steps, by pure arithmetic. Then NumPy calls that are made once and run many times, because making a view takes as long
-as copying some kilobytes. Pieces below some kilobytes are copied together, because a call for each would take longer
-than the copy. Then the check for non-finite values, and the all-reduce itself.
+The file has three parts. The first part plans: it divides the list, as one flat sequence of elements, into chunks,
+slices and steps. The second part makes NumPy calls. A call is made once and run many times, because making a view takes
+as long as copying some kilobytes. Pieces of arrays below some kilobytes are copied together in one call. The third part
+has the check for non-finite values and the all-reduce itself.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ from gradsync.reduction import (
     reduction_of,
 )
 
-# Smaller pieces are gathered: a NumPy call takes as long as copying some kilobytes.
+# Smaller pieces are copied together: a NumPy call takes as long as copying some kilobytes.
 _WORTH_A_CALL_BYTES = 4096
-# The size that is reduced, and then divided, while it stays in the cache.
+# The number of bytes that one call reduces, and the next call divides, while they are in the cache.
 _REDUCED_BYTES = 256 * 1024
-# The size of one copy into shared memory on processors with a slow memcpy, such as Zen 3. Measured there: while it is
-# slow to overwrite memory that others have read (see arena.py), calls of twice the size take twice as long for the same
-# bytes, and calls of four times the size four times as long. On a Xeon one call for a whole chunk is the fastest.
+# The number of bytes that one call copies into shared memory, on processors with a slow memcpy, such as Zen 3. Measured
+# there: overwriting memory that other ranks have read (see arena.py) takes twice as long per byte in calls of twice
+# this size, and four times as long in calls of four times this size. On a Xeon one call for a whole chunk is the
+# fastest.
 _PUBLISHED_BYTES = 128 * 1024
-# The size of small pieces that are gathered, and then reduced, divided and scattered together.
+# The largest total size of small pieces that are copied together into a buffer and reduced there.
 _GATHERED_BYTES = 128 * 1024
 
 
 class Section(NamedTuple):
-    """Elements [begin, end) of a chunk, and the pieces of arrays that they consist of, in order."""
+    """The elements [begin, end) of a chunk. They consist of `pieces` of arrays, in this order."""
 
     begin: int
     end: int
@@ -61,11 +62,12 @@ class Section(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One chunk for one rank, cut into sections that are each worth a NumPy call.
+    """One chunk as one rank handles it, divided into sections that are each large enough for a NumPy call.
 
     Attributes:
-        own: the slice that this rank reduces.
-        published, delivered: all other slices, cut for the two copies.
+        own: the sections of the slice that this rank reduces.
+        published: the sections of all other slices, for the copy into shared memory.
+        delivered: the sections of all other slices, for the copy of the results to the targets.
     """
 
     own: tuple[Section, ...]
@@ -74,12 +76,13 @@ class Chunk(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """The largest sizes of chunks and sections, in elements.
+    """The largest lengths of chunks and sections, in elements.
 
     Attributes:
-        chunk: the size of a chunk.
-        reduced, published: the size of a section of one piece, when it is reduced and when it is published.
-        gathered: the size of a section of several small pieces.
+        chunk: the length of a chunk.
+        reduced: the length of a section that is reduced, if it consists of one piece.
+        published: the length of a section that is copied into shared memory, if it consists of one piece.
+        gathered: the length of a section that consists of several small pieces.
     """
 
     chunk: int
@@ -89,11 +92,11 @@ class Lengths(NamedTuple):
 
 
 class Wait(enum.Enum):
-    """The wait of a rank after a step."""
+    """How long a rank waits after a step."""
 
-    AGREEMENT = "all ranks, with a comparison of digests"
-    ALL = "all ranks"
-    ALL_BEFORE = "all ranks to have ended the step before"
+    AGREEMENT = "until all ranks have ended this step and compared digests"
+    ALL = "until all ranks have ended this step"
+    ALL_BEFORE = "until all ranks have ended the previous step"
     NOBODY = "no wait"
 
 
@@ -101,8 +104,8 @@ class Step(NamedTuple):
     """The chunks that a rank handles before it arrives at a round of the barrier.
 
     Attributes:
-        delivered, published, reduced: numbers of chunks, handled in this order.
-        wait: the wait at the end of the step.
+        delivered, published, reduced: the numbers of the chunks that the rank delivers, then publishes, then reduces.
+        wait: how long the rank waits at the end of the step.
     """
 
     delivered: range
@@ -115,14 +118,15 @@ class Step(NamedTuple):
 def plan_stream(
     sizes: tuple[int, ...], lengths: Lengths, itemsize: int, rank: int, world_size: int
 ) -> tuple[Chunk, ...]:
-    """Cuts arrays of the given sizes into chunks, and each chunk into a slice for each rank.
+    """Divides arrays of the given sizes into chunks, and each chunk into one slice for each rank.
 
     Args:
-        sizes: elements of each array, in order.
-        lengths: the sizes of chunks and sections.
-        itemsize: bytes of an element; slices begin on cache lines, so that no two ranks write into one line.
+        sizes: the number of elements of each array, in order.
+        lengths: the largest lengths of chunks and sections.
+        itemsize: the number of bytes of an element. Slices begin on cache lines, so that no two ranks write into one
+            line.
         rank: the rank whose chunks are returned.
-        world_size: number of slices in a chunk.
+        world_size: the number of ranks, and so of slices in a chunk.
     """
 
     def cut(whole: list[Section], of_one: int) -> tuple[Section, ...]:
@@ -142,12 +146,13 @@ def plan_stream(
 
 
 def worth_a_call(whole: Section, itemsize: int, of_one: int, of_several: int) -> Iterator[Section]:
-    """Cuts a section into sections that are each worth a NumPy call.
+    """Divides a section into sections that are each large enough for a NumPy call.
 
     Args:
-        whole: the section.
-        itemsize: bytes of an element.
-        of_one, of_several: the largest number of elements of a section of one piece, and of several.
+        whole: the section to divide.
+        itemsize: the number of bytes of an element.
+        of_one: the largest number of elements of a section that consists of one piece.
+        of_several: the largest number of elements of a section that consists of several pieces.
     """
     begin = end = whole.begin
     together: list[Piece] = []
@@ -169,12 +174,12 @@ def worth_a_call(whole: Section, itemsize: int, of_one: int, of_several: int) ->
 
 
 def plan_steps(count: int) -> Iterator[Step]:
-    """Yields the steps for `count` chunks, at least one.
+    """Yields the steps that all-reduce `count` chunks; `count` is at least 1.
 
-    A chunk is reduced when all ranks have published it, and delivered when all have reduced it. Each of these actions
-    comes two steps after the one before. So a rank can go on while another rank is still in the step before; otherwise
-    every short delay of any rank would delay all. After the last chunk is published, the remaining steps wait for all
-    ranks.
+    A chunk can be reduced when all ranks have published it, and delivered when all ranks have reduced it. A rank
+    reduces a chunk two steps after it published the chunk, and delivers the results two steps later. So a rank can
+    continue while another rank is still in the previous step; otherwise every short delay of one rank would delay all
+    ranks. In the steps after the last chunk is published, each rank waits for all ranks.
     """
     behind = CHUNKS_IN_FLIGHT // 2
     for number in range(count):
@@ -190,8 +195,8 @@ def _one(number: int) -> range:
 
 
 _EVERYTHING = slice(None)
-# Dtypes whose memoryviews can be assigned directly. Others are assigned as bytes: integers of one size have several
-# format letters, and memoryviews do not support complex numbers and bfloat16.
+# The dtypes whose memoryviews can be assigned directly. Arrays of other dtypes are assigned as bytes: integers of the
+# same size may have different format letters, and memoryviews do not support complex numbers and bfloat16.
 _FORMATS = frozenset("efd")
 _assign: Callable[..., None] = setitem
 _exhaust = deque[Any](maxlen=0).extend
@@ -204,47 +209,54 @@ def run_calls(calls: Iterable[Call]) -> None:
 
 
 def copying(source: Array, target: Array) -> Call:
-    """Returns the call that copies a 1-D array into another of its size and dtype, bit for bit."""
+    """Returns the call that copies a 1-D array, bit for bit, to a target of the same size and dtype."""
     word = word_dtype(source.dtype)
     return copy_words, (source.view(word), target.view(word))
 
 
 def gathering(sources: Sequence[Array], packed: Array) -> Call:
-    """Returns the call that copies small 1-D arrays one after the other into an array of their total size."""
+    """Returns the call that copies small 1-D arrays, one after the other, into one array of their total size."""
     return np.concatenate, (sources, 0, packed)
 
 
 def converting(source: Array, factor: float, target: Array) -> Call:
-    """Returns the call that multiplies a 1-D array into another one of its size, which may have another dtype."""
+    """Returns the call that writes the products of a 1-D array and a factor to a target of the same size."""
     return multiply_quietly, (source, factor, target)
 
 
-def collecting(sources: Sequence[Array], place: Array, wire: Wire | None, scratch: Scratch) -> list[Call]:
-    """Returns the calls that copy one array, or several small ones, to a place, in the form in which they travel."""
+def collecting(sources: Sequence[Array], packed: Array, wire: Wire | None, scratch: Scratch) -> list[Call]:
+    """Returns the calls that copy one array, or several small arrays, into one array, and convert them for exchange.
+
+    Args:
+        sources: the arrays to copy.
+        packed: the array that gets the values.
+        wire: the dtype and the factors for values that ranks exchange; None copies the values as they are.
+        scratch: the buffers of this process.
+    """
     if wire is None:
-        return [copying(sources[0], place) if len(sources) == 1 else gathering(sources, place)]
+        return [copying(sources[0], packed) if len(sources) == 1 else gathering(sources, packed)]
     if len(sources) == 1:
-        return [converting(sources[0], wire.prescale, place)]
-    gathered = scratch.converted(sources[0].dtype, place.size)
-    return [gathering(sources, gathered), converting(gathered, wire.prescale, place)]
+        return [converting(sources[0], wire.prescale, packed)]
+    gathered = scratch.converted(sources[0].dtype, packed.size)
+    return [gathering(sources, gathered), converting(gathered, wire.prescale, packed)]
 
 
 def adding_squares(squares: SumOfSquares, values: Array, *, stays: bool) -> list[Call]:
-    """Returns the calls that add the squares of a flat array.
+    """Returns the calls that add the squares of an array's elements to a sum.
 
     Args:
-        squares: gets the squares.
-        values: flat array.
-        stays: whether the values stay unchanged until the sum is taken.
+        squares: the sum to which the squares are added.
+        values: the 1-D array.
+        stays: whether the values remain unchanged until the sum is read.
     """
     tables = tables_of(values) if stays else []
     return [(squares.add_rows, (table,)) for table in tables] or [(squares.add, (values,))]
 
 
 def scattering(packed: Array, targets: Sequence[Array]) -> Call:
-    """Returns the call that copies a packed array into small 1-D arrays of the same total size.
+    """Returns the call that splits a packed array into small 1-D arrays of the same total size.
 
-    It uses memoryviews, which take half the time of NumPy for small arrays.
+    The call uses memoryviews. For small arrays they take half the time of NumPy.
     """
     whole, *memories = _memories([packed, *targets])
     places, begin = [], 0
@@ -256,13 +268,14 @@ def scattering(packed: Array, targets: Sequence[Array]) -> Call:
 
 
 class CopyOut:
-    """Copies results from shared memory to the targets.
+    """Makes the calls that copy results from shared memory to the targets.
 
     Args:
-        targets: 1-D arrays.
-        divisor: the results are divided by it; 1 copies bit for bit. If it is larger, results have the targets' dtype.
-        scratch: private memory.
-        wire: the form of the results; None: that of the targets.
+        targets: the 1-D arrays that get the results.
+        divisor: the number by which the results are divided, or 1. If the divisor is larger than 1, the results have
+            the dtype of the targets.
+        scratch: the buffers of this process.
+        wire: the dtype of the results, and the factors for their conversion; None if they have the targets' dtype.
     """
 
     def __init__(self, targets: Sequence[Array], divisor: int, scratch: Scratch, wire: Wire | None) -> None:
@@ -272,44 +285,44 @@ class CopyOut:
         self._divides = divisor > 1
         self._scratch = scratch
 
-    def calls(self, place: Array, pieces: Sequence[Piece]) -> list[Call]:
-        """Returns the calls that copy the results in `place` to one piece of the targets, or several small pieces."""
+    def calls(self, results: Array, pieces: Sequence[Piece]) -> list[Call]:
+        """Returns the calls that copy `results` to one piece of the targets, or to several small pieces."""
         targets = [piece_of(self._targets, piece) for piece in pieces]
         if len(targets) == 1:
-            return self._delivering(place, targets[0])
+            return self._delivering(results, targets[0])
         if not self._divides and self._wire is None:
-            return [scattering(place, targets)]
-        together = self._scratch.converted(targets[0].dtype, place.size)
-        return [*self._delivering(place, together), scattering(together, targets)]
+            return [scattering(results, targets)]
+        together = self._scratch.converted(targets[0].dtype, results.size)
+        return [*self._delivering(results, together), scattering(together, targets)]
 
-    def delivered(self, place: Array, pieces: Sequence[Piece]) -> Array:
-        """Returns one array with the values that `calls` copies: a piece of a target, or an array that is reused."""
+    def delivered(self, results: Array, pieces: Sequence[Piece]) -> Array:
+        """Returns one array with the values that `calls` copies: a piece of a target, or a buffer for reuse."""
         if len(pieces) == 1:
             return piece_of(self._targets, pieces[0])
         if not self._divides and self._wire is None:
-            return place
-        return self._scratch.converted(self._targets[0].dtype, place.size)
+            return results
+        return self._scratch.converted(self._targets[0].dtype, results.size)
 
-    def _delivering(self, place: Array, target: Array) -> list[Call]:
-        """Returns the calls that divide the results into an array, convert them, or only copy them."""
+    def _delivering(self, results: Array, target: Array) -> list[Call]:
+        """Returns the calls that copy results to one array. If needed, they also divide and convert the results."""
         scale = 1.0 if self._wire is None else self._wire.postscale
         if self._divides:
-            divided = division_call(place, self._divisor, target)
+            divided = division_call(results, self._divisor, target)
             return [divided] if scale == 1.0 else [divided, converting(target, scale, target)]
-        return [copying(place, target) if self._wire is None else converting(place, scale, target)]
+        return [copying(results, target) if self._wire is None else converting(results, scale, target)]
 
 
 def piece_of(arrays: Sequence[Array], piece: Piece) -> Array:
-    """Returns a piece of one of the arrays; the array itself if the piece is all of it."""
+    """Returns a piece of one of the arrays, or the array itself if the piece is the whole array."""
     array = arrays[piece.array]
     return array if piece.end - piece.begin == array.size else array[piece.begin : piece.end]
 
 
 def _memories(arrays: Sequence[Array]) -> list[memoryview]:
-    """Returns the memory of arrays of one dtype, all as elements or all as bytes."""
+    """Returns memoryviews of arrays of the same dtype: all memoryviews of elements, or all of bytes."""
     if arrays[0].dtype.char in _FORMATS:
         memories = [array.data for array in arrays]
-        # NumPy arrays over ctypes arrays have the format "<f", and unaligned arrays "=f".
+        # The format is "<f" for NumPy arrays in ctypes memory, and "=f" for unaligned arrays.
         if all(memory.format in _FORMATS for memory in memories):
             return memories
     return [array.view(np.uint8).data for array in arrays]
@@ -319,8 +332,8 @@ def _scatter(memories: Sequence[memoryview], places: Sequence[memoryview]) -> No
     _exhaust(map(_assign, memories, repeat(_EVERYTHING), places))  # a loop in C
 
 
-#: [number of a slot][rank] -> whether the rank's results for the chunk in this slot are not all finite. The rank resets
-#: its flag when all have published the next chunk in this slot, and so have delivered this one.
+#: [number of the slot][rank] -> whether that rank found a non-finite result in the chunk that uses the slot. A rank
+#: resets its flag when all ranks have published the next chunk in this slot: by then they have delivered the old chunk.
 Flags = Sequence[memoryview]
 
 
@@ -329,11 +342,11 @@ class ChunkCheck:
 
     Args:
         sources: this rank's arrays.
-        chunk_elements: size of a chunk; the last one may be shorter.
-        rank: this rank.
-        is_finite: returns whether all elements of an array are finite.
-        flags: flags in shared memory.
-        finder: collects the non-finite values.
+        chunk_elements: the number of elements of a chunk; the last chunk may be shorter.
+        rank: the number of this rank in the communicator.
+        is_finite: a function that returns whether all elements of an array are finite.
+        flags: the flags of all ranks in shared memory.
+        finder: the object that collects the non-finite values.
     """
 
     def __init__(
@@ -356,22 +369,22 @@ class ChunkCheck:
         """Resets this rank's flag for a chunk."""
         self._flags_of(chunk)[self._rank] = False
 
-    def look(self, chunk: int, section: Section, results: Array) -> None:
-        """Checks this rank's results before their delivery; if they are not finite, checks this rank's values too."""
+    def check_results(self, chunk: int, section: Section, results: Array) -> None:
+        """Checks results that this rank has reduced. If one is not finite, also checks this rank's contribution."""
         if not self._is_finite(results):
             self._flags_of(chunk)[self._rank] = True
             self._finder.note_nonfinite_result()
-            self._look_at_own(chunk, [section])
+            self._check_own(chunk, [section])
 
-    def look_before_delivery(self, chunk: int, sections: Sequence[Section]) -> None:
-        """Checks this rank's own values if any rank's flag for the chunk is set."""
+    def check_contributions(self, chunk: int, sections: Sequence[Section]) -> None:
+        """Checks this rank's contributions to a chunk if any rank has set its flag for the chunk."""
         if any(self._flags_of(chunk)):
-            self._look_at_own(chunk, sections)
+            self._check_own(chunk, sections)
 
     def _flags_of(self, chunk: int) -> memoryview:
         return self._flags[chunk % len(self._flags)]
 
-    def _look_at_own(self, chunk: int, sections: Sequence[Section]) -> None:
+    def _check_own(self, chunk: int, sections: Sequence[Section]) -> None:
         for begin, _, pieces in sections:
             at = chunk * self._chunk_elements + begin
             for number, low, high in pieces:
@@ -379,26 +392,26 @@ class ChunkCheck:
                 at += high - low
 
 
-# The calls of a step, the ends of its first two parts, and its wait.
+# The calls of a step; the indices at which its first part and its second part end; and its wait.
 _StepCalls = tuple[list[Call], tuple[int, int], Wait]
 
 
 class PipelinedAllReduce:
     """The pipelined all-reduce of one list of arrays.
 
-    Several chunks are in flight, each in one slot; see plan_steps. A rank publishes a chunk into one of its slots only
-    after it has copied the results of the earlier chunk out of that slot. Other ranks use the slot only between two
-    barriers: the one after the chunk was published, and the one after they have reduced it.
+    Several chunks are in progress at once; each uses one slot of every rank (see plan_steps). A rank publishes a chunk
+    in one of its slots only after it has copied the results of the earlier chunk out of that slot. Other ranks use the
+    slot only between two barriers: the barrier after the chunk was published, and the barrier after it was reduced.
 
     Args:
         sources, targets: see Backend.all_reduce.
-        op: an operator that the dtype supports.
-        context: this rank's context.
-        scratch: private memory.
-        slots: the slots as arrays of the dtype in which values travel; a chunk fits one slot.
-        flags: the ranks' flags for non-finite results.
-        checks: the checks of the results.
-        wire: the form in which values travel; None: that of the sources.
+        op: the operator of the reduction, which the dtype must support.
+        context: the communicator's objects and sizes.
+        scratch: the buffers of this process.
+        slots: the slots as arrays of the dtype that ranks exchange; a chunk fits into one slot.
+        flags: the flags of all ranks for non-finite results.
+        checks: the checks of the results to be made.
+        wire: the dtype and the factors for values that ranks exchange; None exchanges them as they are.
     """
 
     def __init__(
@@ -429,25 +442,25 @@ class PipelinedAllReduce:
         bytes_at_a_time = context.chunk_bytes, _REDUCED_BYTES, published_bytes, _GATHERED_BYTES
         lengths = Lengths(*[size_bytes // itemsize for size_bytes in bytes_at_a_time])
         self._chunks = plan_stream(sizes, lengths, itemsize, rank, world_size)
-        # A mean is a sum that is divided while it is copied to the targets, which saves a pass over the data. Half
-        # precision is divided together with the sum, in float32.
+        # A mean is computed as a sum, which is divided while it is copied to the targets. This saves one pass over the
+        # data. In half precision, one call adds and divides in float32, and rounds the result once.
         divides_late = op is ReduceOp.MEAN and accumulation_dtype(dtype) == dtype
         self._reduce = reduction_of(ReduceOp.SUM if divides_late else op, dtype, world_size)
         self._delivery = CopyOut(targets, world_size if divides_late else 1, scratch, wire)
         is_finite = finite_test(dtype) if Checks.NONFINITE in checks else None
-        self._look: ChunkCheck | None = None
+        self._check: ChunkCheck | None = None
         if is_finite is not None:
-            self._look = ChunkCheck(sources, lengths.chunk, rank, is_finite, flags, context.finder)
+            self._check = ChunkCheck(sources, lengths.chunk, rank, is_finite, flags, context.finder)
         self._squares = context.squares if Checks.SQUARES in checks else None
         self._kept: list[_StepCalls] | None = None
 
     def keep(self) -> None:
-        """Makes the calls of all steps, for all runs."""
+        """Makes the calls of all steps once, for all later runs."""
         self._kept = list(self._work_out())
 
     def run(self, agreement: Agreement) -> None:
-        """Reduces each source into its target."""
-        with np.errstate(all="ignore"):  # errors would be raised on some ranks only; overflow and NaN show in results
+        """All-reduces each source into its target."""
+        with np.errstate(all="ignore"):  # only some ranks would raise errors; overflow and NaN are visible anyway
             self._run(agreement)
 
     def _run(self, agreement: Agreement) -> None:
@@ -477,7 +490,7 @@ class PipelinedAllReduce:
             barrier.arrive()
             barrier.await_round(barrier.round)
         elif wait is Wait.AGREEMENT:
-            barrier.meet(agreement)
+            barrier.agree(agreement)
 
     def _work_out(self) -> Iterator[_StepCalls]:
         for step in plan_steps(len(self._chunks)):
@@ -487,8 +500,8 @@ class PipelinedAllReduce:
         made: list[Call] = []
         for number in step.delivered:
             slot = self._slots[number % CHUNKS_IN_FLIGHT][self._rank]
-            if self._look is not None:
-                made.append((self._look.look_before_delivery, (number, self._chunks[number].delivered)))
+            if self._check is not None:
+                made.append((self._check.check_contributions, (number, self._chunks[number].delivered)))
             for begin, end, pieces in self._chunks[number].delivered:
                 made += self._delivery.calls(slot[begin:end], pieces)
         delivered = len(made)
@@ -499,22 +512,22 @@ class PipelinedAllReduce:
         published = len(made)
         for number in step.reduced:
             slots = self._slots[number % CHUNKS_IN_FLIGHT]
-            if self._look is not None:
-                made.append((self._look.begin, (number,)))
+            if self._check is not None:
+                made.append((self._check.begin, (number,)))
             for section in self._chunks[number].own:
                 made += self._reducing(number, section, slots)
         return made, (delivered, published)
 
-    def _collecting(self, pieces: Sequence[Piece], place: Array) -> list[Call]:
-        return collecting([piece_of(self._sources, piece) for piece in pieces], place, self._wire, self._scratch)
+    def _collecting(self, pieces: Sequence[Piece], packed: Array) -> list[Call]:
+        return collecting([piece_of(self._sources, piece) for piece in pieces], packed, self._wire, self._scratch)
 
     def _reducing(self, number: int, section: Section, slots: Sequence[Array]) -> list[Call]:
-        """Returns the calls that reduce a section into the slot of every peer, and deliver the result on this rank."""
+        """Returns the calls that reduce a section, and copy the result to the peers' slots and to the targets."""
         begin, end, pieces = section
         made: list[Call] = []
         contributions = [slot[begin:end] for slot in slots]
-        # The result goes to the slot of rank 0 or rank 1: a reduction in rank order reads their contributions before it
-        # writes the first result.
+        # The result is first written to the slot of rank 0 or rank 1: a reduction in rank order reads the contributions
+        # of both before it writes the first result.
         result, *others = [contributions[peer] for peer in self._peers]
         if len(pieces) == 1 and self._wire is None:
             own = piece_of(self._sources, pieces[0])
@@ -523,9 +536,9 @@ class PipelinedAllReduce:
             made += self._collecting(pieces, own)
         contributions[self._rank] = own
         made.append((self._reduce, (contributions, result)))
-        if self._look is not None:
-            made.append((self._look.look, (number, section, result)))
-        made += [copying(result, place) for place in others]
+        if self._check is not None:
+            made.append((self._check.check_results, (number, section, result)))
+        made += [copying(result, other) for other in others]
         made += self._delivery.calls(result, pieces)
         if self._squares is not None:
             delivered = self._delivery.delivered(result, pieces)

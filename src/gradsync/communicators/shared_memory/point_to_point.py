@@ -1,17 +1,18 @@
 """Messages between two ranks of a shared-memory communicator.
 
-Each ordered pair of ranks has two cache lines. The sender writes one, the receiver writes the other, and both read both
-lines. Each side posts its message (a digest, a size, then the number of the message) and compares it with the other's
-post, so that both get the same result. The bytes go through the sender's slots, in turn. The sender counts the pieces
-it has written, the receiver counts the pieces it has read, and each continues as far as the other's count allows.
+Each ordered pair of ranks has two cache lines. The sender writes one line, the receiver writes the other, and both read
+both lines. Each side posts its message: it writes a digest and a size, then the number of the message. Then each side
+compares its post with the post of the other side, so both sides get the same result. The bytes go through the sender's
+slots, which successive pieces use one after the other. The sender counts the pieces that it has written, the receiver
+counts the pieces that it has read, and each continues as far as the other's count allows.
 
-Neither side can be more than one message ahead, because a message ends for the sender when all of it was read. One
-message ahead is enough to overwrite a post that the slower side still has to compare, so digests and sizes have two
-words each.
+Neither side can be more than one message ahead, because a message ends for the sender only when the receiver has read
+all of it. A side that is one message ahead could overwrite a post that the slower side still has to compare, so digests
+and sizes have two words each.
 
-A transfer never waits: `advance` does what is possible now. So one thread drives both directions of a rank at once, and
-ranks that exchange in pairs or rings of any size cannot deadlock. While a rank waits, it checks for failures as at the
-barrier, and for messages that cannot arrive because the other rank is in a collective.
+A transfer never waits: `advance` does the work that is possible now. So one thread can send and receive at once, and
+ranks that exchange in pairs or rings of any size cannot deadlock. While a rank waits, it checks for failures, as it
+does at the barrier. It also checks for messages that cannot arrive because the other rank waits in a collective.
 """
 
 from __future__ import annotations
@@ -28,59 +29,59 @@ from gradsync.communicators.agreement import Description
 from gradsync.communicators.backend import Message
 from gradsync.communicators.host_copy import copy_words
 from gradsync.communicators.mismatch import message_mismatch
-from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SPINS, Rests, SharedBarrier, TextBoard
+from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SPINS, Pauses, SharedBarrier, TextBoard
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.reduction import Array
 
-# The eight words of a line.
+# The eight words of a line. Each side of a message writes its own line.
 _NUMBER = 0  # the number of the last message that this side has posted
 _DIGESTS = 1  # two words, for messages of even and odd number
-_SIZES = 3  # likewise
-_PROGRESS = 5  # the number of pieces of the message that were written, or read
+_SIZES = 3  # two words, for messages of even and odd number
+_PROGRESS = 5  # the number of pieces of the message that this side has written or read
 _DESCRIBED = 6  # the number of the last message whose description this side has written
 _READ = 7  # the number of the last message whose description this side has read
 
-# Measured: smaller pieces need more calls, and larger pieces let the receiver begin later.
+# Measured as the fastest size: smaller pieces need more calls, and a receiver begins later with larger pieces.
 PIECE_BYTES = 128 * 1024
 SLOTS = 4
 
 _LINE_WORDS = 8
-_TEXT_BYTES = 4096  # description of a message, for PlanMismatch
-_SENDING, _RECEIVING = 0, 1  # the two texts, and the two lines, of a rank and a peer
+_TEXT_BYTES = 4096  # the memory for the description of a message, for PlanMismatch
+_SENDING, _RECEIVING = 0, 1  # the numbers of a rank's two texts, and of a channel's two lines
 
 _NOTHING = np.empty(0, np.uint8)
 
 
 class Side:
-    """The memory that one side of a channel writes.
+    """The memory to which one side of a channel writes.
 
     Args:
-        line: index of the first word of the side's line.
-        place: number of the side's text on the board.
+        line: the index of the first word of the side's line.
+        text: the number of the side's text on the board.
     """
 
-    __slots__ = ("line", "place")
+    __slots__ = ("line", "text")
 
-    def __init__(self, line: int, place: int) -> None:
+    def __init__(self, line: int, text: int) -> None:
         self.line = line
-        self.place = place
+        self.text = text
 
 
 class Transfer:
     """The messages of one direction between this rank and a peer, one after the other.
 
     Args:
-        words: the lines of all channels.
-        board: the descriptions of messages that ranks disagree on.
-        own: this rank's side.
-        other: the peer's side.
+        words: the lines of all channels, as 8-byte words.
+        board: the texts in which ranks describe messages that they disagree on.
+        own: the memory of this rank's side of the channel.
+        other: the memory of the peer's side of the channel.
         slots: the sender's slots.
-        peer: the other rank, as numbered in the communicator.
+        peer: the number of the other rank in the communicator.
 
     Attributes:
         peer: see above.
-        is_over: whether the last message was moved, or both sides know that they disagree.
-        descriptions: this rank's and the peer's message in words, if they disagree.
+        is_over: whether the last message was moved, or both sides know that they disagree on it.
+        descriptions: the descriptions of the message by this rank and by the peer, if they disagree; otherwise None.
     """
 
     verb: str
@@ -99,17 +100,17 @@ class Transfer:
         self._other_line = other.line
         self._slots = slots
         self._number = 0
-        self._dispute: str | None = None  # this rank's message in words, while both sides disagree
+        self._dispute: str | None = None  # this rank's description of the message, while the sides disagree
 
     def begin(self, message: Message) -> None:
-        """Posts the next message."""
+        """Posts the next message, so that the other side can compare it with its own."""
         words, line = self._words, self._line
         self._data = data = message.flat
         self.agreement = message.agreement
         self._number = number = self._number + 1
         self._pieces = -(-data.size // PIECE_BYTES)
         self._done = 0
-        self._has_met = self.is_over = False
+        self._has_agreed = self.is_over = False
         self._dispute = self.descriptions = None
         words[line + _DIGESTS + (number & 1)] = message.agreement.digest
         words[line + _SIZES + (number & 1)] = data.size
@@ -117,38 +118,38 @@ class Transfer:
         words[line + _NUMBER] = number  # publishes all words written before
 
     def advance(self) -> bool:
-        """Does what is possible now; returns whether it did anything, or the message is over."""
+        """Does the work that is possible now. Returns whether there was such work, or the message is over."""
         if self.is_over:
             return True
         if self._dispute is not None:
             return self._exchange_descriptions(self._dispute)
-        if self._has_met:
+        if self._has_agreed:
             return self._move()
-        if not self._meet():
+        if not self._compare():
             return self._move_ahead()
         self.advance()
         return True
 
     def _prepare(self) -> int:
-        """Does what is possible before the message is posted; returns the number of written pieces."""
+        """Does the work that is possible before this rank posts the message. Returns the number of written pieces."""
         return 0
 
     def _move_ahead(self) -> bool:
-        """Does what is possible before the other side has posted the message."""
+        """Does the work that is possible before the other side posts the message, and returns whether there was any."""
         return False
 
     def _move(self) -> bool:
-        """Moves a piece, if one can be moved."""
+        """Moves one piece, if that is possible now. Returns whether there was progress."""
         raise NotImplementedError
 
-    def _meet(self) -> bool:
-        """Compares the posts of both sides, if the other side has posted; returns whether it has."""
+    def _compare(self) -> bool:
+        """Compares the posts of both sides, if the other side has posted. Returns whether the other side has posted."""
         words, other = self._words, self._other_line
         if words[other + _NUMBER] < self._number:
             return False
         odd = self._number & 1
         if words[other + _DIGESTS + odd] == self.agreement.digest and words[other + _SIZES + odd] == self._data.size:
-            self._has_met = True
+            self._has_agreed = True
             if not self._pieces:
                 self._end()
         else:
@@ -156,7 +157,7 @@ class Transfer:
         return True
 
     def _piece(self, number: int) -> tuple[Array, Array]:
-        """Returns a piece of the message and its place in the slots."""
+        """Returns a piece of the message, and the part of a slot through which the piece goes."""
         if self._pieces == 1:
             return self._data, self._slots[0][: self._data.size]
         data = self._data[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
@@ -170,7 +171,7 @@ class Transfer:
 
     def is_awaiting_peer(self) -> bool:
         """Whether the peer has not posted this message yet."""
-        if self.is_over or self._has_met or self._dispute is not None:
+        if self.is_over or self._has_agreed or self._dispute is not None:
             return False
         return self._words[self._other_line + _NUMBER] < self._number
 
@@ -183,12 +184,12 @@ class Transfer:
     def _disagree(self) -> None:
         described = self.agreement.described()
         text = described._replace(what=f"{self.verb} {described.what}").to_text(_TEXT_BYTES - 4)
-        self._board.write(self._own.place, text.encode())
+        self._board.write(self._own.text, text.encode())
         self._words[self._line + _DESCRIBED] = self._number
         self._dispute = self._text_of(self._own)  # read back, so that both ranks have the same shortened text
 
     def _exchange_descriptions(self, dispute: str) -> bool:
-        """Reads the other side's description, and waits until that side has read this one's."""
+        """Reads the other side's description, and ends the message once that side has read this side's description."""
         words, other = self._words, self._other_line
         if self.descriptions is None:
             if words[other + _DESCRIBED] < self._number:
@@ -202,7 +203,7 @@ class Transfer:
         return True
 
     def _text_of(self, side: Side) -> str:
-        return self._board.read(side.place).decode(errors="replace")
+        return self._board.read(side.text).decode(errors="replace")
 
 
 class Outgoing(Transfer):
@@ -212,7 +213,8 @@ class Outgoing(Transfer):
 
     def _prepare(self) -> int:
         self._taken = 0
-        # The slots are free: no message of this rank is in flight, and after a disagreement no piece is read.
+        # All slots are free: no message of this rank is in progress, and after a disagreement the receiver reads no
+        # piece.
         if self._pieces:
             self._write()
         return self._done
@@ -263,12 +265,12 @@ class Incoming(Transfer):
 
 
 class PointToPoint:
-    """The channels from every rank to every other.
+    """The channels of a communicator: one from every rank to every other rank.
 
     Args:
-        memory: bytes_for(world_size) bytes of shared memory, zero at the start, beginning at a page.
-        rank: this rank, as numbered in the communicator.
-        world_size: number of ranks.
+        memory: bytes_for(world_size) bytes of shared memory, which are zero at the start and begin at a page boundary.
+        rank: the number of this rank in the communicator.
+        world_size: the number of ranks.
         barrier: the communicator's barrier.
     """
 
@@ -281,33 +283,33 @@ class PointToPoint:
         self._words = memory[:lines].cast("Q")
         self._board = TextBoard(memory[lines:texts], _TEXT_BYTES)
         self._slots = np.frombuffer(memory[texts:slots], np.uint8).reshape(world_size, SLOTS, PIECE_BYTES)
-        self._outgoing: dict[int, Outgoing] = {}  # by peer; made when first needed
+        self._outgoing: dict[int, Outgoing] = {}  # [peer] -> the transfer to this peer, made at the first message
         self._incoming: dict[int, Incoming] = {}
 
     @staticmethod
     def bytes_for(world_size: int) -> int:
-        """Returns the size of the channels' shared memory, in whole pages."""
+        """Returns the size in bytes of the channels' shared memory, rounded up to whole pages."""
         return whole_pages(sum(_areas(world_size)))
 
     def move(self, send: Message | None, receive: Message | None) -> None:
-        """Sends a message, receives one, or both at once; returns when the receivers have read everything.
+        """Sends a message, receives one, or both at once. Returns when the receivers have read their whole message.
 
         Args:
-            send: the message to the rank `send.peer`. For a message to this rank itself, `receive` is from this rank
-                too, with the same size.
-            receive: the message from the rank `receive.peer`; its array is writable.
+            send: the message to the rank `send.peer`. If `send.peer` is this rank itself, `receive.peer` must be this
+                rank too, and the sizes must be equal.
+            receive: the message from the rank `receive.peer`, with a writable array.
 
         Raises:
-            PlanMismatch: raised on both ranks of a message, if they disagree on it; raised on all ranks, if the other
-                rank waits for this one in a collective.
-            RankFailed, CollectiveTimeout: as for SharedBarrier.meet; the missing rank is the peer. Two ranks that wait
-                for each other, because both send first, get CollectiveTimeout.
+            PlanMismatch: the two ranks of a message disagree on it, and both raise this error. If the other rank waits
+                for this rank in a collective instead, all ranks raise this error.
+            RankFailed, CollectiveTimeout: see SharedBarrier.agree. The awaited rank is the peer. If two ranks both send
+                first, and so wait for each other, both raise CollectiveTimeout.
         """
         if send is not None and receive is not None and send.peer == self._rank:
             copy_words(send.flat, receive.flat)
             return
         moves: list[tuple[Transfer, Message]] = []
-        if receive is not None:  # first, so that a peer can begin while this rank copies its own message
+        if receive is not None:  # receives first, so that a peer can begin while this rank copies its message
             moves.append((self._incoming.get(receive.peer) or self._open_incoming(receive.peer), receive))
         if send is not None:
             moves.append((self._outgoing.get(send.peer) or self._open_outgoing(send.peer), send))
@@ -316,7 +318,7 @@ class PointToPoint:
             transfer.begin(message)
         self._drive(transfers)
         if self._waiting.words[self._waiting.aborted]:  # a rank may have sent a message and then aborted
-            self._waiting.look_for_aborts(ANY_ROUND)
+            self._waiting.check_for_aborts(ANY_ROUND)
         for transfer in transfers:
             if transfer.descriptions is not None:
                 self._raise_mismatch(transfer, transfer.descriptions)
@@ -328,24 +330,25 @@ class PointToPoint:
                 self._wait(progress)
 
     def _wait(self, progress: _Progress) -> None:
-        look_for_failures = partial(self._waiting.look_for_failures, progress.missing)
-        if self._waiting.has_failed():  # checked here because short waits never check while sleeping
-            look_for_failures(0.0, ANY_ROUND)
+        check_for_failures = partial(self._waiting.check_for_failures, progress.missing)
+        if self._waiting.has_failed():  # checked here because a short wait ends before `check_for_failures`
+            check_for_failures(0.0, ANY_ROUND)
         for _ in range(SPINS):
             if progress.is_made():
                 return
-        rests = Rests(time.monotonic())
+        pauses = Pauses(time.monotonic())
         while not progress.is_made():
-            if rests.rest():
-                look_for_failures(rests.waited_seconds, ANY_ROUND)
-                self._look_for_deadlocks(progress.pending)
+            if pauses.pause():
+                check_for_failures(pauses.waited_seconds, ANY_ROUND)
+                self._check_for_collectives(progress.pending)
 
     # -- Messages that cannot arrive ---------------------------------------------------------------------------
 
-    def _look_for_deadlocks(self, pending: Sequence[Transfer]) -> None:
-        """Raises PlanMismatch if all peers wait for this rank in a collective."""
-        # The barrier is checked first, so that posts which the peer made before it are seen. All peers must wait there:
-        # a transfer with another peer may still end, and must not be left half done.
+    def _check_for_collectives(self, pending: Sequence[Transfer]) -> None:
+        """Raises PlanMismatch if the peers of all pending transfers wait for this rank in a collective."""
+        # The barrier is read before the posts, so that this rank sees every post that a peer made before it arrived at
+        # the barrier. All peers must wait there: a transfer with any other peer may still end, and must not stop in the
+        # middle.
         if all(self._barrier.is_ahead(transfer.peer) and transfer.is_awaiting_peer() for transfer in pending):
             self._join_collective(pending)
 
@@ -353,7 +356,7 @@ class PointToPoint:
         agreement = barred[0].agreement
         for transfer in barred:
             transfer.withdraw()
-        self._barrier.meet_in_disagreement(agreement)
+        self._barrier.disagree(agreement)
 
     def _raise_mismatch(self, transfer: Transfer, descriptions: tuple[str, str]) -> NoReturn:
         ranks = self._waiting.ranks
@@ -386,7 +389,7 @@ class PointToPoint:
         self._outgoing.clear()
         self._incoming.clear()
         del self._slots
-        with contextlib.suppress(BufferError):  # if a traceback holds a view, the memory is freed with that view
+        with contextlib.suppress(BufferError):  # a traceback may hold a view; then the memory is freed with that view
             self._words.release()
             self._board.release()
 
@@ -398,13 +401,13 @@ def _areas(world_size: int) -> tuple[int, int, int]:
 
 
 class _Progress:
-    """The progress of some transfers.
+    """The progress of the transfers of one call of PointToPoint.move.
 
     Args:
-        transfers: the transfers.
+        transfers: the transfers of the call.
 
     Attributes:
-        pending: the transfers that were not over at the last call of `is_needed`.
+        pending: the transfers that were not over when `is_needed` was last called.
     """
 
     __slots__ = ("_is_made", "pending")
@@ -414,19 +417,19 @@ class _Progress:
         self._is_made = False
 
     def is_needed(self) -> bool:
-        """Whether a transfer is not over; resets the progress."""
+        """Whether any transfer is not over yet. The call also resets the progress."""
         self.pending = [transfer for transfer in self.pending if not transfer.is_over]
         self._is_made = False
         return bool(self.pending)
 
     def is_made(self) -> bool:
-        """Advances the transfers; returns whether there was any progress since `is_needed`."""
+        """Advances the transfers. Returns whether any transfer has made progress since the last call of `is_needed`."""
         for transfer in self.pending:
             if transfer.advance():
                 self._is_made = True
         return self._is_made
 
     def missing(self) -> list[int]:
-        """Returns the ranks that have not done their part."""
+        """Advances the transfers. Returns the peers of the transfers that are not over yet."""
         self.is_made()
         return [transfer.peer for transfer in self.pending if not transfer.is_over]

@@ -1,8 +1,10 @@
-"""Resident memory in shared memory: gradients live there, and are reduced without a copy.
+"""Resident memory: shared memory in which gradients are stored, so that they are reduced without a copy.
 
-After a barrier each rank reduces the slice that it owns, directly from the parts of all ranks, and writes the result
-into every rank's part; then follows a second barrier. Measured, this is faster than the one-shot reduction even for the
-smallest ranges. The end of the file makes such memory: one rank creates it and passes it to the others.
+Each rank has a part of the memory. After a barrier each rank reduces the slice that it owns, directly from the parts of
+all ranks, and writes the result into all parts. A second barrier follows. In measurements this reduction was faster
+than the all-reduce in one round (OneShot), even for the smallest ranges.
+
+Handover makes resident memory: rank 0 creates it and passes it to the other ranks.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ from gradsync.diagnostics import tracing
 from gradsync.errors import BackendUnavailable
 from gradsync.reduction import Array, Call, ReduceOp, divide_into, reduction_of
 
-# The size that is reduced, and then written to the other ranks while it is in the cache.
+# The number of bytes that one call reduces, and the next calls write to the other ranks, while they are in the cache.
 _CHUNK_BYTES = 384 * 1024
 _MAX_PREPARED = 1024
 
-# From this size on the memory uses huge pages, if the kernel provides them in time.
+# Parts of at least this size use huge pages, if the kernel provides them in time.
 _HUGE_FROM_BYTES = 4 * HUGE_PAGE_BYTES
-_SECONDS_PER_HUGE_PAGE = 10e-3  # the limit, on average; on an idle machine a page takes 1 or 2 ms
+_SECONDS_PER_HUGE_PAGE = 10e-3  # the time limit for a page, on average; on an idle machine a page takes 1 or 2 ms
 _TICKET_WORDS = 12
 
 
 class Range(NamedTuple):
-    """A range and its reduction: the key of the prepared calls."""
+    """A range of resident memory, and its reduction. It is the key under which prepared calls are stored."""
 
     begin_bytes: int
     end_bytes: int
@@ -60,11 +62,11 @@ class Range(NamedTuple):
 class SharedResidentMemory(ResidentMemory):
     """Resident memory with the parts of all ranks, mapped in this process.
 
-    The mapping is freed with the last view of it, even if user code holds that view.
+    The mapping is freed when its last view is deleted, which may be a view that user code holds.
 
     Args:
-        parts: [rank] -> the rank's bytes.
-        rank: this rank.
+        parts: [rank] -> the bytes of that rank's part.
+        rank: the number of this rank in the communicator.
 
     Attributes:
         parts: see above.
@@ -76,7 +78,10 @@ class SharedResidentMemory(ResidentMemory):
         self._prepared: dict[Range, list[Call]] = {}
 
     def prepared(self, key: Range, prepare: Callable[[SharedResidentMemory, Range], list[Call]]) -> list[Call]:
-        """Returns the prepared calls for a range; cached, because a training loop repeats its ranges in every step."""
+        """Returns the prepared calls for a range.
+
+        The calls are cached, because a training loop reduces the same ranges in every step.
+        """
         steps = self._prepared.get(key)
         if steps is None:
             if len(self._prepared) >= _MAX_PREPARED:
@@ -89,7 +94,7 @@ class ResidentReduction:
     """All-reduces ranges of resident memory.
 
     Args:
-        context: this rank's context.
+        context: the communicator's objects and sizes.
     """
 
     def __init__(self, context: ShmContext) -> None:
@@ -99,24 +104,24 @@ class ResidentReduction:
         self._recorder = context.recorder
         self._finder = context.finder
         self._squares = context.squares
-        self._sums = np.empty(_CHUNK_BYTES, np.uint8)  # buffer for results that are checked before they are written
+        self._sums = np.empty(_CHUNK_BYTES, np.uint8)  # a buffer for results that are checked before they are written
 
     def all_reduce(self, memory: SharedResidentMemory, key: Range, agreement: Agreement) -> None:
-        """Reduces a range in place; see all_reduce_resident of for_bucketing.py."""
+        """All-reduces a range in place; see all_reduce_resident in for_bucketing.py."""
         steps = memory.prepared(key, self._prepare)
         laps = tracing.laps_of(self._recorder)
-        self._barrier.meet(agreement)
+        self._barrier.agree(agreement)
         if laps is not None:
             laps.end("waiting")
         run_calls(steps)
         if laps is not None:
             laps.end("reducing")
-        self._barrier.meet(agreement)
+        self._barrier.agree(agreement)
         if laps is not None:
             laps.end("waiting")
 
     def _prepare(self, memory: SharedResidentMemory, key: Range) -> list[Call]:
-        """Returns the calls that reduce this rank's slice, with the arithmetic of reduce_into for each chunk."""
+        """Returns the calls that reduce this rank's slice chunk by chunk, with the same arithmetic as reduce_into."""
         itemsize, size_bytes = key.dtype.itemsize, key.end_bytes - key.begin_bytes
         low, high = line_bounds(size_bytes, 1, self._world_size)[self._rank : self._rank + 2]
         steps: list[Call] = []
@@ -127,11 +132,17 @@ class ResidentReduction:
         return steps
 
     def _chunk(self, parts: Sequence[Array], key: Range, at: int) -> list[Call]:
-        """Returns the calls for one chunk, whose elements of all ranks are `parts`; `at` is its place in the range."""
+        """Returns the calls that reduce one chunk.
+
+        Args:
+            parts: [rank] -> the elements of the chunk in that rank's part.
+            key: the range and its reduction.
+            at: the offset of the chunk in the range, in elements.
+        """
         is_finite = finite_test(key.dtype) if Checks.NONFINITE in key.checks else None
         if is_finite is None:
-            # The result goes to the part of rank 0 or rank 1, because these parts are read before the first sum is
-            # written; if this rank is one of the two, to its own part.
+            # The result is first written to the part of rank 0 or rank 1, because the reduction reads both parts before
+            # it writes the first sum. If this rank is one of the two, the result goes to its own part.
             result = parts[min(self._rank, 1)]
         else:
             result = self._sums.view(key.dtype)[: parts[0].size]  # the contributions must stay unchanged for the check
@@ -140,7 +151,8 @@ class ResidentReduction:
             steps.append((self._finder.check_section, (is_finite, result, parts, at)))
         if key.mean_over is not None:
             steps.append((divide_into, (result, key.mean_over, result)))
-        # Source and target have the same offset in their pages, so NumPy's own copy is the fastest (see host_copy.py).
+        # Source and target have the same offset in their pages. In this case NumPy's own copy is the fastest; see
+        # host_copy.py.
         steps += [(np.copyto, (part, result)) for part in parts if part is not result]
         if Checks.SQUARES in key.checks:
             steps += adding_squares(self._squares, parts[self._rank], stays=True)
@@ -151,22 +163,22 @@ class Handover(NamedTuple):
     """Makes shared memory on rank 0, and passes it to the other ranks of a communicator.
 
     Attributes:
-        context: this rank's context.
-        share: share(numbers) returns the numbers of all ranks, by rank.
-        look_for_failures: look_for_failures(ranks) raises if these ranks cannot arrive any more.
-        timeout_seconds: how long to wait for the ranks.
+        context: the communicator's objects and sizes.
+        share: a function; share(numbers) exchanges integers, and returns [rank] -> the integers of that rank.
+        check_for_failures: a function; check_for_failures(ranks) raises an error if these ranks cannot arrive any more.
+        timeout_seconds: how long a rank waits until the memory is passed.
     """
 
     context: ShmContext
     share: Callable[[Sequence[int]], list[list[int]]]
-    look_for_failures: Callable[[list[int]], None]
+    check_for_failures: Callable[[list[int]], None]
     timeout_seconds: float
 
     def make_memory(self, size_bytes: int) -> SharedResidentMemory:
-        """Makes resident memory; every rank must call it.
+        """Makes resident memory. Every rank must call this method.
 
         Raises:
-            BackendUnavailable: this rank cannot get the memory, or no rank can.
+            BackendUnavailable: there is not enough memory, or this rank or another rank could not get it.
         """
         rank, world_size = self.context.rank, self.context.world_size
         is_large = size_bytes >= _HUGE_FROM_BYTES
@@ -175,7 +187,7 @@ class Handover(NamedTuple):
         begin, end = rank * part_bytes, (rank + 1) * part_bytes
         descriptor = self._offer(part_bytes * world_size) if rank == 0 else self._take()
         try:
-            # Each rank allocates its own part: in parallel, and near its processor.
+            # Each rank allocates its own part, so that this happens in parallel and near the rank's processor.
             reserve(descriptor, begin, end)
         except BaseException:
             os.close(descriptor)
@@ -188,10 +200,10 @@ class Handover(NamedTuple):
         return SharedResidentMemory([part[:size_bytes] for part in whole], rank)
 
     def _offer(self, size_bytes: int) -> int:
-        """Returns the descriptor of new memory, after all other ranks have got it.
+        """Makes shared memory, passes it to all other ranks, and returns its file descriptor.
 
         Raises:
-            BackendUnavailable: there is not enough memory, or another rank could not map it.
+            BackendUnavailable: there is not enough memory, or another rank could not map the memory.
         """
         try:
             descriptor, offer = _open_offer(size_bytes)
@@ -213,19 +225,19 @@ class Handover(NamedTuple):
         deadline = time.monotonic() + self.timeout_seconds
         served = 0
 
-        def look_around() -> None:
-            # A rank that has arrived at the next barrier has fetched the memory, or has failed to.
+        def check_ranks() -> None:
+            # A rank that has arrived at the next barrier has fetched the memory, or has failed to fetch it.
             behind = [peer for peer in peers if not barrier.is_ahead(peer)]
             if len(peers) - len(behind) > served:
                 raise BackendUnavailable("another rank could not map the shared memory")
-            self.look_for_failures(behind)
+            self.check_for_failures(behind)
 
         while served < len(peers):
-            offer.serve(descriptor, 1, deadline, look_around)
+            offer.serve(descriptor, 1, deadline, check_ranks)
             served += 1
 
     def _take(self) -> int:
-        """Returns the descriptor that rank 0 offers.
+        """Returns the file descriptor of the memory that rank 0 has made.
 
         Raises:
             BackendUnavailable: rank 0 could not make the memory, or this rank cannot get it.
@@ -249,7 +261,7 @@ def _open_offer(size_bytes: int) -> tuple[int, SegmentOffer]:
 
 
 def _as_words(ticket: bytes) -> list[int]:
-    """Returns a ticket as a fixed count of numbers; the first is its length."""
+    """Returns a ticket as a list of integers of fixed length. The first integer is the ticket's size in bytes."""
     padded = ticket.ljust(8 * _TICKET_WORDS, b"\0")
     return [len(ticket), *np.frombuffer(padded, np.int64).tolist()]
 

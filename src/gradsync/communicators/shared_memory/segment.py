@@ -1,8 +1,8 @@
-"""Shared memory of the ranks on one host: an anonymous memfd, passed as a descriptor.
+"""The shared memory of the ranks on one host: an anonymous memfd, whose file descriptor is passed to all ranks.
 
-A memfd has no name, so nothing remains if every process is killed, and it does not count against a small /dev/shm. The
-root creates it and passes the descriptor over a local socket. The socket's address and its token are sent through the
-authenticated rendezvous.
+A memfd has no name, so nothing remains after all processes were killed. A small /dev/shm does not limit the size of a
+memfd. The root creates the memfd and passes the descriptor over a local socket. The address of the socket and a token
+are sent through the authenticated rendezvous.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MADV_POPULATE_WRITE = 23  # from Linux's mman.h; not in Python's mmap
 _TOKEN_BYTES = 32
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LOOK_FOR_FAILURES_EVERY_SECONDS = 0.05
-_PAGE_BYTES = 4096  # the unit of the memory's layout
+_PAGE_BYTES = 4096  # sizes in the layout of the memory are multiples of this size
 
-# Measured: a reduction over 100 MB takes a tenth to a third less time on huge pages, because the processor looks up
-# fewer addresses than with 4 KB pages. Linux gives a memfd huge pages only if the administrator has enabled them, or on
-# request by MADV_COLLAPSE (Linux 6.1), which takes some milliseconds for each. Without huge pages everything works too,
-# but slower.
+# Measured: a reduction of 100 MB takes a tenth to a third less time on huge pages, because the processor looks up fewer
+# addresses than with 4 KB pages. Linux gives huge pages to a memfd only if the administrator has enabled this, or if
+# the program requests each page by MADV_COLLAPSE (Linux 6.1), which takes some milliseconds. Without huge pages
+# everything works too, but more slowly.
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 _MADV_COLLAPSE = 25  # from Linux's mman.h; not in Python's mmap
@@ -42,18 +42,18 @@ _ATTEMPTS = 4
 
 
 def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
-    """Returns a descriptor of new, zeroed shared memory.
+    """Makes shared memory that is filled with zeros, and returns its file descriptor.
 
-    The memory is allocated here, so that a lack of memory is an error now, and not a SIGBUS at the first access. A
-    memfd is not limited by /dev/shm, and too large an allocation would end in an out-of-memory kill; so the kernel's
-    estimate of the available memory is checked first.
+    The memory is allocated here, so that a lack of memory is an error now, and not a SIGBUS at the first access.
+    /dev/shm does not limit the size of a memfd, and after too large an allocation the kernel would kill processes. So
+    this function first checks the kernel's estimate of the available memory.
 
     Args:
-        size_bytes: the memory's size.
-        allocated: whether to allocate it now; otherwise `reserve` must allocate it before it is used.
+        size_bytes: the size of the memory in bytes.
+        allocated: whether to allocate the memory now. If not, `reserve` must allocate the memory before its first use.
 
     Raises:
-        BackendUnavailable: the kernel has no memfd, or not enough memory.
+        BackendUnavailable: the kernel has no memfd, or there is not enough memory.
     """
     try:
         descriptor = os.memfd_create("gradsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -63,7 +63,7 @@ def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
         os.ftruncate(descriptor, size_bytes)
         if allocated:
             reserve(descriptor, 0, size_bytes)
-        # A peer that truncated the memory would kill the others by SIGBUS.
+        # If a peer truncated the memory, the other processes would be killed by SIGBUS.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(descriptor)
@@ -75,7 +75,7 @@ def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
 
 
 def reserve(descriptor: int, begin: int, end: int) -> None:
-    """Allocates these bytes of a segment, without page table entries.
+    """Allocates the bytes [begin, end) of a segment, but does not create their page table entries.
 
     Raises:
         BackendUnavailable: there is not enough memory.
@@ -104,11 +104,11 @@ def map_segment(descriptor: int, *, on_huge_pages: bool = False) -> mmap.mmap:
     """Maps the whole segment for reading and writing, and closes the descriptor.
 
     Args:
-        descriptor: the segment's descriptor.
-        on_huge_pages: whether to map it at an address that is aligned for huge pages.
+        descriptor: the segment's file descriptor.
+        on_huge_pages: whether to map the segment at an address that is aligned for huge pages.
 
     Raises:
-        BackendUnavailable: this process has no address space for it.
+        BackendUnavailable: the address space of this process has no room for the segment.
     """
     try:
         if on_huge_pages:
@@ -121,10 +121,11 @@ def map_segment(descriptor: int, *, on_huge_pages: bool = False) -> mmap.mmap:
 
 
 def populate(mapping: mmap.mmap, begin: int, end: int) -> None:
-    """Makes the kernel create the page table entries for these bytes now.
+    """Makes the kernel create the page table entries of the bytes [begin, end) now.
 
-    Otherwise the kernel makes them at the first access, in the middle of a collective, which takes longer than the
-    collective. Leave out memory that may never be used: its entries would cost start-up time.
+    Otherwise the kernel creates the entries at the first access, during a collective, and this takes longer than the
+    collective itself. Do not call this function for memory that may never be used, because the call takes time at the
+    start of a rank.
     """
     begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
     try:
@@ -135,16 +136,17 @@ def populate(mapping: mmap.mmap, begin: int, end: int) -> None:
 
 
 class SegmentOffer:
-    """The root's side: passes a descriptor to each peer that knows the token.
+    """The root's side of the transfer: passes the file descriptor to each peer that knows the token.
 
     Attributes:
-        ticket: the token and the socket's address, to be sent to peers through the authenticated rendezvous.
+        ticket: the token and the address of the socket, which the root must send to its peers through the authenticated
+            rendezvous.
     """
 
     def __init__(self) -> None:
         self._token = os.urandom(_TOKEN_BYTES)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        # The abstract namespace leaves no file behind.
+        # A socket in the abstract namespace leaves no file behind.
         name = b"\0gradsync-" + os.urandom(16).hex().encode()
         self._listener.bind(name)
         self._listener.listen(128)
@@ -154,10 +156,11 @@ class SegmentOffer:
         """Passes the descriptor to `peers` processes of the same user.
 
         Args:
-            descriptor: the segment's descriptor.
+            descriptor: the segment's file descriptor.
             peers: the number of processes.
-            deadline: the deadline, in time.monotonic() seconds.
-            check_for_failure: called while waiting; raises if a rank has failed.
+            deadline: the latest time, in time.monotonic() seconds.
+            check_for_failure: a function that this method calls while it waits; it raises an error if a rank has
+                failed.
 
         Raises:
             RendezvousTimeout: not all peers had connected at the deadline.
@@ -193,15 +196,15 @@ class SegmentOffer:
         return True
 
     def close(self) -> None:
-        """Stops listening."""
+        """Closes the socket, so that no further peer can connect."""
         self._listener.close()
 
 
 def take_segment(ticket: bytes, timeout_seconds: float) -> int:
-    """A peer's side: returns the descriptor that the root offers.
+    """The peer's side of the transfer: returns the file descriptor that the root passes.
 
     Raises:
-        BackendUnavailable: the root cannot be reached from here, so the ranks cannot share memory.
+        BackendUnavailable: this process cannot reach the root, so the ranks cannot share memory.
     """
     token, name = ticket[:_TOKEN_BYTES], ticket[_TOKEN_BYTES:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
@@ -222,15 +225,15 @@ def take_segment(ticket: bytes, timeout_seconds: float) -> int:
 
 
 def whole_pages(size_bytes: int) -> int:
-    """Returns the size rounded up to whole pages."""
+    """Returns a size in bytes, rounded up to whole pages."""
     return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def check_platform() -> None:
-    """Checks that the processor has the memory ordering that the barrier needs.
+    """Checks that the processor guarantees the order of stores that the barrier needs.
 
     Raises:
-        BackendUnavailable: not Linux on x86-64.
+        BackendUnavailable: this machine does not run Linux on x86-64.
     """
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
@@ -238,12 +241,12 @@ def check_platform() -> None:
 
 
 def _map_for_huge_pages(descriptor: int) -> mmap.mmap:
-    """Maps a whole segment at an address that is a multiple of the huge page size, if possible.
+    """Maps a whole segment, if possible at an address that is a multiple of the huge page size.
 
-    The descriptor stays open.
+    The descriptor remains open.
 
     Raises:
-        OSError: this process has no address space for it.
+        OSError: the address space of this process has no room for the segment.
     """
     size_bytes = os.fstat(descriptor).st_size
     with contextlib.ExitStack() as gaps:
@@ -252,18 +255,19 @@ def _map_for_huge_pages(descriptor: int) -> mmap.mmap:
             excess_bytes = _address(mapping) % HUGE_PAGE_BYTES
             if not excess_bytes:
                 return mapping
-            # Linux maps from the top down, so a mapping of the excess moves the next mapping down to a multiple.
+            # Linux puts each new mapping below the last one. So after a mapping of the excess size, the next mapping
+            # begins at a multiple.
             mapping.close()
             gaps.enter_context(mmap.mmap(-1, excess_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         return mmap.mmap(descriptor, size_bytes)
 
 
 def take_huge_pages(mapping: mmap.mmap, begin: int, end: int, seconds: float) -> None:
-    """Asks the kernel to move this part of a mapping to huge pages, within a time limit.
+    """Asks the kernel to move a part of a mapping to huge pages, within a time limit.
 
     Args:
-        mapping: a mapping from _map_for_huge_pages.
-        begin, end: the part, allocated; multiples of the huge page size.
+        mapping: a mapping that _map_for_huge_pages has made.
+        begin, end: the offsets of the part, which must be allocated. Both offsets are multiples of the huge page size.
         seconds: the time limit.
     """
     deadline = time.monotonic() + seconds
@@ -273,7 +277,7 @@ def take_huge_pages(mapping: mmap.mmap, begin: int, end: int, seconds: float) ->
         try:
             mapping.madvise(_MADV_COLLAPSE, page, HUGE_PAGE_BYTES)
         except OSError as error:
-            if error.errno != errno.EAGAIN:  # EAGAIN: only this page is in use now
+            if error.errno != errno.EAGAIN:  # EAGAIN: only this page cannot be moved now
                 return
 
 

@@ -1,6 +1,6 @@
-"""The shared-memory backend: NumPy arrays, ranks on one host, over a memfd.
+"""The shared-memory backend for NumPy arrays: the ranks of one host exchange data through a memfd.
 
-This file makes the memory and connects the ranks; the other files of this folder move the bytes.
+This file makes the shared memory and connects the ranks; the other files of this folder move the bytes.
 """
 
 from __future__ import annotations
@@ -40,26 +40,28 @@ from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp, Wire
 from gradsync.rendezvous.client import RendezvousClient
 
-# The largest chunk of a large list that a rank publishes between two barriers. Larger chunks do not fit the cache;
-# smaller chunks need more barriers and NumPy calls. Measured on a processor with a slow memcpy (Zen 3). On a Xeon
-# chunks of half this size are 5 to 9 % faster for lists of 4 MB and more. Rank 0 measures memcpy for all ranks.
+# The largest chunk of a large list that a rank publishes between two barriers. Larger chunks do not fit into the cache;
+# smaller chunks need more barriers and NumPy calls. This size was measured on a processor with a slow memcpy (Zen 3).
+# On a Xeon, chunks of half this size are 5 to 9 % faster for lists of 4 MB and more. Rank 0 measures memcpy for all
+# ranks.
 CHUNK_BYTES = 1024 * 1024
-# The same for movements and reductions to one rank, where some ranks write the next round while others read the last.
+# The largest number of bytes that a rank publishes in one round of the other collectives, in which some ranks already
+# write for the next round while others still read.
 ROUND_BYTES = 512 * 1024
-# Up to this size it is faster if every rank reduces everything after one barrier than if each reduces a share between
-# two barriers.
+# The largest array that is all-reduced in one round: up to this size it is faster if every rank reduces the whole array
+# after one barrier than if each rank reduces a share of it between two barriers.
 SMALL_BYTES = 128 * 1024
 
 
 class ShmBackend(Backend):
-    """Ranks on one Linux x86-64 host that share memory.
+    """The backend for ranks on one Linux x86-64 host, which share memory.
 
     Args:
-        descriptor: descriptor of a segment with segment_bytes(world_size) bytes; the backend closes it.
+        descriptor: the file descriptor of a segment with segment_bytes(world_size) bytes. The backend closes it.
         client: this rank's connection to the rendezvous server.
-        group: the communicator's name.
+        group: the name of the communicator.
         timeout_seconds: how long a collective waits for a rank.
-        chunk_bytes: size of the chunks of large lists; at most CHUNK_BYTES, the same on all ranks.
+        chunk_bytes: the size of the chunks of large lists: at most CHUNK_BYTES, and the same on all ranks.
     """
 
     name = "shm"
@@ -77,8 +79,8 @@ class ShmBackend(Backend):
     ) -> None:
         super().__init__(client, group, timeout_seconds)
         rank, world_size = self.rank, self.world_size
-        # Called now, because joining may have moved the ranks to one core. The core depends on the world rank, because
-        # groups share the cores.
+        # Called now, because the ranks may have been moved to one core while they joined. The core depends on the world
+        # rank, because all groups use the same cores.
         begin_on_core(self.ranks[rank])
         self._mapping = map_segment(descriptor)
         self._memory = memoryview(self._mapping)
@@ -112,7 +114,7 @@ class ShmBackend(Backend):
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
         if self.world_size == 1:
-            self._barrier.meet(agreement)
+            self._barrier.agree(agreement)
             for source, target in zip(sources, targets, strict=True):
                 if target is not source:
                     np.copyto(target, source)
@@ -147,7 +149,7 @@ class ShmBackend(Backend):
         *,
         checks: Checks,
     ) -> None:
-        if not isinstance(memory, SharedResidentMemory):  # a world of one rank
+        if not isinstance(memory, SharedResidentMemory):  # the world has only one rank
             super().all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, checks=checks)
             return
         with np.errstate(all="ignore"):  # see quiet_caller
@@ -228,11 +230,11 @@ class ShmBackend(Backend):
         return connect_shared_memory(client, name, seconds, seconds)
 
     def raise_if_ended(self, missing: list[int]) -> None:
-        with contextlib.suppress(ValueError):  # another thread has released the memory; the next check finds the end
-            self._barrier.waiting.look_for_failures(lambda: missing, 0.0, ANY_ROUND)
+        with contextlib.suppress(ValueError):  # another thread has released the memory; the next check raises
+            self._barrier.waiting.check_for_failures(lambda: missing, 0.0, ANY_ROUND)
 
     def agree(self, agreement: Agreement) -> None:
-        self._barrier.meet(agreement)
+        self._barrier.agree(agreement)
 
     def announce_close(self) -> None:
         self._barrier.announce_closed()
@@ -242,7 +244,8 @@ class ShmBackend(Backend):
 
     def release(self) -> None:
         self._when_dropped.detach()
-        # These objects form reference cycles: deleted here, so that the memory is freed now, not by garbage collection.
+        # These objects form reference cycles. They are deleted here, so that the memory is freed now, and not by a
+        # later garbage collection.
         self._plans.release()
         del self._plans, self._resident_reduction, self._context
         self._rings.release()
@@ -257,18 +260,18 @@ class ShmBackend(Backend):
 
 
 def _announce_dropped(barrier: SharedBarrier, pid: int) -> None:
-    if os.getpid() == pid:  # in the child of a fork the memory is the parent's
+    if os.getpid() == pid:  # in a forked child the memory is still that of the parent
         barrier.announce_closed()
 
 
 def segment_bytes(world_size: int) -> int:
-    """Returns the size of the ranks' shared memory."""
+    """Returns the size in bytes of a communicator's shared memory."""
     own_bytes = SharedRings.bytes_for(world_size, ROUND_BYTES) + Slots.bytes_for(world_size, CHUNK_BYTES)
     return header_bytes(world_size) + own_bytes + PointToPoint.bytes_for(world_size)
 
 
 def create_shared_memory(world_size: int) -> int:
-    """Returns the descriptor of new shared memory for a communicator.
+    """Makes the shared memory of a communicator, and returns its file descriptor.
 
     Raises:
         BackendUnavailable: there is not enough memory, or the kernel has no memfd.
@@ -277,17 +280,18 @@ def create_shared_memory(world_size: int) -> int:
 
 
 def check(_place: RankEnvironment) -> None:
-    """See BackendModule; raises BackendUnavailable outside Linux on x86-64."""
+    """Raises BackendUnavailable if this machine does not run Linux on x86-64; see BackendModule."""
     check_platform()
 
 
 def offer(settings: WorldSettings) -> str:
-    """See BackendModule; raises BackendUnavailable without enough memory, or where ranks are on several hosts."""
+    """Raises BackendUnavailable if there is not enough memory, or the ranks are on several hosts; see BackendModule."""
     place = settings.place
     check(place)
     if place.local_world_size != place.world_size:
         raise BackendUnavailable(
-            f"it needs all ranks on one host; {place.local_world_size} of {place.world_size} ranks are on this one"
+            "shared memory needs all ranks on one host; "
+            f"{place.local_world_size} of {place.world_size} ranks are on this host"
         )
     if place.rank == 0:  # rank 0 makes the memory for all
         os.close(create_shared_memory(place.world_size))
@@ -295,26 +299,28 @@ def offer(settings: WorldSettings) -> str:
 
 
 def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> ShmBackend:
-    """See BackendModule; raises as connect_shared_memory."""
+    """Returns this rank's backend; see BackendModule and connect_shared_memory."""
     return connect_shared_memory(client, group, settings.timeout_seconds, settings.collective_timeout_seconds)
 
 
 def connect_shared_memory(
     client: RendezvousClient, group: str, timeout_seconds: float, collective_timeout_seconds: float
 ) -> ShmBackend:
-    """Builds the backend of all ranks of a rendezvous. Every rank must call it with the same group.
+    """Returns this rank's shared-memory backend for a group. Every rank must call this function with the same group.
 
-    The caller must report a failure to the other ranks, which would otherwise wait for this one.
+    If this function raises an error, the caller must report the error to the other ranks, which would otherwise wait
+    for this rank.
 
     Args:
-        client: this rank's client.
-        group: a name not used before in this generation.
-        timeout_seconds: the deadline for passing the memory to all ranks.
+        client: this rank's client of the rendezvous server.
+        group: the name of the group, which no earlier group of this generation has used.
+        timeout_seconds: the time limit for passing the memory to all ranks.
         collective_timeout_seconds: how long a collective waits for a rank.
 
     Raises:
-        BackendUnavailable: not Linux on x86-64, not enough memory, or the ranks are not on one host.
-        RendezvousTimeout, RankFailed: a rank did not call this function, or died.
+        BackendUnavailable: this machine does not run Linux on x86-64, there is not enough memory, or the ranks are not
+            on one host.
+        RendezvousTimeout, RankFailed: another rank did not call this function in time, or died.
     """
     check_platform()
     deadline = time.monotonic() + timeout_seconds
@@ -332,7 +338,7 @@ def connect_shared_memory(
         try:
             descriptor = take_segment(ticket, max(1.0, deadline - time.monotonic()))
         except BackendUnavailable:
-            await_cause(CAUSE_SECONDS, client.check)  # the root may be gone because of a failure, which is the cause
+            await_cause(CAUSE_SECONDS, client.check)  # if the root is gone because of a failure, that failure is raised
             raise
     chunk_bytes = CHUNK_BYTES if slow_memcpy else CHUNK_BYTES // 2
     return ShmBackend(descriptor, client, group, collective_timeout_seconds, chunk_bytes)
@@ -343,6 +349,6 @@ def _offer(client: RendezvousClient, key: str, descriptor: int, deadline: float,
     try:
         client.set(key, bytes([slow_memcpy]) + offer.ticket)
         offer.serve(descriptor, client.world_size - 1, deadline, client.check)
-        client.delete(key)  # all have taken it
+        client.delete(key)  # all ranks have the memory now
     finally:
         offer.close()
