@@ -143,15 +143,15 @@ def refuse(comm: Any) -> None:
     for _ in range(10_000):
         deep = [deep]
     average, wrong = gs.average_gradients, gs.InvalidArgument
-    expect(wrong, lambda: average({"a": {"b": "text"}}), "a/b is str, and no gradient")
+    expect(wrong, lambda: average({"a": {"b": "text"}}), "a/b is str, not a gradient")
     expect(wrong, lambda: average({"a": weights, "b": weights[4:]}), "gradient of b shares memory with the gradient of")
     expect(wrong, lambda: average({1: weights, "1": np.zeros(2)}), "two values of the tree have the path 1")
     expect(wrong, lambda: average(inside), "0: this list contains itself")
     expect(wrong, lambda: average(deep), "nested too deep")
     expect(wrong, lambda: average([weights], op="max"), "max")
     expect(wrong, lambda: average([weights], "sum"), "pass op= and communicator= by name")
-    expect(wrong, lambda: average([weights], gs.AllreduceCallback(), op="sum"), "op= beside a callback")
-    expect(wrong, lambda: average([weights], gs.AllreduceCallback(), communicator=comm), "communicator= beside")
+    expect(wrong, lambda: average([weights], gs.AllreduceCallback(), op="sum"), "op= together with a callback")
+    expect(wrong, lambda: average([weights], gs.AllreduceCallback(), communicator=comm), "communicator= together")
     expect(gs.UnsupportedDtype, lambda: average({"a": [np.zeros(2, int)]}), "a/0: mean is not defined for dtype int64")
     expect(gs.UnsupportedDtype, lambda: average({"a": True}), "a: ")
     assert average({"a": weights})["a"] is weights

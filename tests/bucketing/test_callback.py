@@ -138,7 +138,7 @@ def test_bad_arguments_are_told_at_once() -> None:
         gs.AllreduceCallback("mean", comm, "gloo")
     with pytest.raises(gs.InvalidArgument, match="Communicator"):
         gs.AllreduceCallback("mean", "world")  # type: ignore[arg-type]
-    with pytest.raises(gs.InvalidArgument, match="wants backend 'nccl'"):
+    with pytest.raises(gs.InvalidArgument, match="needs backend 'nccl'"):
         gs.AllreduceCallback("mean", comm, "nccl")("w", np.ones(1))
     with pytest.raises(gs.InvalidArgument, match="init_process_group"):
         gs.AllreduceCallback("mean")("w", np.ones(1))
@@ -260,7 +260,7 @@ def test_a_callback_shows_what_it_is() -> None:
         sync("p", np.ones(3))
         sync.flush()
         sync("p", np.ones(3))
-        shown = "<AllreduceCallback(\"mean\", name='critic') on rank 0/1: 1 steps, 1 gradients of the next>"
+        shown = "<AllreduceCallback(\"mean\", name='critic') on rank 0/1: 1 steps, 1 gradients of the next step>"
         assert repr(sync) == shown
         sync.flush()
 

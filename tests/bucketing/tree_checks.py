@@ -241,7 +241,7 @@ def refuse_before_anything_is_sent(comm: Any) -> None:
         for tree, text in [
             ({"c": circle}, "rank 1/2: broadcast_tree: c/1/again: this list contains itself"),
             ({"n": {float("nan"): weights}}, "n: a dict has the key nan, which is not equal to itself"),
-            ({"o": Only.the_one}, "o: no other Only can be made like this one: TypeError"),
+            ({"o": Only.the_one}, "o: gradsync cannot copy this Only: TypeError"),
             (deep, "nested too deep"),
         ]:
             expect(gs.InvalidArgument, partial(gs.broadcast_tree, tree), text)

@@ -1,10 +1,11 @@
-"""Bucketing: from single gradients to flat buffers, and back.
+"""Bucketing: packs single gradients into flat buffers, reduces the buffers, and unpacks the results.
 
-The way of a gradient: `callback` (called by the program), `step` (does it repeat the last one?), `plan` (which bucket),
-`reducer` (the bucket's all-reduce), and gradsync.futures. Beside the way: `gradient` (which arrays are accepted, where
-results go), `options`, `guard` (gradients in flight are read-only), `agreements` (the ranks compare them), `values`
-(NaN, the norm, clipping), `compression`, `bucket_memory` (gradients that live in buckets), `bucket_hook`, `join`,
-`accumulation` (local passes), `forgotten` (never reduced) and `shapes_file`. `lists` and `trees` are for programs that
+A gradient passes through these modules, in this order: `callback` (called by the program), `step` (does this step
+repeat the last one?), `plan` (assigns the gradient to a bucket), `reducer` (runs the bucket's all-reduce), and
+gradsync.futures. Other modules help them: `gradient` (which arrays are accepted, where results are written), `options`,
+`guard` (gradients in flight are read-only), `agreements` (the ranks compare their gradients), `values` (NaN, the norm,
+clipping), `compression`, `bucket_memory` (gradients that live in buckets), `bucket_hook`, `join`, `accumulation` (local
+passes), `forgotten` (gradients that were never reduced) and `shapes_file`. `lists` and `trees` are for programs that
 have all gradients at once.
 """
 

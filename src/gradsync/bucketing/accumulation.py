@@ -1,6 +1,7 @@
-"""The gradients of local passes, added up by parameter until a step takes the sums.
+"""Sums of gradients over local passes: one sum for each parameter, until a step reduces the sums.
 
-On a GPU an addition is work on the current stream of the hand-over, and each addition waits for the one before.
+On a GPU an addition is queued on the stream that is current when the program hands the gradient over. Each addition
+waits until the addition before it has ended.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from gradsync.reduction import Array
 
 
 class _Memory(NamedTuple):
-    """The memory of an array that was handed over: bytes [begin, end) of an object.
+    """The memory of an array that was handed over: the addresses [begin, end) in the memory of an owner.
 
     Attributes:
-        owner: returns the object; None once the object is gone, so that another array may have got the memory.
-        begin, end: addresses.
+        owner: a function that returns the object that owns the memory; None once that object is deleted, because
+            another array may then use the memory.
+        begin: the address of the first byte.
+        end: the address after the last byte.
     """
 
     owner: Callable[[], Any]
@@ -35,13 +38,13 @@ class _Memory(NamedTuple):
 
 
 class _Sum:
-    """The sum of one parameter.
+    """The sum of one parameter's gradients.
 
     Attributes:
-        parameter: the parameter, held so that no other object gets its id.
+        parameter: the parameter, kept alive so that no other object gets its id.
         name: the parameter's name, the same on all ranks.
         total: the sum so far, in memory to which no caller can write.
-        mark: marks the work of the last addition; see Communicator._mark_work.
+        mark: a GPU event after the last addition; None on the CPU. See Backend.mark_work.
         handed_over: the memory of the arrays that were handed over and still exist.
     """
 
@@ -56,37 +59,37 @@ class _Sum:
 
 
 class Accumulation:
-    """The sums of one callback between two steps.
+    """The sums of gradients that one callback holds between two steps.
 
     Attributes:
-        by_key: the sums by the parameter's key, in order of arrival.
-        is_reused: whether an array that arrives in several passes holds only the gradient of its pass, as the program
-            says.
+        by_key: a dict of the sums, by the key of the parameter, in order of arrival.
+        is_reused: whether the program may hand over one array in several passes. It then promises that the array holds
+            only the gradient of the current pass.
     """
 
     def __init__(self) -> None:
         self.by_key: dict[Hashable, _Sum] = {}
         self.is_reused = False
-        self._in_pass: set[Hashable] = set()  # the parameters of the local pass that has not ended
+        self._in_pass: set[Hashable] = set()  # the keys of parameters with a gradient in the current local pass
 
     def add(self, param: Any, key: Hashable, name: str, grad: Any, native: Array, communicator: Communicator) -> Array:
-        """Adds a gradient to its parameter's sum, and returns the sum so far, read-only on the CPU.
+        """Adds a gradient to its parameter's sum. Returns the sum so far, which is read-only on the CPU.
 
         Args:
             param: the parameter.
-            key: identifies the parameter in this process.
+            key: the key that identifies the parameter in this process.
             name: the parameter's name, the same on all ranks.
             grad: the gradient that was handed over.
-            native: the gradient as the communicator's array.
+            native: the gradient as a native array (see ArrayKind).
             communicator: the communicator that will reduce the sum.
 
         Raises:
-            InvalidArgument: the parameter has a gradient in this pass already, or had another shape or dtype before, or
-                the array may contain an earlier gradient of the step.
+            InvalidArgument: the parameter already has a gradient in this pass, its earlier gradient has a different
+                shape or dtype, or the array may contain an earlier gradient of the step.
         """
         known, memory = self.by_key.get(key), _memory_of(grad, native, communicator)
         if known is None:
-            # Not in the bucket: the caller may write to it, and it holds the last step's results.
+            # The sum is not in the bucket: the caller may write to the bucket, and it holds the last step's results.
             known = _Sum(param, name, communicator._arrays.empty_like(native))
             known.total[...] = _in_memory_of(native, known.total)
             self.by_key[key] = known
@@ -108,9 +111,9 @@ class Accumulation:
         return total
 
     def take(self, key: Hashable, grad: Any, native: Array, communicator: Communicator) -> tuple[Any, Array]:
-        """Adds the last gradient to its parameter's sum; returns the sum as an array, and as a native array.
+        """Adds the gradient of the last pass to its parameter's sum; returns the sum as (array, native array).
 
-        Without a sum it returns the gradient as it is.
+        If the parameter has no sum, returns the gradient unchanged.
         """
         known = self.by_key.get(key)
         if known is None:
@@ -120,7 +123,7 @@ class Accumulation:
         return known.total, known.total
 
     def take_rest(self, communicator: Communicator) -> list[tuple[Any, Array]]:
-        """Returns the parameters with gradients in local passes only, and their sums, in order of arrival."""
+        """Returns the parameters without a gradient in the last pass, with their sums, in order of arrival."""
         rest, self.by_key = self.by_key, {}
         if communicator._runs_beside_host:
             communicator._follow_work([known.mark for known in rest.values()])
@@ -131,7 +134,7 @@ class Accumulation:
         return [known.name for known in self.by_key.values()]
 
     def end_pass(self) -> bool:
-        """Ends a local pass; returns whether it had a gradient."""
+        """Ends a local pass; returns whether the pass had a gradient."""
         has_gradients = bool(self._in_pass)
         self._in_pass.clear()
         return has_gradients
@@ -142,20 +145,20 @@ class Accumulation:
         self._in_pass.clear()
 
     def _add_to(self, known: _Sum, native: Array, memory: Sequence[_Memory], communicator: Communicator) -> None:
-        """Adds a gradient to a sum; refuses a gradient in memory that was handed over before."""
+        """Adds a gradient to a sum. Raises if an earlier gradient of the step lies in the same memory."""
         label, total = communicator.label, known.total
         if (total.shape, total.dtype) != (native.shape, native.dtype):
             raise InvalidArgument(
-                f"{label}: the gradient of {known.name} must be {total.dtype}{list(total.shape)}, as in the local "
-                f"pass before, got {native.dtype}{list(native.shape)}"
+                f"{label}: the gradient of {known.name} must be {total.dtype}{list(total.shape)}, as in the last "
+                f"local pass, got {native.dtype}{list(native.shape)}"
             )
         arrays = communicator._arrays
         if native.size:
             (begin, end), (first, last) = arrays.byte_bounds(native), arrays.byte_bounds(total)
             if begin < last and first < end:
                 raise InvalidArgument(
-                    f"{label}: the gradient of {known.name} lies in the memory of its sum so far: hand over the "
-                    "gradient of this pass alone"
+                    f"{label}: the gradient of {known.name} shares memory with its sum so far: hand over only "
+                    "the gradient of this pass"
                 )
         if not self.is_reused and any(each.overlaps(before) for each in memory for before in known.handed_over):
             raise InvalidArgument(
@@ -165,12 +168,12 @@ class Accumulation:
             )
         if communicator._runs_beside_host:
             communicator._follow_work([known.mark])  # the pass before may have run on another stream
-        with np.errstate(all="ignore"):  # the result shows NaN and infinity
+        with np.errstate(all="ignore"):  # no warnings: NaN and infinity are visible in the result
             total += _in_memory_of(native, total)
 
 
 def _in_memory_of(native: Array, total: Array) -> Any:
-    """Returns an array in the memory where its sum is: the host's, or the device's."""
+    """Returns an array in the same kind of memory as its sum; copies it to the host or the device if needed."""
     array: Any = native
     if isinstance(native, np.ndarray) == isinstance(total, np.ndarray):
         return array
@@ -178,7 +181,7 @@ def _in_memory_of(native: Array, total: Array) -> Any:
 
 
 def _memory_of(grad: Any, native: Array, communicator: Communicator) -> list[_Memory]:
-    """Returns the memory of an array twice: as that of the array itself, and as that of the memory's owner."""
+    """Returns the memory of an array: one entry owned by the array itself, one by the object that owns its memory."""
     bounds = communicator._arrays.byte_bounds(native) if native.size else (0, 0)
     owner: Any = native
     while (base := _base(owner)) is not None:
@@ -187,7 +190,7 @@ def _memory_of(grad: Any, native: Array, communicator: Communicator) -> list[_Me
     for each in {id(each): each for each in (grad, owner)}.values():
         try:
             found.append(_Memory(weakref.ref(each), *bounds))
-        except TypeError:  # a class without weak references: then only its owner identifies it
+        except TypeError:  # a class without weak references: only the owner identifies the memory
             if isinstance(each, bytearray):
                 found.append(_Memory(_LastReference(each), *bounds))
     return found
@@ -201,12 +204,12 @@ def _base(owner: Any) -> Any:
 
 
 class _LastReference:
-    """A reference to a bytearray, which has no weak references: returns None once it holds the last reference."""
+    """Acts as a weak reference to a bytearray, which supports none. Returns None once no other reference is left."""
 
     def __init__(self, owner: bytearray) -> None:
         self._owner: bytearray | None = owner
 
     def __call__(self) -> bytearray | None:
-        if sys.getrefcount(self._owner) == 2:  # the attribute, and the argument of the call
+        if sys.getrefcount(self._owner) == 2:  # the attribute, and the argument of getrefcount()
             self._owner = None
         return self._owner

@@ -1,15 +1,15 @@
-"""The agreements of a callback: all ranks use the same callback, and agree on each event of its steps.
+"""The agreements of a callback: the ranks check that they use the same callback, and run the same events.
 
-The events of a step are its buckets and its flush.
+The events of a step are the reductions of its buckets, and its flush.
 
-Ranks that use their callbacks in different orders would average the gradients of two models. A callback is known by the
-name that the program gave it, or by the line that made it. At the first use of a callback on a communicator the ranks
-compare the names or lines. From then on the callback's number on that communicator is a part of every digest of its
-steps.
+If ranks used their callbacks in different orders, they would average the gradients of different models. So the ranks
+compare callbacks at the first use of a callback on a communicator. They compare the name that the program gave the
+callback or, if it has no name, the lines of code that constructed it. Afterwards the digest of each event contains the
+callback's number on that communicator.
 
-The number counts first uses, not constructions: one rank may have made one more callback, which it never uses, and
-ranks may make their callbacks at different lines. The number alone is not enough: if two ranks use two callbacks
-crosswise, both first uses have the same number.
+The communicator numbers callbacks in the order of first use, not of construction: one rank may construct a callback
+that it never uses. The number alone is not enough: if rank 0 first uses callback A and rank 1 first uses callback B,
+both callbacks get number 1.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gradsync.diagnostics import names_text, size_text
 from gradsync.errors import InvalidArgument, callers, shown
 from gradsync.reduction import ReduceOp
 
-#: Returns gradients, whether no more will follow, and the limits of the buckets' sizes, by option; see
-#: StepEvents.arrived.
+#: Returns this rank's gradients that are not reduced yet, True if no more gradients will follow in the step, and the
+#: limits of the buckets' sizes by option.
 Arrived = Callable[[], tuple[list[GradientSpec], bool, dict[str, str]]]
 
 
@@ -39,16 +39,18 @@ _Settings = tuple[tuple[str, str], ...]
 
 
 class StepEvents:
-    """The events of a step, each as an Agreement; a step that repeats the last one makes no new agreements.
+    """Makes an Agreement for each event of a step. A step that repeats the last one reuses its agreements.
 
     Args:
-        op: sum or mean.
-        settings: the options on which the ranks must agree, and their values; "" if the name says it all.
+        op: the operator of the reduction: sum or mean.
+        settings: the options on which the ranks must agree, by name, with their values as text; a flag has the value
+            "".
 
     Attributes:
         local_passes: the number of local passes before this step.
-        arrived: a method of Step, whose object is not kept alive, or None. It returns the gradients that this rank has
-            handed over and that are not reduced yet, whether no more will follow, and the limits of the buckets' sizes.
+        arrived: a weak reference to a method of Step, or None. The method returns three values: the gradients that this
+            rank has handed over and that are not reduced yet, whether no more will follow in this step, and the limits
+            of the buckets' sizes by option.
     """
 
     arrived: WeakMethod[Arrived] | None = None
@@ -70,13 +72,13 @@ class StepEvents:
         self._known: list[tuple[Bucket | _Flush, int, Agreement]] = []
 
     def change_callback(self, callback: KnownCallback | None) -> None:
-        """Includes the callback in the digests of later events; None includes no callback."""
+        """Includes a callback in the digests of later events; None includes no callback."""
         self._callback = callback
         self._known = []
         self._others = {}
 
     def of_callback(self, agreement: Agreement) -> Agreement:
-        """Includes the callback in an agreement outside the steps, such as the agreement on the buckets' memory."""
+        """Returns an agreement outside the steps (such as that on the buckets' memory) that includes the callback."""
         if self._callback is None:
             return agreement
         known = self._others.get(agreement.digest)
@@ -85,22 +87,22 @@ class StepEvents:
         return known
 
     def begin_step(self, passes: int = 0) -> None:
-        """Begins with the first event of a step after `passes` local passes."""
+        """Begins a step that follows `passes` local passes."""
         self._index = 0
         self.local_passes = passes
 
     def bucket(self, bucket: Bucket) -> Agreement:
-        """Returns the agreement to reduce this bucket next."""
+        """Returns the agreement on the reduction of a bucket, as the next event of the step."""
         index = self._index
         if index < len(self._known):
             known, passes, agreement = self._known[index]
-            if known is bucket and passes == self.local_passes:  # a step that repeats the last has the same objects
+            if known is bucket and passes == self.local_passes:  # a repeated step has the same bucket objects
                 self._index = index + 1
                 return agreement
         return self._add(bucket)
 
     def flush(self, gradients: int, missing: tuple[str, ...] = ()) -> Agreement:
-        """Returns the agreement that the step ends after `gradients` gradients; `missing` names missing ones."""
+        """Returns the agreement on the end of a step with `gradients` gradients; `missing` names missing gradients."""
         event, index = _Flush(gradients, missing), self._index
         if index == 0:  # an empty step leaves the known events as they are
             return self._make(event, 0)
@@ -112,7 +114,7 @@ class StepEvents:
         return self._add(event)
 
     def _add(self, event: Bucket | _Flush) -> Agreement:
-        """Adds an event that the last step did not have at this index."""
+        """Makes the agreement on an event that the last step did not have at this index."""
         index, self._index = self._index, self._index + 1
         agreement = self._make(event, index)
         self._known[index:] = [(event, self.local_passes, agreement)]
@@ -143,7 +145,7 @@ class _Flush(NamedTuple):
 
 
 def _so_far(arrived: WeakMethod[Arrived], event: Bucket | _Flush) -> StepSoFar:
-    """Returns the step of this rank up to an event, without the gradients of the event."""
+    """Returns this rank's step up to an event (its gradients for later events), for the error of a mismatch."""
     method = arrived()
     if method is None:
         return StepSoFar()
@@ -211,18 +213,21 @@ def _count(number: int, one: str, many: str = "") -> str:
 # -- Which callback it is --------------------------------------------------------------------------------------------
 
 _FIRST_USE = "the first use of a callback"
-_MOST_CHARACTERS = 80  # of a name
+_MOST_CHARACTERS = 80  # in a callback's name
 
 
 class KnownCallback(NamedTuple):
-    """A callback that all ranks of a communicator know. It keeps neither the callback nor the communicator alive.
+    """A callback on whose first use all ranks of a communicator have agreed.
+
+    This object keeps neither the callback nor the communicator alive.
 
     Attributes:
         number: the callback's number on the communicator, from 1, in the order of first use; the same on all ranks.
         name: the name that the program gave the callback, or None.
         made_at: the line of this rank's program that made the callback.
-        used: the number of callbacks used on the communicator so far, in a list of one, which these callbacks share.
-        communicator: a reference to the communicator.
+        used: a list of one number, which all callbacks of the communicator share: how many callbacks have been used
+            there.
+        communicator: a weak reference to the communicator.
     """
 
     number: int
@@ -232,7 +237,7 @@ class KnownCallback(NamedTuple):
     communicator: ReferenceType[Communicator]
 
     def include_in(self, agreement: Agreement) -> Agreement:
-        """Returns the agreement with this callback in its digest and texts."""
+        """Returns a copy of the agreement whose digest and texts include this callback."""
         return agreement._replace(
             digest=digest_of(agreement.digest, self.number),
             describe=partial(self._describe, agreement),
@@ -263,14 +268,16 @@ class KnownCallback(NamedTuple):
 
 
 class CallbackIdentity:
-    """The name of one callback, or the lines that made it. It lives as long as its callback, which alone holds it.
+    """Identifies one callback by its name, or by the lines of code that constructed it.
+
+    Only the callback refers to this object, so both have the same lifetime.
 
     Args:
         name: the name that the program gave the callback, or None.
-        group: the callback's communicator; None is the world's.
+        group: the callback's communicator; None means the world communicator.
 
     Raises:
-        InvalidArgument: the name is not text of one line, or is too long.
+        InvalidArgument: the name is not a string of printable characters, or is too long.
     """
 
     def __init__(self, name: str | None, group: Communicator | None) -> None:
@@ -288,28 +295,30 @@ class CallbackIdentity:
         # ranks.
         self._number = 0 if name is not None else _made.count(group, self._stack)
         identity = (self._stack, self._number) if name is None else name
-        self._digest = digest_of(identity) >> 1  # numbers that ranks share have a sign
+        self._digest = digest_of(identity) >> 1  # 63 bits, because ranks share signed 64-bit numbers
         self._known: WeakKeyDictionary[Communicator, KnownCallback] = WeakKeyDictionary()
         _living[next(_serials)] = self
 
     def known_on(self, communicator: Communicator) -> KnownCallback | None:
-        """Returns the callback as the ranks know it; None before its first use on this communicator."""
+        """Returns the callback as the ranks of a communicator know it; None before its first use there."""
         return self._known.get(communicator)
 
     def agree(self, communicator: Communicator) -> KnownCallback:
-        """Checks that the other ranks use the same callback. Collective, before its first use on a communicator.
+        """Checks that the other ranks use the same callback.
+
+        Collective; runs before the callback's first use on a communicator.
 
         Raises:
-            PlanMismatch: ranks use different callbacks; on all ranks.
-            RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+            PlanMismatch: ranks use different callbacks; all ranks raise it.
+            RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
         """
         agreement = self._agreement(_FIRST_USE, self._name)
         digests = {digest for [digest] in communicator._share_numbers(_FIRST_USE, [self._digest], agreement)}
-        if len(digests) > 1:  # the ranks made them at different lines, perhaps on purpose, or use them crosswise
+        if len(digests) > 1:  # constructed at different lines, perhaps on purpose, or used in different orders
             holds = self._holds_other(digests - {self._digest}, communicator)
             agreement = self._agreement(_FIRST_USE, "made at different lines")
             if any(held for [held] in communicator._share_numbers(_FIRST_USE, [int(holds)], agreement)):
-                communicator._agree(self._agreement(_FIRST_USE, self._digest, shows_stack=True))  # raises: they differ
+                communicator._agree(self._agreement(_FIRST_USE, self._digest, shows_stack=True))  # the digests differ
         used = _used.setdefault(communicator, [0])
         used[0] += 1
         name = KnownCallback(used[0], self._name, _line_of(self._stack[0]), used, ref(communicator))
@@ -330,11 +339,11 @@ class CallbackIdentity:
             return any(each._is_for(communicator) and each.known_on(communicator) is None for each in others)
 
         if is_there():
-            gc.collect()  # callbacks that are only in a reference cycle must not count
+            gc.collect()  # deletes callbacks that are only in reference cycles
         return is_there()
 
     def is_other(self, number: int, communicator: Communicator) -> bool:
-        """Whether this callback is for the communicator, and has another number there, or none yet."""
+        """Whether this callback belongs to the communicator but is not the callback that has this number there."""
         known = self.known_on(communicator)
         return self._is_for(communicator) and (known is None or known.number != number)
 
@@ -343,14 +352,14 @@ class CallbackIdentity:
 
 
 class _Made(threading.local):
-    """Counts the callbacks without a name that this thread has made, by group and lines of code."""
+    """Counts the unnamed callbacks that this thread has constructed, by communicator and lines of code."""
 
     def __init__(self) -> None:
         self._of_world: dict[tuple[str, ...], int] = {}
         self._of_groups: WeakKeyDictionary[Communicator, dict[tuple[str, ...], int]] = WeakKeyDictionary()
 
     def count(self, group: Communicator | None, stack: tuple[str, ...]) -> int:
-        """Returns the number of callbacks that these lines have made before, and counts one more."""
+        """Returns the number of callbacks that these lines have constructed before, and counts one more."""
         counts = self._of_world if group is None else self._of_groups.setdefault(group, {})
         number = counts[stack] = counts.get(stack, -1) + 1
         return number
@@ -369,7 +378,7 @@ def _alive() -> list[CallbackIdentity]:
 
 
 def _describe(name: str | None, stack: tuple[str, ...], number: int | None) -> Description:
-    """Describes a first use: the line that made the callback, and below it the calls that led there."""
+    """Describes the first use of a callback: the line that constructed it, and the calls that led there."""
     if name is not None:
         return Description(f"the first use of callback {name!r} (made at {stack[0]})", kind="first use")
     lines = [f"called from {line}" for line in stack[1:]]
@@ -385,5 +394,5 @@ def _summary(name: str | None, stack: tuple[str, ...]) -> str:
 
 
 def _line_of(call: str) -> str:
-    """Returns "file:line" of "file:line in function"."""
+    """Returns the part "file:line" of the text "file:line in function"."""
     return call.partition(" in ")[0]

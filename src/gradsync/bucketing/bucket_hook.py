@@ -1,7 +1,8 @@
-"""The interface of hooks: a program's own function in place of a bucket's all-reduce.
+"""The interface of hooks. A hook is a function of the program that replaces the all-reduce of each bucket.
 
-A hook gets each bucket of a step, in the same order on every rank, and returns the reduced values of its flat buffer.
-The hooks of all ranks must call the same collectives on the bucket's communicator. gradsync/hooks.py has some hooks.
+gradsync calls the hook with each bucket of a step, in the same order on every rank. The hook returns the reduced values
+of the bucket's flat buffer. The hooks of all ranks must call the same collectives on the bucket's communicator.
+gradsync/hooks.py defines some hooks.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from gradsync.reduction import Array, ReduceOp
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GradientBucket:
-    """Some gradients of a step, packed, before their reduction.
+    """The argument of a hook: a bucket whose gradients are packed into one flat buffer, before their reduction.
 
     Attributes:
-        index: the bucket's number in its step, from 0. A bucket keeps its number while steps repeat.
-        names: the names of the gradients, in the order in which they lie in `flat`: a string as it is, other names as
-            repr().
-        shapes: the shapes of the gradients, in that order.
-        flat: 1-D contiguous array of this rank's values, on the communicator's device. The hook may write to it. It is
-            valid until the bucket has its result.
+        index: the bucket's number in its step, from 0. A bucket keeps its number as long as the steps repeat.
+        names: the names of the gradients, in the order of `flat`. A name that is a string is unchanged; another name is
+            given as its repr().
+        shapes: the shapes of the gradients, in the order of `flat`.
+        flat: a 1-D contiguous array of this rank's values, on the communicator's device. The hook may write to the
+            array. The array is valid until the bucket is reduced.
         communicator: the communicator whose ranks reduce the bucket.
         op: the required reduction: sum or mean.
     """
@@ -42,20 +43,20 @@ class GradientBucket:
     op: ReduceOp
 
     def gradients(self) -> list[Array]:
-        """Returns the gradients as views of `flat`, by shape."""
+        """Returns the gradients as views of `flat`, each in its shape."""
         return param_pack_split(self.flat, get_offsets(self.shapes), self.shapes)
 
 
-#: A hook returns the reduced values: an array of the size and dtype of `bucket.flat`, or that array itself, or a future
-#: of such an array, such as `bucket.communicator.asynchronous.all_reduce(bucket.flat, bucket.op)`.
+#: A hook returns the reduced values: `bucket.flat` itself, another array of its size and dtype, or a future of such
+#: an array, such as `bucket.communicator.asynchronous.all_reduce(bucket.flat, bucket.op)`.
 BucketHook = Callable[[GradientBucket], Any]
 
 
 def settings_of(hook: BucketHook) -> str:
-    """Returns the text about a hook on which ranks must agree: the hook's `settings` if it has any, else its name.
+    """Returns the text by which ranks compare their hooks: the hook's `settings` if it has any, else its name.
 
-    Several lambdas or inner functions may have one name, so their text includes a digest of their code. The ranks do
-    not compare the values in a closure, because a rank's number may be among them.
+    Different lambdas or inner functions may have the same name, so their text includes a digest of their code. The
+    ranks do not compare the values in a closure, because the number of the rank may be one of them.
     """
     settings = getattr(hook, "settings", None)
     if settings:
@@ -74,23 +75,23 @@ def _code_digest(code: CodeType) -> int:
     constants = [
         _code_digest(each) if isinstance(each, CodeType) else each
         for each in code.co_consts
-        if isinstance(each, (CodeType, str, bytes, int, float, complex))  # the order of a frozenset's repr differs
+        if isinstance(each, (CodeType, str, bytes, int, float, complex))  # no frozenset: its repr has no fixed order
     ]
     return digest_of(code.co_code, code.co_names, constants)
 
 
 def result_of(value: Any, bucket: GradientBucket) -> Array:
-    """Returns a hook's result for a bucket as a flat array; waits for a future.
+    """Returns the reduced values of a bucket as a flat array; waits if the hook has returned a future.
 
-    On a GPU the current stream waits for a future, the host does not.
+    On a GPU only the current stream waits for the future, not the host.
 
     Args:
         value: the hook's return value: an array, or an object whose result() gives an array.
         bucket: the bucket that the hook has reduced.
 
     Raises:
-        InvalidArgument: the result is not an array, or has another size or dtype.
-        PlanMismatch, RankFailed, ...: the error of the future.
+        InvalidArgument: the result is not an array, or has a wrong size or dtype.
+        PlanMismatch, RankFailed, ...: the future has failed with this error.
     """
     communicator = bucket.communicator
     if callable(getattr(value, "result", None)):

@@ -1,4 +1,6 @@
-"""Gradients that live inside the buckets: memory that is reduced in place, with a view for each parameter.
+"""The memory of gradients that live inside the buckets.
+
+The ranks reduce this memory in place. Each parameter has a view of it.
 
 The memory belongs to the communicator: on the CPU the ranks share the memory, on a GPU it is device memory. A view
 keeps the memory alive: a program may read its views after the communicator is closed, but the ranks cannot reduce the
@@ -20,29 +22,31 @@ from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, dtype_of
 
 
-class Stretch(NamedTuple):
-    """Where a bucket lies in the memory: bytes [begin, end)."""
+class ByteRange(NamedTuple):
+    """The bytes [begin, end) of the memory in which a bucket lies."""
 
     begin_bytes: int
     end_bytes: int
 
 
 class BucketMemory:
-    """The memory of all buckets of a plan. Collective: every rank makes it, for the same plan.
+    """The memory of all buckets of a plan.
+
+    Collective: every rank must construct it, for the same plan.
 
     Args:
         buckets: the buckets of the plan.
-        communicator: makes the memory, and reduces it.
-        agreed: includes the callback in an agreement; see StepEvents.of_callback.
+        communicator: the communicator that allocates the memory and reduces it.
+        agreed: a function that includes the callback in an agreement; see StepEvents.of_callback.
 
     Attributes:
         memory: the memory of all buckets.
-        views: the gradients, by position, each in its shape.
+        views: the view of each gradient in this memory, by position.
 
     Raises:
         PlanMismatch: the ranks' plans differ.
         BackendUnavailable: there is not enough memory.
-        RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
 
     def __init__(
@@ -51,12 +55,12 @@ class BucketMemory:
         communicator: Communicator,
         agreed: Callable[[Agreement], Agreement],
     ) -> None:
-        self._stretches: dict[int, Stretch] = {}
+        self._ranges: dict[int, ByteRange] = {}
         end = 0
         for bucket in buckets:
             begin = -(-end // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
             end = begin + bucket.size_bytes
-            self._stretches[bucket.number] = Stretch(begin, end)
+            self._ranges[bucket.number] = ByteRange(begin, end)
         self._arrays = communicator._arrays
         self._label = communicator.label
         self.memory: ResidentMemory = make_resident_memory(communicator, max(end, 1), agreed(_agreement(buckets)))
@@ -69,18 +73,18 @@ class BucketMemory:
                 self._names[slot.position] = slot.spec.name
         self._bounds = self._arrays.byte_bounds(self.memory.bytes)
 
-    def stretch(self, bucket: Bucket) -> Stretch:
-        """Returns the bytes of a bucket."""
-        return self._stretches[bucket.number]
+    def byte_range(self, bucket: Bucket) -> ByteRange:
+        """Returns the bytes of the memory in which a bucket lies."""
+        return self._ranges[bucket.number]
 
     def flat(self, bucket: Bucket) -> Array:
-        """Returns the gradients of a bucket as one 1-D array of its dtype."""
-        begin, end = self._stretches[bucket.number]
+        """Returns the gradients of a bucket as one 1-D array of the bucket's dtype."""
+        begin, end = self._ranges[bucket.number]
         flat: Array = self.memory.bytes[begin:end].view(dtype_of(bucket.dtype))
         return flat
 
     def holds(self, position: int, native: Array) -> bool:
-        """Whether an array is the view of the gradient at a position.
+        """Whether an array is the view that belongs to the gradient at a position.
 
         Raises:
             InvalidArgument: the array overlaps the view of another gradient: the reduction would mix the two.
@@ -102,7 +106,7 @@ class BucketMemory:
 
 
 def _agreement(buckets: Sequence[Bucket]) -> Agreement:
-    """Returns the agreement of the ranks before they make the memory."""
+    """Returns the agreement on the buckets, which the ranks make before they allocate the memory."""
     specs = [bucket.specs for bucket in buckets]
 
     def describe() -> Description:

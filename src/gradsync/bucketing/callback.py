@@ -1,8 +1,8 @@
 """AllreduceCallback: takes gradients one by one, reduces them bucket by bucket, resolves their futures.
 
-A program calls this class. The callback hands each gradient to step.py, which remembers the last step. plan.py says
-which buckets the gradient completes. reducer.py reduces a complete bucket at once, and the flush reduces the rest. The
-ranks agree on every bucket, and on the flush, before data moves.
+Programs use this class directly. The callback passes each gradient to step.py, which remembers the last step. plan.py
+decides which buckets the gradient completes. reducer.py reduces a complete bucket at once; the flush reduces the
+others. The ranks agree on every bucket, and on the flush, before they exchange data.
 """
 
 from __future__ import annotations
@@ -54,55 +54,58 @@ class AllreduceCallback:
             for name, future in futures.items():
                 weights[name] -= 0.1 * future.result()
 
-    Every rank must hand over the same gradients, and in the same order unless `parameters` is given. Where ranks
-    differ, all of them get PlanMismatch before data moves. (On NCCL, ranks that leave a plan which they have repeated
-    notice it too late: PlanMismatch.broken.) Gradients of one dtype fill a bucket until the threshold is reached; the
-    bucket's all-reduce then starts at once. The reduced values are written into the gradient that was handed over,
-    unless that is read-only.
+    Every rank must hand over the same gradients, and in the same order unless `parameters` is given. If the ranks
+    differ, all of them raise PlanMismatch before they exchange data. (On NCCL, ranks whose steps repeat may notice a
+    difference too late; see PlanMismatch.broken.) Gradients of one dtype fill a bucket until the threshold is reached;
+    the bucket's all-reduce then starts at once. The reduced values are written into the gradient that was handed over,
+    unless that array is read-only.
 
     Args:
-        reduce_method: "sum" or "mean", in any case. "mean" needs floating or complex gradients.
-        group: the communicator; None is the world's, looked up at each call.
-        backend: None or "auto", or the backend that the communicator must have.
-        name: the callback's name, the same on all ranks. Ranks that use callbacks of other names, or in another order,
-            get PlanMismatch, which shows the names. The ranks know a callback without a name by the line that made it:
-            name each callback if ranks make several callbacks at different lines, or in threads.
-        threshold_bytes: size that a bucket of several gradients never exceeds, in bytes or as text: "25 MB" is
-            25 * 1024**2; a larger gradient goes alone. None is 10 MiB, and 64 MiB for `gradient_as_bucket_view` on the
+        reduce_method: "sum" or "mean", in upper or lower case. "mean" needs floating or complex gradients.
+        group: the communicator; None means the world communicator at the time of each call.
+        backend: the backend that the communicator must have; None or "auto" allows any backend.
+        name: the callback's name, the same on all ranks. If ranks use callbacks with different names, or in a different
+            order, they raise PlanMismatch, which shows the names. The ranks identify a callback without a name by the
+            line that constructed it. So name each callback if ranks construct callbacks at different lines, or in
+            threads.
+        threshold_bytes: the largest size of a bucket of several gradients, in bytes or as text; "25 MB" means 25 MiB. A
+            larger gradient gets a bucket of its own. None means 10 MiB, or 64 MiB for `gradient_as_bucket_view` on the
             CPU.
-        first_bucket_bytes: the threshold for the first bucket of a step, so that communication starts early.
-        parameters: names -> array or (shape, dtype); or a list of arrays, if gradients are handed over by arrays.
-            It fixes the gradients of each step and the buckets. Buckets are launched in this order, in whatever order
-            the gradients arrive. Arrays must be the parameters themselves: before the first step the ranks compare
-            the arrays' bytes, once (0.1 s for 100 MB), and a warning of the logger `gradsync` names the first array
-            that differs. Pass (shape, dtype) in place of an array that only shows a shape.
-        missing: the action of flush() if a parameter has no gradient. "error": it raises, on all ranks. "zero": it
-            reduces zeros for the parameter, and puts the result into `filled`.
-        gradient_as_bucket_view: gradients live inside the buckets; needs `parameters`. Futures give views of the
-            buckets, whose values are valid until the next step. See gradient_buffers().
-        compression: "float16" or "bfloat16": the dtype in which float32 and float64 gradients travel. On the CPU
-            gradsync adds them up in float32, in rank order (over MPI up to 16 ranks), and rounds the sum once; NCCL
-            adds in half precision.
-        prescale: factor of the gradients before the reduction.
-        postscale: factor of the results after it.
-        nonfinite: the treatment of NaN and infinity, on all ranks in the same step. "off": none. "raise": flush()
-            raises NonFiniteGradient, which names the parameter and the rank. "skip": `skip_step` is True, for loss
-            scaling. A sum that overflows counts too.
-        clip_norm: the largest Euclidean norm of all reduced gradients of a step. If their norm is larger, flush()
-            scales them down to this norm; float("inf") only computes the norm. `norm` has the value before clipping.
-            Until the flush, and in done-callbacks, gradients are not clipped yet.
-        lock_gradients: makes NumPy gradients read-only from their hand-over until their future is done. A
-            `gradient += ...` in between then raises ValueError ("assignment destination is read-only"); otherwise the
-            addend would be averaged in, or lost. gradsync locks only arrays whose flag can surely be restored: arrays
+        first_bucket_bytes: the threshold for the first bucket of a step. A small value starts communication early.
+        parameters: a mapping of names to arrays or to (shape, dtype). Or a list of arrays, if the program hands over
+            gradients with arrays as `param`. This option fixes the gradients of each step and the buckets. Buckets are
+            launched in the order of this option, in whatever order the gradients arrive. Arrays must be the parameters
+            themselves: before the first step the ranks compare the arrays' bytes, once (0.1 s for 100 MB). If they
+            differ, the logger `gradsync` warns, and names the first array that differs. If you have only an array of
+            the right shape, pass (shape, dtype) instead.
+        missing: the action of flush() if a parameter has no gradient. "error": flush() raises on all ranks. "zero":
+            flush() reduces zeros for the parameter, and puts the result into `filled`.
+        gradient_as_bucket_view: whether gradients live inside the buckets; needs `parameters`. The futures then give
+            views of the buckets, whose values are valid until the next step. See gradient_buffers().
+        compression: "float16" or "bfloat16": the dtype in which float32 and float64 gradients are sent. On the CPU
+            gradsync adds these values up in float32, in rank order, and rounds the sum once; over MPI this holds for up
+            to 16 ranks. NCCL adds in half precision.
+        prescale: the factor by which gradients are multiplied before the reduction.
+        postscale: the factor by which results are multiplied after the reduction.
+        nonfinite: the treatment of NaN and infinity; all ranks treat a step alike. "off": gradsync does not check.
+            "raise": flush() raises NonFiniteGradient, which names the parameter and the rank. "skip": flush() sets
+            `skip_step`, for loss scaling. An overflow in the sum counts as infinity.
+        clip_norm: the largest allowed Euclidean norm of all reduced gradients of a step together. If their norm is
+            larger, flush() scales the gradients down to this norm; float("inf") only computes the norm. The attribute
+            `norm` has the value before clipping. Gradients are not clipped yet before the flush has ended, nor in
+            done-callbacks.
+        lock_gradients: whether NumPy gradients are read-only from their hand-over until their future is done. A
+            `gradient += ...` in between then raises ValueError ("assignment destination is read-only"). Without the
+            lock, its addend would be averaged in, or lost. gradsync locks only arrays that it can surely unlock: arrays
             that own their memory, and views of such arrays. A program can still write to the base array of a gradient,
             and to older views. False locks nothing. Ranks may differ in this option.
 
     Raises:
-        InvalidArgument: an unknown word, a size below 1, options that exclude each other, or a group that is no
-            communicator. Later, if the process group ends with gradients that were handed over and never reduced.
-        BackendUnavailable: compression="bfloat16" without ml_dtypes.
+        InvalidArgument: an option has an unknown value, a size is below 1, two options exclude each other, or the group
+            is not a communicator. Later, when the process group ends: gradients were handed over and never reduced.
+        BackendUnavailable: the compression is "bfloat16", and ml_dtypes is not installed.
 
-    Source: bucketing as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), with the arrival order of MegEngine.
+    Source: buckets as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), filled in arrival order as in MegEngine.
     """
 
     def __init__(
@@ -150,9 +153,9 @@ class AllreduceCallback:
         )
         self._group = group
         self._step = Step(options, CallbackIdentity(name, group))
-        # Takes a gradient: another function within blocks of local passes.
+        # The function that takes a gradient. A block of local passes replaces it.
         self._take: Callable[[Any, Any, Communicator], GradientFuture] = self._step.take
-        self._is_local = False  # whether such a block is open
+        self._is_local = False  # whether a block of local passes is open
         self.statistics = self._step.reducer.statistics
         watch(self, self._step)
         if parameters is not None and (group is not None or world.current is not None):
@@ -160,36 +163,37 @@ class AllreduceCallback:
 
     @property
     def threshold_bytes(self) -> int:
-        """Size in bytes that a bucket of several gradients never exceeds.
+        """The largest size of a bucket of several gradients, in bytes.
 
-        With `gradient_as_bucket_view`, and no threshold passed, it is known only from the first use on.
+        With `gradient_as_bucket_view` and without a passed threshold, the value is final only after the first use.
         """
         return self._step.planner.threshold_bytes
 
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
         """Hands over one gradient; reduces the bucket that it completes.
 
-        Every rank must call it for the same parameters, without `parameters` in the same order. Until the future is
-        done the gradient belongs to gradsync: do not write to it. A NumPy gradient is read-only meanwhile; see
-        lock_gradients.
+        Every rank must call it for the same parameters. Without the option `parameters` the order must be the same too.
+        Until the future is done the gradient belongs to gradsync: do not write to it. Until then a NumPy gradient is
+        read-only; see the option `lock_gradients`.
 
         Args:
-            param: the parameter: any hashable name, or an array. gradsync knows an array by its identity, and across
-                ranks by its number in the order.
-            grad: array of any shape and layout, or a NumPy scalar or float (the future then gives a 0-d array). The
-                reduce method must be defined for its dtype. It must be on the communicator's device, made by work on
-                the current stream. NCCL takes host arrays too, and copies the results back to the host; but if
-                gradients live in buckets, the futures give views on the device.
+            param: the parameter: any hashable name, or an array. gradsync identifies an array by its identity. Across
+                ranks, arrays are the same parameter if they have the same index in the order of the calls (or in
+                `parameters`).
+            grad: the gradient: an array of any shape and layout, or a NumPy scalar or float (the future then gives a
+                0-d array). The reduce method must be defined for its dtype. The array must be on the communicator's
+                device, made by work on the current stream. NCCL takes arrays in host memory too, and copies the results
+                back to the host; but if gradients live in buckets, the futures give views on the device.
 
         Returns:
-            A future of the reduced gradient; not ready until the bucket is full or flushed.
+            A future of the reduced gradient. It is not done before the bucket is full or flushed.
 
         Raises:
             InvalidArgument: the parameter was handed over before in this step, or is not hashable; the gradient is no
                 array, shares memory with an earlier gradient of the step, or is in flight in another callback; or the
                 call is within no_sync().
-            UnsupportedDtype: e.g. the mean of integers.
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the bucket's all-reduce.
+            UnsupportedDtype: the reduce method is not defined for the gradient's dtype, e.g. the mean of integers.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: the all-reduce of a bucket has failed.
         """
         communicator = self._group or world.current
         if communicator is None or self._backend is not None:
@@ -200,29 +204,30 @@ class AllreduceCallback:
         communicator, step = self._group or world.current, self._step
         where = "without a group" if communicator is None else f"on {communicator.label}"
         name = "" if self._name is None else f", name={self._name!r}"
-        begun = f", {step.count} gradients of the next" if step.count else ""
+        begun = f", {step.count} gradients of the next step" if step.count else ""
         return f'<AllreduceCallback("{self.op.value}"{name}) {where}: {self.statistics.steps} steps{begun}>'
 
     def gradient_buffers(self, parameters: Any = None) -> Any:
-        """Makes arrays for gradients that live inside the buckets, so that synchronising them copies nothing.
+        """Returns arrays inside the buckets, one for each gradient, so that synchronising the gradients copies nothing.
 
         Every rank must call it, between steps. In each step write the gradients into these arrays and hand the arrays
         over. Any other array is copied into its bucket first. On one machine without GPUs the ranks share this memory:
         other ranks write to it from a gradient's hand-over until its future is done.
 
-        The arrays stay valid when the communicator is closed, but the callback does not take them any more. Arrays of
-        an earlier call are like any other array: they are copied.
+        The arrays stay valid when the communicator is closed, but they can then no longer be reduced. Arrays that an
+        earlier call returned are treated like any other array: gradsync copies them.
 
         Args:
-            parameters: refused: pass them to the constructor.
+            parameters: not accepted any more; pass the parameters to the constructor.
 
         Returns:
-            A mapping of names to arrays, or a list, like `parameters`. All elements are zero.
+            A mapping of names to arrays, or a list of arrays, like the option `parameters`. All elements are zero.
 
         Raises:
-            InvalidArgument: the callback was made without gradient_as_bucket_view, or in the middle of a step.
+            InvalidArgument: the callback was constructed without gradient_as_bucket_view, or the call is in the middle
+                of a step.
             BackendUnavailable: there is not enough memory to share.
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
         """
         if parameters is not None:
             raise InvalidArgument(
@@ -235,19 +240,21 @@ class AllreduceCallback:
     def register_hook(self, hook: BucketHook | None) -> None:
         """Registers a hook that reduces the buckets in place of an all-reduce.
 
-        Every rank must register the same hook, between steps. The hook gets each complete bucket (see
-        gradsync.bucketing.bucket_hook.GradientBucket): a flat buffer in, an array or a future out. flush() waits for
-        the futures, so work that the hook launches may overlap the backward pass. gradsync.hooks has some hooks.
+        Every rank must register the same hook, between steps. gradsync calls the hook with each complete bucket, a
+        gradsync.bucketing.bucket_hook.GradientBucket. The hook returns the reduced array, or a future of it. flush()
+        waits for the futures, so work that the hook launches may overlap the backward pass. gradsync.hooks defines some
+        hooks.
 
         Args:
-            hook: a function of a bucket; None restores the all-reduce.
+            hook: a function that takes a GradientBucket; None restores the all-reduce.
 
         Raises:
-            InvalidArgument: called in the middle of a step, not a function, or together with compression.
+            InvalidArgument: the call is in the middle of a step, the hook is not a function, or the callback has
+                compression.
         """
         self._check_between_steps("register_hook()")
         if isinstance(hook, type):
-            raise InvalidArgument(f"register_hook() got the class {hook.__name__}: make one, {hook.__name__}()")
+            raise InvalidArgument(f"register_hook() got the class {hook.__name__}: pass an instance, {hook.__name__}()")
         if hook is not None and not callable(hook):
             raise InvalidArgument(f"register_hook() needs a function of a bucket, got {type(hook).__name__}")
         self._step.reducer.use_hook(hook)
@@ -264,17 +271,17 @@ class AllreduceCallback:
 
     @property
     def filled(self) -> dict[Any, Any]:
-        """After a flush: the results of parameters for which this rank had no gradient, or only in local passes."""
+        """After a flush: the results of parameters for which this rank had no gradient in the last pass."""
         return self._step.filled
 
     def flush(self) -> None:
-        """Ends the backward pass: reduces the gradients that are left, and resolves every future of the step.
+        """Ends the backward pass: reduces the remaining gradients, and completes every future of the step.
 
-        Every rank must call it. Within no_sync() it only counts a local pass. On a GPU the current stream waits for
-        the reductions; the host waits only for gradients in host memory.
+        Every rank must call it. Within a block of local passes, such as no_sync(), it only ends a local pass. On a GPU
+        the current stream waits for the reductions; the host waits only for gradients in host memory.
 
         Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the all-reduces.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: an all-reduce of the step has failed.
         """
         if not self._is_local:
             communicator = self._group or world.current
@@ -287,38 +294,38 @@ class AllreduceCallback:
             self._step.end_local_pass()
 
     def dump_shapes(self, path: str | Path) -> None:
-        """Writes the last step's gradients to a JSON file, in arrival order: for `gradsync bench thresholds --model`.
+        """Writes the names, shapes and dtypes of the last step's gradients to a JSON file, in arrival order.
 
-        Not collective: call it on one rank, after a flush.
+        `gradsync bench thresholds --model` reads the file. Not collective: call it on one rank, after a flush.
 
         Args:
             path: the path of the file; an existing file is replaced.
 
         Raises:
-            InvalidArgument: in the middle of a step, or no step has ended well yet.
+            InvalidArgument: the call is in the middle of a step, or no step has succeeded yet.
             OSError: the file cannot be written.
         """
         self._check_between_steps("dump_shapes()")
         specs = self._step.agreed
         if not specs:
-            raise InvalidArgument("dump_shapes() before any step: hand over the gradients of one, and flush")
-        from gradsync.bucketing.shapes_file import write_shapes  # here: start-up counts
+            raise InvalidArgument("dump_shapes() before any step: hand over the gradients of a step, and flush")
+        from gradsync.bucketing.shapes_file import write_shapes  # imported here to keep start-up fast
 
         write_shapes(path, specs)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Surrounds a backward pass: flushes at its end.
+        """A context manager for a backward pass; calls flush() at its end.
 
-        If the body raises, also within no_sync(), futures that are not done are cancelled and the communicator is
-        aborted: the other ranks get RankFailed instead of waiting. PlanMismatch and NonFiniteGradient from the
-        callback's own collectives, which every rank gets, leave the communicator usable, unless the error says
-        `broken`.
+        If the body raises, gradsync cancels the futures that are not done and aborts the communicator, so that the
+        other ranks raise RankFailed instead of waiting. It does so within no_sync() too. PlanMismatch and
+        NonFiniteGradient from the callback's own collectives are raised on every rank. They leave the communicator
+        usable, unless the error's `broken` is True.
         """
         ended = self._step.ended
         try:
             yield
-            # A second flush would be a step of zeros with missing="zero".
+            # With missing="zero", a second flush would reduce a step of zeros.
             is_flushed = not self._is_local and self._step.ended > ended and not self._step.count
             if not is_flushed:
                 self.flush()
@@ -330,7 +337,7 @@ class AllreduceCallback:
 
     @contextmanager
     def accumulate(self, *, reused: bool = False) -> Iterator[None]:
-        """Surrounds local passes: gradients handed over inside are added up; the next pass outside reduces the sums.
+        """A context manager for local passes: adds gradients up. The next pass outside the block reduces the sums.
 
             for batch in batches[:-1]:
                 with sync.accumulate():
@@ -339,22 +346,23 @@ class AllreduceCallback:
             with sync.backward():
                 futures = {name: sync(name, gradient) for name, gradient in gradients_of(batches[-1])}
 
-        Nothing is communicated inside. Gradients are added in the order of the passes and in their own dtype, bit for
-        bit as by hand; they are not written to. The mean is over the ranks, not over the passes: divide by the number
-        of passes, or use `prescale`. Futures of local passes are done at once. They give the sum so far, to which later
-        passes add. Futures of the last pass give the reduced sum, in memory of its own or in the buckets. flush() also
-        reduces the sums of parameters that have no gradient in the last pass, and puts the results into `filled`.
+        The ranks exchange nothing inside the block. gradsync adds gradients in the order of the passes and in their own
+        dtype, with the same bits as `total += gradient`, and does not write to the gradients. The mean is over the
+        ranks, not over the passes: divide by the number of passes, or use `prescale`. Futures of local passes are done
+        at once. They give the sum so far, and later passes add to that array. Futures of the last pass give the reduced
+        sum, in a separate array or in the buckets. flush() also reduces the sums of parameters that have no gradient in
+        the last pass, and puts the results into `filled`.
 
-        A flush() or `with callback.backward()` inside ends a local pass, and so does the end of the block. The ranks
-        agree on the number of local passes: ranks that accumulate differently get PlanMismatch.
+        Inside the block, a flush() or the end of `with callback.backward()` ends a local pass, and so does the end of
+        the block. The ranks agree on the number of local passes: ranks that accumulate differently raise PlanMismatch.
 
         Args:
-            reused: True allows the program to hand over one array in several passes of a step, if the array holds only
-                the gradient of its pass, as scratch memory and gradient_buffers() do. False refuses such an array,
-                because a running total would be added twice.
+            reused: whether the program may hand over one array in several passes of a step. True is for arrays that
+                hold only the gradient of the current pass, such as scratch memory or those of gradient_buffers(). False
+                refuses such an array, because it could be a running total, which would be added twice.
 
         Raises:
-            InvalidArgument: in the middle of a step, or within another block of local passes.
+            InvalidArgument: the call is in the middle of a step, or within another block of local passes.
         """
         if not isinstance(reused, bool):
             raise InvalidArgument(f"accumulate() needs reused as True or False, got {reused!r}")
@@ -370,10 +378,10 @@ class AllreduceCallback:
     def discard(self) -> None:
         """Drops the sums of local passes: for a loop that ends before the step that would reduce them.
 
-        Every rank must call it, or no rank.
+        Either every rank must call it, or no rank.
 
         Raises:
-            InvalidArgument: in the middle of a step, or within a block of local passes.
+            InvalidArgument: the call is in the middle of a step, or within a block of local passes.
         """
         self._check_between_steps("discard()")
         if self._is_local:
@@ -382,12 +390,13 @@ class AllreduceCallback:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Surrounds local passes in which no gradient is handed over; flush() counts them.
+        """A context manager for local passes in which the program hands over no gradient; flush() counts the passes.
 
-        It is for programs that add gradients up by themselves and hand over the sum in the last pass, outside this
-        block. Handing over a gradient inside raises InvalidArgument; accumulate() is the block that adds gradients up.
-        This block only makes the ranks agree on the number of local passes: each flush() or backward() inside counts
-        one, and the next step's agreement includes the number. Ranks that accumulate differently get PlanMismatch.
+        The block is for programs that add gradients up by themselves and hand over the sum in the last pass, outside
+        this block. Handing over a gradient inside raises InvalidArgument; use accumulate() to let gradsync add
+        gradients up. This block only makes the ranks agree on the number of local passes: each flush() or backward()
+        inside counts one pass, and the next step's agreement includes the number. Ranks that accumulate differently
+        raise PlanMismatch.
 
             for batch in batches[:-1]:
                 total += gradient_of(batch)
@@ -397,7 +406,7 @@ class AllreduceCallback:
                 future = sync("weights", total + gradient_of(batches[-1]))
 
         Raises:
-            InvalidArgument: in the middle of a step, or within another block of local passes.
+            InvalidArgument: the call is in the middle of a step, or within another block of local passes.
         """
         with self._local_passes("no_sync()", _refuse_in_no_sync):
             yield
@@ -406,7 +415,7 @@ class AllreduceCallback:
     def _local_passes(self, what: str, take: Callable[[Any, Any, Communicator], GradientFuture]) -> Iterator[None]:
         self._check_between_steps(what)
         if self._is_local:
-            raise InvalidArgument(f"{what} within a block of local passes of the same callback: leave that first")
+            raise InvalidArgument(f"{what} within a block of local passes of the same callback: leave that block first")
         self._take, self._is_local = take, True
         try:
             yield
@@ -415,34 +424,36 @@ class AllreduceCallback:
 
     @contextmanager
     def join(self, parameters: Any = None) -> Iterator[Join]:
-        """Surrounds a loop over batches; the ranks may have different numbers of batches, or none.
+        """A context manager for a loop over batches. Ranks may have different numbers of batches, or no batch.
 
-        A rank that leaves the block takes part in the steps of the other ranks, with zeros, until all have left. It
-        repeats the gradients of its own last step, in their order. The mean is over the ranks that handed over
-        gradients. (If some ranks are absent, half precision is rounded twice: after the sum and after the division.)
+        A rank whose loop has ended takes part in the steps of the other ranks, with zeros, until all loops have ended.
+        The zeros of a rank have the names, shapes and order of the gradients in the rank's last step. The mean is over
+        the ranks that handed over gradients. (If some ranks have no gradients, half precision is rounded twice: after
+        the sum and after the division.)
 
-        The parameters of a rank that leaves early are out of date. After the block all ranks can take the newest ones:
+        A rank whose loop ends early has outdated parameters. After the block all ranks can copy the newest parameters:
 
             with sync.join() as joined:
                 for batch in batches:
                     ...
             gs.bcast_list_(parameters, root=joined.last_rank)
 
-        Every rank must enter the block; inside, ranks must call no collectives but those of this callback. If the body
-        raises, the communicator is aborted, as in backward().
+        Every rank must enter the block. Inside the block, ranks must call no collectives except those of this callback.
+        If the body raises, the communicator is aborted, as in backward().
 
         Args:
-            parameters: names -> array or (shape, dtype), in the order in which gradients are handed over; or a list of
-                arrays, if gradients are handed over by arrays. Needed only if a rank may have no batch at all.
+            parameters: a mapping of names to arrays or to (shape, dtype), in the order in which gradients are handed
+                over. Or a list of arrays, if the program hands over gradients with arrays as `param`. Needed only if a
+                rank may have no batch at all.
 
         Returns:
-            A context manager; `as` gets a Join, whose `last_rank` is known after the block.
+            A context manager, which gives a Join. The attribute `last_rank` of the Join is known after the block.
 
         Raises:
-            InvalidArgument: called in the middle of a step, or inside another join() of this callback.
-            PlanMismatch: the other ranks' step differs from the step that this rank repeats, or this rank knows no
-                step; on all ranks.
-            RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
+            InvalidArgument: the call is in the middle of a step, or inside another join() of this callback.
+            PlanMismatch: the other ranks' step differs from the step that this rank repeats, or this rank has no step
+                to repeat; all ranks raise it.
+            RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the block has failed.
         """
         self._check_between_steps("join()")
         if self._step.reducer.active_ranks is not None:
@@ -452,7 +463,7 @@ class AllreduceCallback:
             )
         communicator = self._communicator()
         self._step.begin_with(communicator)
-        self._step.agree_on_callback(communicator)  # here, because a rank without batches has no first gradient
+        self._step.agree_on_callback(communicator)  # done here, because a rank without batches has no first gradient
         self._step.prepare(None, communicator)
         joined = self._step.reducer.active_ranks = Join(self._step, communicator, parameters)
         try:
@@ -466,11 +477,14 @@ class AllreduceCallback:
         finally:
             reducer = self._step.reducer
             reducer.active_ranks = None
-            # The next step takes the sums that are left. Passes that only no_sync() has counted end with the block.
+            # The next step takes the sums that are left. If there are none, it does not count the block's local passes.
             reducer.begin_step(passes=reducer.events.local_passes if self._step.sums.by_key else 0)
 
     def _note_locked(self, error: ValueError) -> None:
-        """Adds the names of read-only gradients to an error of NumPy, which names none. Not in Python 3.10."""
+        """Adds the names of the read-only gradients to NumPy's error, which names none.
+
+        In Python 3.10, errors have no notes, so the error stays as it is.
+        """
         names = [entry.spec.name for entry in self._step.locked()]
         if names and hasattr(error, "add_note"):
             what = (
@@ -499,8 +513,8 @@ class AllreduceCallback:
         communicator = self._group or world.current or group_or_world(None, "a callback for gradients")
         if self._backend is not None and self._backend not in ("auto", communicator.backend):
             raise InvalidArgument(
-                f"{communicator.label}: the callback wants backend {self._backend!r}, "
-                f"its communicator is {communicator.backend!r}"
+                f"{communicator.label}: the callback needs backend {self._backend!r}, "
+                f"its communicator has {communicator.backend!r}"
             )
         return communicator
 
@@ -516,8 +530,8 @@ def _refuse_in_no_sync(param: Any, _grad: Any, communicator: Communicator) -> No
     raise InvalidArgument(
         f"{communicator.label}: the gradient of {name} was handed over within no_sync(), where it would be lost: "
         "unlike DistributedDataParallel, which adds up in .grad, an AllreduceCallback keeps nothing there. "
-        "Let `with sync.accumulate():` add up in its place. Or add up in an array of your own, and hand over the sum "
-        "once:\n\n"
+        "Use `with sync.accumulate():`, which adds gradients up. Or add up in an array of your own, and hand over the "
+        "sum once:\n\n"
         "    total = 0\n"
         "    for batch in batches:\n"
         "        total = total + gradient_of(batch)  # hand over nothing here\n"

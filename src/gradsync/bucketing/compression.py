@@ -1,15 +1,15 @@
-"""Compression and scales: gradients travel in half precision, scaled before and after the reduction.
+"""Compression and scales: gradients are sent in half precision, and scaled before and after the reduction.
 
-    gradients -> encode: times prescale, rounded to the wire's dtype, packed -> all-reduce -> decode: times postscale
+    gradients -> encode (prescale, round to the wire's dtype, pack) -> all-reduce -> decode (postscale, convert back)
 
-The dtype in which values are added up, and so the rounding, depends on the communicator. Shared memory, and MPI among
-up to 16 ranks, add half precision up in float32, in rank order, and round the sum once. NCCL adds in the wire's own
-dtype, in each step of its algorithm: sums over many ranks lose more there. float16 overflows beyond 65504, in the sum
-too; a prescale of 1 / world_size with op "sum" keeps it within range. bfloat16 has the range of float32, but 8 bits of
-precision; float16 has 11.
+The communicator decides in which dtype the values are added up, and so how they are rounded. Shared memory, and MPI
+with up to 16 ranks, add half-precision values up in float32, in rank order, and round the sum once. NCCL adds in the
+wire's own dtype, in each step of its algorithm, so sums over many ranks are less accurate there. float16 overflows
+beyond 65504, also in the sum; a prescale of 1 / world_size with op "sum" keeps the sum within range. bfloat16 has the
+range of float32, but 8 bits of precision; float16 has 11.
 
-Over shared memory the backend scales and rounds the values while it copies them (Wire of reduction.py). In bucket
-views, and over MPI, gradients without compression are scaled where they lie (Scaled), unless they are tiny.
+Over shared memory the backend scales and rounds the values while it copies them (Wire of reduction.py). Gradients
+without compression are scaled in place (Scaled) in bucket views and over MPI, unless they are tiny.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, Wire, dtype
 
 COMPRESSIONS = (None, "float16", "bfloat16")
 
-# Arrays of a smaller average size are packed before they are converted.
+# Arrays whose average size is below this number of elements are packed before they are converted.
 _SMALL_ELEMENTS = 2**13
-# And of this average size, before they are scaled: for float32 and float64 one call for each array costs little.
+# The same for arrays that are only scaled: for float32 and float64 one call for each array costs little.
 _TINY_ELEMENTS = 2**8
-# Complex numbers, integers and half precision travel as they are.
+# The dtypes that are compressed. Complex numbers, integers and half precision are sent unchanged.
 _COMPRESSED = ("float32", "float64")
 
 
 def validate_compression(name: Any) -> str | None:
-    """Returns the name of the dtype in which gradients travel; None for their own.
+    """Returns the option `compression` after a check: the dtype in which gradients are sent, or None for their own.
 
     Raises:
-        InvalidArgument: anything but None, "float16" or "bfloat16".
+        InvalidArgument: the name is not None, "float16" or "bfloat16".
     """
     if name is None or (isinstance(name, str) and name in COMPRESSIONS):
         return name
@@ -47,20 +47,23 @@ def validate_compression(name: Any) -> str | None:
 
 
 class WireFormat:
-    """The dtype and the scales in which gradients travel. Each callback has one, with memory for the packed values.
+    """The wire format of gradients: the dtype in which they are sent, and their scales.
+
+    Each callback has one WireFormat, with memory for the packed values.
 
     Args:
-        dtype_name: "float16" or "bfloat16": the dtype that float32 and float64 gradients travel in; None: their own.
-        prescale: factor of the values before the reduction; finite and not 0.
-        postscale: factor of the results, likewise.
+        dtype_name: the dtype in which float32 and float64 gradients are sent, "float16" or "bfloat16"; None sends them
+            in their own dtype.
+        prescale: the factor of the values before the reduction; finite and not 0.
+        postscale: the factor of the results after the reduction; finite and not 0.
 
     Attributes:
         dtype_name, prescale, postscale: see above.
-        is_plain: whether no gradient is changed on its way, of whatever dtype.
+        is_plain: whether gradients of every dtype are sent unchanged.
 
     Raises:
-        InvalidArgument: another compression, or a scale that is 0, not finite or no number.
-        BackendUnavailable: bfloat16 without ml_dtypes.
+        InvalidArgument: the dtype name is unknown, or a scale is 0, not finite or not a number.
+        BackendUnavailable: the dtype is bfloat16, and ml_dtypes is not installed.
 
     Source: prescale and postscale as horovod.allreduce's prescale_factor and postscale_factor.
     """
@@ -74,7 +77,7 @@ class WireFormat:
         self._memory: dict[np.dtype[Any], Array] = {}
 
     def settings(self) -> dict[str, str]:
-        """Returns the options on which ranks must agree, and their values; none if nothing is changed."""
+        """Returns the options on which ranks must agree, with their values; an empty dict if nothing is changed."""
         settings = {"compression": self.dtype_name} if self.dtype_name else {}
         scales = {"prescale": self.prescale, "postscale": self.postscale}
         return settings | {name: str(scale) for name, scale in scales.items() if scale != 1.0}
@@ -83,24 +86,24 @@ class WireFormat:
         return f"WireFormat({self.dtype_name!r}, prescale={self.prescale}, postscale={self.postscale})"
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Returns the dtype in which gradients of a dtype travel."""
+        """Returns the dtype in which gradients of the given dtype are sent."""
         return self._dtype if self._dtype is not None and dtype_name(dtype) in _COMPRESSED else dtype
 
     def changes(self, dtype: np.dtype[Any]) -> bool:
-        """Whether gradients of a dtype are scaled or converted; if not, they travel as they are."""
+        """Whether gradients of a dtype are scaled or converted; if not, they are sent unchanged."""
         return self.prescale != 1.0 or self.postscale != 1.0 or self.wire_dtype(dtype) != dtype
 
     def for_backend(self, dtype: np.dtype[Any]) -> Wire:
-        """Returns the form in which gradients of a dtype travel, for a backend that converts them itself.
+        """Returns the wire dtype and the scales of gradients of a dtype, for a backend that converts them itself.
 
         Raises:
-            UnsupportedDtype: see check.
+            UnsupportedDtype: see WireFormat.check.
         """
         self.check(dtype)
         return Wire(self.wire_dtype(dtype), self.prescale, self.postscale)
 
     def only_scales(self, dtype: np.dtype[Any]) -> bool:
-        """Whether gradients of a dtype travel in their own, multiplied by a scale."""
+        """Whether gradients of a dtype are scaled, but sent in that same dtype."""
         return self.wire_dtype(dtype) == dtype and self.changes(dtype)
 
     def check(self, dtype: np.dtype[Any]) -> None:
@@ -110,7 +113,7 @@ class WireFormat:
             dtype: the gradient's dtype.
 
         Raises:
-            UnsupportedDtype: a scale other than 1 for integers or bools.
+            UnsupportedDtype: the dtype is an integer or bool, and a scale is not 1.
         """
         name = dtype_name(dtype)
         if (self.prescale, self.postscale) == (1.0, 1.0) or ReduceOp.MEAN in OPERATIONS_BY_DTYPE.get(name, ()):
@@ -121,24 +124,24 @@ class WireFormat:
         )
 
     def forget_memory(self) -> None:
-        """Forgets the memory: the arrays of another communicator may be on another device."""
+        """Forgets the memory of packed values: the arrays of another communicator may be on another device."""
         self._memory.clear()
 
     def encode(self, sources: Sequence[Array], arrays: ArrayKind) -> Array:
-        """Packs gradients one after the other, scaled and rounded, into memory that grows to the largest list.
+        """Scales and rounds gradients, and packs them one after the other into memory that later calls use again.
 
-        On a GPU this is work on the current stream. Encode, the reduction and decode must be on one stream, because the
-        next list of the same dtype is packed into the same memory.
+        On a GPU this work is queued on the current stream. Encode, the reduction and decode must use the same stream,
+        because the next list of the same dtype is packed into the same memory.
 
         Args:
-            sources: 1-D arrays of one dtype on the communicator's device, at least one; see check.
-            arrays: how the communicator handles arrays.
+            sources: at least one 1-D array; all are of one dtype and on the communicator's device.
+            arrays: the communicator's functions for arrays.
 
         Returns:
-            1-D contiguous array of all elements in the wire's dtype, valid until the next call of encode.
+            A 1-D contiguous array of all elements in the wire's dtype. It is valid until the next call of encode.
 
         Raises:
-            UnsupportedDtype: see check.
+            UnsupportedDtype: see WireFormat.check.
         """
         dtype = sources[0].dtype
         self.check(dtype)
@@ -161,12 +164,12 @@ class WireFormat:
         return flat
 
     def decode(self, flat: Array, targets: Sequence[Array], arrays: ArrayKind) -> None:
-        """Splits a reduced flat array into the gradients' own arrays and dtype, times postscale.
+        """Splits a reduced flat array into the gradients' own arrays; converts the dtype and multiplies by postscale.
 
         Args:
-            flat: the result of encode, reduced.
-            targets: 1-D arrays of the sources' sizes, which may be the sources.
-            arrays: how the communicator handles arrays.
+            flat: the array that encode returned, after its reduction.
+            targets: 1-D arrays with the sizes of the sources; they may be the sources themselves.
+            arrays: the communicator's functions for arrays.
         """
         scale, begin = self.postscale, 0
         if _are_small(targets, _SMALL_ELEMENTS):
@@ -187,9 +190,9 @@ class Compressed:
     """Packs gradients in the wire's format before their reduction; see Stage of for_bucketing.py.
 
     Args:
-        wire: the format.
+        wire: the format in which the gradients are sent.
         targets: the arrays for the gradients' results.
-        arrays: how the communicator handles arrays.
+        arrays: the communicator's functions for arrays.
     """
 
     def __init__(self, wire: WireFormat, targets: Sequence[Array], arrays: ArrayKind) -> None:
@@ -202,22 +205,22 @@ class Compressed:
         return [self._wire.encode(given, self._arrays)]
 
     def after(self, results: Sequence[Array]) -> Sequence[Array]:
-        """Splits them into the targets."""
+        """Splits the results into the targets."""
         self._wire.decode(results[0], self._targets, self._arrays)
         return self._targets
 
 
 class Scaled:
-    """Scales gradients where they lie, before their reduction and after it; see Stage of for_bucketing.py.
+    """Scales gradients in place, before their reduction and after it; see Stage of for_bucketing.py.
 
-    This takes half the memory traffic of a scaled copy, and the reduction then finds the gradients in the cache. A
-    read-only gradient is scaled into its target, so that all ranks reduce lists of equal sizes: the messages over MPI
-    depend on them.
+    Scaling in place needs half the memory traffic of a scaled copy, and the reduction then finds the gradients in the
+    cache. A read-only gradient is scaled into its target, so that all ranks reduce lists of equal sizes: over MPI,
+    ranks with lists of different sizes would send different messages.
 
     Args:
-        wire: the scales.
+        wire: the wire format, which has the scales.
         targets: the arrays for the gradients' results; None if the gradients themselves get the results.
-        arrays: how the communicator handles arrays.
+        arrays: the communicator's functions for arrays.
     """
 
     def __init__(self, wire: WireFormat, targets: Sequence[Array] | None, arrays: ArrayKind) -> None:
@@ -245,7 +248,7 @@ class Scaled:
 
 
 def worth_packing(flats: Sequence[Array]) -> bool:
-    """Whether it costs less to pack arrays, and scale them at once, than to scale each where it lies."""
+    """Whether packing arrays and scaling them together costs less than scaling each in place."""
     return _are_small(flats, _TINY_ELEMENTS if dtype_name(flats[0].dtype) in _COMPRESSED else _SMALL_ELEMENTS)
 
 
@@ -257,7 +260,7 @@ def _checked_scale(name: str, value: Any) -> float:
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     try:
         scale = float(value) if is_number else math.nan
-    except OverflowError:  # an integer beyond float64
+    except OverflowError:  # an integer too large for float64
         scale = math.inf
     if not math.isfinite(scale) or scale == 0.0:
         raise InvalidArgument(f"{name} must be a finite number other than 0, got {value!r}")

@@ -1,8 +1,8 @@
-"""Gradients that were handed over and never reduced: an error when their group ends, and the program's exit code 1.
+"""Reports gradients that were handed over and never reduced: raises when their group ends, and sets the exit code to 1.
 
-The process group calls these functions when it ends and at the program's exit. A rank that runs one function of the
-launcher calls them when the function has returned. The process group imports this file, so this file imports almost
-nothing.
+The process group calls these functions when it ends and at the program's exit. In a rank that the launcher starts for
+one function, they are called when the function has returned. The process group imports this file, so this file imports
+almost nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("gradsync")
 
 
 class _Lost(NamedTuple):
-    """The error text about the gradients of a callback that was garbage-collected, and its communicator."""
+    """A garbage-collected callback with gradients that were never reduced: the error text and the communicator."""
 
     text: str
     communicator: weakref.ref[Communicator]
@@ -33,7 +33,7 @@ class _Lost(NamedTuple):
 
 _watched: dict[Step, None] = {}  # the steps of the callbacks that are alive, oldest first
 _lost: list[_Lost] = []
-exit_code = 0  # the program's exit code, for a rank that does not end as the interpreter does
+exit_code = 0  # the program's exit code, for a rank process that does not end as Python normally does
 
 
 def watch(callback: object, step: Step) -> None:
@@ -43,14 +43,14 @@ def watch(callback: object, step: Step) -> None:
 
 
 def raise_forgotten(*, everywhere: bool = False) -> None:
-    """Raises for gradients that can never be reduced, once.
+    """Raises if some gradients can never be reduced; reports each of them only once.
 
     Args:
-        everywhere: whether to count the gradients on all communicators, because none will be reduced any more;
-            otherwise only the gradients on closed communicators.
+        everywhere: whether to report the gradients on all communicators, because none will be reduced any more. If
+            False, only the gradients on closed communicators.
 
     Raises:
-        InvalidArgument: there are such gradients; the text names this rank and the first parameter.
+        InvalidArgument: some gradients can never be reduced; the text names this rank and the first parameter.
     """
     texts = _take(everywhere=everywhere)
     if texts:
@@ -58,9 +58,9 @@ def raise_forgotten(*, everywhere: bool = False) -> None:
 
 
 def report_forgotten_at_exit() -> None:
-    """Logs at the program's exit which gradients were never reduced, and makes the exit code 1 if it is 0.
+    """Logs at the program's exit which gradients were never reduced; changes an exit code of 0 to 1.
 
-    It does neither if the program ends with an exception, because the exception is then the cause.
+    If the program ends with an exception, the function logs nothing, because the exception is the cause.
     """
     texts = _take(everywhere=True)
     if uncaught_error() is None:
@@ -69,7 +69,7 @@ def report_forgotten_at_exit() -> None:
 
 
 def fail_at_exit(text: str) -> None:
-    """Logs an error at the program's exit, where an exception has no effect; makes the exit code 1 if it is 0."""
+    """Logs an error at the program's exit, where an exception has no effect; changes an exit code of 0 to 1."""
     global exit_code
     _log.error("error: %s", text)
     if exit_code == 0:
@@ -98,7 +98,7 @@ def _take(*, everywhere: bool) -> list[str]:
 def _collected(step: Step) -> None:
     """Warns if a garbage-collected callback had gradients that were never reduced, and makes them writeable again.
 
-    Sums of local passes only give a warning: a loop may end before the step that would take the sums.
+    Sums of local passes only cause a warning, because a loop may end before the step that would take the sums.
     """
     found = step.forgotten()
     step.unlock_waiting()
@@ -122,10 +122,10 @@ def _change_exit_code(code: int) -> None:
     process.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # None, closed, or a pipe that nobody reads
+        with suppress(Exception):  # the stream may be None, closed, or a pipe without a reader
             stream.flush()
     libc = ctypes.CDLL(None)
-    with suppress(AttributeError):  # a C library without it
+    with suppress(AttributeError):  # a C library without __cxa_atexit
         for function, argument in ((libc._exit, code), (libc.fflush, None)):  # the last one registered runs first
             libc.__cxa_atexit(function, ctypes.c_void_p(argument), None)
 

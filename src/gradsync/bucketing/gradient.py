@@ -1,7 +1,7 @@
-"""One gradient between its arrival and its bucket's reduction: the checks of its array, its name, and its destination.
+"""A single gradient before its bucket is reduced: the checks of its array, its name, and its destination.
 
-Two gradients that share memory would be reduced into one another: OverlapCheck refuses the second one. The last part of
-the file reads `parameters=`, which names the gradients before the first step.
+If two gradients shared memory, the reduction of one would change the other, so OverlapCheck refuses the second one. The
+last part of the file reads the option `parameters`, which names the gradients before the first step.
 """
 
 from __future__ import annotations
@@ -25,36 +25,40 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, check_opera
 
 _log = logging.getLogger("gradsync")
 
-_PLAIN_NAMES = (str, int)  # nearly all names; their type alone shows that they are hashable
+_PLAIN_NAMES = (str, int)  # the types of nearly all names, always hashable
 
 
-_RELEASED = object()  # the gradient of an entry whose array was released
+_RELEASED = object()  # stands in an entry for an array that was released
 
 
-@dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot in less than half the time
+@dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot twice as fast
 class GradientEntry:
-    """One gradient of a step: its array and its bucket. The next step uses the entry again if it gets the same array.
+    """One gradient of a step: its array and its bucket. The next step uses the entry again if the same array arrives.
 
     Attributes:
         gradient: the array that was handed over.
-        parameter: the parameter, held so that no other object gets its id.
-        shape, dtype, state: must be unchanged if the array arrives again; see ArrayKind.state.
+        parameter: the parameter, kept alive so that no other object gets its id.
+        shape, dtype, state: properties of the array. The entry is used again only if they are unchanged. See
+            ArrayKind.state.
         bucket: the number of the gradient's bucket.
         name: the parameter's name, the same on all ranks.
-        result: the value of the gradient's future.
+        result: the result of the gradient's future.
         is_locked: whether the gradient is read-only while it is in flight.
         completes: the buckets that the gradient completes; see Assignment of plan.py.
-        key: identifies the parameter in this process.
-        spec: the name, shape and dtype, on which ranks agree.
-        position: the gradient's number in the order of arrival; with `parameters` the parameter's number.
-        native: the gradient as the communicator's array; for a locked gradient, a view that stays writeable.
-        source: the values to reduce, flat, on the communicator's device.
-        target: the array for the reduced values, flat, on that device; the source itself if they may replace it.
-        write_back: the native array into which the target is copied, for other layouts and devices; else None.
-        recurs: whether the next step may use the entry again: the last step had this array at this position too, and
+        key: the key that identifies the parameter in this process.
+        spec: the name, shape and dtype of the gradient, on which the ranks agree.
+        position: the gradient's index in the order of arrival; with `parameters`, the parameter's index there.
+        native: the gradient as a native array (see ArrayKind). For a locked gradient, it is a view that stays
+            writeable.
+        source: a flat array of the values to reduce, on the communicator's device.
+        target: a flat array for the reduced values, on the same device. It is the source itself if the results may
+            overwrite the source.
+        write_back: the native array into which the target is copied after the reduction; None if no copy is needed. A
+            copy is needed if the array has another layout, or is on another device.
+        recurs: whether the next step may use the entry again: the last step had the same array at this position, and
             the array is reduced in place.
         arrived_in: the number of the step in which the gradient arrived last.
-        seen: a weak reference to the array, once release() was called.
+        seen: a weak reference to the array after release() was called; else None.
     """
 
     # The fields that are compared when an array arrives again come first, side by side in memory.
@@ -80,11 +84,11 @@ class GradientEntry:
     seen: weakref.ref[Any] | None = None
 
     def has_seen(self, gradient: Any) -> bool:
-        """Whether an array is the one that the entry holds, or has released."""
+        """Whether an array is the one that the entry holds, or the one that it has released."""
         return self.gradient is gradient or (self.seen is not None and self.seen() is gradient)
 
     def release(self) -> None:
-        """Releases the array; the entry recognises the array once more, but does not keep it alive."""
+        """Releases the array: the entry does not keep it alive any more, but has_seen() still recognises it."""
         if type(self.gradient) is type(self.native):
             self.seen = weakref.ref(self.gradient)
         self.gradient = _RELEASED
@@ -92,7 +96,7 @@ class GradientEntry:
 
 
 class Destination(NamedTuple):
-    """Where a gradient's values are read, and where the reduced values go; the fields are as in GradientEntry."""
+    """Where a gradient's values are read, and where the reduced values go; see GradientEntry."""
 
     source: Array
     target: Array
@@ -149,7 +153,7 @@ def _is_summed(native: Array | None) -> bool:
 
 
 def as_array(grad: Any) -> Any:
-    """Returns a NumPy scalar, or a Python float or complex, as a new 0-d array; arrays as they are."""
+    """Returns a NumPy scalar, or a Python float or complex, as a new 0-d array; returns an array unchanged."""
     return np.asarray(grad) if isinstance(grad, (np.generic, float, complex)) else grad
 
 
@@ -161,7 +165,7 @@ def key_of(param: Any) -> Hashable:
     """Returns a hashable key that identifies a parameter in this process."""
     if type(param) in _PLAIN_NAMES:
         return param  # type: ignore[no-any-return]  # a str or an int
-    if isinstance(param, np.generic):  # an element of an array of names: equal ones are one parameter
+    if isinstance(param, np.generic):  # an element of an array of names: equal names are one parameter
         return key_of(param.item())
     if _is_array(param):
         return ("array", id(param))
@@ -175,7 +179,7 @@ def key_of(param: Any) -> Hashable:
 
 
 def display_name(param: Any, position: int) -> str:
-    """Returns a parameter's name for errors and agreements; the same on all ranks, so never made from an address."""
+    """Returns a parameter's name for errors and agreements. It is the same on all ranks, so it contains no address."""
     if type(param) in _PLAIN_NAMES:
         return repr(param)
     if isinstance(param, np.generic):
@@ -188,7 +192,7 @@ def display_name(param: Any, position: int) -> str:
 
 
 class _Claim(NamedTuple):
-    """Bytes [begin, end) in which one gradient lies; `order` lets claims with equal addresses be compared."""
+    """The memory addresses [begin, end) of one gradient; `order` is unique, so that sorting never compares arrays."""
 
     begin: int
     order: int
@@ -203,13 +207,13 @@ class OverlapCheck:
     def __init__(self) -> None:
         self._claims: list[_Claim] = []
         self._longest_bytes = 0
-        self._ranges_overlap = False  # rarely True: interleaved views, or read-only arrays
+        self._ranges_overlap = False  # True only with interleaved views, or with read-only arrays
 
     def claim(self, array: Array, name: str, arrays: ArrayKind) -> None:
-        """Adds a gradient.
+        """Adds a gradient to the check.
 
         Args:
-            array: the gradient as the communicator's array; addresses of host and devices are one space.
+            array: the gradient as a native array; host and devices share one address space.
             name: the gradient's name, for the error.
             arrays: the communicator's functions for arrays.
 
@@ -220,7 +224,7 @@ class OverlapCheck:
             return
         begin, end = arrays.byte_bounds(array)
         claims = self._claims
-        # Among ranges that do not overlap, only the last one that begins before this one can reach into it.
+        # If the known ranges do not overlap, only the last one that begins before the new one can reach into it.
         if self._ranges_overlap:
             at = bisect_left(claims, (begin - self._longest_bytes,))
         else:
@@ -258,10 +262,10 @@ class KnownParameter(NamedTuple):
     """A parameter that `parameters=` names.
 
     Attributes:
-        parameter: the name or array by which the program will hand over its gradients; held, so that no other object
-            gets its id.
-        key: identifies the parameter in this process.
-        spec: the name, shape and dtype of its gradients.
+        parameter: the name or array with which the program will hand over its gradients; kept alive, so that no other
+            object gets its id.
+        key: the key that identifies the parameter in this process.
+        spec: the name, shape and dtype of the parameter's gradients.
     """
 
     parameter: Any
@@ -270,22 +274,22 @@ class KnownParameter(NamedTuple):
 
     @property
     def label(self) -> Any:
-        """The key of its result in `filled`: the name, or the array's number among the parameters ("#3")."""
+        """The key of the parameter's result in `filled`: the name, or the array's index among the parameters ("#3")."""
         return self.spec.name if hasattr(self.parameter, "dtype") else self.parameter
 
 
 def known_parameters(parameters: Any, what: str, op: ReduceOp, communicator: Communicator) -> list[KnownParameter]:
-    """Returns the parameters that a caller has named, in order.
+    """Returns the parameters of an option `parameters`, in order.
 
     Args:
-        parameters: names -> array or (shape, dtype); or a list of arrays, if gradients are handed over by arrays; or
-            None, for no parameters.
+        parameters: a mapping of names to arrays or to (shape, dtype). Or a list of arrays, if the program hands over
+            gradients with arrays as `param`. None means no parameters.
         what: the name of the call, for errors.
         op: the operator of the reduction.
-        communicator: the communicator of the arrays.
+        communicator: the communicator that will reduce the gradients.
 
     Raises:
-        InvalidArgument: `parameters` is of another type, or names a parameter twice.
+        InvalidArgument: `parameters` has a wrong type, or names a parameter twice.
         UnsupportedDtype: the operator is not defined for a dtype.
     """
     if parameters is None:
@@ -333,18 +337,18 @@ def warn_of_unequal_values(
 ) -> None:
     """Logs a warning, on one rank, if the parameters' values differ between ranks. Every rank must call it.
 
-    The ranks compare the bytes of the values. They compare nothing if a rank has no arrays to compare: if it passed
-    shapes and dtypes, or read-only arrays (the program may use other arrays by now), or the arrays of its gradients.
+    The ranks compare the bytes of the values. They compare nothing if some rank passed shapes and dtypes, or read-only
+    arrays (the program may use other arrays by now), or the arrays of its gradients.
 
     Args:
-        known: the parameters.
+        known: the parameters, as known_parameters() returned them.
         parameters: the parameters as the caller passed them.
         gradient: the first gradient that was handed over, or None.
         communicator: the communicator whose ranks compare their values.
-        agreed: includes the callback in an agreement; see StepEvents.of_callback.
+        agreed: a function that includes the callback in an agreement; see StepEvents.of_callback.
 
     Raises:
-        RankFailed, CollectiveTimeout, CommunicatorClosed: from the exchange.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: the exchange between the ranks has failed.
     """
     by_name = isinstance(parameters, Mapping)
     given = {each.spec.name: parameters.get(each.parameter) if by_name else each.parameter for each in known}
@@ -354,7 +358,7 @@ def warn_of_unequal_values(
         natives = {name: communicator._native_array(array, f"parameter {name}") for name, array in arrays.items()}
         if all(communicator._arrays.writeable(native) for native in natives.values()):
             digests = {name: digest_of_values(communicator._arrays, native) for name, native in natives.items()}
-    import hashlib  # here: start-up counts
+    import hashlib  # imported here to keep start-up fast
 
     whole = int.from_bytes(hashlib.sha256(repr(digests).encode()).digest()[:8], "little", signed=True)
     shared = communicator._share_numbers(_COMPARISON, [len(digests), whole], agreed(_AGREEMENT))
@@ -366,8 +370,8 @@ def warn_of_unequal_values(
         first = different[0]
         other = next(rank for rank, there in enumerate(by_rank) if there.get(first) != digests[first])
         _log.warning(
-            "%s: the parameters differ between the ranks before the first step, first %s: rank %d has other values "
-            "than rank %d; %d of %d arrays differ. Gradients are averaged, parameters are not: call "
+            "%s: the parameters differ between the ranks before the first step. In the first of them, %s, rank %d has "
+            "other values than rank %d; %d of %d arrays differ. Gradients are averaged, parameters are not: call "
             "gs.bcast_list_(arrays, root=0) with all parameters before the first step",
             *(
                 communicator.label,

@@ -1,13 +1,15 @@
-"""Guards gradients in flight against writes: NumPy arrays are read-only meanwhile, and the debug mode finds writes.
+"""Protects gradients in flight: a lock makes NumPy arrays read-only, and the debug mode detects writes.
 
-The lock: NumPy sets the WRITEABLE flag of an array that does not own its memory only while an array of its base chain
-is writeable, or never. So gradsync locks a gradient only if the flag can surely be restored. gradsync itself writes
-through a view that it made before the lock: a view keeps its flag.
+The lock clears the WRITEABLE flag of a NumPy array. For an array that does not own its memory, NumPy sets the flag
+again only while an array in its base chain is writeable, and in some cases never. So gradsync locks a gradient only if
+it can surely restore the flag. gradsync itself writes through a view that it made before the lock, because a view keeps
+its own flag.
 
-The debug mode: a gradient belongs to gradsync from its hand-over until its bucket is reduced. Then its future is done,
-and the result belongs to the program. A program that has not asked the future cannot know that. So the debug mode
-watches results until the step ends, unless the program has asked for them. This finds a program that still adds to a
-reduced gradient.
+The debug mode computes digests to detect writes. From the hand-over of a gradient until its bucket is reduced, the
+program must not write to the gradient. After the reduction the program may write to the result, but it must first call
+done() or result() of the future, to know that the reduction has ended. So the debug mode watches a result until the
+program makes such a call, or the step ends. So the debug mode detects a program that still adds to a gradient after the
+reduction.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ from gradsync.futures import CollectiveEnd, Completion
 from gradsync.reduction import Array
 
 _HAND_OVER = "its hand-over and the reduction of its bucket: hand it over once it is complete"
-_REDUCTION = "the reduction of its bucket and the end of the step, and nobody had asked its future: ask that first"
+_REDUCTION = "the reduction of its bucket and the end of the step: wait for its future before you write to it"
 
 _host = HostArrays()
-#: set_flags(gradient, writeable): not the array's own method, which a subclass may have of its own.
+#: set_flags(gradient, writeable) is NumPy's method, because a subclass of the array may override it.
 set_flags: Callable[..., None] = np.ndarray.setflags
 _exhaust = deque[Any](maxlen=0).extend
 
@@ -42,8 +44,8 @@ class Holder(Protocol):
     """A callback that has gradients in flight.
 
     Attributes:
-        label: this rank, for the beginning of errors.
-        whose: the callback's name in the errors of other callbacks.
+        label: the text that names this rank, for the beginning of errors.
+        whose: the text that names the callback in the errors of other callbacks.
     """
 
     @property
@@ -60,7 +62,7 @@ class LockedGradients:
     """The locked gradients of a bucket, which are unlocked together.
 
     Args:
-        entries: the entries of the bucket's gradients, locked or not.
+        entries: the entries of the bucket's gradients; those that are not locked are ignored.
         holder: the callback that has the gradients in flight.
     """
 
@@ -74,7 +76,7 @@ class LockedGradients:
         return bool(self._arrays)
 
     def unlock(self) -> None:
-        """Makes all gradients writeable again, also if NumPy refuses at first.
+        """Makes all gradients writeable again, even if NumPy refuses at first.
 
         NumPy refuses if the base array of a gradient has become read-only meanwhile: the program has made it read-only,
         or another callback has it in flight.
@@ -83,7 +85,7 @@ class LockedGradients:
             InvalidArgument: a gradient stays read-only, or another callback has the same memory in flight.
         """
         try:
-            _exhaust(map(set_flags, self._arrays, repeat(True)))  # a loop in C: once for each gradient of a step
+            _exhaust(map(set_flags, self._arrays, repeat(True)))  # map() loops in C, because a step has many gradients
         except ValueError:
             self._unlock_one_by_one()
 
@@ -101,7 +103,7 @@ class LockedGradients:
             raise failed
 
     def _unlock_view(self, name: str, array: Array, error: ValueError) -> None:
-        """Unlocks a view whose owner has become read-only; the owner stays read-only."""
+        """Unlocks a view whose owner (the array with the memory) has become read-only; the owner stays read-only."""
         owner = _owner(array)
         holder = self._holder()
         what = f"{holder.label if holder else 'a callback that is gone'}: the gradient of {name}"
@@ -119,23 +121,23 @@ class LockedGradients:
         refuse_in_flight(array, what, holder)
 
 
-_holders: dict[int, weakref.ref[Any]] = {}  # of this process, by id
+_holders: dict[int, weakref.ref[Any]] = {}  # the holders of this process, by id
 
 
 def register(holder: Holder) -> None:
-    """Makes the gradients that a callback has in flight known to other callbacks, while the holder lives."""
+    """Registers a callback, so that others can find its gradients in flight. The callback is not kept alive."""
     key = id(holder)
     _holders[key] = weakref.ref(holder, lambda _: _holders.pop(key, None))
 
 
 def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool:
-    """Whether a gradient may be locked, because its flag can surely be restored.
+    """Whether a gradient may be locked, because its WRITEABLE flag can surely be restored.
 
     Args:
         gradient: a NumPy array, of any subclass.
         name: the gradient's name.
         holder: the callback that takes the gradient.
-        is_on: whether the holder locks gradients.
+        is_on: whether the holder wants to lock the gradient.
 
     Raises:
         InvalidArgument: another callback has the gradient in flight.
@@ -150,12 +152,12 @@ def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool
 
 
 def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> None:
-    """Raises if another callback has an array in flight: gradsync must not mistake it for a read-only array.
+    """Raises if another callback has an array in flight: such an array is read-only only until its reduction.
 
     Args:
         array: a read-only array, or a view of read-only memory.
         who: the beginning of the error: this rank, and the array's name.
-        holder: the callback that asks; None for other functions.
+        holder: the callback that checks the array; None for other functions.
 
     Raises:
         InvalidArgument: the array is in flight.
@@ -183,7 +185,7 @@ def _owner(array: Array) -> Array | None:
 
 
 class _Watched:
-    """One gradient of the step: its digest, and the line of the program that handed it over."""
+    """A watched gradient of the step, with its digest and the line of the program that handed it over."""
 
     __slots__ = ("array", "digest", "end", "entry", "line")
 
@@ -196,7 +198,7 @@ class _Watched:
 
 
 class GradientGuard:
-    """Watches the gradients of one step after another for writes.
+    """Watches gradients for writes, step after step.
 
     Args:
         communicator: the communicator that reduces the gradients.
@@ -208,7 +210,7 @@ class GradientGuard:
         self._results: list[_Watched] = []
 
     def take(self, entry: GradientEntry, end: CollectiveEnd) -> None:
-        """Begins to watch a gradient at its hand-over; `end` is the end of its bucket."""
+        """Begins to watch a gradient at its hand-over; `end` is the CollectiveEnd of its bucket."""
         digest = self._digest(_watched_array(entry))
         found = caller()
         line = "an unknown line" if found is None else f"{found.code.co_filename}:{found.line}"
@@ -218,7 +220,7 @@ class GradientGuard:
         """Checks that the gradients of a bucket are unchanged since their hand-over.
 
         Raises:
-            GradientChanged: one was written to.
+            GradientChanged: the program wrote to one of the arrays.
         """
         for slot in bucket.slots:
             watched = self._given.get(slot.position)
@@ -237,22 +239,22 @@ class GradientGuard:
                 self._results.append(watched)
 
     def check_results(self) -> None:
-        """Checks that results are unchanged since their reduction, unless the program has asked their future.
+        """Checks that results are unchanged since their reduction, unless the program called done() or result().
 
         Raises:
-            GradientChanged: one was written to.
+            GradientChanged: the program wrote to one of the arrays.
         """
         for watched in self._results:
             if not watched.end.was_asked and self._digest(watched.array) != watched.digest:
                 raise self._changed(watched, _REDUCTION)
 
     def clear(self) -> None:
-        """Forgets the step."""
+        """Stops watching the gradients of the step."""
         self._given.clear()
         self._results.clear()
 
     def _digest(self, array: Any) -> int:
-        """Returns a digest of the elements. On a GPU the current stream's work comes first."""
+        """Returns a digest of an array's elements. On a GPU it waits for the work on the current stream."""
         if not isinstance(array, np.ndarray):
             array = self._communicator._arrays.flat(array).get()
         return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -1,7 +1,7 @@
 """Uneven inputs: a rank without batches takes part in the steps of the other ranks, until no rank has a batch.
 
 Before the first collective of each step the ranks count the active ranks: every rank reports whether it has gradients.
-A rank that has left the block shadows the step: it reduces zeros, and the mean is over the other ranks only.
+A rank whose loop has ended shadows the step: it reduces zeros, and the mean is over the other ranks only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gradsync.communicators.communicator import Communicator
 from gradsync.errors import NonFiniteGradient, PlanMismatch
 from gradsync.reduction import Array, dtype_of
 
-# The answers of a rank when the ranks count the active ranks: it has left the block and can shadow a step; it has
-# gradients; it has left the block and knows no step to shadow.
+# The answers of a rank when the ranks count the active ranks. _ENDED: its loop has ended, and it can shadow a step.
+# _PRESENT: it has gradients. _UNABLE: its loop has ended, and it knows no step to shadow.
 _ENDED, _PRESENT, _UNABLE = range(3)
 
 _COUNT = "the beginning of a step inside join()"
@@ -32,13 +32,13 @@ class Join:
     """The result of `with callback.join() as joined`.
 
     Args:
-        step: the steps of the callback.
+        step: the Step object of the callback.
         communicator: the communicator of the ranks.
         parameters: see AllreduceCallback.join.
 
     Attributes:
-        last_rank: after the block, and the same on all ranks: a rank that had gradients in the last step. So it has the
-            newest parameters.
+        last_rank: a rank that had gradients in the last step, and so has the newest parameters. The value is known
+            after the block, and the same on all ranks.
     """
 
     def __init__(self, step: Step, communicator: Communicator, parameters: Any) -> None:
@@ -49,7 +49,7 @@ class Join:
         self._zeros: dict[str, Array] = {}
 
     def count(self, passes: int) -> int:
-        """Reports that this rank has gradients for the step that begins; returns the number of such ranks."""
+        """Reports that this rank has gradients for the step that begins; returns the number of ranks with gradients."""
         if self._communicator.world_size == 1:
             return 1
         present, _ = self._exchange(_PRESENT, passes)
@@ -59,9 +59,9 @@ class Join:
         """Takes part in the steps of the other ranks, with zeros, until no rank has gradients.
 
         Raises:
-            PlanMismatch: the other ranks' step differs from the step that this rank repeats, or this rank knows no
-                step; on all ranks.
-            RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
+            PlanMismatch: the other ranks' step differs from the step that this rank repeats, or this rank has no step
+                to repeat; all ranks raise it.
+            RankFailed, CollectiveTimeout, CommunicatorClosed: a collective has failed.
         """
         specs = self._step.agreed or self._given
         while self._communicator.world_size > 1:
@@ -79,7 +79,7 @@ class Join:
                 )
 
     def _exchange(self, answer: int, passes: int = 0) -> tuple[int, int]:
-        """Returns the number of ranks with gradients, and the number of local passes of the first of them."""
+        """Shares answers; returns the number of ranks with gradients, and the local passes of the first such rank."""
         agreement = self._step.reducer.events.of_callback(_AGREEMENT)
         answers = self._communicator._share_numbers("join", [answer, passes], agreement)
         present = [rank for rank, (answer, _) in enumerate(answers) if answer == _PRESENT]
@@ -103,7 +103,9 @@ class Join:
         )
 
     def _zeros_for(self, bucket: Bucket) -> Reduction:
-        """Returns the reduction of zeros, in memory that grows to the largest bucket, or in the bucket itself.
+        """Returns a reduction of zeros for a bucket.
+
+        The zeros are in memory that all buckets share, or in the bucket itself.
 
         The zeros are negative: 0.0 would make a sum of negative zeros positive, and -0.0 changes no sum.
         """

@@ -1,4 +1,4 @@
-"""Lists of arrays: packed into a flat buffer and split again, broadcast, and reduced as one pack.
+"""Functions for lists of arrays: pack into a flat buffer and split again, broadcast, and reduce in one collective.
 
 The functions use the module of the arrays, NumPy or CuPy, so the same code works on the CPU and on GPUs.
 """
@@ -26,16 +26,16 @@ Shape = Sequence[int]
 
 
 def get_offsets(shapes: Sequence[Shape | None]) -> list[int]:
-    """Returns where each array begins and ends in the flat buffer that holds them one after the other.
+    """Returns the offsets at which arrays begin and end in a flat buffer that holds them one after the other.
 
     Args:
-        shapes: the shapes, in order. The shape () of a 0-d array counts as one element; None is (1,).
+        shapes: the shapes of the arrays, in order. The shape () of a 0-d array counts as one element; None means (1,).
 
     Returns:
-        [begin0, end0, begin1, end1, ...] in elements.
+        The list [begin0, end0, begin1, end1, ...], in elements.
 
     Raises:
-        InvalidArgument: no shape, or a dimension that is negative or no integer.
+        InvalidArgument: an item is not a shape, or a dimension is negative or not an integer.
     """
     offsets: list[int] = []
     end = 0
@@ -51,16 +51,18 @@ def param_pack_concat(
     """Concatenates arrays of one dtype into one flat array.
 
     Args:
-        inputs: arrays of any shape and layout, all of one dtype and one device; elements go in index (C) order.
-        offsets: the result of get_offsets for the inputs' shapes; may be an array on the device.
-        offsets_val: the offsets in host memory, used in place of `offsets`, if `offsets` is on a device.
-        out: 1-D contiguous array of the inputs' dtype with room for all elements; None makes a new array.
+        inputs: arrays of any shape and layout, all of one dtype and one device; their elements are copied in index (C)
+            order.
+        offsets: the result of get_offsets for the inputs' shapes. It may be an array on the device.
+        offsets_val: the same offsets in host memory, used in place of `offsets` if `offsets` is on a device.
+        out: a 1-D contiguous array of the inputs' dtype with room for all elements; None makes a new array.
 
     Returns:
-        1-D array of offsets[-1] elements: `out`, or the beginning of `out` if that is larger.
+        A 1-D array of offsets[-1] elements: `out`, or the beginning of `out` if `out` is larger.
 
     Raises:
-        InvalidArgument: no inputs, mixed dtypes, offsets that do not fit the inputs, or an `out` of another form.
+        InvalidArgument: `inputs` is empty or has several dtypes, the offsets do not fit the inputs, or `out` has a
+            wrong dtype, layout or size.
     """
     if not inputs:
         raise InvalidArgument("param_pack_concat needs at least one array, got none")
@@ -88,15 +90,16 @@ def param_pack_split(flat: Any, offsets: Any, shapes: Sequence[Shape | None]) ->
     """Splits a flat array into views of the given shapes: the inverse of param_pack_concat.
 
     Args:
-        flat: 1-D contiguous array.
+        flat: the 1-D contiguous array to split.
         offsets: the result of get_offsets for the shapes.
-        shapes: the shapes, in order; None is (1,).
+        shapes: the shapes of the views, in order; None means (1,).
 
     Returns:
         One view into `flat` for each shape; writing to a view writes to `flat`.
 
     Raises:
-        InvalidArgument: no shape, offsets that do not fit the shapes, or a `flat` that is too short or not flat.
+        InvalidArgument: an item is not a shape, the offsets do not fit the shapes, or `flat` is too short or not 1-D
+            and contiguous.
     """
     bounds = [int(offset) for offset in offsets]
     checked = [_checked_shape("param_pack_split", shape) for shape in shapes]
@@ -128,7 +131,7 @@ def _check_offsets(who: str, bounds: Sequence[int], sizes: Sequence[int]) -> Non
     ends = list(accumulate(sizes))
     expected = [bound for pair in zip([0, *ends], ends, strict=False) for bound in pair]
     if list(bounds) != expected:
-        raise InvalidArgument(f"{who} needs the offsets of its shapes {expected}, got {list(bounds)}")
+        raise InvalidArgument(f"{who} needs the offsets {expected}, as get_offsets returns them, got {list(bounds)}")
 
 
 def array_module(array: Any) -> Any:
@@ -148,21 +151,22 @@ def bcast_list_(
     *,
     group: Communicator | None = None,
 ) -> None:
-    """Copies the root's arrays into every other rank's, in place, as one collective.
+    """Copies the root's arrays into the arrays of every other rank, in place, in one collective.
 
     Every rank must call it with arrays of the same shapes and dtypes in the same order.
 
     Args:
-        arrays: arrays of any shape, layout and dtype on the communicator's device; writable except on the root.
+        arrays: arrays of any shape, layout and dtype on the communicator's device. They must be writable, except on the
+            root.
         root: the rank whose values all ranks get.
-        communicator: the communicator of the ranks; None is the world's.
+        communicator: the communicator of the ranks; None means the world communicator.
         group: another name for `communicator`.
 
     Raises:
-        InvalidArgument: a root outside the communicator, a value that is not an array, or a read-only array; nothing
-            was sent.
+        InvalidArgument: the root is outside the communicator, a value is not an array, or an array is read-only;
+            nothing was sent.
         PlanMismatch: the ranks' lists differ in length, shapes, dtypes or root; nothing was sent.
-        RankFailed, CollectiveTimeout, CommunicatorClosed: from the collective.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: the collective has failed.
     """
     if group is not None:
         if communicator is not None:
@@ -193,15 +197,15 @@ def pack_allreduce_split(
     Args:
         pack_list: arrays of one dtype on the communicator's device.
         shapes: the shapes of the results; each result has as many elements as its input.
-        group: the communicator; None is the world's.
-        reduce_method: "sum" or "mean", in any case.
+        group: the communicator; None means the world communicator.
+        reduce_method: "sum" or "mean", in upper or lower case.
 
     Returns:
         One array for each shape: views of one new flat array.
 
     Raises:
-        InvalidArgument: no arrays, mixed dtypes, shapes that do not fit, or an unknown method.
-        UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the all-reduce.
+        InvalidArgument: `pack_list` is empty or has several dtypes, the shapes do not fit, or the method is unknown.
+        UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: the all-reduce has failed.
     """
     communicator = group_or_world(group, "pack_allreduce_split")
     op = parse_reduce_method(reduce_method)
@@ -218,10 +222,10 @@ def pack_allreduce_split(
 
 
 def communicator_and_root(what: str, communicator: Communicator | None, root: int) -> tuple[Communicator, int]:
-    """Returns the communicator, the world's for None, and `root` as an int; checks that the root is a rank there."""
+    """Returns the communicator, and `root` as an int; checks that the root is a rank of the communicator."""
     if isinstance(root, (Communicator, NonMember)):
         raise InvalidArgument(
-            f"{what} got a communicator ({root!r}) in the place of the root's number: pass it by name, communicator=..."
+            f"{what} got a communicator ({root!r}) as the root's number: pass it by name, communicator=..."
         )
     communicator = group_or_world(communicator, what, "communicator")
     number = integer_of(root)
@@ -234,7 +238,7 @@ def communicator_and_root(what: str, communicator: Communicator | None, root: in
 
 
 def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: Communicator) -> None:
-    """Refuses arrays into which a broadcast cannot write; the error names the first of them."""
+    """Raises if a broadcast cannot write into an array; the error names the first such array."""
     for name, native in named:
         writeable = communicator._arrays.writeable(native)
         if not writeable or overlaps_itself(native):
@@ -243,7 +247,7 @@ def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: 
 
 
 def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, communicator: Communicator) -> None:
-    """Broadcasts arrays, after the ranks have agreed on the names, shapes and dtypes."""
+    """Broadcasts arrays after the ranks have agreed on their names, shapes and dtypes."""
     items = tuple([Item(name, str(native.dtype), native.shape) for name, native in named])
 
     def describe() -> Description:

@@ -16,11 +16,11 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, d
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a callback, checked; see AllreduceCallback, whose arguments have the same names.
+    """The checked options of a callback. They have the names of the arguments of AllreduceCallback.
 
     Attributes:
-        op: sum or mean.
-        wire: compression, prescale and postscale.
+        op: the operator of the reduction: sum or mean.
+        wire: the wire format that the options compression, prescale and postscale give.
     """
 
     op: ReduceOp
@@ -61,11 +61,11 @@ class Options:
             raise InvalidArgument('missing="zero" needs parameters=..., which names the gradients of each step')
 
     def threshold_or(self, default_bytes: int) -> Any:
-        """Returns the threshold as it was passed, unchecked, or the default if it was None."""
+        """Returns the option `threshold_bytes` unchecked, or the default if the option is None."""
         return default_bytes if self.threshold_bytes is None else self.threshold_bytes
 
     def settings(self) -> dict[str, str]:
-        """Returns the options on which ranks must agree, and their values: a part of each bucket's agreement."""
+        """Returns the options on which the ranks must agree, with their values; a part of each bucket's agreement."""
         settings = self.wire.settings()
         if self.missing == "zero":
             settings["missing"] = '"zero"'
@@ -81,7 +81,7 @@ class Options:
         """Refuses gradients of a dtype that cannot be reduced with these options.
 
         Raises:
-            UnsupportedDtype: e.g. integers with a mean, a scale or clipping.
+            UnsupportedDtype: the dtype does not fit the options, e.g. integers with a mean, a scale or clipping.
         """
         if dtype in self._accepted:
             return

@@ -1,8 +1,8 @@
-"""The plan assigns gradients to buckets. Pure arithmetic, no arrays, no I/O.
+"""The plan assigns gradients to buckets. This module only computes: it has no arrays and no I/O.
 
-The rule: a bucket holds one dtype. A bucket of two or more gradients never exceeds the threshold. A gradient larger
-than the threshold goes alone. Buckets fill in the order in which gradients arrive. A bucket is complete, and is
-launched, as soon as the next gradient does not fit.
+All gradients of a bucket have one dtype. A bucket of two or more gradients never exceeds the threshold. A gradient
+larger than the threshold gets a bucket of its own. Buckets fill in the order in which gradients arrive. A bucket is
+complete, and is launched, as soon as the next gradient does not fit.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gradsync.communicators.agreement import Item
 from gradsync.errors import InvalidArgument
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
-#: The threshold for gradients that live in buckets on the CPU. There nothing is copied, and no reduction overlaps the
-#: program. So each further bucket only costs two more barriers. In buckets of 10 MB the barriers take a sixth of the
-#: time of ResNet-50's gradients.
+#: The threshold for gradients that live in buckets on the CPU. Such gradients are not copied, and their reductions do
+#: not overlap the program. So each further bucket only costs two more barriers. With buckets of 10 MB the barriers
+#: take a sixth of the time for ResNet-50's gradients.
 VIEWS_ON_CPU_THRESHOLD_BYTES = 64 * 1024**2
 
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMG]?i?B)\s*", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 1024, "MB": 1024**2, "GB": 1024**3}
 
-_MOST_NAMES = 8  # in a message
+_MOST_NAMES = 8  # in one message
 
 
 class GradientSpec(NamedTuple):
@@ -49,36 +49,36 @@ class GradientSpec(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name as the program wrote it, if that is a string; else `name`, which is its repr()."""
+        """The parameter's name itself if it is a string; else `name`, which is the repr() of the parameter's name."""
         if self.name[:1] not in ("'", '"'):
             return self.name
         return self.name[1:-1] if "\\" not in self.name else str(ast.literal_eval(self.name))
 
     @property
     def item(self) -> Item:
-        """The gradient in the error of ranks that disagree."""
+        """Describes the gradient for the error of ranks that disagree."""
         return Item(self.name, self.dtype, self.shape)
 
     @property
     def size_elements(self) -> int:
-        """Number of elements; 1 for a 0-d gradient."""
+        """The number of elements of the gradient; 1 for a 0-d gradient."""
         return prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Number of bytes."""
+        """The number of bytes of the gradient."""
         return self.size_elements * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one gradient lies in its bucket.
+    """The part of a bucket that holds one gradient.
 
     Attributes:
         position: the gradient's position in the step, from 0.
         spec: the gradient's name, shape and dtype.
-        begin: the gradient's first element in the flat buffer.
-        end: one past the gradient's last element.
+        begin: the index of the gradient's first element in the flat buffer.
+        end: the index after the gradient's last element.
     """
 
     position: int
@@ -103,22 +103,22 @@ class Bucket:
 
     @property
     def size_elements(self) -> int:
-        """Number of elements of the flat buffer."""
+        """The number of elements of the flat buffer."""
         return self.slots[-1].end
 
     @cached_property  # read in each step
     def size_bytes(self) -> int:
-        """Number of bytes of the flat buffer."""
+        """The number of bytes of the flat buffer."""
         return self.size_elements * self.slots[-1].spec.itemsize
 
     @property
     def specs(self) -> tuple[GradientSpec, ...]:
-        """The gradients, in order."""
+        """The specs of the bucket's gradients, in order."""
         return tuple([slot.spec for slot in self.slots])
 
 
 class _Filling(NamedTuple):
-    """A bucket that still takes gradients."""
+    """A bucket that is not complete and takes further gradients."""
 
     number: int
     limit_bytes: int
@@ -138,8 +138,8 @@ class Assignment(NamedTuple):
     Attributes:
         spec: the gradient's name, shape and dtype.
         bucket: the number of the gradient's bucket.
-        completes: the buckets that the gradient completes, in launch order. None if that depends on the gradients that
-            have arrived before: then Planner.note_arrival returns the buckets.
+        completes: the buckets that the gradient completes, in launch order. None if they depend on the order in which
+            the gradients arrive; then Planner.note_arrival returns them.
     """
 
     spec: GradientSpec
@@ -148,28 +148,30 @@ class Assignment(NamedTuple):
 
 
 class Planner:
-    """Assigns gradients to buckets, and says when a bucket is complete.
+    """Assigns gradients to buckets, and reports when a bucket is complete.
 
-    Without `specs` a gradient's position is its number of arrival, and buckets fill gradient by gradient. A step that
-    repeats the last one gets the same buckets. With `specs` the positions and the buckets are fixed, and the gradients
-    arrive in any order. Then a bucket is complete when all of its gradients have arrived and all buckets before it are
-    complete. So ranks whose gradients arrive in different orders launch the buckets in the same order.
+    Without `specs` a gradient's position is its index in the order of arrival, and buckets fill gradient by gradient. A
+    step that repeats the last one gets the same buckets. With `specs` the positions and the buckets are fixed, and the
+    gradients arrive in any order. Then a bucket is complete when all of its gradients have arrived and all buckets
+    before it are complete. So ranks whose gradients arrive in different orders launch the buckets in the same order.
 
     Args:
-        threshold_bytes: size that a bucket of several gradients never exceeds; at least 1.
-        first_bucket_bytes: the same for the first bucket of a step, so that communication may start early; None is
-            the threshold.
-        specs: the gradients, by position.
+        threshold_bytes: the largest size of a bucket of several gradients; at least 1.
+        first_bucket_bytes: the threshold for the first bucket of a step, so that communication may start early; None
+            means `threshold_bytes`.
+        specs: the name, shape and dtype of each gradient, by position; None if they are not known before the first
+            step.
 
     Attributes:
         threshold_bytes, first_bucket_bytes: see above.
-        assignments: by position: of this step's gradients; while the step repeats the last one, of all gradients of
-            the last step.
+        assignments: the assignments of this step's gradients, by position. While the step repeats the last one, they
+            are those of all gradients of the last step.
         repeats: whether all gradients of this step so far were in the last step, at the same positions.
-        buckets: with `specs`: all buckets, in launch order.
+        buckets: with `specs`, all buckets in launch order; else an empty list.
 
     Raises:
-        InvalidArgument: a size that is no integer of at least 1, or a first bucket above the threshold.
+        InvalidArgument: a size is not an integer of at least 1, or the first bucket's threshold is above
+            `threshold_bytes`.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class Planner:
         self.assignments: list[Assignment] = []
         self.repeats = False
         self.buckets: list[Bucket] = []
-        self._open: dict[str, _Filling] = {}  # by dtype
+        self._open: dict[str, _Filling] = {}  # the buckets that take further gradients, by dtype
         self._opened = 0  # the number of buckets opened in this step
         self._rest: list[Bucket] = []  # the buckets that the end of the last step completed
         self._missing: list[int] = []  # with `specs`: the number of gradients that each bucket lacks, in launch order
@@ -207,7 +209,8 @@ class Planner:
         """Assigns one gradient. A gradient above the threshold gets a bucket of its own, which is complete at once.
 
         Args:
-            spec: compared by identity: pass the same object as in the last step to save work.
+            spec: the gradient's name, shape and dtype. The planner compares specs by identity: pass the same object as
+                in the last step to save work.
             position: the gradient's position. Without the planner's `specs`, the number of gradients that arrived
                 before it.
         """
@@ -222,7 +225,7 @@ class Planner:
         return assignment
 
     def note_arrival(self, bucket: int) -> Sequence[Bucket]:
-        """Notes, with `specs`, that a gradient of a bucket has arrived; returns the buckets that are now complete."""
+        """Counts a gradient of a bucket as arrived; returns the buckets that are now complete. Needs `specs`."""
         begin = self._order[bucket]
         self._missing[begin] -= 1
         if self._missing[begin] or begin != self._next:
@@ -232,10 +235,10 @@ class Planner:
         return self.buckets[begin : self._next]
 
     def flush(self, count: int) -> list[Bucket]:
-        """Completes the open buckets after `count` gradients, by dtype in sorted order; begins a new step.
+        """Completes the open buckets of a step with `count` gradients, sorted by dtype; begins a new step.
 
-        After an empty step the plan of the last one stays. With `specs` no bucket is open: all gradients have arrived,
-        or none has.
+        An empty step keeps the plan of the last step. With `specs` no bucket is open here, because all gradients have
+        arrived, or none.
         """
         if self._is_fixed:
             self.reset()
@@ -271,7 +274,7 @@ class Planner:
         self.repeats = False
 
     def _stop_repeating(self, count: int) -> None:
-        """Fills the open buckets with the first gradients of this step, which have repeated the last step."""
+        """Plans this step's first `count` gradients again, because this step then differs from the last one."""
         self.repeats = False
         del self.assignments[count:]
         for position, assignment in enumerate(self.assignments):
@@ -302,7 +305,7 @@ class Planner:
         return Assignment(spec, filling.number, complete)
 
     def _alone(self, position: int, spec: GradientSpec, before: list[Bucket]) -> Assignment:
-        """Puts a gradient into a bucket of its own; `before` has a bucket that the gradient has completed."""
+        """Puts a gradient into a bucket of its own; `before` lists buckets that the gradient has completed already."""
         number, self._opened = self._opened, self._opened + 1
         bucket = Bucket(spec.dtype, (Slot(position, spec, 0, spec.size_elements),), number)
         return Assignment(spec, number, [*before, bucket])
@@ -319,7 +322,7 @@ def checked_bytes(name: str, size: object) -> int:
     """Returns a size in bytes, given as an integer or as text: "25 MB" is 25 * 1024**2.
 
     Raises:
-        InvalidArgument: the size is neither, or below 1.
+        InvalidArgument: the size is neither an integer nor such a text, or it is below 1.
     """
     number = integer_of(size)
     if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
@@ -331,6 +334,6 @@ def checked_bytes(name: str, size: object) -> int:
 
 
 def list_of_names(names: Sequence[str]) -> str:
-    """Returns the first names of a list, and the number of the others."""
+    """Returns a text with the first names of a list, and the number of the others."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,8 +1,9 @@
 """The collectives of a step: the all-reduce of each complete bucket, and the agreement on the end of the step.
 
 The backend does the work of an all-reduce: it compares the agreements of the ranks, copies the bytes, adds up, and
-divides for a mean. Over shared memory that is communicators/shared_memory/collectives.py (small lists) and pipelined.py
-(large ones). If the agreements differ, every rank gets PlanMismatch from there, and Step.fail ends the step.
+divides for a mean. For shared memory, this code is in communicators/shared_memory/collectives.py (small lists) and
+pipelined.py (large lists). If the agreements differ, the backend raises PlanMismatch on every rank, and Step.fail ends
+the step.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from gradsync.reduction import Array, ReduceOp, Wire
 
 @dataclass
 class Statistics:
-    """Counts what a callback has done since it was made.
+    """Counters of a callback since its construction.
 
     Attributes:
-        steps: flushes that reduced gradients.
-        gradients: gradients handed over for reduction.
-        all_reduces: buckets reduced.
-        bytes_all_reduced: their size.
-        communication_seconds: time of the host in packing, waiting, reducing and splitting, and in the flush; on a GPU,
-            in launching these.
-        skipped_steps: steps whose gradients were not finite, with nonfinite="skip".
+        steps: the number of flushes that reduced gradients.
+        gradients: the number of gradients handed over for reduction.
+        all_reduces: the number of buckets reduced.
+        bytes_all_reduced: the size of all reduced buckets together.
+        communication_seconds: the host's time for packing, waiting, reducing and splitting, and for the flush; on a
+            GPU, its time for launching this work.
+        skipped_steps: the number of steps whose gradients were not finite, with nonfinite="skip".
     """
 
     steps: int = 0
@@ -56,17 +57,18 @@ class Statistics:
 
 @dataclass(slots=True, eq=False)
 class Reduction:
-    """One bucket's reduction, and the arrays that it works on; kept if these arrive again in the next step.
+    """The reduction of one bucket, with its arrays. The next step uses this object again if the same arrays arrive.
 
     Attributes:
-        bucket: the gradients.
-        sources, targets: flat arrays, one for each slot; see ListReduction of for_bucketing.py. If gradients live in
-            the bucket, one flat view of it.
-        write_backs: pairs of a target and the native array that gets its values afterwards.
-        results: native arrays that hold the reduced values in the end.
-        locked: the gradients that are read-only until the end; None if there are none.
-        memory: the buckets' memory, if gradients live there.
-        prepared: the all-reduce of these arrays, if they will arrive again.
+        bucket: the bucket that is reduced.
+        sources: flat arrays of the values to reduce, one for each slot. If gradients live in the bucket, one flat view
+            of it.
+        targets: flat arrays for the results, in the order of the sources; see ListReduction of for_bucketing.py.
+        write_backs: pairs of a target and the native array that gets the target's values after the reduction.
+        results: the native arrays that hold the reduced values after the reduction.
+        locked: the gradients that are read-only until the reduction ends; None if there are none.
+        memory: the buckets' memory if gradients live there; else None.
+        prepared: the prepared all-reduce of these arrays if they will arrive again; else None.
     """
 
     bucket: Bucket
@@ -80,7 +82,7 @@ class Reduction:
 
     @classmethod
     def of_gradients(cls, bucket: Bucket, entries: Sequence[GradientEntry], holder: Holder) -> Reduction:
-        """Returns the reduction of gradients in arrays of their own, by slot; `holder` has them in flight."""
+        """Returns the reduction of gradients that have their own arrays. `entries` are in the order of the slots."""
         return cls(
             bucket,
             [entry.source for entry in entries],
@@ -119,7 +121,7 @@ class ActiveRanks(Protocol):
         """Returns the number of ranks that have gradients for the step that begins. Every rank must call it.
 
         Args:
-            passes: local passes of this rank before the step.
+            passes: the number of this rank's local passes before the step.
         """
 
 
@@ -127,14 +129,15 @@ class Reducer:
     """Runs the collectives of one step after another.
 
     Args:
-        options: of the callback.
+        options: the options of the callback.
 
     Attributes:
-        op: sum or mean.
-        events: the agreements of a step.
-        statistics: of all steps.
-        active_ranks: inside join(), counts the ranks before the first collective of a step; else None.
-        values: checks for NaN and infinity, norm, clipping.
+        op: the operator of the reduction: sum or mean.
+        events: the object that makes the agreements of a step.
+        statistics: the counters of all steps.
+        active_ranks: inside join(), the object that counts the ranks with gradients before the first collective of a
+            step; else None.
+        values: the object that checks for NaN and infinity, computes the norm, and clips.
         is_hooked: whether a hook reduces the buckets.
     """
 
@@ -147,7 +150,7 @@ class Reducer:
         self.is_hooked = False
         self._options = options
         self._wire = options.wire
-        # Whether values are only reduced: not scaled, not converted, not looked at.
+        # Whether values are only reduced: not scaled, not converted, not checked.
         self._runs_plain = self._wire.is_plain and not self.values.checks
         self._hooked: _HookedBuckets | None = None
         self._present: int | None = None  # the number of ranks with gradients for this step, once it is counted
@@ -155,7 +158,7 @@ class Reducer:
         self._last: dict[int, Reduction] = {}  # by bucket: reductions of the last step whose arrays may arrive again
 
     def begin_with(self, callback: KnownCallback | None) -> None:
-        """Begins on a communicator whose ranks know the callback by this; forgets memory made for another one."""
+        """Starts to use a communicator, on which the ranks know `callback`; forgets the arrays of the last one."""
         self.events.change_callback(callback)
         self._wire.forget_memory()
         self._last.clear()
@@ -166,7 +169,7 @@ class Reducer:
         """Uses a hook for the buckets of later steps; see AllreduceCallback.register_hook."""
         if hook is not None and self._wire.dtype_name is not None:
             raise InvalidArgument(
-                f"a hook decides what travels: make the callback without compression={self._wire.dtype_name!r}"
+                f"a hook decides what is sent: make the callback without compression={self._wire.dtype_name!r}"
             )
         self._hooked = None if hook is None else _HookedBuckets(hook, self._wire)
         self.is_hooked = hook is not None
@@ -182,13 +185,13 @@ class Reducer:
         communicator: Communicator,
         holder: Holder,
     ) -> Reduction:
-        """Returns the reduction of a complete bucket: that of the last step, if all arrays are the same.
+        """Returns the reduction of a complete bucket: the one of the last step if all arrays are the same.
 
         Args:
-            bucket: whose gradients have arrived.
+            bucket: a bucket whose gradients have all arrived.
             entries: the gradients of the step, by position.
-            memory: the buckets' memory, if gradients live there.
-            communicator: whose ranks reduce it.
+            memory: the buckets' memory if gradients live there; else None.
+            communicator: the communicator whose ranks reduce the buckets.
             holder: the callback that has the gradients in flight.
         """
         number = bucket.number
@@ -211,7 +214,7 @@ class Reducer:
         return reduction
 
     def renew(self, number: int) -> None:
-        """Forgets a bucket's reduction, because another array has arrived for it than in the last step."""
+        """Forgets a bucket's reduction, because this step has a new array in the bucket."""
         known = self._last.get(number)
         if known is not None and known.memory is None:
             del self._last[number]
@@ -228,13 +231,13 @@ class Reducer:
     def reduce(
         self, reduction: Reduction, communicator: Communicator, producers: Sequence[Any], end: CollectiveEnd
     ) -> Completion | None:
-        """Reduces a bucket, or hands it to the hook, which ends it later.
+        """Reduces a bucket, or calls the hook with it. end() waits for the hook's result.
 
         Args:
-            reduction: of the bucket.
-            communicator: whose ranks take part.
-            producers: marks (see Communicator.mark_work) of the work that made the sources.
-            end: of the bucket, for the hook.
+            reduction: the reduction of the bucket.
+            communicator: the communicator whose ranks reduce the buckets.
+            producers: GPU events after the work that made the sources; see Backend.mark_work.
+            end: the CollectiveEnd that the bucket's futures share; used only with a hook.
         """
         started = time.perf_counter()
         bucket, op, mean_over = reduction.bucket, self.op, None
@@ -248,7 +251,7 @@ class Reducer:
                 communicator._agree(agreement)
                 self._hooked.begin(reduction, communicator, op, mean_over, producers, end, watch)
             except CommunicatorClosed:
-                self._hooked.finish()  # raises the error of an earlier bucket's future, which has closed it
+                self._hooked.finish()  # raises if an earlier bucket's future has failed, which closed the communicator
                 raise
         elif reduction.prepared is not None and mean_over is None and op is self.op and self._runs_plain:
             completion = reduction.prepared.run(agreement, producers=producers)
@@ -271,7 +274,7 @@ class Reducer:
         op: ReduceOp,
         mean_over: int | None,
     ) -> Completion | None:
-        """Reduces a bucket with its stages: the check of its values, a scale, another dtype."""
+        """Reduces a bucket with the stages that it needs: checks of its values, division, scaling, compression."""
         arrays, dtype = communicator._arrays, reduction.sources[0].dtype
         wire, scale = self._conversion_of(reduction, communicator)
         is_divided = mean_over is not None and (reduction.memory is None or wire is not None or scale is not None)
@@ -283,13 +286,13 @@ class Reducer:
             mean_over = None
         if scale is not None:
             stages.append(scale)
-        # The same on all ranks, though the gradients of some may be read-only.
+        # This value is the same on all ranks, even if only some ranks have read-only gradients.
         agrees_first = wire is None and self._wire.only_scales(dtype) and not communicator._runs_beside_host
         if reduction.memory is not None and wire is None and not isinstance(scale, Compressed):
             return all_reduce_resident(
                 communicator,
                 reduction.memory.memory,
-                *reduction.memory.stretch(reduction.bucket),
+                *reduction.memory.byte_range(reduction.bucket),
                 dtype,
                 op,
                 agreement,
@@ -307,11 +310,13 @@ class Reducer:
     def _checks_within(
         self, communicator: Communicator, wire: Wire | None, stage: Stage | None, *, is_divided: bool
     ) -> Checks:
-        """Returns the checks that the communicator makes during a reduction. The bucket's watch makes the others.
+        """Returns the checks that the communicator makes during a reduction.
+
+        The bucket's BucketWatch makes the other checks.
 
         Args:
-            communicator: reduces the bucket.
-            wire, stage: see _conversion_of.
+            communicator: the communicator that reduces the bucket.
+            wire, stage: the two results of _conversion_of.
             is_divided: whether the results are divided after the reduction.
         """
         within = Checks.NONE
@@ -324,11 +329,12 @@ class Reducer:
     def _conversion_of(
         self, reduction: Reduction, communicator: Communicator
     ) -> tuple[Wire | None, Scaled | Compressed | None]:
-        """Returns the form that the backend gives to a bucket's values, or the stage that converts them before it.
+        """Returns the wire format if the backend converts a bucket's values, or else the stage that converts them.
 
-        Both are None if the values are only reduced. A backend that converts does so while it copies the values.
-        Elsewhere values are scaled where they lie, unless the gradients are so small that packing them first costs
-        less. On a GPU packing scales them. All ranks have the same stage, so that their lists have equal sizes.
+        Both are None if the values are only reduced. A backend that can convert values does so while it copies them.
+        For other backends, values are scaled in place, unless the gradients are so small that packing them first costs
+        less. On a GPU the values are scaled while they are packed. All ranks have the same stage, so that their lists
+        have equal sizes.
         """
         wire, arrays, dtype = self._wire, communicator._arrays, reduction.sources[0].dtype
         if wire.is_plain or not wire.changes(dtype):
@@ -353,12 +359,13 @@ class Reducer:
         """Takes part in a whole step of the other ranks, with zeros.
 
         Args:
-            planner: of the callback, between steps.
-            specs: the gradients of the step, in the order of their places.
-            communicator: whose ranks take part.
-            zeros: zeros(bucket) returns the reduction of an array of them, which the next call may return again.
+            planner: the callback's planner, between steps.
+            specs: the names, shapes and dtypes of the step's gradients, by position.
+            communicator: the communicator whose ranks reduce the buckets.
+            zeros: a function: zeros(bucket) returns the reduction of an array of zeros. The next call may use that
+                array again.
             present: the number of ranks that have gradients.
-            passes: the local passes of those ranks, which their agreements include.
+            passes: the number of local passes of those ranks, which their agreements include.
         """
         own_passes = self.events.local_passes
         self.begin_step(present, passes)
@@ -380,13 +387,15 @@ class Reducer:
             completion.order()  # the next bucket's zeros use the same memory
 
     def end(self, gradients: int, communicator: Communicator) -> Completion | None:
-        """Agrees that the step has ended after so many gradients. Work that the caller queues next sees the results.
+        """Lets the ranks agree that the step ends after `gradients` gradients.
+
+        On a GPU, work that the caller queues next sees the results.
 
         Returns:
-            The end of work that changes the results after their reduction, such as clipping; None without any.
+            The Completion of later work that changes the results, such as clipping; None if there is no such work.
 
         Raises:
-            NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; on all ranks.
+            NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; all ranks raise it.
         """
         started = time.perf_counter()
         if self.active_ranks is not None:
@@ -405,27 +414,27 @@ class Reducer:
         return later
 
     def agree_on_missing(self, gradients: int, missing: tuple[str, ...], communicator: Communicator) -> None:
-        """Agrees that the step ends after so many gradients, and that the named ones are missing.
+        """Lets the ranks agree that the step ends after `gradients` gradients, and that those in `missing` are missing.
 
         Raises:
-            PlanMismatch: they are not missing on all ranks.
+            PlanMismatch: the gradients in `missing` are not missing on all ranks.
         """
         self._count_active()
         communicator._agree(self.events.flush(gradients, missing))
 
     def begin_step(self, present: int | None = None, passes: int = 0) -> None:
-        """Begins a step; keeps the plan of the last one, which this one may repeat.
+        """Begins a step; keeps the agreements of the last step, because this one may repeat it.
 
         Args:
             present: the number of ranks with gradients for the new step, if it is known already.
-            passes: the local passes before it.
+            passes: the number of local passes before the new step.
         """
         self.events.begin_step(passes)
         self._launched.clear()
         self._present = present
 
     def fail(self) -> None:
-        """Forgets the values and hooked buckets of a step that has failed."""
+        """Forgets the findings of the checks, and the hook's buckets, after a step has failed."""
         self.values.fail()
         if self._hooked is not None:
             self._hooked.reset()
@@ -436,7 +445,7 @@ class Reducer:
         return self.values.watch(reduction.bucket, reduction.results, communicator, checks)
 
     def _mean_over(self, communicator: Communicator) -> tuple[ReduceOp, int | None]:
-        """Returns the operator, and the divisor of its result: if some ranks are absent, a sum and their number."""
+        """Returns the operator and a divisor: for a mean over only some ranks, sum and the number of these ranks."""
         self._count_active()
         if self.op is ReduceOp.SUM or self._present in (None, communicator.world_size):
             return self.op, None
@@ -467,12 +476,12 @@ class _Divided:
 
 
 class _UnderWay(NamedTuple):
-    """A bucket that was handed to a hook."""
+    """A bucket with which the hook was called."""
 
     reduction: Reduction
     bucket: GradientBucket
     value: Any
-    mark: Any  # of the work that the hook queued
+    mark: Any  # a GPU event after the work that the hook queued
     mean_over: int | None
     end: CollectiveEnd
     watch: BucketWatch | None
@@ -482,15 +491,15 @@ class _HookedBuckets:
     """The buckets of a step that a hook reduces. On a GPU all work here is queued on the current stream.
 
     Args:
-        hook: a function of a bucket.
-        wire: the scales.
+        hook: the program's function, which takes a GradientBucket.
+        wire: the format, which has the scales.
     """
 
     def __init__(self, hook: BucketHook, wire: WireFormat) -> None:
         self._hook = hook
         self._wire = wire
         self._under_way: list[_UnderWay] = []
-        self._flats: dict[int, Array] = {}  # by bucket, because several are under way at once
+        self._flats: dict[int, Array] = {}  # by bucket, because the hook may work on several buckets at once
 
     def begin(
         self,
@@ -502,16 +511,16 @@ class _HookedBuckets:
         end: CollectiveEnd,
         watch: BucketWatch | None,
     ) -> None:
-        """Packs a bucket, scaled, and hands it to the hook.
+        """Packs a bucket, scales its values, and calls the hook with it.
 
         Args:
-            reduction: of the bucket; ranks have agreed on it.
-            communicator: whose ranks reduce it.
-            op: of the reduction.
-            mean_over: the divisor of a sum, if not all ranks have gradients.
-            producers: marks (see mark_work) of the work that made the sources.
-            end: of the bucket.
-            watch: checks the values before and after.
+            reduction: the reduction of the bucket, on which the ranks have agreed.
+            communicator: the communicator whose ranks reduce the buckets.
+            op: the operator of the reduction.
+            mean_over: the divisor of a sum if not all ranks have gradients; else None.
+            producers: GPU events after the work that made the sources; see Backend.mark_work.
+            end: the CollectiveEnd that the bucket's futures share.
+            watch: the object that checks the values before and after the reduction; None for no checks.
         """
         communicator._follow_work(producers)
         if watch is not None:
@@ -541,7 +550,7 @@ class _HookedBuckets:
             end.finish(None, None, communicator._mark_end())
 
     def reset(self) -> None:
-        """Forgets the buckets under way after a failed step, with their memory, which hooks may still use."""
+        """Forgets the hook's buckets of a failed step, and their memory, because the hook may still use this memory."""
         self._under_way.clear()
         self._flats.clear()
 

@@ -1,7 +1,7 @@
-"""A file of gradients: names, shapes and dtypes, in the order in which they are handed over.
+"""A file of gradients: their names, shapes and dtypes, in the order in which they are handed over.
 
-AllreduceCallback.dump_shapes writes one, `gradsync bench thresholds --model` reads it. It is JSON: a list of
-[name, shape] or [name, shape, dtype].
+AllreduceCallback.dump_shapes writes such a file, and `gradsync bench thresholds --model` reads it. The file is JSON: a
+list of [name, shape] or [name, shape, dtype].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXAMPLE = '[["layer.weight", [64, 3], "float32"], ["layer.bias", [64]]]'
 
 
 def write_shapes(path: str | Path, specs: Iterable[GradientSpec]) -> None:
-    """Writes gradients to a file, one a line; an existing file is replaced.
+    """Writes gradients to a file, one per line; an existing file is replaced.
 
     Raises:
         OSError: the file cannot be written.
@@ -37,8 +37,8 @@ def read_shapes(path: str | Path) -> list[GradientSpec]:
     """Reads the gradients of a file, in its order; gradients without a dtype are float32.
 
     Raises:
-        InvalidArgument: the file cannot be read, is not such a list, is empty, or has a dtype that cannot be reduced.
-            The text gives the number of the entry, from 0.
+        InvalidArgument: the file cannot be read, does not contain such a list, is empty, or has a dtype that cannot be
+            reduced. The text gives the index of the wrong entry, from 0.
     """
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -53,7 +53,7 @@ def read_shapes(path: str | Path) -> list[GradientSpec]:
 
 
 def itemsize_of(dtype: str) -> int:
-    """Returns the bytes of one element, also for bfloat16, which NumPy alone does not have."""
+    """Returns the bytes of one element, also of bfloat16, which NumPy itself does not have."""
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 

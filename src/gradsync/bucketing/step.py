@@ -1,11 +1,11 @@
-"""One step after another: takes gradients, reduces complete buckets at once, and reduces the rest at the flush.
+"""The steps of a callback: take gradients, reduce complete buckets at once, and reduce the rest at the flush.
 
-Does this step repeat the last one? Step.take asks that once for each gradient. If the same array arrives that the last
-step had at this position, everything known about it is used again: its entry, its bucket, and in the end its bucket's
+For each gradient, Step.take checks whether the step repeats the last one. If the array is the same that the last step
+had at this position, gradsync uses everything known about it again: its entry, its bucket, and in the end its bucket's
 reduction (see Reducer.reduction_of). Otherwise Step._admit checks the gradient and makes a new entry.
 
-An array is kept from one step to the next only if it arrived in two steps running. So a loop that makes new arrays in
-each step does not hold the memory of two steps.
+gradsync keeps an array from one step to the next only if the array arrived in two consecutive steps. So a loop that
+makes new arrays in each step does not hold the memory of two steps.
 """
 
 from __future__ import annotations
@@ -59,22 +59,23 @@ _log = logging.getLogger("gradsync")
 
 
 class Step:
-    """The state between the first gradient of a step and its flush, and the memory of the last step.
+    """The state of the current step, from its first gradient to its flush, and the memory of the last step.
 
     Args:
         options: the options of the callback.
-        identity: the name of the callback, or the line that made it.
+        identity: the identity of the callback: its name, or the line that constructed it.
 
     Attributes:
-        planner: says which gradients share a bucket.
-        reducer: runs the collectives of the step.
-        memory: the buckets' memory, if gradients live in the buckets; else None.
+        planner: the planner, which assigns gradients to buckets.
+        reducer: the reducer, which runs the collectives of the step.
+        memory: the buckets' memory if gradients live in the buckets; else None.
         count: the number of gradients handed over since the last flush.
-        ended: the number of steps that have ended, including empty ones. It is also the number of this step.
-        raised_on_all: the last error that every rank got from a collective of this callback.
-        filled: after a flush: by parameter, the results for which this rank had no gradient.
+        ended: the number of steps that have ended, including empty ones; it is also the index of the current step.
+        raised_on_all: the last error from a collective of this callback that every rank raised.
+        filled: after a flush, the results of parameters for which this rank had no gradient, by parameter.
         sums: the sums of the gradients of local passes, until the next step takes them.
-        agreed: the gradients of the last step whose end all ranks have agreed on; with `parameters` all gradients.
+        agreed: the gradients of the last step that ended with an agreement of all ranks; with `parameters`, all
+            gradients.
     """
 
     def __init__(self, options: Options, identity: CallbackIdentity) -> None:
@@ -90,34 +91,34 @@ class Step:
         self.agreed: list[GradientSpec] = []
         self._options = options
         self._identity = identity
-        self._communicator: Communicator | None = None  # of the last step
+        self._communicator: Communicator | None = None  # the communicator of the last step
         self._is_known = False  # whether the other ranks of the communicator know the callback
         self._has_compared = options.parameters is None  # whether the ranks have compared the parameters' values
         self._parameters: list[KnownParameter] = []  # by position
-        self._positions: dict[Hashable, int] | None = None  # with `parameters`: by the parameter's key
-        self._zeros: dict[int, Array] = {}  # by position: arrays for missing gradients
-        self._is_busy = False  # whether some thread hands over a gradient, or flushes
+        self._positions: dict[Hashable, int] | None = None  # with `parameters`: the positions by the parameter's key
+        self._zeros: dict[int, Array] = {}  # by position: arrays of zeros for missing gradients
+        self._is_busy = False  # whether some thread is handing over a gradient, or flushing
         # By position: the gradients of this step, and gradients of the last step that have not arrived again yet.
         self._entries: dict[int, GradientEntry] = {}
-        # Of this step.
+        # The rest of the attributes belong to the current step.
         self._new: list[GradientEntry] = []  # the gradients whose array differs from that of the last step
         # While _new is empty, the gradients are the same as in the last step, and shared no memory there. From the
         # first new gradient on, all gradients of the step are checked for shared memory.
         self._keys: set[Hashable] = set()
         self._overlaps = OverlapCheck()
-        self._ends: dict[int, CollectiveEnd] = {}  # by bucket; a missing end is made when it is asked for
+        self._ends: dict[int, CollectiveEnd] = {}  # by bucket; a defaultdict makes a missing end
         self._leaving: BaseException | None = None  # the first SystemExit or KeyboardInterrupt of a done-callback
-        self._producers: dict[int, list[Any]] = {}  # by bucket; used only if collectives run beside the host
+        self._producers: dict[int, list[Any]] = {}  # GPU events of the gradients' work, by bucket
         self._has_ended = False  # whether the flush has begun, so that no gradient will follow
-        self._guard: GradientGuard | None = None  # in debug mode
-        self._is_watched = False  # whether _note has work for each gradient
+        self._guard: GradientGuard | None = None  # only in debug mode
+        self._is_watched = False  # whether _note must run for each gradient
         self._state_of: Callable[[Any], Any] = id  # the communicator's ArrayKind.state
         register(self)
 
     # -- Before a step ---------------------------------------------------------------------------------------------
 
     def begin_with(self, communicator: Communicator) -> None:
-        """Begins with a communicator: forgets the arrays of another one; refuses a change within a step."""
+        """Starts to use a communicator, and forgets the arrays of the last one; refuses a change within a step."""
         if communicator is self._communicator:
             return
         if self.count:
@@ -142,7 +143,7 @@ class Step:
         self._communicator = communicator
 
     def live_in_buckets(self, communicator: Communicator) -> Any:
-        """Makes the buckets' memory, and returns its views; see AllreduceCallback.gradient_buffers."""
+        """Allocates the buckets' memory, and returns its views; see AllreduceCallback.gradient_buffers."""
         if not self._options.gradient_as_bucket_view:
             raise InvalidArgument("gradient_buffers() needs AllreduceCallback(gradient_as_bucket_view=True)")
         self.begin_with(communicator)
@@ -160,7 +161,10 @@ class Step:
         self.memory = None
 
     def agree_on_callback(self, communicator: Communicator) -> None:
-        """Checks, at the first use, that the other ranks use the same callback. Collective, before all others."""
+        """Checks, at the first use, that the other ranks use the same callback.
+
+        Collective; runs before all other collectives of the callback.
+        """
         if self._is_known:
             return
         with self.noting_errors():
@@ -168,10 +172,10 @@ class Step:
         self._is_known = True
 
     def prepare(self, gradient: Any, communicator: Communicator) -> None:
-        """Prepares the first step: compares the parameters, makes the buckets' memory. Collective.
+        """Prepares the first step: compares the parameters, and allocates the buckets' memory. Collective.
 
-        The order is the same on all ranks, whatever gradients they have. The comparison is first, so that a difference
-        between the parameters is reported before one between the buckets.
+        All ranks first compare the parameters and then allocate the memory, whatever gradients they have. So the ranks
+        report a difference between the parameters before a difference between the buckets.
 
         Args:
             gradient: the first gradient of this rank, or None.
@@ -182,11 +186,14 @@ class Step:
             agreed = self.reducer.events.of_callback
             with self.noting_errors():
                 warn_of_unequal_values(self._parameters, self._options.parameters, gradient, communicator, agreed)
-            self._has_compared = True  # only here: after PlanMismatch every rank compares again
+            self._has_compared = True  # set only here, so that after PlanMismatch every rank compares again
         self._ensure_memory(communicator)
 
     def _ensure_memory(self, communicator: Communicator) -> None:
-        """Makes the buckets' memory, if gradients live there and it does not exist yet. Collective then."""
+        """Allocates the buckets' memory if gradients live there and it does not exist yet.
+
+        The allocation is collective.
+        """
         if self.memory is not None or not self._options.gradient_as_bucket_view:
             return
         self.agree_on_callback(communicator)
@@ -211,19 +218,19 @@ class Step:
     # -- A gradient ------------------------------------------------------------------------------------------------
 
     def take(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
-        """Takes a gradient; reduces the buckets that it completes. See AllreduceCallback."""
+        """Takes a gradient; reduces the buckets that it completes. See AllreduceCallback.__call__."""
         if communicator is not self._communicator or pending or self._is_busy:
             self._begin_call("callback(param, grad)", communicator)
         try:
             self._is_busy = True
             if self._is_watched and communicator._runs_beside_host:
-                communicator._checked_stream(None, "a gradient")  # first: an error must leave no trace
+                communicator._checked_stream(None, "a gradient")  # first, so that an error changes nothing
             position: int | None = self.count
             if (positions := self._positions) is not None:
                 position = positions.get(param if type(param) is str else key_of(param))
             entry = self._entries.get(position)  # type: ignore[arg-type]  # None is no position
-            # Does this step repeat the last one here: the same, unchanged array at the same position? (A parameter that
-            # is a string is its own key: that saves a call for each gradient.)
+            # True if this step repeats the last one: the same array, unchanged, is at the same position. (A parameter
+            # that is a string is its own key: that saves a call for each gradient.)
             if (
                 entry is not None
                 and entry.gradient is grad
@@ -258,7 +265,7 @@ class Step:
             self._is_busy = False
 
     def _begin_call(self, what: str, communicator: Communicator) -> None:
-        """Begins with the communicator if it is another one; checks that a hand-over or a flush may begin now."""
+        """Starts to use the communicator if it is a new one; checks that a hand-over or a flush may begin now."""
         if communicator is not self._communicator:
             self.begin_with(communicator)
         if pending:
@@ -271,7 +278,7 @@ class Step:
             )
 
     def _note(self, entry: GradientEntry, end: CollectiveEnd, communicator: Communicator) -> None:
-        """Notes a gradient for GPUs (the work that makes it), for traces (its arrival), and for the debug mode."""
+        """Records a gradient: its work on a GPU, its arrival in the trace, and its digest in debug mode."""
         if communicator._runs_beside_host:
             self._producers.setdefault(entry.bucket, []).append(communicator._mark_work())
         if (tracer := tracing.active) is not None:  # read once: another thread may end the trace
@@ -280,7 +287,9 @@ class Step:
             self._guard.take(entry, end)
 
     def _admit(self, param: Any, grad: Any, communicator: Communicator) -> GradientEntry:
-        """Checks a gradient that the last step did not have here, and makes its entry. An error leaves no trace.
+        """Checks a gradient that the last step did not have at its position, and makes its entry.
+
+        An error leaves the step unchanged.
 
         Raises:
             InvalidArgument, UnsupportedDtype: see AllreduceCallback.
@@ -294,20 +303,20 @@ class Step:
         is_locked = False
         is_itself = native is grad
         if isinstance(grad, np.ndarray):
-            # In the buckets' memory, which ranks share, there is nothing to lock; other arrays are copied there now.
+            # Gradients in the buckets' memory, which ranks share, are not locked. Other arrays are copied there now.
             is_on = self._options.lock_gradients and self.memory is None
             is_locked = can_lock(grad, spec.name, self, is_on=is_on)
             if is_locked and is_itself:
                 native = grad.view()  # gradsync writes through the view. For a subclass, native is a view already
         out = self._destination(grad, native, position, communicator)
-        # Otherwise the result is a new array in each step, or the values are copied first.
+        # An entry can recur only if the array is reduced in place, without a new result and without a copy.
         recurs = is_itself and out.result is grad and out.target is out.source and out.write_back is None
         last = self._entries.get(position)
         recurs = recurs and last is not None and last.has_seen(grad)
         state = arrays.state(native) if recurs else None
         if self.memory is not None and out.result is not grad:  # already copied into its bucket
             native = self.memory.views[position]
-        if not self._new:  # the first new gradient of this step; an error may have left others here
+        if not self._new:  # the first new gradient of this step; a failed call may have left others in the checks
             self._keys.clear()
             self._overlaps.clear()
             for earlier in self._of_step():
@@ -339,7 +348,7 @@ class Step:
         return entry
 
     def _position_of(self, param: Any, communicator: Communicator) -> int:
-        """Returns the position of the gradient that arrives next; refuses an unknown parameter, and a second one."""
+        """Returns the position of a new gradient. Refuses an unknown parameter, or one that has a gradient already."""
         if self._positions is None:
             return self.count
         position = self._positions.get(key_of(param))
@@ -354,7 +363,7 @@ class Step:
         return position
 
     def _spec_of(self, param: Any, native: Array, position: int, communicator: Communicator) -> GradientSpec:
-        """Returns the spec of a gradient: the object of the last step, if it is equal."""
+        """Returns the spec of a gradient; this is the last step's object if both are equal."""
         dtype, assignments = dtype_name(native.dtype), self.planner.assignments
         known = assignments[position].spec if position < len(assignments) else None
         is_same = known is not None and known.shape == native.shape and known.dtype == dtype
@@ -362,7 +371,7 @@ class Step:
             if is_same:
                 return known
             raise InvalidArgument(
-                f"{communicator.label}: the gradient of {known.name} must be {known.dtype}{list(known.shape)}, as by "
+                f"{communicator.label}: the gradient of {known.name} must be {known.dtype}{list(known.shape)}, as in "
                 f"the callback's parameters, got {dtype}{list(native.shape)}"
             )
         name = display_name(param, position)
@@ -371,7 +380,7 @@ class Step:
         return GradientSpec(name, native.shape, dtype, native.dtype.itemsize)
 
     def _destination(self, grad: Any, native: Array, position: int, communicator: Communicator) -> Destination:
-        """Decides where the reduced values go; copies a gradient into its bucket, if it must live there."""
+        """Decides where the reduced values go; copies the gradient into its bucket if gradients live there."""
         if self.memory is None:
             return destination(grad, native, communicator)
         view = self.memory.views[position]
@@ -394,7 +403,10 @@ class Step:
     # -- Local passes ----------------------------------------------------------------------------------------------
 
     def add_up(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
-        """Adds up a gradient of a local pass; its future is done, and gives the sum so far. Not collective."""
+        """Adds a gradient of a local pass to its sum. Returns a future that is done and gives the sum so far.
+
+        Not collective.
+        """
         self._begin_call("callback(param, grad)", communicator)
         if communicator._runs_beside_host:
             communicator._checked_stream(None, "a gradient")
@@ -406,14 +418,14 @@ class Step:
             name = self._spec_of(param, native, position, communicator).name
         if isinstance(grad, np.ndarray):
             can_lock(grad, name, self, is_on=False)  # refuses a gradient that is in flight in another callback
-        self._entries.clear()  # the next step reduces the sums in place of arrays that may arrive again
+        self._entries.clear()  # the next step reduces the sums, not the arrays of the last step
         total = self.sums.add(param, key_of(param), name, grad, native, communicator)
         end = CollectiveEnd(communicator._timeout_seconds)
         end.finish(None, None, communicator._mark_end())
         return GradientFuture(name, end, total)
 
     def end_local_pass(self) -> None:
-        """Counts a local pass, if a gradient has arrived in it."""
+        """Counts a local pass if a gradient has arrived in it."""
         self.reducer.events.local_passes += self.sums.end_pass()
 
     def discard(self) -> None:
@@ -427,7 +439,7 @@ class Step:
         """Reduces the rest of the buckets, and ends the step."""
         if communicator is not self._communicator or pending or self._is_busy:
             self._begin_call("flush()", communicator)
-        if communicator._runs_beside_host:  # before any collective: this stream will wait for the results
+        if communicator._runs_beside_host:  # checked before any collective: this stream will wait for the results
             communicator._checked_stream(None, "flush()")
         self.filled = {}
         for end in self._ends.values():
@@ -465,7 +477,7 @@ class Step:
 
     @contextmanager
     def noting_errors(self) -> Iterator[None]:
-        """Surrounds collectives outside the step; notes errors that every rank gets, as fail() does."""
+        """A context manager for collectives outside the step. Records errors that every rank raises, as fail() does."""
         try:
             yield
         except BaseException as error:
@@ -477,7 +489,7 @@ class Step:
             self.raised_on_all = error
 
     def fail(self, error: BaseException) -> None:
-        """Ends the step with an error, which all futures that are not done raise; forgets all but `agreed`."""
+        """Ends the step with an error, which all futures that are not done will raise; keeps only `agreed`."""
         self._note_raised_on_all(error)
         if isinstance(error, NonFiniteGradient):  # raised at the end of the step, after all ranks have agreed on it
             self.agreed = [assignment.spec for assignment in self.planner.assignments]
@@ -496,7 +508,7 @@ class Step:
         self._raise_leaving()
 
     def _take_rest(self, communicator: Communicator) -> dict[Any, GradientFuture]:
-        """Takes the sums of parameters with gradients in local passes only; returns their futures by name."""
+        """Takes the sums of parameters without a gradient in the last pass; returns their futures by name."""
         futures = {}
         for param, total in self.sums.take_rest(communicator):
             position = self.count if self._positions is None else self._positions[key_of(param)]
@@ -505,9 +517,9 @@ class Step:
         return futures
 
     def _complete(self, communicator: Communicator) -> None:
-        """Hands over zeros for missing gradients, or raises; the same on all ranks.
+        """Hands over zeros for missing gradients, or raises. All ranks do the same.
 
-        An empty step has no missing gradients, unless zeros take part for them.
+        An empty step has no missing gradients, unless missing="zero".
         """
         if not self.count and self._options.missing == "error":
             return
@@ -527,7 +539,7 @@ class Step:
             self.filled[parameter.label] = zeros
 
     def _zeros_at(self, position: int, communicator: Communicator) -> Any:
-        """Returns zeros for a missing gradient: its view of the bucket, or an array that is kept for later steps."""
+        """Returns zeros for a missing gradient: the parameter's view of its bucket, or an array kept for later."""
         arrays, spec = communicator._arrays, self._parameters[position].spec
         array: Any
         if self.memory is not None:
@@ -540,7 +552,7 @@ class Step:
         return array
 
     def _reduce(self, complete: Sequence[Bucket], communicator: Communicator) -> None:
-        """Reduces complete buckets, and ends them. If a hook reduces the buckets, reducer.end() ends them."""
+        """Reduces complete buckets, and completes their futures. With a hook, reducer.end() completes the futures."""
         reducer, guard = self.reducer, self._guard
         try:
             for bucket in complete:
@@ -569,7 +581,7 @@ class Step:
             self._raise_leaving()
 
     def _finish(self, end: CollectiveEnd, error: BaseException | None, completion: Completion | None) -> None:
-        """Ends a bucket; a done-callback that raises SystemExit does not keep other buckets from their end."""
+        """Completes a bucket's futures. If a done-callback raises SystemExit, the other buckets still complete."""
         try:
             end.finish(None, error, completion)
         except BaseException as leaving:
@@ -641,7 +653,7 @@ class Step:
             _log.error("%s", error)
 
     def communicator_ended(self, lifetime: Lifetime) -> None:
-        """See Observer of lifetime.py: the waiting gradients will not be reduced."""
+        """See Observer of lifetime.py. Unlocks the waiting gradients, because they will not be reduced."""
         if self._communicator is not None and lifetime is self._communicator._lifetime:
             self.unlock_waiting()
             if lifetime.is_inherited:
@@ -650,9 +662,9 @@ class Step:
                     end.disown(error)
 
     def forgotten(self) -> tuple[str, Communicator] | None:
-        """Returns the error text for gradients that wait for a flush, and their communicator; None without any.
+        """Returns the error text for gradients that wait for a flush, and their communicator; None if there are none.
 
-        None as well if a failure ended the communicator: that failure is why the gradients were not reduced.
+        Also returns None if a failure ended the communicator, because the failure is why the gradients wait.
         """
         communicator = self._communicator
         if not self.count or communicator is None or communicator._lifetime.has_failed:
@@ -669,10 +681,10 @@ class Step:
         return text, communicator
 
     def report_lost_sums(self, *, everywhere: bool = True) -> None:
-        """Drops the sums that no step will take, and warns; not if a failure ended the communicator.
+        """Drops the sums that no step will take. Logs a warning, unless a failure ended the communicator.
 
         Args:
-            everywhere: whether to drop the sums on any communicator; otherwise only on a closed one.
+            everywhere: whether to drop the sums on any communicator. If False, only those on a closed communicator.
         """
         communicator = self._communicator
         if not self.sums.by_key or communicator is None or not (everywhere or communicator.closed):
@@ -690,7 +702,7 @@ class Step:
     def _arrived(self) -> tuple[list[GradientSpec], bool, dict[str, str]]:
         """Returns this step's gradients that are not reduced yet, whether no more will follow, and the buckets' sizes.
 
-        For the error of ranks that disagree.
+        The error of ranks that disagree shows these values.
         """
         planner = self.planner
         sizes = {"threshold_bytes": str(planner.threshold_bytes)}
@@ -704,7 +716,7 @@ class Step:
         return sorted([entry for entry in list(self._entries.values()) if entry.arrived_in == step], key=_position)
 
     def _of_step_with_ends(self) -> list[tuple[GradientEntry, CollectiveEnd]]:
-        """Returns the gradients of this step, by position, each with the end of its bucket."""
+        """Returns the gradients of this step, by position, each with the CollectiveEnd of its bucket."""
         ends = [(entry, self._ends.get(entry.bucket)) for entry in self._of_step()]
         return [(entry, end) for entry, end in ends if end is not None]
 

@@ -1,14 +1,14 @@
-"""Nested containers of arrays: averaged over the ranks, or broadcast from one rank to all.
+"""Trees (nested containers of arrays): averages them over the ranks, or broadcasts one from the root to all ranks.
 
-average_gradients() is for loops that have all gradients before they synchronise any. It flattens the tree, makes one
-agreement, and reduces the arrays in lists that the communicator packs by itself. With a callback the gradients go
-through the callback, so that its options apply.
+average_gradients() is for loops that have all gradients before they synchronise any. The function flattens the tree,
+lets the ranks agree once on all arrays, and reduces the arrays in lists that the communicator packs by itself. If a
+callback is given, the gradients go through the callback, so that the callback's options apply.
 
-broadcast_tree() sends a training's whole state to all ranks. It copies arrays in place; the tree that it returns has
-the other values.
-Each rank splits its tree into the arrays and a layout. The layout has everything except the arrays' values. The root
-sends its layout to all ranks. Every rank walks its own tree in the order of that layout, compares the two, and makes
-the tree that it will return, before it writes to any array. Then all ranks report whether they can go on.
+broadcast_tree() sends the whole training state from the root to all ranks. The function copies arrays in place; the
+tree that it returns also has the root's other values. Each rank splits its tree into the arrays and a layout. The
+layout has everything except the arrays' values. The root sends its layout to all ranks. Every rank compares its own
+tree with that layout, and makes the tree that it will return, before it writes to any array. Then all ranks report
+whether their trees fit.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from gradsync.reduction import Array, ReduceOp, check_operation, dtype_name, par
 Tree = TypeVar("Tree")
 
 _WHAT = "average_gradients"
-# The bytes that one collective packs. A larger pack is not faster, and on a GPU it takes as much memory again.
+# The most bytes that one collective packs. A larger pack is not faster, and on a GPU it needs more memory.
 _LIST_BYTES = 64 * 1024**2
-_ALONE = "the gradient"  # the path of a tree that is nothing but an array
+_ALONE = "the gradient"  # the path if the tree is a single array
 
 
 # -- Gradients, averaged ---------------------------------------------------------------------------------------------
@@ -56,30 +56,33 @@ def average_gradients(
 ) -> Tree:
     """Averages all gradients of a tree over the ranks: `gradients = gs.average_gradients(gradients)`.
 
-    Every rank must call it with a tree of the same paths: dicts (in any order), lists, tuples, namedtuples and
-    dataclasses, nested, with arrays of the same shapes and dtypes at the same paths, or None without a gradient. Use
-    the tree that is returned. A writeable array in it is the caller's own, reduced in place. In place of a read-only
-    array, such as JAX's, it has a new array of the same kind, and in place of a number (NumPy scalar, float, complex,
-    int) a new number.
+    Every rank must call it with a tree of the same paths: at each path, all ranks have an array of the same shape and
+    dtype, or all have None. A tree nests dicts (in any order), lists, tuples, namedtuples and dataclasses. Use the tree
+    that the function returns. A writeable array in the returned tree is the caller's own array, reduced in place. A
+    read-only array, such as JAX's, is replaced by a new array of the same kind. A number (NumPy scalar, float, complex,
+    int) is replaced by a new number.
 
-    With one rank, and without a callback, it returns the tree unchanged and unchecked.
+    With one rank and without a callback, the function returns the tree unchanged and unchecked.
 
     Args:
-        tree: gradients on the communicator's device; a single array is a tree too. Its containers are not changed.
-        callback: a callback that gets the gradients under their paths, and ends its step. So all its options apply,
-            such as clipping. Within its no_sync() that is an error, because no gradient may be handed over there.
-        op: "mean" or "sum", in any case; None is the mean, or the callback's operator.
-        communicator: the communicator of the ranks; None is the world's, or the callback's.
+        tree: a tree of gradients on the communicator's device. A single array is a tree too. The function does not
+            change the tree's containers.
+        callback: a callback that gets each gradient, with its path as the name, and then ends its step. So all options
+            of the callback apply, such as clipping. Within the callback's no_sync() the call is an error, because no
+            gradient may be handed over there.
+        op: "mean" or "sum", in upper or lower case. None means "mean", or the callback's operator.
+        communicator: the communicator of the ranks. None means the world communicator, or the callback's communicator.
 
     Returns:
-        A tree of the same structure. Of a dataclass, a copy.
+        A tree of the same structure; a dataclass in it is a copy.
 
     Raises:
         InvalidArgument: a value in the tree is neither an array nor a number; two arrays share memory, or have the same
             path; a container contains itself; or `op` or `communicator` is passed with a callback.
-        UnsupportedDtype: e.g. the mean of integers; the text has the path.
-        PlanMismatch: the ranks' trees differ; on all ranks, with the first different path. Nothing was written.
-        RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
+        UnsupportedDtype: the operator is not defined for a dtype, e.g. the mean of integers; the text names the path.
+        PlanMismatch: the ranks' trees differ; all ranks raise it, and the text names the first different path. Nothing
+            was written.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: a collective has failed.
     """
     if callback is not None:
         _check_callback(callback, op, communicator)
@@ -100,7 +103,7 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: the path of the value in the tree.
-        given: the value.
+        given: the value as the program passed it.
         array: the value as an array; None if the value is None.
     """
 
@@ -110,7 +113,7 @@ class Leaf(NamedTuple):
 
 
 def average_leaves(leaves: Sequence[Leaf], op: ReduceOp, communicator: Communicator) -> dict[str, Any]:
-    """Reduces arrays, and returns the results by their paths.
+    """Reduces the arrays of a tree; returns the results by path.
 
     Every rank must call it with the same paths, in any order.
 
@@ -138,7 +141,7 @@ def average_leaves(leaves: Sequence[Leaf], op: ReduceOp, communicator: Communica
 
 
 class _Plan(NamedTuple):
-    """The agreement on a tree, and the arrays that are reduced together."""
+    """The agreement on a tree, and the buckets of arrays that are reduced together."""
 
     agreement: Agreement
     buckets: list[Bucket]
@@ -160,7 +163,7 @@ def _plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]
 def _reduce(
     bucket: Bucket, destinations: Sequence[Destination], op: ReduceOp, agreement: Agreement, communicator: Communicator
 ) -> None:
-    """Reduces the arrays of one bucket. Work that the caller queues next on the current stream sees the results."""
+    """Reduces the arrays of one bucket. Work that the caller queues next on the current stream reads the results."""
     communicator._checked_stream(None, _WHAT)
     parts = [destinations[slot.position] for slot in bucket.slots]
     reduction = ListReduction(
@@ -190,8 +193,8 @@ def _check_callback(callback: AllreduceCallback, op: str | None, communicator: C
         )
     if op is not None or communicator is not None:
         raise InvalidArgument(
-            f"{_WHAT} got {'op' if op is not None else 'communicator'}= beside a callback, which has its own: make the "
-            "callback with it"
+            f"{_WHAT} got {'op' if op is not None else 'communicator'}= together with a callback, which has its own: "
+            "pass it to the callback's constructor"
         )
 
 
@@ -216,7 +219,7 @@ def _as_array(given: Any, path: str, who: str) -> Any:
     if isinstance(given, (np.generic, int, float, complex)):
         return np.asarray(given)
     raise InvalidArgument(
-        f"{who}: {path or 'the tree'} is {type(given).__name__}, and no gradient: a tree has arrays, numbers or None "
+        f"{who}: {path or 'the tree'} is {type(given).__name__}, not a gradient: a tree has arrays, numbers or None "
         "in dicts, lists, tuples, namedtuples and dataclasses"
     )
 
@@ -252,7 +255,7 @@ def _native(leaf: Leaf, op: ReduceOp, communicator: Communicator) -> Array:
 
 
 def _check_memory(specs: Sequence[GradientSpec], natives: Sequence[Array], communicator: Communicator) -> None:
-    """Refuses arrays that share memory, because they would be reduced into one another."""
+    """Refuses arrays that share memory, because the reduction of one would change the other."""
     memory = OverlapCheck()
     for spec, native in zip(specs, natives, strict=True):
         try:
@@ -267,26 +270,27 @@ def _check_memory(specs: Sequence[GradientSpec], natives: Sequence[Array], commu
 def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None = None) -> Tree:
     """Sends the root's parameters, buffers and optimiser state to all ranks: `state = gs.broadcast_tree(state)`.
 
-    Every rank must call it with a tree of the same structure: dicts of the same keys in any order, lists, tuples,
-    namedtuples and dataclasses, nested, with arrays of the same shapes and dtypes at the same paths. Arrays are copied
-    in place. All other values (step counters, learning rates, strings, NumPy scalars, None, objects of any class) are
-    sent by pickle, so ranks must trust the root. Only the returned tree has them.
+    Every rank must call it with a tree of the same structure, with arrays of the same shapes and dtypes at the same
+    paths. A tree nests dicts (of the same keys, in any order), lists, tuples, namedtuples and dataclasses. The root's
+    arrays are copied into the arrays of the other ranks. All other values (step counters, learning rates, strings,
+    NumPy scalars, None, objects of any class) are sent by pickle, so ranks must trust the root. Only the returned tree
+    has these other values.
 
     Args:
-        tree: its containers are not changed.
+        tree: the tree of this rank. The function does not change its containers.
         root: the rank whose values all ranks get.
-        communicator: the communicator of the ranks; None is the world's.
+        communicator: the communicator of the ranks; None means the world communicator.
 
     Returns:
-        A tree of the same structure with the root's values, its dicts in the root's order; the arrays are the caller's
-        own. Of a dataclass, a copy.
+        A tree of the same structure with the root's values. Its dicts have the root's order, and its arrays are the
+        caller's own. A dataclass in it is a copy.
 
     Raises:
         InvalidArgument: the root is outside the communicator; an array is read-only on a rank other than the root; a
             container contains itself, or cannot be copied; or a value does not pickle. No array was written to.
         PlanMismatch: the ranks' trees differ, or the root's values do not unpickle on some rank; the text names the
             first different path. No array was written to.
-        RankFailed, CollectiveTimeout, CommunicatorClosed: from the collectives.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: a collective has failed.
     """
     communicator, root = communicator_and_root("broadcast_tree", communicator, root)
 
@@ -306,7 +310,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
         whole = rebuilt(theirs.layout, tree)
     except Difference as found:
         difference = str(found)
-    except Exception as error:  # from the caller's classes: it must be reported to the other ranks, which wait
+    except Exception as error:  # from the caller's classes: reported to the other ranks, because they wait
         difference = f"the root's values do not fit here: {describe(error)}"
     _raise_differences(communicator.objects.all_gather_for("broadcast_tree", difference), root, communicator)
     broadcast_named("broadcast_tree", named, root, communicator)
@@ -314,7 +318,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
 
 
 class _SharedMemory(NamedTuple):
-    """Where an array lies relative to an earlier array of the tree with which it shares memory."""
+    """The position of an array relative to an earlier array of the tree with which it shares memory."""
 
     offset_bytes: int
     strides: tuple[tuple[int, ...], ...]  # the strides of both arrays; empty if shapes and strides are the same
@@ -325,7 +329,8 @@ class _RootPlan(NamedTuple):
 
     Attributes:
         layout: the layout of the tree.
-        shared: the arrays that share memory, by their two numbers in the tree, the lower number first.
+        shared: the pairs of arrays that share memory. A key has the indices of the two arrays in the tree, the lower
+            one first.
     """
 
     layout: Layout
@@ -347,8 +352,8 @@ def _split(tree: Any, native: ToNative, communicator: Communicator) -> tuple[lis
 def _plan_of_root(plan: _RootPlan, root: int, communicator: Communicator) -> _RootPlan | str:
     """Returns the root's plan, or the reason why this rank cannot unpickle it.
 
-    This function unpickles the plan, and not the broadcast of an object: a rank that fails must still take part in the
-    next collective.
+    The plan is unpickled here, not in the broadcast of the object, because a rank that cannot unpickle it must still
+    take part in the next collective.
     """
     data = refusal = None
     if communicator.rank == root:
@@ -379,7 +384,7 @@ def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> dic
     """Returns the arrays that share memory; see _RootPlan."""
     ranges = sorted((*arrays.byte_bounds(native), i) for i, (_, native) in enumerate(named) if native.size)
     shared = {}
-    reaching: list[tuple[int, int, int]] = []  # ranges that begin before this one and end in it or beyond
+    reaching: list[tuple[int, int, int]] = []  # earlier ranges that end after the begin of this one
     for begin, end, number in ranges:
         reaching = [entry for entry in reaching if entry[1] > begin]
         for other_begin, _, other in reaching:
@@ -396,7 +401,7 @@ def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> dic
 def _check_shared_memory(
     named: Sequence[tuple[str, Array]], of_root: dict[tuple[int, int], _SharedMemory], arrays: ArrayKind
 ) -> None:
-    """Refuses arrays that share memory here, but not in the same way on the root: the root would send two values."""
+    """Refuses arrays that share memory here, unless they share it in the same way on the root."""
     for pair, memory in sorted(_shared_memory(named, arrays).items()):
         if of_root.get(pair) != memory:
             first, second = (named[number][0] for number in pair)
@@ -420,11 +425,14 @@ def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: C
 
 
 class Difference(Exception):
-    """Two trees differ. The text has the first different path, and the values there on the root and on this rank."""
+    """Two trees differ.
+
+    The text of this error has the first different path, and the values there on the root and on this rank.
+    """
 
 
 class Unfit(Exception):
-    """A tree has a container that gradsync cannot copy. The text has its path."""
+    """A tree has a container that gradsync cannot copy. The text names the path of the container."""
 
 
 class ArrayLayout(NamedTuple):
@@ -448,7 +456,7 @@ class ContainerLayout(NamedTuple):
 
 
 class LeafLayout(NamedTuple):
-    """Any other value."""
+    """The layout of a value that is neither an array nor a container."""
 
     value: Any
 
@@ -466,12 +474,12 @@ def layout_of(tree: Any, native: ToNative, path: str = "", within: tuple[int, ..
 
     Args:
         tree: the caller's tree, or a part of it.
-        native: native(array, path) returns a native array, or raises.
+        native: a function: native(array, path) returns a native array, or raises.
         path: the path of this part in the caller's tree.
         within: the ids of the containers around this part.
 
     Raises:
-        Unfit: a container contains itself, cannot be copied, or has a key that is not equal to itself.
+        Unfit: a container contains itself, cannot be copied, or has a key that is not equal to itself, such as NaN.
     """
     if is_array(tree):
         array = native(tree, path)
@@ -490,7 +498,7 @@ def arrays_along(layout: Layout, tree: Any, native: ToNative, path: str = "") ->
     """Yields the arrays of a tree with their paths, in the order of a layout.
 
     Raises:
-        Difference: the tree has another layout.
+        Difference: the tree has a different layout.
     """
     if isinstance(layout, ContainerLayout):
         children = _children(tree)
@@ -509,11 +517,11 @@ def arrays_along(layout: Layout, tree: Any, native: ToNative, path: str = "") ->
 
 
 def rebuilt(layout: Layout, tree: Any) -> Any:
-    """Returns a tree of the same containers, with its own arrays and the layout's other values.
+    """Returns a copy of a tree that keeps the tree's arrays, and takes all other values from a layout.
 
     Args:
         layout: the layout of the tree.
-        tree: the tree, which is not changed; the new tree has its arrays.
+        tree: the tree to copy, which is not changed.
     """
     if isinstance(layout, ArrayLayout):
         return tree
@@ -540,7 +548,7 @@ def leaves_of(tree: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterat
 
 
 def with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Returns a tree of the same containers with other leaves, in the order of leaves_of."""
+    """Returns a copy of a tree with other leaves, in the order of leaves_of."""
     children = _children(tree)
     if children is None:
         return next(leaves)
@@ -553,7 +561,7 @@ def join(path: str, key: Hashable) -> str:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array with memory. (A description such as jax.ShapeDtypeStruct has a shape and dtype.)"""
+    """Whether a value is an array with memory. A description, such as jax.ShapeDtypeStruct, is not an array."""
     if isinstance(value, np.ndarray):
         return True
     exports = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
@@ -566,7 +574,7 @@ def _children(tree: Any) -> dict[Hashable, Any] | None:
         return tree
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return dict(zip(tree._fields, tree, strict=True))
-    if isinstance(tree, (list, tuple)) and not hasattr(tree, "n_sequence_fields"):  # such as time.struct_time
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "n_sequence_fields"):  # unlike time.struct_time
         return dict(enumerate(tree))
     if _is_dataclass(tree):
         names = [field.name for field in dataclasses.fields(tree)]
@@ -577,7 +585,7 @@ def _children(tree: Any) -> dict[Hashable, Any] | None:
 def _filled(tree: Any, children: dict[Hashable, Any]) -> Any:
     """Returns a container of the same type with other children."""
     if isinstance(tree, tuple):
-        # As namedtuple's _make does: the constructor of a subclass of tuple may take other arguments than the items.
+        # As namedtuple's _make does: the constructor of a subclass of tuple may not take the items as arguments.
         filled_tuple = tuple.__new__(type(tree), children.values())
         getattr(filled_tuple, "__dict__", {}).update(getattr(tree, "__dict__", {}))
         return filled_tuple
@@ -589,7 +597,7 @@ def _filled(tree: Any, children: dict[Hashable, Any]) -> Any:
         filled.update(children)
     else:
         for name, value in children.items():
-            object.__setattr__(filled, str(name), value)  # frozen dataclasses too
+            object.__setattr__(filled, str(name), value)  # works for frozen dataclasses too
     return filled
 
 
@@ -612,7 +620,7 @@ def _check_container(tree: Any, children: dict[Hashable, Any], path: str, within
     try:
         _filled(tree, children)
     except Exception as error:
-        raise Unfit(f"{where}: no other {_kind(tree)} can be made like this one: {describe(error)}") from error
+        raise Unfit(f"{where}: gradsync cannot copy this {_kind(tree)}: {describe(error)}") from error
 
 
 def _check_keys(path: str, layout: ContainerLayout, children: dict[Hashable, Any], native: ToNative) -> None:

@@ -1,11 +1,11 @@
 """The values of a step's gradients: the check for NaN and infinity, the norm, and clipping.
 
     before a bucket's reduction: each rank checks its own gradients
-    after it: each rank checks its share of the results, which are the same on all ranks
-    or, with a communicator that can: it makes these checks while it reduces the bucket
-    at the end of the step: one exchange, which is also the agreement on the flush; all ranks get the same verdict
+    after the reduction: each rank checks its share of the results, which are the same on all ranks
+    (a communicator that can make these checks makes them during the reduction instead)
+    at the end of the step: all ranks exchange their findings, in the same collective in which they agree on the flush
 
-NaN and infinity of one rank reach the results of all ranks. Only the rank itself knows the parameter.
+NaN or infinity on one rank reaches the results of all ranks, but only that rank knows the parameter.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ POLICIES = ("off", "raise", "skip")
 
 _log = logging.getLogger("gradsync")
 
-# Smaller arrays are packed together before they are checked: 64 KB of float32.
+# Arrays of fewer elements (64 KB of float32) are packed together before they are checked.
 _SMALL_ELEMENTS = 2**14
 # As in torch.nn.utils.clip_grad_norm_: keeps the factor finite if the norm is 0.
 _EPSILON = 1e-6
 
 
 class _Names(NamedTuple):
-    """The gradients of a bucket, from number `begin` of the step on; names are made only for an error."""
+    """The index of a bucket's first gradient in the step, and the bucket, which has the names for errors."""
 
     begin: int
     bucket: Bucket
 
 
 class Values:
-    """Checks the buckets of one step after another.
+    """Checks the values of buckets, step after step, and clips them.
 
-    On a GPU only end() waits for the device, once. All calls of a step must be in the order of one stream.
+    On a GPU only end() waits for the device, once. All calls of a step must use the same stream.
 
     Args:
         policy: the treatment of NaN and infinity: "off", "raise" or "skip".
-        max_norm: the largest norm; infinity only computes the norm; None does not.
+        max_norm: the largest norm without clipping. Infinity only computes the norm; None does not compute it.
 
     Attributes:
         norm: the norm of the last step's reduced gradients, before clipping; None without max_norm.
-        skip_step: whether the last step's gradients are not finite, with policy "skip".
-        checks: the checks of every bucket.
+        skip_step: whether the last step's gradients were not finite; always False unless the policy is "skip".
+        checks: the kinds of checks for every bucket.
     """
 
     def __init__(self, policy: str, max_norm: float | None) -> None:
@@ -79,7 +79,7 @@ class Values:
 
         Args:
             bucket: the bucket. All ranks pass the same buckets in the same order.
-            results: the native arrays that hold the bucket's reduced values in the end.
+            results: the native arrays that hold the bucket's reduced values after the reduction.
             communicator: the communicator that reduces the bucket.
             checks: the checks that the communicator makes during the reduction; the stage makes the others.
         """
@@ -89,43 +89,45 @@ class Values:
         return BucketWatch(self, bucket, communicator, checks)
 
     def end(self, communicator: Communicator, agreement: Agreement) -> Completion | None:
-        """Ends a step: the ranks agree on the end, exchange their findings, and clip. Collective.
+        """Ends a step: the ranks agree on the end, exchange their findings, and clip.
+
+        Collective.
 
         Args:
             communicator: the communicator that reduced the buckets.
             agreement: this rank's agreement on the end of the step.
 
         Returns:
-            On a GPU, the end of the clipping; else None.
+            The Completion of the clipping on a GPU; else None.
 
         Raises:
-            PlanMismatch: the step of another rank ends otherwise.
-            NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; on all ranks.
+            PlanMismatch: the step of another rank ends differently.
+            NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; all ranks raise it.
         """
         self.norm, self.skip_step = None, False
         if not self._buckets:
             communicator._agree(agreement)
             return None
         results = self._results
-        told = communicator._share_numbers("flush", self._record(communicator), agreement)
-        error = self._verdict(told, communicator)
+        by_rank = communicator._share_numbers("flush", self._record(communicator), agreement)
+        error = self._verdict(by_rank, communicator)
         if self._max_norm is not None:
             # Added up in rank order, so that all ranks round the same way.
-            self.norm = math.sqrt(sum([_float_of(numbers[-1]) for numbers in told]))
+            self.norm = math.sqrt(sum([_float_of(numbers[-1]) for numbers in by_rank]))
         self._begin()
         if error is not None:
             if self._policy == "raise":
                 self.norm = None
                 raise error
             self.skip_step = True
-            _log.info("this step is one to skip: %s", error)
+            _log.info("skip_step is True: %s", error)
             return None
         if self.norm is None or self._max_norm is None:
             return None
         factor = clip_factor(self.norm, self._max_norm)
         if factor >= 1.0:
             return None
-        # The last results may still be in the cache.
+        # Backwards, because the last results may still be in the cache.
         communicator._arrays.multiply_in_place(results[::-1], factor)
         return communicator._mark_end()
 
@@ -137,13 +139,13 @@ class Values:
     def _begin(self) -> None:
         self._buckets = 0
         self._results: list[Any] = []  # arrays that may have to be clipped
-        self._squares: list[Any] = []  # sums of this rank's share of the results
+        self._squares: list[Any] = []  # sums of squares of this rank's share of the results
         self._gradients = 0
-        self._names: list[_Names] = []  # a bucket's, in order
-        self._own: dict[int, Any] = {}  # by gradient: whether it is finite; ends at the first known to be not
-        self._found: dict[int, int] = {}  # by rank: the first gradient that is not finite, from a finder
+        self._names: list[_Names] = []  # one for each bucket, in order
+        self._own: dict[int, Any] = {}  # by gradient: whether it is finite; the last one may be known not to be
+        self._found: dict[int, int] = {}  # by rank: the first gradient that a finder has found not to be finite
         self._finite_results: list[Any] = []
-        self._knows_bad = False  # known on the host only
+        self._knows_bad = False  # whether a gradient is known not to be finite; on a GPU unknown
 
     def _note_own(self, bucket: Bucket, sources: Sequence[Array], communicator: Communicator) -> None:
         """Checks this rank's gradients of a bucket, before they are reduced."""
@@ -155,7 +157,7 @@ class Values:
             self._knows_bad = finite is False
 
     def _note_found(self, bucket: Bucket, finder: NonFiniteFinder) -> None:
-        """Takes the findings of the communicator's finder in the reduction of a bucket."""
+        """Records the findings of the communicator's finder from the reduction of a bucket."""
         found, begin = finder.take(), self._add_names(bucket)
         for rank, element in enumerate(found.firsts):
             if element != NOWHERE:
@@ -165,7 +167,7 @@ class Values:
             self._finite_results.append(False)
 
     def _note_results(self, results: Sequence[Array], communicator: Communicator, checks: Checks) -> None:
-        """Makes checks of this rank's share of the reduced values; the other ranks check the rest."""
+        """Checks this rank's share of the reduced values; the other ranks check the rest."""
         share = packed(own_share(results, communicator))
         if Checks.NONFINITE in checks:
             self._finite_results += [communicator._arrays.all_finite(part) for part in share]
@@ -173,28 +175,29 @@ class Values:
             self._squares += [communicator._arrays.sum_of_squares(part) for part in share]
 
     def _note_squares(self, squares: SumOfSquares) -> None:
-        """Takes the sum of the squares of this rank's share, which the communicator added up in the reduction."""
+        """Records the sum of the squares of this rank's share, which the communicator computed in the reduction."""
         self._squares.append(squares.take())
 
     def _add_names(self, bucket: Bucket) -> int:
-        """Notes a bucket's gradients by name; returns the number of its first one in the step."""
+        """Records a bucket for the names in errors; returns the index of its first gradient in the step."""
         begin = self._gradients
         self._names.append(_Names(begin, bucket))
         self._gradients += len(bucket.slots)
         return begin
 
     def _name(self, number: int) -> str:
-        """Returns a parameter's name, or its number if this rank had no gradients, inside join()."""
+        """Returns a parameter's name. Inside join(), a rank without gradients returns only the parameter's number."""
         if number >= self._gradients:
             return f"gradient number {number} of the step"
         names = self._names[bisect_right(self._names, number, key=lambda names: names.begin) - 1]
         return names.bucket.slots[number - names.begin].spec.label
 
     def _record(self, communicator: Communicator) -> list[int]:
-        """Returns this rank's findings, as many numbers on each rank.
+        """Returns this rank's findings as numbers; all ranks return equally many.
 
-        Whether some result is not finite; the first gradient that is not, of this rank or, with a finder, of each rank;
-        the sum of the squares of this rank's share. On a GPU the host waits until these are known.
+        The numbers are: whether some result is not finite; the first gradient that is not finite, of this rank or, with
+        a finder, of each rank; the sum of the squares of this rank's share. On a GPU the host waits until these are
+        known.
         """
         numbers = on_host([*self._own.values(), *self._finite_results, *self._squares])
         own, results = len(self._own), len(self._own) + len(self._finite_results)
@@ -211,26 +214,26 @@ class Values:
             record.append(_bits_of(float(sum(numbers[results:]))))
         return record
 
-    def _verdict(self, told: Sequence[Sequence[int]], communicator: Communicator) -> NonFiniteGradient | None:
-        """Returns the error that says whose gradients are not finite; None if all gradients and results are."""
+    def _verdict(self, by_rank: Sequence[Sequence[int]], communicator: Communicator) -> NonFiniteGradient | None:
+        """Returns the error that names the gradients that are not finite; None if gradients and results are finite."""
         if Checks.NONFINITE not in self.checks:
             return None
         ranks = range(communicator.world_size)
         if communicator._finder is None:
-            firsts = [numbers[1] for numbers in told]
+            firsts = [numbers[1] for numbers in by_rank]
         else:
-            of_rank = [[numbers[1 + rank] for numbers in told if numbers[1 + rank] != NOWHERE] for rank in ranks]
+            of_rank = [[numbers[1 + rank] for numbers in by_rank if numbers[1 + rank] != NOWHERE] for rank in ranks]
             firsts = [min(found, default=NOWHERE) for found in of_rank]
         bad = {communicator.ranks[rank]: self._name(at) for rank, at in enumerate(firsts) if at != NOWHERE}
-        return _error(communicator.label, bad) if bad or any(numbers[0] for numbers in told) else None
+        return _error(communicator.label, bad) if bad or any(numbers[0] for numbers in by_rank) else None
 
 
 class BucketWatch:
     """Checks the values of one bucket before and after its reduction; see Stage of for_bucketing.py.
 
     Args:
-        values: notes the findings.
-        bucket, communicator, checks: see Values.watch.
+        values: the object that records the findings.
+        bucket, communicator, checks: the arguments of Values.watch.
     """
 
     def __init__(self, values: Values, bucket: Bucket, communicator: Communicator, checks: Checks) -> None:
@@ -242,7 +245,7 @@ class BucketWatch:
         self._checks = values.checks & ~checks
 
     def before(self, given: Sequence[Array]) -> Sequence[Array]:
-        """Checks this rank's values, by gradient or in one array."""
+        """Checks this rank's values, gradient by gradient."""
         if Checks.NONFINITE in self._checks:
             slots, sources = self._bucket.slots, given
             if len(sources) < len(slots):
@@ -266,13 +269,13 @@ def clip_factor(norm: float, max_norm: float) -> float:
     """Returns the factor that scales gradients to a norm of at most `max_norm`; never more than 1.
 
     Args:
-        norm: the norm of all gradients. Infinity gives 0, NaN gives NaN.
-        max_norm: the largest norm that is allowed; more than 0.
+        norm: the norm of all gradients. If it is infinite, the factor is 0; if it is NaN, the factor is NaN.
+        max_norm: the largest norm that is allowed; above 0.
 
     Raises:
-        InvalidArgument: max_norm is not more than 0, or no number.
+        InvalidArgument: max_norm is not a number above 0.
 
-    Source: torch.nn.utils.clip_grad_norm_, its 1e-6 included.
+    Source: torch.nn.utils.clip_grad_norm_, including its 1e-6.
     """
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float, np.number)) or not max_norm > 0:
         raise InvalidArgument(f"max_norm must be a number above 0, got {max_norm!r}")
@@ -290,7 +293,7 @@ def own_share(flats: Sequence[Array], communicator: Communicator) -> list[Array]
 
 
 def packed(flats: Sequence[Array]) -> list[Array]:
-    """Returns flat arrays of one dtype, the small ones copied into one: checking each would cost more."""
+    """Returns flat arrays of one dtype. It copies the small ones into one array, because checking each costs more."""
     small = [flat for flat in flats if flat.size < _SMALL_ELEMENTS]
     if len(small) < 2:
         return list(flats)
@@ -316,8 +319,8 @@ def _error(label: str, bad: dict[int, str]) -> NonFiniteGradient:
     where = ", ".join(f"{name!r} on rank {rank}" for rank, name in bad.items())
     rank = next(iter(bad))
     return NonFiniteGradient(
-        f"{label}: NaN or infinity in the gradients of this step: {where} (the first of each rank that has any): look "
-        "at the batch there, or lower the learning rate, or the loss scale",
+        f"{label}: NaN or infinity in the gradients of this step: {where} (the first such gradient of each rank): "
+        "check the batch of that rank, or lower the learning rate, or the loss scale",
         rank=rank,
         parameter=bad[rank],
         parameters=bad,
