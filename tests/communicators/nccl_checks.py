@@ -469,10 +469,10 @@ def refuse_streams_that_are_capturing(comm: Any) -> None:
             if comm.world_size > 1:  # the mean of one rank's is what they are
                 within.append(partial(gs.average_gradients, {"a": array}, communicator=comm))
             for call in refused:
-                expect(gs.InvalidArgument, call, "cannot be a part of a CUDA graph")
+                expect(gs.InvalidArgument, call, "cannot be part of a CUDA graph")
             with graph_stream:
                 for call in within:
-                    expect(gs.InvalidArgument, call, "cannot be a part of a CUDA graph")
+                    expect(gs.InvalidArgument, call, "cannot be part of a CUDA graph")
                 cupy.add(array, 1, out=out)
             graph_stream.end_capture().launch(graph_stream)
             assert_all(out, array.get()[0] + 1, graph_stream)
@@ -480,7 +480,7 @@ def refuse_streams_that_are_capturing(comm: Any) -> None:
                 waited_for = cupy.cuda.Stream()
                 waited_for.begin_capture()
                 for call in within:
-                    expect(gs.InvalidArgument, call, "cannot be a part of a CUDA graph")
+                    expect(gs.InvalidArgument, call, "cannot be part of a CUDA graph")
                 waited_for.end_capture()
         futures = [callback(2, second)]
         callback.flush()

@@ -263,9 +263,9 @@ def test_a_member_that_has_closed_is_called_as_in_the_world(monkeypatch: pytest.
     monkeypatch.setattr(baton, "pause", lambda rank, until=None: None)
     rendezvous = Rendezvous(2, baton, world_ranks=[4, 9])
     mine, other = (made(Client(rendezvous, rank)) for rank in range(2))
-    mine.look_for_closed_ranks(0)
+    mine.raise_if_closed(0)
     other.announce_closed()
     with pytest.raises(gs.RankFailed, match="rank 9 closed") as caught:
-        mine.look_for_closed_ranks(0)
+        mine.raise_if_closed(0)
     assert caught.value.rank == 9
-    other.look_for_closed_ranks(0)  # it does not miss itself
+    other.raise_if_closed(0)  # it does not miss itself

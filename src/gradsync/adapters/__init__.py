@@ -3,17 +3,18 @@
     import gradsync.adapters.torch  # needs PyTorch
     import gradsync.adapters.jax    # needs JAX
 
-An adapter uses only gradsync's public functions. Import an adapter by its name, because it imports its library.
+An adapter uses only gradsync's public functions. `import gradsync` imports no adapter, because every adapter imports
+another library.
 """
 
 from __future__ import annotations
 
 
 def without(library: str, extra: str) -> ImportError:
-    """Returns the error of an adapter whose library is not installed.
+    """Returns the error that an adapter raises if its library is not installed.
 
     Args:
         library: the library's name.
-        extra: the extra of gradsync that installs the library.
+        extra: the optional dependency of gradsync (pip's "extra") that installs the library.
     """
     return ImportError(f"gradsync.adapters.{extra} needs {library}: pip install 'gradsync[{extra}]'", name=extra)

@@ -1,8 +1,8 @@
 """JAX: averages the gradients of a pytree over the ranks, inside or outside jax.jit, and broadcasts a pytree.
 
 JAX's arrays are read-only, so results are new arrays. On the CPU the adapter copies neither gradients nor results. The
-adapter copies arrays on a GPU through host memory, so use JAX's own collectives on GPUs. With gradsync's
-launcher you do not need jax.distributed; each rank has its own devices.
+adapter copies arrays on a GPU through host memory, so use JAX's own collectives on GPUs. With gradsync's launcher you
+do not need jax.distributed; each rank uses only its own devices.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ Tree = TypeVar("Tree")
 def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicator | None = None) -> Tree:
     """Averages all gradients of a pytree over the ranks.
 
-    Every rank must call it, with a pytree of the same paths and with leaves of the same shapes and dtypes. Inside
-    jax.jit the compiled program makes the call. All ranks must run this program, and it keeps the order of such calls.
-    Inside jax.jit an error is an error of JAX with gradsync's text. A compiled function runs in parallel with your
-    program: wait for its results (jax.block_until_ready) before you call another collective.
+    Every rank must call it, with a pytree that has the same paths, and leaves of the same shapes and dtypes. Inside
+    jax.jit the compiled program makes the call. All ranks must run this program, which makes such calls in the order in
+    which JAX traced them. Inside jax.jit a failure raises an error of JAX that contains gradsync's text. A compiled
+    function runs in parallel with your program: wait for its results (jax.block_until_ready) before you call another
+    collective.
 
     Args:
         tree: any pytree of arrays or numbers; None is not a leaf.
@@ -51,8 +52,10 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
         A pytree of the same structure, with new arrays on the same devices. With one rank, returns the given tree.
 
     Raises:
-        UnsupportedDtype: a leaf has a dtype without this operator, e.g. the mean of integers; the text has the path.
-        PlanMismatch: the ranks' trees differ. All ranks raise this error, with the first path that differs.
+        UnsupportedDtype: the operator does not support the dtype of a leaf, e.g. the mean of integers; the error's text
+            contains the path of the leaf.
+        PlanMismatch: the ranks' trees differ. All ranks raise this error, whose text contains the first path that
+            differs.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective failed.
     """
     method = parse_reduce_method(op)
@@ -61,7 +64,7 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
         check_may_call(communicator.label, "average_gradients")
     if communicator.world_size == 1:
         return tree
-    paths, leaves, structure = _taken_apart(tree)
+    paths, leaves, structure = _flattened(tree)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         results = _traced(paths, leaves, method, communicator)
     else:
@@ -72,9 +75,9 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
 
 
 def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None = None) -> Tree:
-    """Sends the root's parameters and optimiser state to all ranks.
+    """Sends the root's pytree, e.g. parameters and optimiser state, to all ranks.
 
-    Every rank must call it, with a pytree of the same paths and with arrays of the same shapes and dtypes. gradsync
+    Every rank must call it, with a pytree that has the same paths, and arrays of the same shapes and dtypes. gradsync
     sends leaves that are not arrays, such as step counters, by pickle, so ranks must trust the root.
 
     Args:
@@ -88,7 +91,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     Raises:
         InvalidArgument, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see gs.broadcast_tree.
     """
-    paths, leaves, structure = _taken_apart(tree)
+    paths, leaves, structure = _flattened(tree)
     copies = {path: _copied(leaf) for path, leaf in zip(paths, leaves, strict=True)}
     received = broadcast_containers(copies, root, communicator)
     results = [_as_given(leaf, received[path]) for path, leaf in zip(paths, leaves, strict=True)]
@@ -96,7 +99,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     return whole
 
 
-def _taken_apart(tree: Any) -> tuple[list[str], list[Any], Any]:
+def _flattened(tree: Any) -> tuple[list[str], list[Any], Any]:
     """Returns the paths and the leaves of a pytree, and its structure."""
     named, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = ["/".join(map(_name_of, path)) or "the tree" for path, _ in named]
@@ -115,7 +118,7 @@ def _name_of(entry: Any) -> str:
 
 
 def _averaged(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communicator: Communicator) -> list[Any]:
-    """Returns the reduced leaves, as NumPy arrays without other references."""
+    """Reduces the leaves, and returns the results as NumPy arrays to which nothing else refers."""
     given = [Leaf(path, leaf, _read_only(leaf)) for path, leaf in zip(paths, leaves, strict=True)]
     results = average_leaves(given, op, communicator)
     return [results[path] for path in paths]
@@ -143,7 +146,7 @@ def _read_only(leaf: Any) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    """Returns a writeable copy of an array. Returns a leaf that is not an array unchanged."""
+    """Returns a writeable copy of a leaf, or the leaf itself if it is not an array."""
     if _is_key(leaf):
         return np.array(jax.random.key_data(leaf))
     return np.array(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf

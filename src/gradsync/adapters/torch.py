@@ -3,19 +3,20 @@
     model = Synchronised(model)
 
 is the only change to a training loop, under `gradsync run`, torchrun, mpiexec or srun. The options have the names and
-the meaning of DistributedDataParallel's options. There are two differences. The names of parameters do not change:
-state_dict() has no prefix. Only the backward pass communicates, so one rank may run a forward pass alone, for example
-to evaluate.
+the meaning of DistributedDataParallel's options. There are two differences from DistributedDataParallel. The names of
+parameters do not change: state_dict() has no prefix. Only the backward pass communicates, so one rank may run a forward
+pass alone, for example to evaluate.
 
-gradsync passes CUDA tensors to NCCL through DLPack. Nobody has run this on a GPU yet.
+gradsync passes CUDA tensors to NCCL through DLPack. Nobody has run this adapter on a GPU yet.
 
 Autograd calls a hook for each parameter whose gradient it has accumulated. At the end of the pass, before
-loss.backward() returns, autograd calls a callback. After an exception autograd does not call this callback, but deletes
-it at once. The deletion shows that the pass has failed, so that the other ranks need not wait.
+loss.backward() returns, autograd calls a callback. After an exception autograd deletes this callback at once, without
+calling it. This deletion shows the adapter that the pass has failed; the adapter then ends the pass on the other ranks,
+so that they need not wait.
 
-Python's garbage collection cannot see the hooks of parameters. If a hook has a strong reference to an object, directly
-or through other objects, Python never collects this object. So hooks refer to parameters, but never to the module or
-one of its parts.
+Python's garbage collector cannot follow the references from a parameter to its hooks. If an object has a reference to a
+parameter, and the parameter's hook refers back to the object, Python never collects the two. So no hook has a strong
+reference to the module or to one of its submodules.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ except ModuleNotFoundError as error:
         raise
     raise without("PyTorch", "torch") from error
 
-_BFLOAT16 = "bfloat16"  # PyTorch and NumPy exchange it as 16-bit integers
+_BFLOAT16 = "bfloat16"  # PyTorch and NumPy exchange arrays of bfloat16 as 16-bit integers
 
 # A module that outlives its Synchronised is synchronised as before.
 _passes_by_module: WeakKeyDictionary[torch.nn.Module, _BackwardPasses] = WeakKeyDictionary()
@@ -58,37 +59,38 @@ class Synchronised(torch.nn.Module):
     """A module whose backward passes average the gradients over all ranks, as with DistributedDataParallel.
 
     Every rank must wrap a module with the same parameters and buffers. All ranks begin with the values of rank 0. From
-    then on, every backward pass that reaches a parameter of the module synchronises, even if the program called the
-    module without its wrapper. Every rank must make the same passes. The wrapper hands over each gradient as soon as
-    autograd has accumulated it, and `parameter.grad` holds the mean when backward() returns. backward() raises
-    gradsync's errors: PlanMismatch, RankFailed, CollectiveTimeout.
+    then on, every backward pass that reaches a parameter of the module synchronises the gradients, even if the program
+    called the module without its wrapper. All ranks must run the same backward passes. The wrapper passes each gradient
+    to gradsync as soon as autograd has accumulated it, and `parameter.grad` holds the mean when backward() returns.
+    backward() raises gradsync's errors: PlanMismatch, RankFailed, CollectiveTimeout.
 
-    The wrapper has the module's parameters, state_dict, attributes and train(), under the module's names. A copy by
-    copy.deepcopy or pickle is a plain module.
+    The wrapper has the same parameters, state_dict and attributes as the module, under the same names; train() sets the
+    mode of both. copy.deepcopy and pickle copy only the wrapped module, without the wrapper.
 
     Args:
         module: the module, on the communicator's device; gradsync ignores parameters that need no gradient.
         communicator: the communicator of the ranks; None means all ranks.
         op: "mean" or "sum". If `parameter.grad` still holds the result of an earlier pass, this result is reduced once
-            more. A mean does not change by this, because the result is the same on all ranks. With "sum", prescale,
-            postscale or clip_norm, call zero_grad() before each pass, and accumulate within no_sync().
-        find_unused_parameters: whether a pass may leave out parameters, on some ranks or on all. gradsync uses zeros
-            for their gradients; if no rank has used a parameter, its gradient does not change. With True, each pass
-            needs one more small collective. With False, all ranks raise an error that names the missing parameters.
+            more. This does not change a mean, because the earlier result is the same on all ranks. With "sum",
+            prescale, postscale or clip_norm, call zero_grad() before each pass, and accumulate within no_sync().
+        find_unused_parameters: whether a pass may leave out parameters, on some ranks or on all. If True, gradsync uses
+            zeros as the gradients of parameters that a rank has left out; if no rank has used a parameter, its gradient
+            does not change. If True, each pass also needs one more small collective. If False, all ranks raise an error
+            that names the parameters without a gradient.
         broadcast_buffers: whether every synchronising pass copies the buffers of rank 0, such as the statistics of
             BatchNorm, to all ranks.
-        gradient_as_bucket_view: whether `parameter.grad` lives in the buckets. If autograd makes a gradient elsewhere
-            (after zero_grad(), which sets gradients to None), gradsync copies it into its bucket once.
+        gradient_as_bucket_view: whether `parameter.grad` is a view of the bucket's memory. If autograd makes a gradient
+            in other memory (after zero_grad(), which sets gradients to None), gradsync copies it into its bucket once.
         knobs: options of AllreduceCallback: threshold_bytes, compression, nonfinite, clip_norm, prescale, and others.
 
     Attributes:
         module: the wrapped module.
-        callback: the AllreduceCallback, for its hooks, `norm`, `skip_step` and statistics.
+        callback: the AllreduceCallback of the wrapper, which has `norm`, `skip_step`, statistics and hooks.
 
     Raises:
         InvalidArgument: `module` is not a module, is synchronised already, has no parameter that needs a gradient, or
-            is on another device.
-        PlanMismatch: the ranks' modules differ. The text names the first parameter or buffer that differs.
+            is not on the communicator's device.
+        PlanMismatch: the ranks' modules differ. The error's text names the first parameter or buffer that differs.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective failed.
 
     Source: the interface and behaviour of torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
@@ -108,7 +110,8 @@ class Synchronised(torch.nn.Module):
         super().__init__()
         communicator = group_or_world(communicator, "Synchronised", "communicator")
         wanted = _parameters_to_synchronise(module, communicator)
-        # The module's own registers: so its parameters, modules and buffers are this one's, under the same names.
+        # The wrapper shares the dictionaries in which the module stores its parameters, buffers and submodules. So both
+        # have the same names.
         self.__dict__.update({name: module.__dict__[name] for name in _REGISTRIES}, module=module)
         self.training = module.training
         self._communicator = communicator
@@ -141,17 +144,18 @@ class Synchronised(torch.nn.Module):
         """Calls the module.
 
         Raises:
-            InvalidArgument: gradients are enabled, and the program has added a parameter after wrapping the module.
+            InvalidArgument: gradients are enabled, and the program has added a parameter since it wrapped the module.
         """
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler would unroll the check
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # torch.compile would unroll the check
             self._watch.check()
         return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Returns a context manager. Backward passes inside accumulate gradients; the next pass outside reduces them.
+        """Returns a context manager in which backward passes accumulate gradients on this rank only.
 
-        Every rank must make the same number of such passes.
+        The first backward pass after the block reduces the accumulated gradients. Every rank must run the same number
+        of backward passes within the block.
         """
         before = self._passes.is_synchronising
         with self.callback.no_sync():
@@ -163,15 +167,15 @@ class Synchronised(torch.nn.Module):
 
     @contextmanager
     def join(self) -> Iterator[Join]:
-        """Returns a context manager for a loop over batches, if ranks have different numbers of batches.
+        """Returns a context manager for a loop over batches in which ranks may have different numbers of batches.
 
-        A rank that has left the block takes part with zeros until all ranks have left it. Then all ranks get the
-        parameters and buffers of a rank that had batches to the end. Within the block gradsync does not broadcast
-        buffers. See AllreduceCallback.join.
+        A rank that has left the block takes part in the collectives with zeros until all ranks have left the block.
+        After that all ranks get the parameters and buffers of a rank that had batches to the end. Within the block
+        gradsync does not broadcast buffers. See AllreduceCallback.join.
 
         Raises:
-            InvalidArgument: find_unused_parameters is set, which needs a collective that ranks without batches do not
-                call.
+            InvalidArgument: find_unused_parameters is True; this option needs a collective that ranks without batches
+                do not call.
         """
         if self._may_miss:
             raise InvalidArgument(f"{self._communicator.label}: join() does not work with find_unused_parameters=True")
@@ -186,10 +190,10 @@ class Synchronised(torch.nn.Module):
     def unwrap(self) -> torch.nn.Module:
         """Removes the hooks, and returns the module, which no longer synchronises.
 
-        Without this call the module synchronises as long as it lives, even if the program drops its Synchronised.
+        Without this call the module synchronises as long as it lives, even if the program deletes the Synchronised.
         """
         self._passes.remove()
-        if _passes_by_module.get(self.module) is self._passes:  # else it was wrapped again
+        if _passes_by_module.get(self.module) is self._passes:  # otherwise the module was wrapped again
             del _passes_by_module[self.module]
         return self.module
 
@@ -200,11 +204,11 @@ class Synchronised(torch.nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the module's."""
+        """Returns the state_dict of the module."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the module's."""
+        """Loads a state_dict into the module."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -222,7 +226,7 @@ class Synchronised(torch.nn.Module):
 
 
 def _release(module: torch.nn.Module) -> None:
-    """Removes the hooks of an earlier Synchronised of the module or its parts, which would reduce a second time."""
+    """Removes the hooks of an earlier Synchronised of the module or a submodule, so that nothing is reduced twice."""
     for part in module.modules():
         earlier = _passes_by_module.pop(part, None)
         if earlier is not None:
@@ -261,7 +265,9 @@ def _parameters_to_synchronise(module: Any, communicator: Communicator) -> dict[
 
 
 class _BackwardPasses:
-    """Hands over the gradients of parameters from autograd's hooks. The hooks do not keep this object alive.
+    """Passes the gradients of parameters from autograd's hooks to the callback.
+
+    The hooks have only weak references to this object.
 
     Args:
         parameters: the parameters by name, in the order in which autograd should compute their gradients. The callback
@@ -269,13 +275,13 @@ class _BackwardPasses:
         frozen: the parameters that need no gradient, by name.
         callback: the callback that takes the gradients.
         communicator: the callback's communicator.
-        in_buckets: whether gradients live in the buckets.
+        in_buckets: whether gradients are views of the buckets' memory.
         may_miss: whether a pass may have no gradient for some parameters, on all ranks or on some.
         check: a function to call at the end of each synchronising pass; if it raises an error, all ranks fail.
         at_end: a function to call after each synchronising pass.
 
     Attributes:
-        is_synchronising: whether the object hands over gradients; if False, they stay on this rank.
+        is_synchronising: whether gradients are passed to the callback; if False, they stay on this rank.
     """
 
     def __init__(
@@ -300,11 +306,11 @@ class _BackwardPasses:
         self._at_end = at_end
         self._arrays: dict[str, Any] = callback.gradient_buffers() if in_buckets else {}
         self._views = {name: _tensor_of(array) for name, array in self._arrays.items()}
-        self._come: set[str] = set()  # parameters with a gradient in this pass
-        self._come_locally: set[str] = set()  # and in local passes since the last synchronising one
-        self._kept: dict[str, torch.Tensor] = {}  # earlier gradients in the buckets, to be restored if no rank has one
+        self._with_gradient: set[str] = set()  # parameters with a gradient in this pass
+        self._with_local_gradient: set[str] = set()  # the same, in local passes since the last synchronising pass
+        self._kept: dict[str, torch.Tensor] = {}  # earlier gradients, restored if no rank has a new one
         self._failed: BaseException | None = None
-        self._pass: weakref.ref[_Pass] | None = None  # autograd holds it
+        self._pass: weakref.ref[_Pass] | None = None  # only autograd has a strong reference
         hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_call_back, weakref.ref(self), name))
             for name, parameter in parameters.items()
@@ -313,7 +319,7 @@ class _BackwardPasses:
         self._remove.atexit = False
 
     def remove(self) -> None:
-        """Removes the hooks. The gradients stay in their present memory."""
+        """Removes the hooks. The gradients stay in the same memory."""
         self._remove()
 
     def accumulated(self, name: str, parameter: torch.nn.Parameter) -> None:
@@ -321,7 +327,7 @@ class _BackwardPasses:
         if not self._is_under_way():
             self._begin()
         if not self.is_synchronising:
-            self._come_locally.add(name)
+            self._with_local_gradient.add(name)
             return
         try:
             self._hand_over(name, parameter)
@@ -330,26 +336,26 @@ class _BackwardPasses:
             raise
 
     def _is_under_way(self) -> bool:
-        # In a method of its own: the traceback of a failed hand-over holds the frame of its caller, and a pass in that
-        # frame would never be deleted.
+        # This is a separate method, because the traceback of an error in _hand_over contains the caller's frame. A
+        # _Pass in a variable of that frame would never be deleted.
         one = None if self._pass is None else self._pass()
         return one is not None and not one.is_over
 
     def _begin(self) -> None:
         one = _Pass(self)
         self._pass = weakref.ref(one)
-        self._come.clear()
+        self._with_gradient.clear()
         self._failed = None
         torch.autograd.Variable._execution_engine.queue_callback(one)
 
     @torch.no_grad()
     def _hand_over(self, name: str, parameter: torch.nn.Parameter) -> None:
         gradient = parameter.grad
-        if gradient is None:  # a hook of the program ran before and removed it
+        if gradient is None:  # another hook ran earlier and removed the gradient
             raise InvalidArgument(f"{self._communicator.label}: another hook has removed the gradient of {name!r}")
-        if gradient.is_conj() or gradient.is_neg():  # marked by autograd, and not yet computed
+        if gradient.is_conj() or gradient.is_neg():  # autograd has only set a flag, and not computed the values
             gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
-        self._come.add(name)
+        self._with_gradient.add(name)
         view = self._views.get(name)
         with _on_stream_of_torch(self._communicator):
             if view is None:
@@ -373,13 +379,13 @@ class _BackwardPasses:
     def end(self) -> None:
         """Ends a pass: reduces the remaining gradients, and puts the results into `.grad`."""
         if not self.is_synchronising:
-            self._callback.flush()  # counts the local pass
+            self._callback.flush()  # makes the callback count the local pass
             return
         with _on_stream_of_torch(self._communicator):
             used = self._flush()
             if used is not None:
                 self._take_filled(used)
-        self._come_locally.clear()
+        self._with_local_gradient.clear()
         self._at_end()
 
     def _flush(self) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
@@ -390,7 +396,7 @@ class _BackwardPasses:
                 self._check()
                 return self._complete() if self._may_miss else None
         except MissingGradient as error:
-            missing = [name for name in self._parameters if name not in self._come]
+            missing = [name for name in self._parameters if name not in self._with_gradient]
             raise MissingGradient(
                 f"{self._communicator.label}: the backward pass made no gradient for {list_of_names(missing)}, on any "
                 "rank: if that is intended, wrap the module with find_unused_parameters=True; with activation "
@@ -398,16 +404,16 @@ class _BackwardPasses:
             ) from error
 
     def abandon(self) -> None:
-        """Ends a pass that raised an error. The other ranks fail too, unless all raised it or the pass was local."""
+        """Ends a pass that raised an error. The other ranks then fail too, unless the pass was local."""
         if not self.is_synchronising:
             return
-        failed = self._failed or GradientCancelled("autograd did not come to the end of the backward pass")
+        failed = self._failed or GradientCancelled("autograd did not finish the backward pass")
         self._failed = None
         try:
             with suppress(BaseException), self._callback.backward():
                 raise failed
         finally:
-            del failed  # whose traceback holds this frame
+            del failed  # its traceback contains this frame
 
     def _check_frozen(self) -> None:
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
@@ -418,23 +424,24 @@ class _BackwardPasses:
             )
 
     def _complete(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Hands over the gradients of earlier local passes. Returns which parameters have a gradient on this rank.
+        """Passes the gradients of local passes to the callback, and returns which parameters have a gradient on this
+        rank.
 
-        Gradients from before these local passes were reduced already.
+        Older gradients are not passed, because an earlier synchronising pass has already reduced them.
         """
         for name, parameter in self._parameters.items():
-            if name in self._come_locally and name not in self._come and parameter.grad is not None:
+            if name in self._with_local_gradient and name not in self._with_gradient and parameter.grad is not None:
                 self._hand_over(name, parameter)
-        # The callback writes zeros to their places in the buckets.
+        # These gradients are kept, because the callback writes zeros to their memory in the buckets.
         self._kept = {
             name: view.clone()
             for name, view in self._views.items()
-            if name not in self._come and self._parameters[name].grad is view
+            if name not in self._with_gradient and self._parameters[name].grad is view
         }
-        return np.array([name in self._come for name in self._parameters], np.uint8)
+        return np.array([name in self._with_gradient for name in self._parameters], np.uint8)
 
     def _take_filled(self, used: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Sets the gradients of parameters that other ranks used; restores the gradients that no rank used."""
+        """Sets the gradients of parameters that only other ranks used; restores the gradients that no rank used."""
         self._communicator.all_reduce(used, "max")
         is_used = dict(zip(self._parameters, used, strict=True))
         for name, result in self._callback.filled.items():
@@ -446,7 +453,7 @@ class _BackwardPasses:
 
 
 def _call_back(passes: weakref.ref[_BackwardPasses], name: str, parameter: torch.nn.Parameter) -> None:
-    """The hook of a parameter."""
+    """The hook that autograd calls when it has accumulated the gradient of a parameter."""
     alive = passes()
     if alive is not None:
         alive.accumulated(name, parameter)
@@ -465,7 +472,7 @@ class _Pass:
 
     @property
     def is_over(self) -> bool:
-        """Whether the pass has ended, with or without an error, whose traceback may keep this object alive."""
+        """Whether the pass has ended. After an error, a traceback may keep the object of an ended pass alive."""
         return self._passes is None
 
     def __call__(self) -> None:
@@ -483,24 +490,24 @@ class _Pass:
 
 
 class _ParameterWatch:
-    """Finds parameters that are new since a module was wrapped, because the program replaced or added a layer.
+    """Finds parameters that a module got after it was wrapped, because the program replaced or added a layer.
 
     Args:
         module: the module.
         known: the module's parameters, including parameters that need no gradient.
-        communicator: the communicator that errors name.
+        communicator: the communicator whose label errors contain.
     """
 
     def __init__(
         self, module: torch.nn.Module, known: Iterable[torch.nn.Parameter], communicator: Communicator
     ) -> None:
         self._module = weakref.ref(module)
-        self._known = {id(parameter): parameter for parameter in known}  # held, so that no other object gets their ids
+        self._known = {id(parameter): parameter for parameter in known}  # kept, so that no other object gets their ids
         self._communicator = communicator
         self._note(module)
 
     def check(self) -> None:
-        """Checks for new parameters. Takes some ten microseconds if the module consists of the same objects.
+        """Checks for new parameters. Takes about ten microseconds if the module still consists of the same objects.
 
         Raises:
             InvalidArgument: a parameter that needs a gradient is new, or torch.func.functional_call has replaced a
@@ -531,7 +538,7 @@ class _ParameterWatch:
         self._note(module)
 
     def _note(self, module: torch.nn.Module) -> None:
-        """Stores weak references to the module's parts and parameters; strong ones could keep the module alive."""
+        """Stores weak references to the module's submodules and parameters, which do not keep the module alive."""
         parts = list(module.modules())
         self._parts = [weakref.ref(part) for part in parts]
         self._members = [_nothing if member is None else weakref.ref(member) for member in _members_of(parts)]
@@ -548,12 +555,12 @@ class _ParameterWatch:
 
 
 def _members_of(parts: Iterable[torch.nn.Module]) -> Iterator[Any]:
-    """Yields the registered parameters and modules of each part; some are None."""
+    """Yields the parameters and submodules that each of the modules has registered; some are None."""
     return chain.from_iterable([chain(part._parameters.values(), part._modules.values()) for part in parts])
 
 
 def _nothing() -> None:
-    """Stands for a weak reference to None."""
+    """Used instead of a weak reference to None, which Python does not support."""
 
 
 class _BufferBroadcast:
@@ -562,10 +569,10 @@ class _BufferBroadcast:
     Args:
         module: the module.
         communicator: the communicator of the ranks.
-        is_on: whether a call copies the buffers; if False, it does nothing.
+        is_on: whether a call copies the buffers; if False, a call does nothing.
 
     Attributes:
-        is_on: the argument of this name; it may be changed.
+        is_on: see Args; the value may be changed later.
     """
 
     def __init__(self, module: torch.nn.Module, communicator: Communicator, *, is_on: bool) -> None:
@@ -574,7 +581,7 @@ class _BufferBroadcast:
         self.is_on = is_on
 
     def __call__(self) -> None:
-        """Copies the buffers. Collective."""
+        """Copies the buffers. Every rank must call it."""
         module = self._module()
         if self.is_on and module is not None:
             _broadcast_state("Synchronised, buffers", module.named_buffers(), 0, self._communicator)
@@ -593,7 +600,7 @@ def _broadcast_state(
 
 
 def _dtype_name_of(tensor: torch.Tensor) -> str:
-    """Returns e.g. "float32"."""
+    """Returns the name of a tensor's dtype, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -620,7 +627,7 @@ def _array_of(tensor: torch.Tensor) -> Any:
 
 
 def _tensor_of(array: Any) -> torch.Tensor:
-    """Returns an array of NumPy or CuPy as a tensor."""
+    """Returns a tensor that shares the memory of a NumPy or CuPy array."""
     if not isinstance(array, np.ndarray):
         return torch.from_dlpack(array)
     if array.dtype.name == _BFLOAT16:
@@ -649,7 +656,7 @@ def _broadcast_tensors(
 
 
 def _on_stream_of_torch(communicator: Communicator) -> AbstractContextManager[Any]:
-    """Makes PyTorch's current stream the current stream of CuPy, which gradsync uses. Does nothing on the CPU."""
+    """Returns a context manager that makes PyTorch's current stream CuPy's current stream, which gradsync uses."""
     if communicator.device == "cpu":
         return nullcontext()
     import cupy

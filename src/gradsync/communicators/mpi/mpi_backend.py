@@ -1,7 +1,7 @@
 """The MPI backend, for CPU clusters: NumPy arrays over MPI.
 
-MPI moves the bytes. The rendezvous server detects ranks that have died or do not arrive, because MPI does not detect
-such ranks.
+MPI moves the bytes. The rendezvous server detects ranks that have died or do not join a collective, because MPI does
+not detect such ranks.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ from gradsync.rendezvous.client import RendezvousClient
 
 # Up to this size the arrays of a list are packed together; larger arrays are sent one by one, without a copy.
 _SMALL_BYTES = 256 * 1024
-_BROADCAST_BYTES = 4 * 1024 * 1024  # the part of a packed list in one broadcast
-_COUNT_LIMIT = 2**31  # of MPI 3, in a collective with a part for each rank
+_BROADCAST_BYTES = 4 * 1024 * 1024  # how much of a packed list is sent in one broadcast
+_COUNT_LIMIT = 2**31  # the limit of MPI 3 for a collective with a part for each rank
 
-# The sizes of descriptions after a disagreement: on a collective, for all ranks together; on a message, for each rank.
+# The size limits of the descriptions that ranks exchange after a disagreement: for a collective (all ranks together),
+# and for a message (each rank).
 _TEXTS_BYTES = 64 * 1024 * 1024
 _TEXT_BYTES = 4096
 
-# The tags of what the two sides of a message send to each other; each plus 1 after an odd number of collectives.
+# The MPI tags that the sender and the receiver of a message use; both are larger by 1 after an odd number of
+# collectives.
 _TAG_OF_SENDER, _TAG_OF_RECEIVER = 2, 4
 
 
 def check(place: RankEnvironment) -> None:
-    """See BackendModule. Initialises MPI; raises BackendUnavailable if MPI cannot join the ranks of the run."""
-    if place.source == "gradsync":  # our launcher removes mpiexec's variables for its ranks
+    """See BackendModule. Initialises MPI; raises BackendUnavailable if MPI cannot connect the ranks of the run."""
+    if place.source == "gradsync":  # gradsync's launcher removes mpiexec's environment variables for its ranks
         raise BackendUnavailable(
-            "backend 'mpi' needs ranks that mpiexec or srun has started, but gradsync has started these. Start the "
-            f"script with `mpiexec -n {place.world_size} python script.py`"
+            "backend 'mpi' needs ranks that mpiexec or srun has started, but gradsync has started these ranks. Start "
+            f"the script with `mpiexec -n {place.world_size} python script.py`"
         )
     check_place(load_mpi(), place.rank, place.world_size)
 
@@ -66,7 +68,7 @@ def offer(settings: WorldSettings) -> str:
 
 
 def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> MpiBackend:
-    """See BackendModule. After an error the caller must tell the other ranks, which would otherwise wait for this rank.
+    """See BackendModule. The caller must report an error of this function, because the other ranks wait for this rank.
 
     Raises:
         BackendUnavailable: mpi4py is missing, or mpiexec or srun has not started exactly these ranks.
@@ -80,15 +82,15 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> Mp
 
 
 def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds: float) -> Any:
-    """Returns an MPI communicator of the client's ranks, in their order. All these ranks must call it.
+    """Creates an MPI communicator of the client's ranks, in the client's order. Each of these ranks must call it.
 
-    MPI's call waits for all ranks, and no deadline can end this wait. So the ranks first wait for each other at the
-    rendezvous server, where a deadline can end the wait.
+    MPI_Comm_create_group waits for all ranks, and no deadline can end this wait. So the ranks first wait for each other
+    at the rendezvous server, where a deadline can end the wait.
 
     Args:
         mpi: the module mpi4py.MPI.
-        client: this rank's connection to the server; its world has the ranks of MPI_COMM_WORLD.
-        name: the group's name, which no group of this generation has had before.
+        client: this rank's connection to the rendezvous server; the run has the same ranks as MPI_COMM_WORLD.
+        name: the group's name; no group since the last start of the ranks has had this name.
         timeout_seconds: the time limit for all steps.
 
     Raises:
@@ -101,7 +103,7 @@ def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds:
     members = world.Get_group().Incl(list(client.world_ranks))
     tag = zlib.crc32(name.encode()) % 32768  # every MPI supports tags up to 32767
 
-    inside = [members]  # not empty while MPI's call runs, which neither a deadline nor Ctrl-C ends
+    inside = [members]  # emptied when MPI's call ends; neither a deadline nor Ctrl-C can end it
 
     def create() -> Any:
         try:
@@ -126,13 +128,14 @@ def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds:
 
 
 class MpiBackend(Backend):
-    """The backend of ranks that mpiexec or srun has started.
+    """The backend for ranks that mpiexec or srun has started.
 
     Args:
         mpi: the module mpi4py.MPI.
-        comm: an MPI communicator of exactly the client's ranks, in their order; `release` frees it.
+        comm: an MPI communicator of exactly the client's ranks, in the client's order; `release` frees the
+            communicator.
         client: this rank's connection to the rendezvous server.
-        group: the communicator's name, which no group of this generation has had before.
+        group: the communicator's name; no group since the last start of the ranks has had this name.
         timeout_seconds: how long a collective waits for a rank.
     """
 
@@ -151,7 +154,7 @@ class MpiBackend(Backend):
         self._errors = _MpiErrors(mpi, self.label, self._requests)
         self._agreement = MpiAgreement(self._requests)
         self._reduction = MpiReduction(self._requests)
-        self._flat = np.empty(0, np.uint8)  # where lists are packed
+        self._flat = np.empty(0, np.uint8)  # the buffer for packed lists
 
     # -- Reductions --------------------------------------------------------------------------------------------
 
@@ -185,7 +188,7 @@ class MpiBackend(Backend):
         agreement: Agreement,
         laps: tracing.Laps | None,
     ) -> None:
-        """Reduces arrays that are small enough to send them with the digest of the call."""
+        """Reduces arrays that are small enough to be sent in the same message as the digest of the call."""
         dtype = pairs[0][0].dtype
         words = word_dtype(dtype)
         packed = self._agreement.payload(size_bytes).view(words)
@@ -317,7 +320,7 @@ class MpiBackend(Backend):
         agreement: Agreement,
     ) -> None:
         self._agree(agreement)
-        peers = self._requests.peers  # MPI's own algorithms send as many messages
+        peers = self._requests.peers  # direct messages, because MPI's own algorithms send as many
         _copy(source[part_of(send_bounds, self.rank)], target[part_of(receive_bounds, self.rank)])
         self._requests.move(_parts(source, send_bounds, peers), _parts(target, receive_bounds, peers))
 
@@ -333,16 +336,16 @@ class MpiBackend(Backend):
         return rows
 
     def _goes_directly(self, bounds: Bounds) -> bool:
-        """Whether ranks send parts directly: if there are few ranks, or too many bytes for MPI's collectives."""
+        """Whether ranks send parts in direct messages: there are few ranks, or too many bytes for MPI's collectives."""
         return self._requests.is_direct or bounds[-1] >= _COUNT_LIMIT
 
     def _layout(self, array: Array, bounds: Bounds) -> list[Any]:
-        """Returns an array with a part for each rank, in the form that MPI's calls take."""
+        """Describes an array with one part for each rank to MPI's calls: memory, sizes, offsets and datatype."""
         counts = [end - begin for begin, end in pairwise(bounds)]
         return [array, counts, list(bounds[:-1]), self._mpi.BYTE]
 
     def _room(self, size: int) -> Array:
-        """Returns a buffer of `size` bytes, whose memory later calls use again."""
+        """Returns a buffer of `size` bytes. Later calls return the same memory again."""
         if self._flat.size < size:
             self._flat = np.empty(size, np.uint8)
         return self._flat[:size]
@@ -355,7 +358,7 @@ class MpiBackend(Backend):
     # -- Agreement ---------------------------------------------------------------------------------------------
 
     def agree(self, agreement: Agreement) -> None:
-        with self._errors:  # bucketing calls this outside of a launch
+        with self._errors:  # gradient bucketing calls this method outside of `launching`
             self._agree(agreement)
 
     def _agree(self, agreement: Agreement, payload_bytes: int = 0) -> None:
@@ -388,27 +391,28 @@ class MpiBackend(Backend):
         if send is not None:
             transfers.append(_Transfer(self._requests, send, is_sending=True))
 
-        def is_done() -> bool:  # both advance separately, because the peer may do one after the other
+        def is_done() -> bool:  # both transfers advance, because the peer may do one after the other
             return not [transfer for transfer in transfers if not transfer.advance()]
 
         self._requests.wait(
             is_done,
             transfers,
             missing=lambda: [transfer.peer for transfer in transfers if transfer.pending],
-            absent=lambda: [transfer.peer for transfer in transfers if not transfer.has_peer_come],
+            absent=lambda: [transfer.peer for transfer in transfers if not transfer.has_peer_answered],
         )
         for transfer in transfers:
             if transfer.is_refused:
-                self._agree(transfer.agreement)  # ends the peer's collective, with PlanMismatch on all ranks
+                self._agree(transfer.agreement)  # joins the peer's collective, which raises PlanMismatch on all ranks
         for transfer in transfers:
             if transfer.texts is not None:
                 both = zip((self.rank, transfer.peer), map(Description.from_text, transfer.texts), strict=True)
                 raise message_mismatch(self.label, {self.ranks[rank]: description for rank, description in both})
 
     def _refuse_messages(self) -> None:
-        """Refuses, by an empty answer, the messages of ranks that wait for this rank while it is in a collective.
+        """Sends an empty answer to each rank that has begun a message to or from this rank before this collective.
 
-        A message that began after this collective has another tag, and this method does not refuse it.
+        The empty answer refuses the message. A message that began after this collective has a different tag, so this
+        method does not refuse it.
         """
         digest = np.zeros(1, np.uint64)
         sender, receiver = _tags_after(self._requests.begun - 1)
@@ -416,7 +420,7 @@ class MpiBackend(Backend):
             while self._comm.Iprobe(self._mpi.ANY_SOURCE, tag, status := self._mpi.Status()):
                 peer = status.Get_source()
                 self._comm.Recv(digest, peer, tag)
-                self._comm.Isend(digest[:0], peer, answer).Free()  # a message of no bytes needs no memory to stay
+                self._comm.Isend(digest[:0], peer, answer).Free()  # an empty message uses no memory after this call
 
     # -- Groups ------------------------------------------------------------------------------------------------
 
@@ -439,12 +443,12 @@ class MpiBackend(Backend):
         self.client.announce_left(self._departures, self._requests.begun)
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Reports the abort to the server, which reports it to all ranks. Only this report ends their waits in MPI."""
+        """Reports the abort to the server, which reports it to all ranks: nothing else ends their waits in MPI."""
         if self.world_size == 1 or self._failures.was_raised or self._failures.failure() is not None:
             return
 
         def report() -> None:
-            with suppress(GradsyncError):  # the other ranks notice by themselves that this rank is gone
+            with suppress(GradsyncError):  # without the report, the server still detects that this rank has gone
                 self.client.report_failure(reason, culprit=culprit)
 
         threading.Thread(target=report, name="gradsync-mpi-abort").start()  # the process's exit waits for this thread
@@ -460,29 +464,30 @@ class _Transfer:
     """One direction of a send, recv or exchange. MPI matches the messages of two ranks by rank, tag and order.
 
     Each rank first sends the digest of its description of the message. If the digests are equal, the sender sends the
-    bytes. Otherwise both ranks send their descriptions. So both ranks know of a disagreement before any array changes,
-    and `send` returns only when the receiver has begun to receive. If the peer waits in a collective meanwhile, it
-    answers without a digest. Two ranks that exchange a message have begun the same number of collectives. So a rank
-    that has begun one more collective knows by the tag which messages began before this collective, and refuses only
-    these messages.
+    bytes. If the digests differ, both ranks send their descriptions. In this way both ranks know of a disagreement
+    before any array changes, and `send` returns only when the receiver has begun to receive. If the peer waits in a
+    collective meanwhile, the peer answers without a digest. The tag depends on the number of collectives that a rank
+    has begun, which is the same for two ranks that exchange a message. So a rank that has begun one more collective
+    knows from the tag which messages began before this collective, and refuses only these messages.
 
     Args:
-        requests: the communicator's requests.
-        message: the message to send or to receive; a message to receive has the memory for the bytes.
+        requests: the object that begins the communicator's MPI requests and waits for them.
+        message: the message to send or to receive; if it is to receive, `message.flat` is the memory for the bytes.
         is_sending: whether this rank sends the message.
 
     Attributes:
         peer, agreement: the message's peer and agreement.
-        pending: the requests of the present step; empty when the message has ended.
-        has_peer_come: whether the peer has answered. The peer then ends the message before it closes the communicator.
-        is_refused: whether the peer waits for this rank in a collective.
+        pending: the MPI requests of the current step; empty when the message has ended.
+        has_peer_answered: whether the peer has answered. A peer that has answered completes the message before it
+            closes the communicator.
+        is_refused: whether the peer has refused the message, because the peer waits for this rank in a collective.
         texts: the descriptions of this rank and of the peer, if they disagree; else None.
     """
 
     def __init__(self, requests: MpiRequests, message: Message, *, is_sending: bool) -> None:
         self.peer = message.peer
         self.agreement = message.agreement
-        self.has_peer_come = self.is_refused = False
+        self.has_peer_answered = self.is_refused = False
         self.texts: tuple[str, str] | None = None
         self._test_all = requests.mpi.Request.Testall
         self._steps = self._run(requests, message.flat, is_sending)
@@ -495,20 +500,20 @@ class _Transfer:
         return not self.pending
 
     def _run(self, requests: MpiRequests, flat: Array, is_sending: bool) -> Iterator[list[Any]]:
-        """Begins the steps of the message one after another, and yields the requests of each step."""
+        """Begins the steps of the message one after another, and yields the MPI requests of each step."""
         comm, peer, digest = requests.comm, self.peer, self.agreement.digest
         tags = _tags_after(requests.begun)
         tag, peer_tag = tags if is_sending else tags[::-1]
         mine, theirs = np.array([digest], np.uint64), np.zeros(1, np.uint64)
         yield [comm.Irecv(theirs, peer, peer_tag), comm.Isend(mine, peer, tag)]
-        self.has_peer_come = True
+        self.has_peer_answered = True
         if not theirs[0]:
             self.is_refused = True
         elif int(theirs[0]) != digest:
             text = self.agreement.described().to_text(_TEXT_BYTES).encode()
             room = np.zeros(_TEXT_BYTES, np.uint8)
             yield [comm.Irecv(room, peer, peer_tag), comm.Isend(np.frombuffer(text, np.uint8), peer, tag)]
-            both = text, room.tobytes().rstrip(b"\0")  # the own text is shortened as the peer reads it
+            both = text, room.tobytes().rstrip(b"\0")  # this rank's text is cut to the size that the peer reads
             self.texts = both[0].decode(errors="replace"), both[1].decode(errors="replace")
         elif flat.size:
             part = [(peer, flat)]
@@ -532,20 +537,20 @@ class _MpiErrors(AbstractContextManager[None]):
         if kind is None:
             return
         if not issubclass(kind, GradsyncError):  # e.g. Ctrl-C or MemoryError outside of a wait
-            self._requests.abandon(trace)  # its frames hold the memory that MPI still reads and writes
+            self._requests.abandon(trace)  # the traceback's frames hold the memory that MPI still uses
         if issubclass(kind, self._exception):
             self._requests.await_cause()
             raise to_mpi_error(error, self._label) from error
 
 
 def _tags_after(collectives: int) -> tuple[int, int]:
-    """Returns the tags of the sender and the receiver of a message, after a given number of collectives."""
+    """Returns the sender's and the receiver's tag for a message that begins after a given number of collectives."""
     odd = collectives % 2
     return _TAG_OF_SENDER + odd, _TAG_OF_RECEIVER + odd
 
 
 def _parts(array: Array, bounds: Bounds, ranks: Sequence[int]) -> list[tuple[int, Array]]:
-    """Returns the parts of the given ranks, each with its rank."""
+    """Returns a pair (rank, part of the array) for each of the given ranks."""
     return [(rank, array[part_of(bounds, rank)]) for rank in ranks]
 
 

@@ -1,9 +1,10 @@
-"""This process in its MPI job: loads MPI, finds the rank, sends the rendezvous' address, and ends a failed job.
+"""Functions for a process of an MPI job: load MPI, find the rank, share the server's address, end a failed job.
 
-Importing mpi4py.MPI initialises MPI, which takes time, so only `load_mpi` imports this module.
+Importing mpi4py.MPI initialises MPI, which takes time, so only `load_mpi` imports mpi4py.MPI.
 
-The user of a job need not set the rendezvous' address: rank 0 sends it to the other ranks over MPI, with the run's
-secret. MPI does not encrypt messages, but an attacker who can read the secret can read the gradients as well.
+The user of an MPI job need not set the address of the rendezvous server: rank 0 sends the address to the other ranks
+over MPI, with the run's secret. MPI does not encrypt messages, but an attacker who can read the secret can read the
+gradients as well.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 _INSTALL = "run `pip install mpi4py` where your cluster's MPI is loaded; for one machine `pip install mpi4py mpich`"
 _TEXT_BYTES = 512  # enough for an address and a new secret, or for some addresses
-_LOOK_EVERY_SECONDS = 1e-3
+_TEST_EVERY_SECONDS = 1e-3
 _EXIT_CODE_INTERRUPTED = 130
 
 _is_parents = False  # whether the parent of this forked process has initialised MPI
-_share_comm: Any = None  # separate from the program's own use of MPI_COMM_WORLD; lasts as long as MPI
+_share_comm: Any = None  # a duplicate of MPI_COMM_WORLD that only gradsync uses; never freed
 _unfinished: list[object] = []
 _log = logging.getLogger("gradsync")
 
@@ -51,7 +52,7 @@ def load_mpi() -> Any:
         from mpi4py import MPI
     except ImportError as error:
         raise BackendUnavailable(f"mpi4py cannot be imported ({error}): {_INSTALL}") from error
-    except RuntimeError as error:  # mpi4py finds its library only when it is imported
+    except RuntimeError as error:  # mpi4py loads MPI's library when it is imported
         raise BackendUnavailable(f"mpi4py could not load an MPI library ({error}): {_INSTALL}") from error
     if MPI.Is_finalized():
         raise BackendUnavailable("MPI has been finalised in this process and cannot be used again")
@@ -72,7 +73,7 @@ def loaded_mpi() -> Any:
 
 
 def to_mpi_error(error: Any, label: str) -> MpiError:
-    """Returns an exception of mpi4py as MpiError."""
+    """Converts an exception of mpi4py to MpiError."""
     return MpiError(f"{label}: MPI reported {error.Get_error_string().strip()}", code=int(error.Get_error_class()))
 
 
@@ -83,7 +84,7 @@ def check_place(mpi: Any, rank: int, world_size: int) -> None:
     """Checks that this process has the same rank and world size in gradsync and in MPI_COMM_WORLD.
 
     Raises:
-        BackendUnavailable: the rank or the world size differs. The text shows the likely reason.
+        BackendUnavailable: the rank or the world size differs. The error's text shows the likely reason.
     """
     found = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
     if found == (rank, world_size):
@@ -96,12 +97,12 @@ def check_place(mpi: Any, rank: int, world_size: int) -> None:
         )
     raise BackendUnavailable(
         f"rank {rank}/{world_size} is rank {found[0]} of {found[1]} in MPI_COMM_WORLD: backend 'mpi' needs exactly the "
-        "ranks that mpiexec or srun has started, with the same numbers"
+        "ranks that mpiexec or srun has started, in the same order"
     )
 
 
 def mpi_place() -> RankEnvironment | None:
-    """Returns this process's rank environment from MPI itself; None if mpiexec has not started it.
+    """Returns this process's rank and world size, as MPI knows them; None if mpiexec has not started the process.
 
     Raises:
         BackendUnavailable: mpi4py is not installed.
@@ -118,14 +119,15 @@ def mpi_place() -> RankEnvironment | None:
     return RankEnvironment(world.Get_rank(), world.Get_size(), local_rank, local_world_size, source="MPI")
 
 
-# -- Meeting -------------------------------------------------------------------------------------------------------
+# -- The rendezvous' address ---------------------------------------------------------------------------------------
 
 
 def share_over_mpi(place: RankEnvironment) -> Share | None:
-    """Returns a function that gathers short texts of all ranks over MPI; None if MPI has other ranks than the run.
+    """Returns a function that gathers a short text from every rank over MPI.
 
-    Initialises MPI. Every rank must call the returned function, in the same order. The function raises
-    RendezvousTimeout if another rank does not call it in time.
+    If MPI's ranks are not the ranks of the run, returns None. Initialises MPI. Every rank must call the returned
+    function the same number of times. The returned function raises RendezvousTimeout if another rank does not call it
+    in time.
     """
     try:
         check_place(load_mpi(), place.rank, place.world_size)
@@ -155,8 +157,8 @@ def _finish(request: Any, place: RankEnvironment, deadline: float, *memory: obje
                     f"rank {place.rank}/{place.world_size}: not all ranks of the MPI job called init_process_group "
                     "before the deadline"
                 )
-            time.sleep(_LOOK_EVERY_SECONDS)
-    except BaseException as error:  # Ctrl-C too: MPI goes on
+            time.sleep(_TEST_EVERY_SECONDS)
+    except BaseException as error:  # also Ctrl-C, because MPI still uses the memory
         keep_for_ever(request, memory)
         if isinstance(error, mpi.Exception):
             raise to_mpi_error(error, f"rank {place.rank}/{place.world_size}") from error
@@ -180,9 +182,11 @@ def has_job_failed() -> bool:
 
 
 def end_job() -> None:
-    """Ends the whole failed job by MPI_Abort. Python calls it at exit, after it has printed the traceback."""
-    if uncaught_error() is None:  # the exception that ended the wait was caught
-        _log.error("this MPI job ends with an error: a wait for a collective failed, and MPI cannot cancel it")
+    """Ends the whole failed job by MPI_Abort. Python calls this function at exit, after printing the traceback."""
+    if uncaught_error() is None:  # the program has caught the exception that ended the wait
+        _log.error(
+            "this MPI job ends with an error: a wait for a collective failed, and MPI cannot cancel the collective"
+        )
     _flush()
     loaded_mpi().COMM_WORLD.Abort(_exit_code())
 
@@ -205,7 +209,7 @@ def _flush() -> None:
 
 
 def _forget_after_fork() -> None:
-    """Notes in a forked child that MPI belongs to the parent: the child is no rank and could end the parent's job."""
+    """Records, in a forked child, that MPI belongs to the parent: the child is not a rank, and must not end the job."""
     global _is_parents
     _is_parents = _is_parents or loaded_mpi() is not None
 

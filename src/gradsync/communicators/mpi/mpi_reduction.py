@@ -1,9 +1,10 @@
 """Reductions over MPI.
 
 Among few ranks, each rank reduces its share of the elements in rank order with NumPy, and sends the result to the other
-ranks. No rank receives more bytes than with MPI's best algorithm. Half precision is added in float32, NaN has NumPy's
-meaning, and the result has the same bits as over shared memory. Among many ranks, MPI's own reductions need fewer
-messages, so the backend uses these for the dtypes and operators that MPI has, with half precision as float32.
+ranks. No rank receives more bytes than with MPI's best algorithm. Half-precision values are added in float32, NaN is
+treated as in NumPy, and the result has the same bits as with the shared-memory backend. Among many ranks, MPI's own
+reductions need fewer messages. So among many ranks the backend uses MPI's reductions for the dtypes and operators that
+MPI supports, and converts half precision to float32.
 
 Source of the cost: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
 section 4.5: reduce-scatter and all-gather move 2 (n - 1) / n of the bytes, which is the minimum.
@@ -25,24 +26,24 @@ from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into,
 
 _BYTE = np.dtype(np.uint8)
 
-# Up to this size ranks send their whole arrays, in one step instead of two.
+# For arrays up to this size, each rank sends its whole array, in one step instead of two.
 _SMALL_BYTES = 32 * 1024
 # The size of a rank's share of a chunk of a large array; the next chunk is sent while this one is reduced.
 _CHUNK_BYTES = 2 * 1024 * 1024
 _NATIVE_ELEMENTS = 2**28  # the most elements in one call of MPI
 
-# The uses of memory that stays from call to call: the others' contributions to two chunks at a time; a result whose
-# place is still read; half precision, widened.
+# The purposes of memory that later calls use again: for the other ranks' contributions to the current chunk and to the
+# next chunk, and for a result whose target must still be read.
 _ARRIVING, _ARRIVING_NEXT, _RESULT = range(3)
 
 
 class _Chunk(NamedTuple):
-    """Some elements of an array, of which each rank reduces a share.
+    """Some elements of an array; each rank reduces a share of these elements.
 
     Attributes:
         source: this rank's array.
         target: the array for the result; None if this rank gets no result.
-        shares: the share of every rank, as [begin, end) in the source.
+        shares: the share of each rank, as a pair (begin, end) of indices in the source.
     """
 
     source: Array
@@ -51,10 +52,10 @@ class _Chunk(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """The contributions to this rank's share of a chunk, while MPI receives those of the other ranks.
+    """The contributions to this rank's share of a chunk, while MPI receives the other ranks' contributions.
 
     Attributes:
-        requests: MPI's requests.
+        requests: the MPI requests of these messages.
         contributions: the arrays that receive the contributions, by rank; this rank's own contribution is complete.
     """
 
@@ -63,10 +64,10 @@ class _InFlight(NamedTuple):
 
 
 class MpiReduction:
-    """The reductions of one communicator. Before each call all ranks have agreed on it.
+    """The reductions of one communicator. All ranks must agree on a reduction before they call a method of this class.
 
     Args:
-        requests: the communicator's requests.
+        requests: the object that begins the communicator's MPI requests and waits for them.
     """
 
     def __init__(self, requests: MpiRequests) -> None:
@@ -75,11 +76,11 @@ class MpiReduction:
         self._scratch: dict[tuple[int, np.dtype[Any]], Array] = {}
 
     def reduce(self, pairs: Sequence[tuple[Array, Array | None]], op: ReduceOp, root: int | None = None) -> None:
-        """Reduces each source into its target, which may be the source. All arrays are flat and have one dtype.
+        """Reduces each source into its target, which may be the source. All arrays are flat and have the same dtype.
 
         Args:
             pairs: pairs of source and target, at least one; the target is None on ranks that get no result.
-            op: the operator.
+            op: the reduction operator.
             root: the only rank that gets the results; None if all ranks get them.
         """
         native = self._native(op, pairs[0][0].dtype)
@@ -101,7 +102,7 @@ class MpiReduction:
             result = np.empty(target.size, native.dtype)
             counts = [high - low for low, high in pairwise(bounds)]
             comm = self._requests.comm
-            request = comm.Ireduce_scatter(native.shown(wide), native.shown(result), counts, native.op)
+            request = comm.Ireduce_scatter(native.described(wide), native.described(result), counts, native.op)
             self._requests.finish([request], (wide, result))
             native.deliver(result, target)
             return
@@ -172,12 +173,13 @@ class MpiReduction:
         deliver: Callable[[_Chunk, Sequence[Array]], None],
         begun: Sequence[Any] = (),
     ) -> None:
-        """Exchanges the shares of the chunks, and sends the next chunk while this rank reduces the present chunk.
+        """Exchanges the shares of the chunks. This rank sends the next chunk while it reduces the current chunk.
 
         Args:
-            chunks: the chunks, of one dtype and with the same bounds on every rank.
-            deliver: called as deliver(chunk, contributions of all ranks to this rank's share), for each chunk in order.
-            begun: the requests that `deliver` begins.
+            chunks: the chunks, which have the same dtype, and the same bounds on every rank.
+            deliver: a function to call for each chunk in order, with the chunk and the list of all ranks' contributions
+                to this rank's share.
+            begun: the list to which `deliver` adds the MPI requests that it begins.
         """
         requests, test_all = self._requests, self._requests.mpi.Request.Testall
         in_flight = self._exchange_shares(chunks[0], _ARRIVING)
@@ -205,14 +207,14 @@ class MpiReduction:
             return
         own_at = target.__array_interface__["data"][0]
         is_late = self._rank >= 2 and contributions[self._rank].__array_interface__["data"][0] == own_at
-        # The first two contributions are read before the target is written.
+        # reduce_into reads the first two contributions before it writes the target.
         into = self._buffers(_RESULT, target.dtype, target.size)[0] if is_late else target
         reduce_into(op, contributions, into)
         if into is not target:
             np.copyto(target, into)
 
     def _buffers(self, purpose: int, dtype: np.dtype[Any], elements: int, count: int = 1) -> list[Array]:
-        """Returns `count` arrays of equal size, whose memory later calls use again."""
+        """Returns `count` arrays of equal size. Later calls for the same purpose use the same memory again."""
         memory = self._scratch.get((purpose, dtype))
         if memory is None or memory.size < count * elements:
             memory = self._scratch[purpose, dtype] = np.empty(count * elements, dtype)
@@ -227,16 +229,16 @@ class MpiReduction:
         return _native_reduction(self._requests.mpi, op, dtype, self._world_size)
 
     def _reduce_natively(self, native: _Native, source: Array, target: Array | None, root: int | None) -> None:
-        """Reduces by MPI's own reduction, in parts that fit into one MPI call."""
+        """Reduces with MPI's own reduction, in parts that are small enough for one MPI call."""
         comm = self._requests.comm
         for low, high in cuts(source.size, _NATIVE_ELEMENTS):
             wide = source[low:high].astype(native.dtype, copy=False)
             result = np.empty(high - low, native.dtype)
             if root is None:
-                request = comm.Iallreduce(native.shown(wide), native.shown(result), native.op)
+                request = comm.Iallreduce(native.described(wide), native.described(result), native.op)
             else:
-                into = None if target is None else native.shown(result)
-                request = comm.Ireduce(native.shown(wide), into, native.op, root)
+                into = None if target is None else native.described(result)
+                request = comm.Ireduce(native.described(wide), into, native.op, root)
             self._requests.finish([request], (wide, result))
             if target is not None:
                 native.deliver(result, target[low:high])
@@ -248,7 +250,7 @@ class _Native(NamedTuple):
     Attributes:
         datatype, op: MPI's datatype and operator.
         dtype: the dtype of the arithmetic: float32 for half precision.
-        wire: the dtype in which MPI receives the elements: bytes for bool.
+        wire: the dtype of the elements that are passed to MPI: uint8 for bool, otherwise `dtype`.
         divisor: for a mean the number by which the result is divided; 0 for other operators.
     """
 
@@ -258,12 +260,12 @@ class _Native(NamedTuple):
     wire: np.dtype[Any]
     divisor: int
 
-    def shown(self, array: Array) -> list[Any]:
-        """Returns an array in the form that MPI's calls take."""
+    def described(self, array: Array) -> list[Any]:
+        """Describes an array to MPI's calls: its memory and its MPI datatype."""
         return [array.view(self.wire), self.datatype]
 
     def deliver(self, result: Array, target: Array) -> None:
-        """Copies the result into the target; the result may have a wider dtype."""
+        """Copies the result into the target, which may have a narrower dtype; for a mean, divides first."""
         if self.divisor:
             divide_into(result, self.divisor, result)
         np.copyto(target, result, casting="same_kind")

@@ -1,7 +1,8 @@
-"""MPI requests of one communicator: begins messages, and waits for requests with checks for failures.
+"""Begins the MPI requests of one communicator, and waits for them with checks for failures.
 
-A blocking call of MPI never returns if a rank has died or does not arrive. So a rank tests its requests repeatedly.
-Between these tests it checks the deadline, and whether the rendezvous server has reported a failure.
+A blocking call of MPI never returns if a rank has died or does not make its call. So a rank uses non-blocking requests,
+and tests them repeatedly. Between the tests the rank checks the deadline, and whether the rendezvous server has
+reported a failure.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from gradsync.communicators.mpi.mpi_job import keep_for_ever
 from gradsync.errors import GradsyncError, RankFailed
 from gradsync.reduction import Array
 
-# Up to this number every rank sends to every other rank, which moves as many bytes as MPI's algorithms with fewer
-# copies. With more ranks, MPI's own collectives need fewer messages.
+# Up to this number of ranks, every rank sends directly to every other rank. This moves as many bytes as MPI's
+# algorithms, with fewer copies. With more ranks, MPI's own collectives need fewer messages.
 DIRECT_RANKS = 16
 _PIECE_BYTES = 2**30  # the largest message: MPI 3 counts in 32 bits
 
-# Tests make MPI progress, so a rank tests often before it sleeps. It yields the core to other processes.
+# MPI makes progress only while a rank tests its requests, so a rank tests often before it sleeps. Between these tests
+# the rank yields the core to other processes.
 _SPINS = 60
 _YIELD_FOR_SECONDS = 2e-3
 _SLEEP_SECONDS = 50e-6
-_LOOK_FOR_FAILURES_EVERY_SECONDS = 5e-3
-# The server is rarely asked which ranks have closed the communicator.
+_CHECK_EVERY_SECONDS = 5e-3
+# A rank that waits only rarely asks the server which ranks have closed the communicator.
 _FIRST_QUESTION_AFTER_SECONDS = 0.02
 _LAST_PAUSE_SECONDS = 1.0
 
@@ -39,23 +41,24 @@ Ranks = Callable[[], Sequence[int]]
 
 
 class MpiRequests:
-    """The requests of one communicator.
+    """Begins the MPI requests of one communicator, and waits for them.
 
     Args:
         mpi: the module mpi4py.MPI.
         comm: an MPI communicator that only gradsync uses.
-        ranks: the world ranks of all members, used in errors and at the server.
+        ranks: the world ranks of all members, for errors and for the server.
         timeout_seconds: how long a wait lasts before it raises CollectiveTimeout.
         failures: the failures that the server reports.
-        raise_if_left: raises if a rank has closed the communicator before a given collective; see failures.py.
+        raise_if_left: a function that raises RankFailed if a rank has closed the communicator before a given
+            collective; see failures.py.
 
     Attributes:
-        mpi, comm: the arguments of these names.
+        mpi, comm: see Args.
         rank, world_size: this rank and the number of ranks in `comm`.
         is_direct: whether there are at most DIRECT_RANKS ranks.
         peers: the other ranks, in the order in which this rank sends to them.
         begun: the number of collectives that this rank has begun.
-        has_abandoned: whether a wait has failed, so that MPI may still work on its requests.
+        has_abandoned: whether a wait has failed, so that MPI may still work on the requests of this wait.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class MpiRequests:
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.is_direct = self.world_size <= DIRECT_RANKS
-        # The next rank first, so that not all ranks send to the same rank at once.
+        # The list begins with the next rank, so that not all ranks send to the same rank at once.
         self.peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self.begun = 0
         self.has_abandoned = False
@@ -86,7 +89,9 @@ class MpiRequests:
     # -- Messages ----------------------------------------------------------------------------------------------
 
     def post(self, sends: Parts, receives: Parts, tag: int = TAG_COLLECTIVE) -> list[Any]:
-        """Begins messages; each is (peer, bytes). Sends no empty messages, because both ranks know the sizes.
+        """Starts a non-blocking send or receive for each pair (peer, array of bytes).
+
+        Sends no message for an empty array, because both ranks know the sizes.
 
         Returns:
             The requests, which keep the arrays alive.
@@ -97,32 +102,32 @@ class MpiRequests:
         return requests
 
     def post_all(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> list[Any]:
-        """Begins messages to and from every other rank. Both lists have one entry for each rank."""
+        """Starts a non-blocking send to, and receive from, every other rank. Each list has one array for each rank."""
         return self.post(
             [(peer, outgoing[peer]) for peer in self.peers], [(peer, incoming[peer]) for peer in self.peers]
         )
 
     def move(self, sends: Parts, receives: Parts) -> None:
-        """Sends and receives messages of a collective, and waits for all of them."""
+        """Sends and receives the messages of a collective, and waits for all of them."""
         self.finish(self.post(sends, receives))
 
     # -- Waiting -----------------------------------------------------------------------------------------------
 
-    def finish(self, requests: Sequence[Any], memory: object = None, look: Callable[[], None] | None = None) -> None:
-        """Waits for requests of a collective.
+    def finish(self, requests: Sequence[Any], memory: object = None, poll: Callable[[], None] | None = None) -> None:
+        """Waits until the given MPI requests of a collective have completed.
 
         Args:
             requests: MPI requests of this communicator.
             memory: the arrays of the requests, if the requests do not keep them alive. Requests of `post` keep their
                 arrays alive, but not all requests of MPI's collectives do.
-            look: a function that a longer wait calls every few milliseconds.
+            poll: a function to call every few milliseconds during a longer wait.
 
         Raises:
             RankFailed: a rank died, or closed the communicator before this collective.
             CollectiveTimeout: the wait reached its deadline.
             MpiError: MPI failed.
         """
-        self.wait(partial(self._test_all, requests), (requests, memory), look=look)
+        self.wait(partial(self._test_all, requests), (requests, memory), poll=poll)
 
     def wait(
         self,
@@ -131,23 +136,23 @@ class MpiRequests:
         *,
         missing: Ranks | None = None,
         absent: Ranks | None = None,
-        look: Callable[[], None] | None = None,
+        poll: Callable[[], None] | None = None,
     ) -> None:
-        """Waits until `is_done` returns True. Raises the errors of `finish`.
+        """Waits until `is_done` returns True. Raises the same errors as `finish`.
 
         Args:
             is_done: a function that returns whether the wait is over; each call lets MPI make progress.
             kept: the requests and their memory; this object keeps them for ever if the wait fails.
-            missing: for messages, a function that returns the ranks (numbers in this communicator) that have not done
-                their part. For collectives `missing` is None, because MPI does not show which ranks are missing.
-            absent: for messages, a function that returns the missing ranks that have not begun their part.
-            look: a function that a longer wait calls every few milliseconds.
+            missing: for messages, a function that returns the ranks (numbers in this communicator) whose messages have
+                not completed. For collectives `missing` is None, because MPI does not show which ranks are missing.
+            absent: for messages, a function that returns the ranks that have not even begun their messages.
+            poll: a function to call every few milliseconds during a longer wait.
         """
         try:
             for _ in range(_SPINS):
                 if is_done():
                     return
-            self._wait_long(is_done, missing, absent, look)
+            self._wait_long(is_done, missing, absent, poll)
         except BaseException:
             self.abandon(kept)
             raise
@@ -162,10 +167,10 @@ class MpiRequests:
         is_done: Callable[[], bool],
         missing: Ranks | None,
         absent: Ranks | None,
-        look: Callable[[], None] | None,
+        poll: Callable[[], None] | None,
     ) -> None:
         began = now = time.monotonic()
-        look_at = began + _LOOK_FOR_FAILURES_EVERY_SECONDS
+        check_at = began + _CHECK_EVERY_SECONDS
         pause_seconds = _FIRST_QUESTION_AFTER_SECONDS
         ask_at = began + pause_seconds
         while not is_done():
@@ -174,11 +179,11 @@ class MpiRequests:
             else:
                 time.sleep(_SLEEP_SECONDS)
             now = time.monotonic()
-            if now < look_at:
+            if now < check_at:
                 continue
-            look_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
-            if look is not None:
-                look()
+            check_at = now + _CHECK_EVERY_SECONDS
+            if poll is not None:
+                poll()
             if self._failures.has_failed() and not is_done():
                 self._failures.check()
             if now >= ask_at:
@@ -206,8 +211,10 @@ class MpiRequests:
         if is_done():
             return
         self._failures.check()
-        has_come = absent is not None and isinstance(reason, RankFailed) and reason.rank not in self._in_world(absent())
-        if not has_come:  # if that rank has come meanwhile, this rank waits for another rank
+        has_answered = (
+            absent is not None and isinstance(reason, RankFailed) and reason.rank not in self._in_world(absent())
+        )
+        if not has_answered:  # if the closed rank has answered meanwhile, this rank waits for a different rank
             raise reason
 
     def _in_world(self, ranks: Sequence[int]) -> list[int]:
@@ -219,7 +226,10 @@ class MpiRequests:
 
 
 def pieces(array: Array) -> list[Array]:
-    """Cuts bytes into messages of at most 1 GiB. Sender and receiver cut in the same way."""
+    """Cuts an array of bytes into pieces of at most 1 GiB, one for each message.
+
+    The sender and the receiver cut their arrays in the same way.
+    """
     if array.nbytes <= _PIECE_BYTES:
         return [array] if array.size else []
     return [array[begin : begin + _PIECE_BYTES] for begin in range(0, array.nbytes, _PIECE_BYTES)]

@@ -1,1 +1,4 @@
-"""The backend between GPUs: CuPy arrays over NCCL. Other folders import only `connect` and `library`."""
+"""The backend between GPUs: CuPy arrays over NCCL.
+
+Code outside this folder imports only the modules `connect` and `library`.
+"""

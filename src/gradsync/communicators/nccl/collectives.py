@@ -1,19 +1,22 @@
-"""Collectives that NCCL does not have, or has for some cases only, built from NCCL's own collectives.
+"""Collectives that NCCL does not support, or supports only in part, built from NCCL's own collectives.
 
-NCCL gathers equal parts only, and CuPy has no gather, scatter or all-to-all. So this file makes these collectives, and
-the all-gather of unequal parts, from messages in one group, which NCCL launches as one kernel. Ranks send no message
-for an empty part. A rank copies its own part on the device.
+NCCL gathers only parts of equal size, and CuPy's binding has no gather, scatter or all-to-all. So this file builds
+these collectives, and the all-gather of unequal parts, from sends and receives in one NCCL group. NCCL launches such a
+group as one kernel. Ranks send no message for an empty part. Each rank copies its own part within its GPU, without
+NCCL.
 
-NCCL has no 16-bit integers: this file widens them for the reduction and casts the result back, so that it wraps around.
-NCCL has no product of complex numbers: each rank gathers the contributions and multiplies them in rank order. NCCL
-scatters the result of a reduction in equal parts only: this file reduces unequal parts one by one, in one group.
+NCCL has no 16-bit integers. So this file casts 16-bit integers to 32 bits for the reduction, and casts the result back;
+an overflow wraps around. NCCL cannot multiply complex numbers. So each rank that gets a complex product gathers the
+contributions, and multiplies them in rank order. NCCL's reduce-scatter supports only parts of equal size. For unequal
+parts this file calls reduce once for each part, all in one group.
 
-NCCL's mean multiplies each contribution by 1 / n, rounded to the dtype. In half precision, if n is no power of two, the
-result is wrong by up to 0.2 % (bfloat16), always in the same direction. For such means this file divides the sum in
-float32, and rounds the result once. A sum of float16 may overflow although the mean does not: the ranks first scale
-their contributions down by a power of two, which is exact except for values too small for float16.
+For a mean of n ranks, NCCL multiplies each contribution by the factor 1 / n, which it rounds to the dtype. In half
+precision, if n is not a power of two, this rounding makes all results too large, or all results too small, by up to 0.2
+% (in bfloat16). For such a mean NCCL computes only the sum; this file divides the sum by n in float32, and rounds the
+quotient once. A float16 sum may overflow even if the mean does not, so the ranks first divide float16 contributions by
+a power of two. The division is exact, except for quotients that are too small for float16.
 
-Source: NCCL, src/enqueue.cc (ncclAvg is a sum with a factor before it).
+Source: NCCL, src/enqueue.cc (ncclAvg multiplies each contribution by a factor, and then sums).
 """
 
 from __future__ import annotations
@@ -32,13 +35,15 @@ from gradsync.reduction import ReduceOp, dtype_name
 
 
 class Collectives:
-    """Launches collectives on the current stream. All arrays are flat and on the device. Copies and messages use uint8.
+    """Launches collectives on the current stream.
+
+    All arrays are flat and on this rank's device. Collectives without arithmetic take arrays of bytes (uint8).
 
     Args:
         nccl: this rank's NCCL communicator.
-        arrays: the functions for arrays on this rank's device.
-        rank: this rank.
-        world_size: number of ranks.
+        arrays: the object with the functions for arrays on this rank's device.
+        rank: this rank's number in the communicator.
+        world_size: the number of ranks in the communicator.
     """
 
     def __init__(self, nccl: Nccl, arrays: DeviceArrays, rank: int, world_size: int) -> None:
@@ -47,7 +52,7 @@ class Collectives:
         self._rank = rank
         self._world_size = world_size
         self._others = [peer for peer in range(world_size) if peer != rank]
-        self._plain: dict[tuple[Any, ReduceOp], bool] = {}  # by dtype: a few tens at most
+        self._plain: dict[tuple[Any, ReduceOp], bool] = {}  # by dtype and operator: a few tens of entries
 
     # -- Movements -----------------------------------------------------------------------------------------------
 
@@ -57,7 +62,7 @@ class Collectives:
             self._nccl.broadcast(flat, root)
 
     def all_gather(self, source: Any, target: Any, bounds: Bounds) -> None:
-        """Gathers the parts of all ranks on all ranks; the source may be exactly this rank's part of the target."""
+        """Gathers the parts of all ranks on every rank; `source` may be a view of this rank's part of `target`."""
         if _is_even(bounds):
             if target.size:
                 self._nccl.all_gather(source, target)
@@ -71,7 +76,7 @@ class Collectives:
     def gather(self, source: Any, target: Any | None, bounds: Bounds, root: int) -> None:
         """Gathers the parts of all ranks in the root's `target`; other ranks pass None as target.
 
-        The root's source may be exactly the root's part of the target.
+        On the root, `source` may be a view of the root's part of `target`.
         """
         if target is None:
             self.send(source, root)
@@ -100,27 +105,27 @@ class Collectives:
                 self.receive(target[part_of(receive_bounds, peer)], peer)
 
     def send(self, part: Any, peer: int) -> None:
-        """Sends a part to another rank, which must receive equally many bytes; sends nothing if it is empty."""
+        """Sends a part to another rank, which must receive the same number of bytes. Skips an empty part."""
         if part.size:
             self._nccl.send(part, peer)
 
     def receive(self, part: Any, peer: int) -> None:
-        """Receives a part from another rank, which must send equally many bytes; receives nothing if it is empty."""
+        """Receives a part from another rank, which must send the same number of bytes. Skips an empty part."""
         if part.size:
             self._nccl.receive(part, peer)
 
     # -- Reductions ----------------------------------------------------------------------------------------------
 
     def is_plain(self, dtype: Any, op: ReduceOp) -> bool:
-        """Whether NCCL itself reduces these elements correctly."""
+        """Whether NCCL itself correctly reduces arrays of this dtype with this operator."""
         plain = self._plain.get((dtype, op))
         if plain is None:
-            detour = self._must_divide(dtype, op) or self._must_gather(dtype, op) or self._nccl.wire(dtype).widened
-            plain = self._plain[dtype, op] = not detour
+            is_indirect = self._must_divide(dtype, op) or self._must_gather(dtype, op) or self._nccl.wire(dtype).widened
+            plain = self._plain[dtype, op] = not is_indirect
         return plain
 
     def all_reduce(self, source: Any, target: Any, op: ReduceOp) -> None:
-        """Reduces the ranks' sources into every rank's target, which may be the rank's source."""
+        """Reduces the sources of all ranks into every rank's `target`, which may be the same array as its `source`."""
         if not source.size:
             return
         if self.is_plain(source.dtype, op):
@@ -131,10 +136,10 @@ class Collectives:
             self.all_gather(_bytes(source), _bytes(gathered), bounds)
             _multiply(gathered, target)
         else:
-            self._by_detour(source, target, op, self.all_reduce)
+            self._reduce_indirectly(source, target, op, self.all_reduce)
 
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int) -> None:
-        """Reduces the ranks' sources into the root's target, which may be the root's source.
+        """Reduces the sources of all ranks into the root's `target`, which may be the same array as its `source`.
 
         Other ranks pass None as target.
         """
@@ -149,10 +154,10 @@ class Collectives:
             if gathered is not None:
                 _multiply(gathered, target)
         else:
-            self._by_detour(source, target, op, lambda s, t, o: self.reduce(s, t, o, root))
+            self._reduce_indirectly(source, target, op, lambda s, t, o: self.reduce(s, t, o, root))
 
     def reduce_scatter(self, source: Any, target: Any, bounds: Bounds, op: ReduceOp) -> None:
-        """Reduces part i of the sources into the target of rank i, which may be exactly that part of its source."""
+        """Reduces part i of all sources into the `target` of rank i, which may be a view of part i of its `source`."""
         if not source.size:
             return
         if self._must_gather(source.dtype, op):
@@ -162,20 +167,21 @@ class Collectives:
             self.all_to_all(_bytes(source), _bytes(gathered), sent, received)
             _multiply(gathered, target)
         elif not self.is_plain(source.dtype, op):
-            self._by_detour(source, target, op, lambda s, t, o: self.reduce_scatter(s, t, bounds, o))
+            self._reduce_indirectly(source, target, op, lambda s, t, o: self.reduce_scatter(s, t, bounds, o))
         elif _is_even(bounds):
             self._nccl.reduce_scatter(source, target, op)
         else:
-            with self._nccl.group():  # only NCCL's own reductions: a group launches nothing before its end
+            # The block contains only NCCL's own calls, because NCCL launches them when the group ends.
+            with self._nccl.group():
                 for root in range(self._world_size):
                     part = source[part_of(bounds, root)]
                     if part.size:
                         self._nccl.reduce(part, target if root == self._rank else None, op, root)
 
-    def _by_detour(
+    def _reduce_indirectly(
         self, source: Any, target: Any | None, op: ReduceOp, reduce: Callable[[Any, Any, ReduceOp], None]
     ) -> None:
-        """Reduces with another operator or in another dtype, and converts the result."""
+        """Reduces with a different operator or in a wider dtype, and converts the result."""
         if self._must_divide(source.dtype, op):
             shift = 0 if dtype_name(source.dtype) == "bfloat16" else (self._world_size - 1).bit_length()
             if shift:
@@ -202,18 +208,18 @@ class Collectives:
         return op is ReduceOp.PROD and dtype.kind == "c"
 
     def _rows(self, flat: Any) -> Any:
-        """Returns an empty array with a row of this size for each rank."""
+        """Returns an uninitialised array with one row for each rank; each row has the size of `flat`."""
         return cupy.empty((self._world_size, flat.size), flat.dtype)
 
 
 def copy_bytes(source: Any, target: Any) -> None:
-    """Copies bytes on the device, unless source and target are the same."""
+    """Copies bytes on the device, unless source and target are the same memory."""
     if source.size and source.data.ptr != target.data.ptr:
         target.data.copy_from_device_async(source.data, source.size)
 
 
 def _is_even(bounds: Bounds) -> bool:
-    """Whether all parts are of one size."""
+    """Whether all parts have the same size."""
     return all(end - begin == bounds[1] - bounds[0] for begin, end in pairwise(bounds))
 
 
@@ -222,7 +228,7 @@ def _bytes(array: Any) -> Any:
 
 
 def _multiply(contributions: Any, target: Any) -> None:
-    """Multiplies the rows, in rank order."""
+    """Multiplies the ranks' contributions in rank order, and writes the product into `target`."""
     product = contributions[0]
     for contribution in contributions[1:]:
         product = product * contribution

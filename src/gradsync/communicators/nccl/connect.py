@@ -1,4 +1,4 @@
-"""Connects the ranks of an NCCL communicator: chooses a device for each rank, and ends every step by a deadline."""
+"""Connects the ranks of an NCCL communicator: chooses a device for each rank, and limits the time of every step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES
 
 _MULTI_RANK_GPU_SINCE = 23000  # NCCL 2.30
-# Ranks on one GPU wait for each other in their kernels, so the kernels of all ranks must fit on it at once.
+# If ranks share a GPU, their kernels wait for each other, so these kernels must fit on the GPU at the same time.
 _CTAS_OF_A_SHARING_RANK = "4"
 
 
@@ -35,26 +35,26 @@ def count_devices() -> int:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         if not has_driver():
             raise BackendUnavailable(
-                "found no NVIDIA driver or GPU; in a container, check that it was started with its GPUs"
+                "found no NVIDIA driver or GPU; in a container, check that the container was started with GPUs"
             ) from error
         raise BackendUnavailable(f"no usable GPU: {error}") from error
 
 
 def has_driver() -> bool:
-    """Whether this process sees NVIDIA's driver, of Linux or of Windows (WSL2)."""
+    """Whether this process can use an NVIDIA driver, on Linux or on Windows (WSL2)."""
     return bool(glob.glob("/dev/nvidia*")) or os.path.exists("/dev/dxg")
 
 
 def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shared_gpu: bool) -> int:
-    """Returns CUDA's number of the device for this rank, as this process sees its devices.
+    """Returns the CUDA device number for this rank, counted among the devices that this process sees.
 
-    If a launcher sets CUDA_VISIBLE_DEVICES for each rank, the rank sees only one device, number 0. Otherwise the ranks
-    of a host take the visible devices in the order of LOCAL_RANK.
+    If a launcher sets CUDA_VISIBLE_DEVICES for each rank, the rank sees only one device, number 0. Otherwise the rank
+    with LOCAL_RANK=i uses visible device i of its host.
 
     Args:
-        wanted: "cuda", "cuda:N", or None.
-        local_rank: this rank's number on its host.
-        count: number of visible devices.
+        wanted: the requested device: "cuda:N"; or "cuda" or None, if this function shall choose the device.
+        local_rank: this rank's number among the ranks of its host.
+        count: the number of visible devices.
         allow_shared_gpu: whether several ranks may use one device.
 
     Raises:
@@ -75,11 +75,11 @@ def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shar
     if local_rank < count:
         return local_rank
     if count == 1 and visible is not None and "," not in visible:
-        return 0  # the launcher has chosen the device; _check_devices finds two ranks on one device
+        return 0  # the launcher has chosen the device; _check_devices detects two ranks with the same device
     if allow_shared_gpu:
         return local_rank % count
     raise BackendUnavailable(
-        f"local rank {local_rank} has no GPU of its own: {seen}; start fewer ranks, or, for slow tests, pass "
+        f"local rank {local_rank} has no GPU of its own: {seen}; start fewer ranks, or, if only for tests, pass "
         "allow_shared_gpu=True"
     )
 
@@ -101,12 +101,13 @@ def offer(settings: WorldSettings) -> str:
 
 
 def connect(client: RendezvousClient, settings: WorldSettings, group: str, *, force_packing: bool = False) -> Backend:
-    """See BackendModule. After an error the caller must tell the other ranks, which would otherwise wait for this rank.
+    """See BackendModule. The caller must report an error of this function, because the other ranks wait for this rank.
 
     Args:
         client: this rank's connection to the rendezvous server.
-        settings: the world's settings; `timeout_seconds` limits the time of all steps, including ncclCommInitRank.
-        group: the group's name, which no group of this generation has had before.
+        settings: the world's settings; `timeout_seconds` limits the total time of this call, including
+            ncclCommInitRank.
+        group: the group's name; no group since the last start of the ranks has had this name.
         force_packing: see Backend.
 
     Raises:
@@ -116,13 +117,13 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str, *, fo
         RankFailed: a rank died.
     """
     deadline = time.monotonic() + settings.timeout_seconds
-    nccl = Nccl()  # raises without CuPy, which the imports below need
+    nccl = Nccl()  # raises an error without CuPy, which the imports below need
     device_id = _device_for(settings)
     if settings.allow_shared_gpu:
         _let_ranks_share(nccl.version, client.rank)
     import cupy
 
-    cupy.cuda.Device(device_id).use()  # as torch.cuda.set_device does: the script's arrays go there
+    cupy.cuda.Device(device_id).use()  # like torch.cuda.set_device: new arrays use this device
     identity = device_identity(device_id, nccl.version)
     _check_devices(client, identity, group, deadline, allow_shared_gpu=settings.allow_shared_gpu)
     from gradsync.communicators.nccl.nccl_backend import NcclBackend
@@ -133,7 +134,7 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str, *, fo
 
 
 def _device_for(settings: WorldSettings) -> int:
-    """Returns CUDA's number of the device for this rank; raises the errors of choose_device."""
+    """Returns the CUDA device number for this rank. Raises the same errors as choose_device."""
     wanted, rank = None if settings.device == "cpu" else settings.device, settings.place.local_rank
     return choose_device(wanted, rank, count_devices(), allow_shared_gpu=settings.allow_shared_gpu)
 
@@ -141,7 +142,7 @@ def _device_for(settings: WorldSettings) -> int:
 def _check_devices(
     client: RendezvousClient, identity: str, group: str, deadline: float, *, allow_shared_gpu: bool
 ) -> None:
-    """Raises an error on every rank if ranks share a GPU, with a more helpful text than NCCL's error."""
+    """If ranks share a GPU without allow_shared_gpu, raises an error on every rank; NCCL's own error would say less."""
     mine = identity.encode()[: MAX_EXCHANGED_BYTES // client.world_size]
     by_device: dict[bytes, list[int]] = {}
     seconds = max(0.0, deadline - time.monotonic())
@@ -153,47 +154,51 @@ def _check_devices(
         bus, host = _gpu_of(where)[0], _gpu_of(where)[1].partition(" ")[2]
         raise BackendUnavailable(
             f"{client.label}: ranks {ranks} share the GPU {bus} of {host}: give each rank its own "
-            "GPU by CUDA_VISIBLE_DEVICES or device=, or, for slow tests, pass allow_shared_gpu=True"
+            "GPU by CUDA_VISIBLE_DEVICES or device=, or, if only for tests, pass allow_shared_gpu=True"
         )
 
     if len({_gpu_of(where) for where in by_device}) < len(by_device):
-        # Slices (MIG) of one GPU, which NCCL takes for one GPU. Source: NCCL, src/init.cc, and its issue 1716.
+        # The ranks use MIG slices of one GPU, and NCCL regards all these slices as the same GPU. Source: NCCL,
+        # src/init.cc, and its issue 1716.
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
 
 def device_identity(device_id: int, nccl_version: int) -> str:
-    """Returns a text that no other GPU of any host has: PCI bus id, UUID, boot id and host name.
+    """Returns a text that identifies a GPU among all hosts: PCI bus id, UUID, boot id and host name.
 
-    With thousands of ranks a message has room for the first bytes of the text only, so the text begins with the parts
-    that identify the GPU. Slices (MIG) of one GPU have one bus id, but different UUIDs. NCCL before 2.30 refuses two
-    ranks with one bus id, so for these versions the function leaves out the UUID.
+    With thousands of ranks, a message has room for only the first bytes of each rank's text. So the text begins with
+    the parts that identify the GPU. The MIG slices of one GPU have the same bus id but different UUIDs. NCCL before
+    2.30 does not allow two ranks with the same bus id, so for these versions the text contains no UUID.
 
     Args:
-        device_id: CUDA's number of the device in this process.
-        nccl_version: such as 23203.
+        device_id: the CUDA device number in this process.
+        nccl_version: NCCL's version as a number, such as 23203.
     """
     import cupy
 
     bus = cupy.cuda.runtime.deviceGetPCIBusId(device_id)
-    # CuPy's UUID may end at its first zero byte; beside the bus id that is enough.
+    # CuPy may cut off the UUID at its first zero byte. The rest is enough, because the text has the bus id too.
     uuid = cupy.cuda.runtime.getDeviceProperties(device_id).get("uuid", b"")
     slice_name = uuid.hex() if nccl_version >= _MULTI_RANK_GPU_SINCE else ""
     return f"{bus if isinstance(bus, str) else bus.decode()}/{slice_name} {boot_id()} {socket.gethostname()}"
 
 
 def _gpu_of(identity: bytes) -> tuple[str, str]:
-    """Returns the bus id of a device, and the boot id and name of its host."""
+    """Returns two parts of a device_identity text: the device's bus id, and the boot id and name of its host."""
     device, _, machine = identity.decode(errors="replace").partition(" ")
     return device.partition("/")[0], machine
 
 
 def _let_ranks_share(version: int, rank: int) -> None:
-    """Sets variables that let NCCL accept several ranks on one GPU; NCCL reads these with the first communicator."""
+    """Sets the environment variables with which NCCL accepts several ranks on one GPU.
+
+    NCCL reads these variables only once, when it creates the first communicator.
+    """
     os.environ.setdefault("NCCL_MAX_CTAS", _CTAS_OF_A_SHARING_RANK)
     if version >= _MULTI_RANK_GPU_SINCE:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     else:
-        # NCCL lets ranks share a GPU if they seem to be on different hosts. Then the ranks use sockets, and a
-        # collective takes milliseconds.
+        # NCCL before 2.30 lets ranks share a GPU only if they seem to be on different hosts. Such ranks communicate
+        # over sockets, so a collective takes milliseconds.
         os.environ.setdefault("NCCL_HOSTID", f"gradsync-rank-{rank}")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -1,7 +1,10 @@
-"""Arrays of a communicator on a GPU: CuPy arrays, other libraries' arrays without a copy, and copies of host arrays.
+"""Functions for the arrays of a communicator on a GPU.
 
-ArrayKind (host_arrays.py) specifies each method. Arithmetic runs on the current stream, and no method waits for its
-end.
+The arrays may be CuPy arrays, arrays of other libraries, which are used without a copy, or host arrays, which are
+copied.
+
+ArrayKind (host_arrays.py) specifies each method. Arithmetic runs on the current stream; the methods that launch it do
+not wait for its end.
 """
 
 from __future__ import annotations
@@ -38,13 +41,13 @@ class DeviceArrays:
     """An ArrayKind whose native arrays are CuPy arrays of one device, or NumPy arrays. Flat arrays are on the device.
 
     Args:
-        device_id: CUDA's number of the device in this process.
+        device_id: the CUDA device number in this process.
 
     Attributes:
-        results_on: the stream on which a result will be used: `empty` allocates for it. None is the current stream.
-            CuPy's pool gives freed memory to the next allocation for the same stream, without a wait. So `empty` must
-            not allocate memory for one of the two streams while the other stream may still read this memory. The
-            current stream must wait for the other stream's present work before it uses the result.
+        results_on: the stream on which the program will use a result; None means the current stream. `empty` allocates
+            memory for this stream. CuPy's memory pool gives freed memory at once to the next allocation for the same
+            stream, so work that is still queued on this stream may use the memory. `empty` makes the current stream
+            wait for such work.
     """
 
     def __init__(self, device_id: int) -> None:
@@ -70,7 +73,7 @@ class DeviceArrays:
         if native.device.id != self._device_id:
             raise InvalidArgument(
                 f"{who} runs on cuda:{self._device_id}, got an array on cuda:{native.device.id}: make arrays after "
-                f"init_process_group(), which makes cuda:{self._device_id} CuPy's current device, or copy it there"
+                f"init_process_group(), which makes cuda:{self._device_id} CuPy's current device, or copy the array"
             )
         if native.dtype.hasobject:
             raise UnsupportedDtype(f"{who} cannot move Python objects (dtype {native.dtype})")
@@ -82,7 +85,7 @@ class DeviceArrays:
             return native.reshape(-1)
         with cupy.cuda.Device(self._device_id):
             if isinstance(native, np.ndarray):
-                await_results_in(native)  # the array is copied now, and an earlier collective may still write to it
+                await_results_in(native)  # an earlier collective may still have to write to this array
                 return cupy.asarray(_transferable(native))
             return cupy.ascontiguousarray(native).reshape(-1)
 
@@ -91,7 +94,7 @@ class DeviceArrays:
         return not isinstance(native, np.ndarray) and bool(native.flags.c_contiguous)
 
     def write_back(self, flat: Any, native: Any) -> None:
-        """See ArrayKind. For a host array the method waits for the present work of the current stream."""
+        """See ArrayKind. If `native` is a host array, waits until the current stream has finished its queued work."""
         if isinstance(native, np.ndarray):
             native[...] = flat.get().view(native.dtype).reshape(native.shape)
         elif not native.flags.c_contiguous:
@@ -107,7 +110,7 @@ class DeviceArrays:
                 return cupy.empty(shape, dtype)
             with stream:
                 array = cupy.empty(shape, dtype)
-            # Another thread may have freed the memory a moment ago, while work on that stream still uses it.
+            # Another thread may have freed this memory just now, while queued work of `stream` still uses the memory.
             cupy.cuda.get_current_stream().wait_event(stream.record(cupy.cuda.Event(disable_timing=True)))
             return array
 
@@ -116,19 +119,19 @@ class DeviceArrays:
         return self.empty(native.shape, native.dtype, native)
 
     def empty_flat(self, native: Any) -> Any:
-        """See ArrayKind. If CuPy does not know the dtype, the result is an array of bytes."""
+        """See ArrayKind. If CuPy does not support the dtype, the result is an array of bytes."""
         with cupy.cuda.Device(self._device_id):
             if _is_known(native.dtype):
                 return cupy.empty(native.size, native.dtype)
             return cupy.empty(native.nbytes, np.uint8)
 
     def assign(self, native: Any, target: Any) -> None:
-        """See ArrayKind. The work runs on the current stream."""
+        """See ArrayKind. The copy runs on the current stream."""
         if isinstance(native, np.ndarray):
-            await_results_in(native)  # see flat
+            await_results_in(native)  # an earlier collective may still have to write to this array
         with cupy.cuda.Device(self._device_id):
             if isinstance(native, np.ndarray):
-                target.set(np.asarray(native, order="C"))  # ascontiguousarray would give a 0-d array an axis
+                target.set(np.asarray(native, order="C"))  # ascontiguousarray would return 1-d for 0-d
             else:
                 target[...] = native
 
@@ -138,19 +141,19 @@ class DeviceArrays:
             return cupy.empty(size, dtype)
 
     def fill(self, native: Any, value: Any) -> None:
-        """See ArrayKind. The work runs on the current stream."""
+        """See ArrayKind. The current stream writes the values."""
         with cupy.cuda.Device(self._device_id):
             native[...] = value
 
     def divide(self, flat: Any, count: float) -> None:
-        """See ArrayKind. Divides half precision in float32, which represents every number of ranks exactly."""
+        """See ArrayKind. Divides half-precision values in float32, which represents every world size exactly."""
         parts = flat.view(part_dtype(flat.dtype))
         wide = product_dtype(parts.dtype, parts.dtype)
         with cupy.cuda.Device(self._device_id):
             cupy.divide(parts, wide.type(count), out=parts, dtype=wide, casting="unsafe")
 
     def multiply(self, source: Any, factor: float, out: Any) -> None:
-        """See ArrayKind. Multiplies host arrays on the host. For device arrays one kernel multiplies and converts."""
+        """See ArrayKind. Multiplies host arrays on the CPU; for device arrays, one kernel multiplies and converts."""
         if isinstance(source, np.ndarray):
             host_values.multiply(source, factor, out)
             return
@@ -191,7 +194,7 @@ class DeviceArrays:
         return native.flags.writeable if isinstance(native, np.ndarray) else not isinstance(native, _ReadOnly)
 
     def state(self, native: Any) -> Any:
-        """See ArrayKind. The state includes the address, because a CuPy array can get other memory."""
+        """See ArrayKind. The state of a CuPy array is its address, which changes if the array gets different memory."""
         if isinstance(native, np.ndarray):
             return self._host.state(native)
         return native.data.ptr
@@ -210,20 +213,23 @@ class DeviceArrays:
 
 
 def _transferable(native: Array) -> Array:
-    """Returns the elements of a host array in C order, or their bytes if CuPy does not know their dtype."""
+    """Returns a host array as a 1-d array in C order; as an array of bytes if CuPy does not support its dtype."""
     flat = np.ascontiguousarray(native).reshape(-1)
     return flat if _is_known(flat.dtype) else flat.view(np.uint8)
 
 
 def _is_known(dtype: np.dtype[Any]) -> bool:
-    """Whether CuPy has arrays of this dtype."""
+    """Whether CuPy supports arrays of this dtype."""
     return dtype.isnative and dtype_name(dtype) in OPERATIONS_BY_DTYPE
 
 
 def _foreign(array: Any, who: str) -> Any:
-    """Returns another library's array as a CuPy or NumPy array, without a copy, ordered after the producer's work."""
+    """Returns an array of a different library as a CuPy or NumPy array, without a copy.
+
+    The current stream then waits for the work of the stream that produces the values.
+    """
     try:
-        # DLPack first: it orders the producer's stream before ours without the host waiting.
+        # Try DLPack first: with DLPack the current stream waits for the producer's stream, and the host need not wait.
         if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
             kind = int(array.__dlpack_device__()[0])
             if kind in (DLPACK_CPU, DLPACK_CUDA_HOST):
@@ -232,7 +238,7 @@ def _foreign(array: Any, who: str) -> Any:
                 exporter = _Exporter(array)
                 native = cupy.from_dlpack(exporter)
                 return native.view(type=_ReadOnly) if exporter.is_read_only else native
-            raise InvalidArgument(f"{who} got an array on a device that is no CUDA device (DLPack device type {kind})")
+            raise InvalidArgument(f"{who} got an array on a device that is not CUDA (DLPack device type {kind})")
         interface = getattr(array, "__cuda_array_interface__", None)
         if interface is not None:
             native = cupy.asarray(array)
@@ -247,8 +253,8 @@ def _foreign(array: Any, who: str) -> Any:
     raise InvalidArgument(f"{who} needs {needed}, got {kind_of(array)}")
 
 
-class _ReadOnly(cupy.ndarray):  # type: ignore[misc]  # CuPy has no types
-    """A read-only array. Arrays of CuPy have no flag that marks them as read-only."""
+class _ReadOnly(cupy.ndarray):  # type: ignore[misc]  # CuPy has no type annotations
+    """A CuPy array that is read-only. CuPy itself has no flag for read-only arrays."""
 
 
 _PointerOf = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
@@ -260,7 +266,10 @@ _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 
 class _DLPackHead(ctypes.Structure):
-    """The first fields of DLManagedTensorVersioned, which later versions of DLPack keep. Source: dlpack.h."""
+    """The first fields of DLPack's struct DLManagedTensorVersioned.
+
+    Later versions of DLPack keep these fields. Source: dlpack.h.
+    """
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -275,8 +284,8 @@ class _Exporter:
     """Passes an array to CuPy by DLPack and reads the capsule's flags, which CuPy ignores.
 
     Attributes:
-        is_read_only: whether the array is read-only; set when CuPy takes the capsule. Capsules from before DLPack 1.0
-            have no flags. JAX makes such capsules, and all its arrays are read-only.
+        is_read_only: whether the array is read-only; known when CuPy has called `__dlpack__`. Capsules of DLPack before
+            1.0 have no flags. JAX makes such capsules, so this class treats every array of JAX as read-only.
     """
 
     def __init__(self, array: Any) -> None:
@@ -296,7 +305,10 @@ class _Exporter:
 
 
 class _Addresses:
-    """The addresses of a device array in NumPy's interface. NumPy compares these addresses, and must not read them."""
+    """Shows a device array's addresses to NumPy, by `__array_interface__`.
+
+    NumPy only compares the addresses; it must not read the memory.
+    """
 
     def __init__(self, array: Any) -> None:
         self.__array_interface__ = {
@@ -319,5 +331,5 @@ def _launch(kernel: str, values: Any, result: Any) -> None:
 
 @lru_cache(maxsize=1)
 def _kernels() -> Any:
-    """The module of value kernels; CuPy compiles it for each device at first use."""
+    """Returns the CUDA module with the kernels of VALUE_SOURCE. CuPy compiles it for each device at first use."""
     return cupy.RawModule(code=VALUE_SOURCE)

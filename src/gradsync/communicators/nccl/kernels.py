@@ -1,14 +1,15 @@
-"""gradsync's CUDA kernels, and the packer that launches some of these kernels. No other file holds CUDA source.
+"""gradsync's CUDA kernels, and the packer that launches some of them. No other file contains CUDA source.
 
 One kernel launch packs device arrays into a flat buffer, and one launch splits the buffer back into the arrays.
-PackLayout computes the place of each array. FusedPacker keeps a table of chunks on the device and launches the kernels.
-Memory bandwidth limits the speed, so every multiprocessor needs enough loads in flight. The host does little: it makes
-one launch and, while the addresses repeat, no upload.
+pack_layout computes the offset of each array in the buffer, and cuts the arrays into chunks. FusedPacker keeps a table
+of these chunks on the device and launches the kernels. Memory bandwidth limits the speed, so every multiprocessor needs
+enough loads in flight. The host only launches one kernel; it uploads a new table of chunks only if the addresses of the
+arrays are new.
 
-The kernels of VALUE_SOURCE read all values of a flat array once. One kernel checks that the values are finite, another
-sums their squares. Each thread strides over the array by the whole grid, so that neighbouring threads read neighbouring
-values. Each thread writes to its own flag or partial sum. device_arrays.py launches these kernels. A packer imports
-CuPy when it is made.
+Each kernel of VALUE_SOURCE reads every value of a flat array once. One kernel checks that the values are finite,
+another sums their squares. The kernels use grid-stride loops, so that neighbouring threads read neighbouring values.
+Each thread writes its own partial sum. All threads that find a non-finite value clear the same flag. device_arrays.py
+launches these kernels. This file imports CuPy only when a FusedPacker is created.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ import numpy.typing as npt
 
 from gradsync.errors import InvalidArgument
 
-# Calculated for an H200 (132 multiprocessors of 2,048 threads, 4.8 TB/s), not measured yet. 10 MiB are 320 chunks: more
-# than two for each multiprocessor, all resident at once. Reading at half of 4.8 TB/s with a latency near 1 us needs
-# 18 KB in flight on each multiprocessor; two blocks with four 16-byte loads a thread have 32 KiB.
+# This size is calculated for an H200 (132 multiprocessors of 2,048 threads, 4.8 TB/s), and not measured yet. 10 MiB are
+# 320 chunks: more than two for each multiprocessor, all resident at once. Reading at half of 4.8 TB/s with a latency
+# near 1 us needs 18 KB in flight on each multiprocessor; two blocks with four 16-byte loads a thread have 32 KiB.
 CHUNK_BYTES = 32 * 1024
-# An array of 4 KiB still occupies every thread. The kernels take 32 registers, so eight blocks fit a multiprocessor,
-# which hides the latency of the table where arrays are small.
+# With this number, an array of 4 KiB still gives work to every thread of a block. The kernels use 32 registers, so
+# eight blocks fit on a multiprocessor. If the arrays are small, the eight blocks hide the latency of reading the table.
 THREADS_PER_BLOCK = 256
-# A vector access begins at a multiple of this. Allocations on the device do too, so most pairs of addresses agree.
+# The address of a 16-byte load or store must be a multiple of this. Allocations on the device begin at such addresses,
+# so the kernels can use 16-byte loads and stores for most copies.
 ALIGNMENT_BYTES = 16
 
-# A training step has tens of tables of a few kilobytes; allocators alternate between few sets of addresses.
+# A training step has tens of tables of a few kilobytes; an allocator returns the same few sets of addresses again and
+# again.
 _MAX_TABLES = 256
 _MAX_TABLE_BYTES = 8 * 1024**2
 
@@ -44,9 +47,8 @@ PACK_SOURCE = r"""
 typedef unsigned long long u64;
 
 struct Chunk {
-    u64 address;  // of a piece of an array
-    u64 offset;   // of its place in the flat buffer
-    u64 size;     // in bytes, at most CHUNK_BYTES, never 0
+    u64 address; // the address of a piece of an array u64 offset; // the piece's offset in the flat buffer u64 size; //
+    the piece's size in bytes: at most CHUNK_BYTES, never 0
 };
 
 struct alignas(16) Vector {
@@ -112,10 +114,11 @@ extern "C" __global__ void split_chunks(const Chunk* chunks, char* flat) {
 }
 """
 
-# Fills every multiprocessor of an H200 (132, of 2,048 threads). The number of partial sums, and so the order of the
-# additions, must depend on the size of the array alone, so that the same array gives the same bits.
+# The largest number of blocks of a launch, which fills an H200 (132 multiprocessors of 2,048 threads). The number of
+# partial sums, and so the order of the additions, must depend only on the size of the array, so that the same values
+# give the same bits.
 MAX_BLOCKS = 1056
-# Each thread sums at least this number of values: more blocks would have more partial sums to write and read again.
+# Each thread sums at least this number of values. With more blocks, there would be more partial sums to write and read.
 VALUES_PER_THREAD = 16
 
 VALUE_SOURCE = r"""
@@ -217,28 +220,28 @@ extern "C" __global__ void square_float64(const Wide<double>* values, u64 count,
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PackLayout:
-    """The places of arrays in a flat buffer, and the chunks in which the kernels copy these arrays.
+    """The offsets of arrays in a flat buffer, and the chunks (pieces of the arrays) that the kernels copy.
 
     Attributes:
-        sizes_bytes: the sizes of the arrays, in order.
-        offsets_bytes: the offset of each array; a multiple of ALIGNMENT_BYTES.
-        total_bytes: the offset at which the last array ends.
+        sizes_bytes: the size of each array.
+        offsets_bytes: the offset of each array in the buffer; each offset is a multiple of ALIGNMENT_BYTES.
+        total_bytes: the offset in the buffer at which the last array ends.
     """
 
     sizes_bytes: tuple[int, ...]
     offsets_bytes: tuple[int, ...]
     total_bytes: int
-    _chunks: npt.NDArray[np.void] = field(repr=False)  # the table, with addresses relative to the arrays
+    _chunks: npt.NDArray[np.void] = field(repr=False)  # rows of CHUNK; each address is relative to its array
     _array_of_chunk: npt.NDArray[np.intp] = field(repr=False)
 
     def table(self, addresses: Sequence[int]) -> npt.NDArray[np.void]:
-        """Returns the chunks of arrays at the given addresses.
+        """Returns the table of chunks for arrays at the given addresses.
 
         Args:
             addresses: the arrays' addresses, in order; an empty array may have any address.
 
         Returns:
-            1-D array of CHUNK.
+            A 1-D array with the dtype CHUNK.
         """
         chunks: npt.NDArray[np.void] = self._chunks.copy()
         chunks["address"] += np.array(addresses, np.uint64)[self._array_of_chunk]
@@ -247,10 +250,10 @@ class PackLayout:
 
 @lru_cache(maxsize=128)
 def pack_layout(sizes_bytes: tuple[int, ...]) -> PackLayout:
-    """Lays arrays out one after another, each at a multiple of ALIGNMENT_BYTES.
+    """Computes a layout in which the arrays follow one another, each at a multiple of ALIGNMENT_BYTES.
 
     Args:
-        sizes_bytes: the size of each array; 0 is legal.
+        sizes_bytes: the size of each array; 0 is allowed.
     """
     ends = accumulate([-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes_bytes])
     offsets_bytes = tuple([0, *ends][: len(sizes_bytes)])
@@ -262,7 +265,7 @@ def pack_layout(sizes_bytes: tuple[int, ...]) -> PackLayout:
 def _cut(
     sizes: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp]]:
-    """Returns the chunks, with addresses relative to their arrays, and the number of each chunk's array."""
+    """Returns the chunks, and for each chunk the index of its array; the chunk's address is relative to this array."""
     counts = -(-sizes // CHUNK_BYTES)
     array_of_chunk = np.repeat(np.arange(sizes.size), counts)
     first_of_array = np.cumsum(counts) - counts
@@ -275,25 +278,26 @@ def _cut(
 
 
 class _DeviceTable(NamedTuple):
-    """A table of chunks in GPU memory. One stream allocates, writes, reads and frees this table, in its order."""
+    """A table of chunks in GPU memory. Only one stream allocates, writes, reads and frees its memory."""
 
     chunks: Any  # device array
-    rows: int  # chunks
+    rows: int  # the number of chunks
     total_bytes: int
-    stream: Any  # held, so that its handle is not given to another stream
+    stream: Any  # while this reference exists, CUDA gives the stream's handle to no other stream
 
 
 class FusedPacker:
-    """Packs and splits the arrays of one device, with one launch for each call.
+    """Packs arrays of one device into a flat buffer, or splits the buffer, with one kernel launch for each call.
 
-    The device and the stream of the packer must be current when the packer is made, and in every call. The packer keeps
-    its tables on the device, and uses a table again while the addresses repeat. CuPy's pool gives freed memory at once
-    to the next allocation for the same stream. Only this stream reads the table, so the packer may drop a table while a
-    queued launch reads it.
+    When the packer is created, and in every call, the same device must be the current device. Kernels run on the
+    current stream. The packer keeps its tables on the device, and uses a table again if the addresses and the stream
+    are the same. CuPy's pool gives freed memory at once to the next allocation for the same stream. Only the stream for
+    which a table was made reads the table. So the packer may drop a table even if a queued launch still has to read the
+    table.
 
-    Keep a packer until the device has done the packer's work. Only one thread at a time may use a packer. If each
-    thread has its own default stream (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM), only one thread may ever use the
-    packer.
+    Keep a reference to the packer until the device has done the packer's work. Only one thread at a time may use a
+    packer. If each thread has its own default stream (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM), only one thread may ever
+    use the packer.
 
     Raises:
         ImportError: CuPy is not installed. If CuPy cannot compile a kernel, the packer raises CuPy's error.
@@ -310,12 +314,12 @@ class FusedPacker:
         self._tables_bytes = 0
 
     def pack(self, arrays: Sequence[Any], flat: Any) -> None:
-        """Copies arrays to their places in a flat buffer, without waiting; pack_layout computes these places.
+        """Copies arrays into a flat buffer, at the offsets that pack_layout computes. Does not wait for the copy.
 
         Args:
             arrays: 1-D contiguous CuPy arrays of any dtypes; the caller keeps the arrays until the copy is done.
-            flat: 1-D contiguous CuPy array of uint8 with room for the layout. The copy is slower if the address of
-                `flat` is not a multiple of ALIGNMENT_BYTES. Bytes between the arrays do not change.
+            flat: 1-D contiguous CuPy array of uint8, large enough for the layout. The copy is slower if the address of
+                `flat` is not a multiple of ALIGNMENT_BYTES. The bytes of `flat` between two arrays do not change.
 
         Raises:
             InvalidArgument: `flat` is too small.
@@ -326,7 +330,7 @@ class FusedPacker:
         """Copies the parts of a flat buffer into arrays: the inverse of pack.
 
         Args:
-            flat, arrays: as for pack.
+            flat, arrays: the flat buffer and the arrays, as for `pack`.
 
         Raises:
             InvalidArgument: `flat` is too small.
@@ -343,7 +347,7 @@ class FusedPacker:
             kernel((table.rows, 1, 1), (THREADS_PER_BLOCK, 1, 1), (table.chunks, flat))
 
     def _table(self, arrays: Sequence[Any]) -> _DeviceTable:
-        """Returns the table of these arrays for the current stream."""
+        """Returns the table of chunks of these arrays, for the current stream."""
         stream = self._cupy.cuda.get_current_stream()
         addresses = tuple([array.data.ptr for array in arrays])
         sizes_bytes = tuple([array.nbytes for array in arrays])
@@ -353,9 +357,10 @@ class FusedPacker:
             layout = pack_layout(sizes_bytes)
             rows = layout.table(addresses)
             if len(self._tables) >= _MAX_TABLES or self._tables_bytes + rows.nbytes > _MAX_TABLE_BYTES:
-                self._tables.clear()  # tables that are still in use are uploaded again, once
+                self._tables.clear()  # later calls upload again the tables that they need
                 self._tables_bytes = 0
-            # CuPy copies it to pinned memory, which it holds until the stream has read it: nothing waits.
+            # CuPy copies the rows to pinned memory, and keeps this memory until the stream has read it. So the host
+            # need not wait.
             chunks = self._cupy.asarray(rows.view(np.uint8))
             table = _DeviceTable(chunks, rows.size, layout.total_bytes, stream)
             # The key has the layout's own tuple of sizes, so that all tables of a layout share this tuple.
@@ -365,5 +370,5 @@ class FusedPacker:
 
 
 def blocks_for(count: int) -> int:
-    """Returns the number of blocks for `count` values."""
+    """Returns the number of CUDA blocks for a kernel that reads `count` values."""
     return min(-(-count // (THREADS_PER_BLOCK * VALUES_PER_THREAD)), MAX_BLOCKS)

@@ -1,7 +1,7 @@
 """Launches: collectives that run on a GPU after their call has returned.
 
-A Launch represents one collective that runs on the GPU. It keeps the collective's memory alive, checks whether the
-collective has ended, and copies results to host arrays.
+A Launch keeps the collective's memory alive, checks whether the collective has ended, and copies results to host
+arrays.
 """
 
 from __future__ import annotations
@@ -26,29 +26,32 @@ from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, N
 
 _log = logging.getLogger("gradsync")
 
-# A waiting host checks often at first, because most collectives take microseconds, then sleeps between checks.
-_LOOKS_WITHOUT_SLEEP = 200
+# A host that waits first checks without a pause, because most collectives take microseconds. Later it sleeps between
+# checks.
+_CHECKS_WITHOUT_SLEEP = 200
 _SLEEP_SECONDS = 100e-6
-_VERDICT_SECONDS = 3.0  # the time that the watcher has after the deadline to find the reason
+_VERDICT_SECONDS = 3.0  # how long `wait` waits after the deadline, so that the watcher can find the reason
 _MAX_MARKS = 64
 
 _CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
-# CUDA's errors for calls that a graph capture forbids: the GPU has not failed. Source: cudaError_t.
+# CUDA's errors for calls that are forbidden during a graph capture. They do not mean that the GPU has failed. Source:
+# cudaError_t.
 _CUDA_CAPTURE = range(900, 909)
-_CUDA_CAPTURE_IMPLICIT = 906  # a query of the null stream while a stream that waits for it is capturing
+_CUDA_CAPTURE_IMPLICIT = 906  # the null stream was queried while a stream that waits for it captures
 
 
 class Events:
-    """CUDA events of one device. A launch reuses events, because creating an event takes longer than recording it.
+    """CUDA events of one device, for reuse, because creating an event takes longer than recording it.
 
-    Recording an event again is safe. A stream that waits for the event already still waits for the earlier record. A
-    stream that waits later waits for more work than it needs, but never for its own work.
+    It is safe to record an event again. A stream that already waits for the event still waits only for the work before
+    the earlier record. A stream that begins to wait later waits for more work than necessary, but never for its own
+    work.
     """
 
     def __init__(self) -> None:
         self._free: list[tuple[Any, Any]] = []
-        # The key has the thread too, because the default streams of all threads have one handle. The value has the
-        # stream, so that CUDA does not give its handle to another stream.
+        # The keys contain the thread too, because the default streams of all threads have the same handle. The values
+        # contain the stream, so that CUDA does not give its handle to another stream.
         self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def take(self) -> tuple[Any, Any]:
@@ -59,61 +62,63 @@ class Events:
             return cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(disable_timing=True)
 
     def give_back(self, events: tuple[Any, Any]) -> None:
-        """Takes back two events whose launch has ended."""
+        """Makes the two events of a launch that has ended available to other launches."""
         self._free.append(events)
 
     def mark(self, stream: Any) -> Any:
-        """Records an event after the present work of the calling thread's current stream, and returns the event.
+        """Records an event on a stream, after the work that is already queued, and returns the event.
 
-        Each thread has one event for each stream, so that a call is fast enough for each gradient. The stream's device
-        must be current, because the handle of a default stream stands for the default stream of the current device.
+        Each thread uses one event for each stream again and again, so that the method is fast enough to be called for
+        every gradient. The stream's device must be the current device, because the handle of a default stream means the
+        default stream of the current device.
         """
-        place = threading.get_ident(), stream.ptr
-        found = self._marks.get(place)
+        key = threading.get_ident(), stream.ptr
+        found = self._marks.get(key)
         if found is None:
             if len(self._marks) >= _MAX_MARKS:
                 self._marks.clear()
-            found = self._marks[place] = stream, cupy.cuda.Event(disable_timing=True)
+            found = self._marks[key] = stream, cupy.cuda.Event(disable_timing=True)
         found[1].record(stream)
         return found[1]
 
 
 class Launch:
-    """A Completion (see futures.py) that ends when a CUDA event is reached.
+    """One collective on a GPU, as a Completion (see futures.py). A Launch ends when the GPU reaches its event `ended`.
 
     Attributes:
-        name: the collective's name in messages.
-        agreed: the events of the step on which the ranks have agreed for this collective.
-        memory: the arrays that the GPU reads or writes. Without this reference CuPy's pool would reuse their memory
+        name: the collective's name in errors and logs.
+        agreed: the agreements of the ranks that allow this launch: one for a collective, or one for each message.
+        memory: the arrays that the GPU reads or writes. Without these references, CuPy's pool would reuse the memory
             while a stream still uses it.
-        stream, thread: the collective's stream, and the thread that has launched it.
-        started: event recorded before the collective. The deadline begins when the GPU reaches this event, so the time
-            of earlier work on the GPU is not included.
-        ended: event recorded after the collective.
+        stream, thread: the stream on which the collective runs, and the id of the thread that launched it.
+        started: the CUDA event recorded before the collective. The collective's time limit begins when the GPU reaches
+            this event, so it does not include the time of earlier work on the GPU.
+        ended: the CUDA event recorded after the collective.
         recorded: the collective's entry in the flight recorder; set when the collective is launched.
         seen_started_at: the time at which the watcher found that the collective has begun.
         is_over: whether the collective has ended, or failed.
         error: the collective's failure, or None.
         has_host_results: see Completion.
-        callbacks: functions to call at the collective's end.
+        callbacks: the functions to call when the collective has ended.
 
     Args:
         label: this rank's name in errors.
-        check: raises the error that has broken the communicator, if any.
+        check: a function that raises the error that has broken the communicator, if there is one.
         note_raised: a function; `wait` and `order` call it with each error that they raise.
-        nccl: NCCL's communicator.
-        events: the events of the communicator's device.
+        nccl: this rank's NCCL communicator.
+        events: the pool of CUDA events of the communicator's device.
         timeout_seconds: how long `wait` waits if its caller passes no timeout.
         stream: the stream on which the collective runs.
     """
 
-    # Defaults that nearly every launch keeps; setting them on each launch would take time.
+    # Nearly every launch keeps these defaults. They are class attributes, because setting them for each launch would
+    # take time.
     recorded: Running | None = None
     seen_started_at: float | None = None
     is_over = False
     error: BaseException | None = None
     has_host_results = False
-    _calls_back = False  # whether callbacks are being called; callbacks that are added meanwhile wait for these
+    _calls_back = False  # whether callbacks are being called; functions that are added meanwhile are called later
 
     def __init__(
         self,
@@ -137,7 +142,7 @@ class Launch:
         self.agreed: list[Agreed] = []
         self.memory: list[Any] = []
         self._host_results: list[tuple[Any, Any]] = []  # (bytes in pinned memory, NumPy array)
-        self._last_things: list[Callable[[], None]] = []  # called at its end before is_over is set
+        self._functions_before_done: list[Callable[[], None]] = []  # functions to call before is_over is set
         self.callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
@@ -148,8 +153,11 @@ class Launch:
     # -- While launching -----------------------------------------------------------------------------------------
 
     def bring_back(self, flat: Any, native: Any) -> None:
-        """Copies a device array to pinned memory, on the current stream; at the end the host copies it to `native`."""
-        await_results_in(native)  # else an earlier result could be copied there after this one
+        """Makes the host copy a device array to `native` when the collective has ended.
+
+        On the current stream, the array is first copied to pinned memory.
+        """
+        await_results_in(native)  # otherwise an earlier collective could overwrite the new result
         pinned = cupy.cuda.alloc_pinned_memory(max(flat.nbytes, 1))
         staging = np.frombuffer(pinned, np.uint8, flat.nbytes)
         if flat.nbytes:
@@ -159,7 +167,7 @@ class Launch:
         self.has_host_results = True
 
     def record_end(self) -> None:
-        """Records the collective's end event, after all work of the collective on the stream."""
+        """Records the event `ended` on the stream, after all work of the collective."""
         self.ended.record(self.stream)
         if self._host_results:
             with _registering:
@@ -182,7 +190,7 @@ class Launch:
         elif self.error is not None or not self.is_over:
             self._raise_failure()
             device_id = self._nccl.device_id
-            with cupy.cuda.Device(device_id):  # the default stream's handle means that of the current device
+            with cupy.cuda.Device(device_id):  # the current device decides which default stream is meant
                 waiting = as_stream(stream, device_id, self.name)
                 try:
                     waiting.wait_event(self.ended)
@@ -195,16 +203,19 @@ class Launch:
         """See Completion."""
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + seconds
-        # If the collective has begun, the watcher finds the missing ranks; every rank gets the same error.
+        # If the collective has begun on the GPU, the watcher finds the missing ranks, and every rank gets the same
+        # error.
         verdict_by = deadline + (_VERDICT_SECONDS if timeout_seconds is None else 0.0)
-        looks = 0
+        checks = 0
         while not self.done():
             self._raise_failure()
-            looks += 1
-            if looks > _LOOKS_WITHOUT_SLEEP:
+            checks += 1
+            if checks > _CHECKS_WITHOUT_SLEEP:
                 now = time.monotonic()
                 if now >= deadline and (now >= verdict_by or not self.started.done):
-                    begun = "it has begun" if self.started.done else "this rank's own work before it has not ended"
+                    begun = (
+                        "it has begun on the GPU" if self.started.done else "earlier work of this rank has not ended"
+                    )
                     raise CollectiveTimeout(f"{self.name} did not end within {seconds:g} s: {begun}")
                 time.sleep(_SLEEP_SECONDS)
         self._raise_error()
@@ -213,7 +224,7 @@ class Launch:
         """See Completion."""
         with self._lock:
             if not self.is_over:
-                self._last_things.append(function)
+                self._functions_before_done.append(function)
                 return
         function()
 
@@ -227,35 +238,41 @@ class Launch:
 
     # -- Its end -------------------------------------------------------------------------------------------------
 
-    def look_for_closed_ranks(self) -> None:
+    def raise_if_closed(self) -> None:
         """Raises RankFailed if a rank that this collective needs has closed the communicator before this collective."""
         for agreement, position in self.agreed:
-            agreement.look_for_closed_ranks(position)
+            agreement.raise_if_closed(position)
 
     def peers(self) -> list[int] | None:
-        """Returns the world ranks that a launch of messages can wait for; None if a launch can wait for any rank."""
+        """Returns the peers (world ranks) of a launch of messages; None if the launch can wait for any rank."""
         peers = [agreement.peer for agreement, _ in self.agreed if agreement.peer is not None]
         return peers if self.agreed and len(peers) == len(self.agreed) else None
 
     def fail(self, error: BaseException) -> None:
-        """Ends the launch with an error, even if its event is reached: an aborted collective reaches its event too."""
+        """Ends the launch with an error, even if the GPU has reached the event `ended`.
+
+        After an abort the GPU reaches this event too.
+        """
         self._end(error)
 
     def _settle(self) -> bool:
-        """Checks the event. When the event is reached, copies results to the host and ends the launch, once."""
-        # Not the event's `done`, which stays False for ever once the GPU has failed.
+        """Returns whether the launch has ended.
+
+        If the GPU has reached `ended`, first copies results to the host and ends the launch.
+        """
+        # Not `self.ended.done`, which stays False for ever if the GPU has failed.
         status = cupy.cuda.runtime.eventQuery(self.ended.ptr)
-        if status == _CUDA_NOT_READY or status in _CUDA_CAPTURE:  # the latter where another thread is capturing
+        if status == _CUDA_NOT_READY or status in _CUDA_CAPTURE:  # the latter: another thread captures a graph
             return False
         if status == _CUDA_SUCCESS and self._nccl.has_failed():
-            return False  # the collective has ended without a result: the watcher finds the reason
+            return False  # the collective has ended without a result; the watcher will find the reason
         self._end(None if status == _CUDA_SUCCESS else self._device_error(status))
         return True
 
     def _device_error(self, status: int) -> NcclError:
         cause = cupy.cuda.runtime.CUDARuntimeError(status)
         return NcclError(
-            f"{self.name}: the GPU failed in it, or in this rank's work before it: {cause}; run the script with "
+            f"{self.name}: the GPU failed in it, or in earlier work of this rank: {cause}; run the script with "
             "CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer, to find the kernel",
             code=1,
             name="ncclUnhandledCudaError",
@@ -268,9 +285,9 @@ class Launch:
             if error is not None:  # the GPU may still use the memory
                 self._nccl.keep_until_end([*self.memory, *self._host_results], self.ended)
             elif self._host_results:
-                error = self._bring_home()
-            if self._last_things:
-                last = self._do_last_things()
+                error = self._copy_to_host()
+            if self._functions_before_done:
+                last = self._call_before_done()
                 error = error or last
             self.error = error
             self._calls_back = bool(self.callbacks)
@@ -282,24 +299,24 @@ class Launch:
         if error is None:
             self._events.give_back((self.started, self.ended))
 
-    def _bring_home(self) -> NcclError | None:
+    def _copy_to_host(self) -> NcclError | None:
         """Copies results to the host arrays. If a copy fails, returns the error."""
         try:
             for staging, native in self._host_results:
                 native[...] = staging.view(native.dtype).reshape(native.shape)
-        except Exception as error:  # the caller has made the array read-only, or resized it meanwhile
-            return NcclError(f"{self.name}: its result could not be put into the host array: {describe(error)}")
+        except Exception as error:  # e.g. the program has made the array read-only, or resized it
+            return NcclError(f"{self.name}: gradsync could not copy its result into the host array: {describe(error)}")
         return None
 
-    def _do_last_things(self) -> BaseException | None:
-        """Calls the functions given to `before_done`. Returns their first error, or None."""
+    def _call_before_done(self) -> BaseException | None:
+        """Calls the functions that were passed to `before_done`, and returns their first error, or None."""
         failed: BaseException | None = None
-        for function in self._last_things:
+        for function in self._functions_before_done:
             try:
                 function()
             except GradsyncError as error:
                 failed = failed or error
-        self._last_things.clear()
+        self._functions_before_done.clear()
         return failed
 
     def _raise_failure(self) -> None:
@@ -314,11 +331,11 @@ class Launch:
     def _call(self, function: Callable[[], None]) -> None:
         try:
             function()
-        except BaseException as error:  # SystemExit too: the thread serves other launches
+        except BaseException as error:  # also SystemExit, because this thread calls the callbacks of other launches too
             _log.error("a callback at the end of %s raised %s", self.name, describe(error))
 
     def call_back(self) -> None:
-        """Calls the callbacks."""
+        """Calls the functions in `callbacks`, also functions that are added meanwhile."""
         while self._calls_back:
             with self._lock:
                 callbacks, self.callbacks = self.callbacks, []
@@ -332,7 +349,7 @@ _registering = threading.Lock()  # a set must not grow while another thread iter
 
 
 def await_results_in(array: Any) -> None:
-    """Waits until the launches of this process have written all results to their host arrays."""
+    """Waits until no launch of this process still has to write a result to the memory of a host array."""
     with _registering:
         launches = [launch for launch in _with_host_results if launch.will_write(array)]
     for launch in launches:
@@ -341,13 +358,13 @@ def await_results_in(array: Any) -> None:
 
 
 def as_stream(stream: Any, device_id: int, who: str) -> Any:
-    """Returns a caller's stream as a stream of CuPy.
+    """Returns a CuPy stream for a stream that the program has passed to gradsync.
 
     Args:
-        stream: a stream of CuPy or PyTorch (`cuda_stream`), its handle, or an object with CUDA's `__cuda_stream__`;
-            None is the calling thread's current stream on the device.
-        device_id: CUDA's number of the device that the stream must belong to.
-        who: the text with which an error begins.
+        stream: a CuPy stream, a PyTorch stream, a stream's handle as an integer, or an object with CUDA's method
+            `__cuda_stream__`; None means the calling thread's current stream on the device.
+        device_id: the CUDA number of the device to which the stream must belong.
+        who: the beginning of an error's text.
 
     Raises:
         InvalidArgument: `stream` is not a stream, or belongs to another GPU.
@@ -372,12 +389,12 @@ def as_stream(stream: Any, device_id: int, who: str) -> Any:
 def refuse_capturing(stream: Any, label: str, what: str) -> None:
     """Raises an error if a stream captures a CUDA graph. Queries the driver once, and does not wait.
 
-    A graph cannot contain agreement, deadlines and the events of a launch. Without this check CUDA would raise errors
-    905 and 907 in the middle of the call, when the other ranks wait already.
+    A graph cannot contain a collective's agreement, deadline and events. Without this check, CUDA would raise error 905
+    or 907 in the middle of the call, when the other ranks already wait for this rank.
 
     Args:
-        stream: a CuPy stream.
-        label, what: this rank and the call, for the error.
+        stream: the CuPy stream to check.
+        label, what: the names of this rank and of the call, for the error's text.
 
     Raises:
         InvalidArgument: the stream captures a graph; or the stream is the null stream, and a stream that waits for the
@@ -388,19 +405,19 @@ def refuse_capturing(stream: Any, label: str, what: str) -> None:
             return
     except RuntimeError as error:  # CuPy raises it if the capture is invalid
         if getattr(error, "status", _CUDA_CAPTURE_IMPLICIT) not in _CUDA_CAPTURE:
-            return  # the GPU has failed: the launch raises the error
+            return  # the GPU has failed; the launch will raise the error
     raise InvalidArgument(_is_capturing(f"{label}: {what}"))
 
 
 def _is_capturing(who: str) -> str:
     return (
-        f"{who} cannot be a part of a CUDA graph, and the stream is capturing one: end the capture first, or use "
+        f"{who} cannot be part of a CUDA graph, but the stream captures a graph: end the capture first, or use "
         "another stream"
     )
 
 
 class _StreamHandle:
-    """A stream's handle as an object with CUDA's `__cuda_stream__`."""
+    """Wraps a stream's handle in an object with CUDA's method `__cuda_stream__`."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle

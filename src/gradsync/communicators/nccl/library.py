@@ -1,10 +1,11 @@
 """All calls to NCCL, through CuPy's binding, in one class.
 
-Only `join` and the calls after it need a GPU. ncclCommInitRank, ncclCommSplit, ncclCommDestroy and ncclCommAbort may
-block for ever if another rank is gone. So each of these calls runs on a daemon thread, and the caller waits until a
-deadline. CuPy destroys a communicator when Python collects its object, and this call could block anywhere. So this
-class keeps the object alive until it has ended the communicator itself. Errors contain NCCL's own text and a hint.
-docs/architecture.md maps each method to NVIDIA's nccl4py.
+Only `join`, and the methods that are called after it, need a GPU. ncclCommInitRank, ncclCommSplit, ncclCommDestroy and
+ncclCommAbort may block for ever if another rank has died. So each of these NCCL calls runs on a daemon thread, and the
+caller waits until a deadline. CuPy destroys a communicator when Python's garbage collector deletes its object, and this
+call could block at any point of the program. So the class Nccl keeps CuPy's object alive until Nccl has ended the
+communicator itself. Errors contain NCCL's own text and a hint. docs/architecture.md lists the function of NVIDIA's
+nccl4py for each method.
 
 Source: NCCL's API reference, `ncclDataType_t`, `ncclRedOp_t` and `ncclResult_t`.
 """
@@ -62,7 +63,7 @@ _SPLIT_SINCE = 21801  # NCCL 2.18.1
 _OLDEST_CUPY = 14
 _OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for another thread's call before it interrupts the call
 _CUDA_SUCCESS = 0
-_LOOK_SECONDS = 0.05  # between checks after an abort, while the GPU still uses kept memory
+_CHECK_SECONDS = 0.05  # the pause between checks whether the GPU still uses the memory of failed launches
 
 _INSTALL = "pip install 'cupy-cuda12x[ctk]' nvidia-nccl-cu12 (cuda13x and cu13 where nvidia-smi shows CUDA 13)"
 
@@ -70,12 +71,12 @@ _log = logging.getLogger("gradsync")
 
 
 class Wire(NamedTuple):
-    """The form in which NCCL sends elements of a dtype.
+    """The NCCL type, and the number of its values, for one element of a NumPy dtype.
 
     Attributes:
         datatype: NCCL's code for the type of the values.
         per_element: the number of values in one element: 2 for complex numbers, else 1.
-        widened: the dtype to which elements are cast first, if NCCL has no type of their size; else None.
+        widened: the wider dtype to which elements must be cast first, if NCCL has no type for them; else None.
     """
 
     datatype: int
@@ -84,7 +85,7 @@ class Wire(NamedTuple):
 
 
 class Nccl:
-    """The NCCL library. An object that `join` or `split` has made is also a communicator on one device.
+    """The NCCL library. An object that `join` or `split` returns is also a communicator on one device.
 
     Attributes:
         binding: the module cupy.cuda.nccl.
@@ -124,7 +125,7 @@ class Nccl:
             ) from error
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
             raise BackendUnavailable("NCCL_COMM_BLOCKING=0 is set, but CuPy cannot work with it: unset the variable")
-        if os.environ.get("CUPY_ENABLE_UMP", "0") != "0":  # cupy.asarray does not copy then, which would not be noticed
+        if os.environ.get("CUPY_ENABLE_UMP", "0") != "0":  # then cupy.asarray does not copy
             raise BackendUnavailable(
                 "CUPY_ENABLE_UMP is set, so CuPy's arrays may be in host memory, which gradsync does not support: "
                 "unset the variable"
@@ -152,16 +153,19 @@ class Nccl:
         return min(self.version, int(self.binding.get_build_version())) >= _SPLIT_SINCE
 
     def wire(self, dtype: np.dtype[Any]) -> Wire:
-        """Returns the form in which NCCL sends elements of a dtype."""
+        """Returns the NCCL type for the elements of a dtype."""
         return self._wires[dtype_name(dtype)]
 
     def make_unique_id(self) -> bytes:
-        """Returns a new id of 128 bytes. Whoever has the id can join, so no message may show it."""
+        """Returns a new id of 128 bytes. Any process with the id can join, so no error or log may contain the id."""
         with self._errors("ncclGetUniqueId"):
             return bytes(self.binding.get_unique_id())
 
     def error(self, code: int, call: str) -> NcclError:
-        """Makes the error for a result code of NCCL, with the call, NCCL's own text, versions and a hint."""
+        """Returns the error for a result code of NCCL.
+
+        The error's text has the call, NCCL's own text, versions and a hint.
+        """
         name = RESULT_NAMES.get(code, f"ncclResult {code}")
         last = self.last_error()
         return NcclError(
@@ -176,8 +180,8 @@ class Nccl:
     def last_error(self) -> str:
         """Returns the text of ncclGetLastError, which CuPy does not expose; "" if there is no text.
 
-        NCCL keeps one text for the whole process and ignores the communicator. So the text is also known when
-        ncclCommInitRank has failed. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
+        NCCL keeps one text for the whole process; ncclGetLastError ignores its argument, a communicator. So this method
+        returns a text even if ncclCommInitRank has failed. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
         """
         path = library_path()
         if not os.path.exists(path):
@@ -193,14 +197,15 @@ class Nccl:
     # -- Making a communicator -------------------------------------------------------------------------------------
 
     def join(self, client: RendezvousClient, device_id: int, group: str, deadline: float) -> Nccl:
-        """Makes a communicator of the client's ranks. All these ranks must call it.
+        """Creates an NCCL communicator of the client's ranks, which must all call this method.
 
-        After an error the caller must tell the other ranks, which would otherwise wait for this rank.
+        The caller must report an error of this method to the rendezvous server, because the other ranks wait for this
+        rank.
 
         Args:
             client: this rank's connection to the rendezvous server.
-            device_id: CUDA's number of this rank's device, which no other rank uses.
-            group: the group's name, which no group of this generation has had before.
+            device_id: the CUDA number of this rank's device, which no other rank uses.
+            group: the group's name; no group since the last start of the ranks has had this name.
             deadline: the deadline for all steps, in time.monotonic() seconds.
 
         Raises:
@@ -212,14 +217,15 @@ class Nccl:
         if client.rank == 0:
             client.set(key, self.make_unique_id())
         unique_id = client.get(key, from_rank=0, timeout_seconds=_left(deadline))
-        # NCCL's call waits for all ranks, and nothing interrupts it: so all ranks meet before it.
+        # ncclCommInitRank waits for all ranks, and nothing can interrupt it. So the ranks first wait for each other at
+        # the server, with a timeout.
         client.barrier(f"nccl/{group}/ready", timeout_seconds=_left(deadline))
         joined = Nccl()
         joined.label = client.label
         return joined._begin(joined._init_rank(client, unique_id, device_id, _left(deadline)), device_id)
 
     def _init_rank(self, client: RendezvousClient, unique_id: bytes, device_id: int, seconds: float) -> Any:
-        """Returns CuPy's communicator."""
+        """Calls ncclCommInitRank with a time limit, and returns CuPy's communicator object."""
 
         def init() -> Any:
             with self._errors("ncclCommInitRank"), self._cupy.cuda.Device(device_id):
@@ -235,12 +241,14 @@ class Nccl:
             ) from error
 
     def split(self, client: RendezvousClient, color: int, key: int, timeout_seconds: float) -> Nccl | None:
-        """Splits the communicator into groups, faster than `join`. All ranks must call it while no collective runs.
+        """Splits the communicator into groups by ncclCommSplit, which is faster than `join`.
+
+        All ranks of the communicator must call it, while no collective of the communicator runs.
 
         Args:
             client: this rank's connection to the rendezvous server.
             color: the number of this rank's group, 0 or more; -1 (NCCL_SPLIT_NOCOLOR) if this rank joins no group.
-            key: this rank's number in its group.
+            key: this rank's position in its group.
             timeout_seconds: the time limit for all steps.
 
         Returns:
@@ -248,8 +256,8 @@ class Nccl:
 
         Raises:
             NcclError: NCCL failed.
-            CollectiveTimeout, RendezvousTimeout, RankFailed: a rank did not call this method in time, or died. The old
-                communicator cannot be used any more.
+            CollectiveTimeout, RendezvousTimeout, RankFailed: a rank did not call this method in time, or died. After
+                this error, the old communicator cannot be used any more.
         """
         deadline = time.monotonic() + timeout_seconds
         client.barrier("nccl/split", timeout_seconds=timeout_seconds)
@@ -274,21 +282,21 @@ class Nccl:
         self._raw = raw
         self.device_id = device_id
         self._pid = os.getpid()
-        self._calling = threading.RLock()  # held during a call; a group holds it for all of its calls
-        self._ending = threading.Lock()  # guards _how and _kept
+        self._calling = threading.RLock()  # held during a call of NCCL, or during all calls of a group
+        self._ending = threading.Lock()  # protects _how and _kept
         self._how: str | None = None
-        self._kept: list[tuple[Any, Sequence[object]]] = []  # event and objects, of keep_until_end
-        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # the last one is None
+        self._kept: list[tuple[Any, Sequence[object]]] = []  # (event, objects); see keep_until_end
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends the thread
         self.has_ended = threading.Event()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # until the end: see the top of this file
-        # Started now, because no thread can be started at interpreter exit.
-        threading.Thread(target=self._obey, name="gradsync-nccl-end", daemon=True).start()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # until _end; see the top of this file
+        # The thread starts now, because no thread can be started at interpreter exit.
+        threading.Thread(target=self._run_tasks, name="gradsync-nccl-end", daemon=True).start()
         return self
 
     # -- Collectives, on the current stream; arrays are flat, contiguous, and on the device -------------------------
 
     def all_reduce(self, source: Any, target: Any, op: ReduceOp) -> None:
-        """Reduces the ranks' sources into every rank's target, which may be the rank's source."""
+        """Reduces the sources of all ranks into every rank's `target`, which may be the same array as its `source`."""
         datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
         count = source.size * per_element
         self.call(
@@ -296,16 +304,19 @@ class Nccl:
         )
 
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int) -> None:
-        """Reduces the ranks' sources into the root's target, or in place; other ranks pass None as target."""
+        """Reduces the sources of all ranks into the root's `target`, which may be its `source`.
+
+        Other ranks pass None as target.
+        """
         datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
         pointers = source.data.ptr, 0 if target is None else target.data.ptr
         count = source.size * per_element
         self.call("reduce", *pointers, count, datatype, self._ops[op], root, self._current_stream().ptr)
 
     def reduce_scatter(self, source: Any, target: Any, op: ReduceOp) -> None:
-        """Reduces equal parts of the sources, part i into the target of rank i.
+        """Cuts the sources into equal parts, and reduces part i of all sources into the `target` of rank i.
 
-        The target may be exactly this rank's part of its source.
+        `target` may be a view of this rank's part of `source`.
         """
         datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
         count = target.size * per_element
@@ -325,7 +336,7 @@ class Nccl:
         self.call("broadcast", pointer, pointer, flat.nbytes, self._bytes, root, self._current_stream().ptr)
 
     def all_gather(self, source: Any, target: Any) -> None:
-        """Gathers equal parts of bytes on all ranks; the source may be exactly this rank's part of the target."""
+        """Gathers parts of equal size from all ranks on every rank; `source` may be this rank's part of `target`."""
         self.call("allGather", source.data.ptr, target.data.ptr, source.nbytes, self._bytes, self._current_stream().ptr)
 
     def send(self, flat: Any, peer: int) -> None:
@@ -353,10 +364,11 @@ class Nccl:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Launches the calls of the `with` block together, at its end, so that messages do not wait for each other.
+        """Launches the NCCL calls of the `with` block together at its end, so that messages do not wait for each other.
 
-        NCCL's group ends with the block, even if the block raises an error. NCCL then still launches the calls before
-        the error, because it cannot withdraw them. Such an error ends the communicator.
+        The group of NCCL ends with the block, even if the block raises an error. NCCL still launches the calls that
+        were made before the error, because NCCL cannot withdraw them. After an error in the block, the communicator
+        must be ended.
 
         Raises:
             NcclError, CommunicatorClosed: as for `call`.
@@ -372,7 +384,8 @@ class Nccl:
                 with self._errors("ncclGroupEnd"):
                     nccl.groupEnd()
             except BaseException:
-                # Refused if the group has ended or not begun; an open group would hold back all later calls.
+                # If the group has ended or not begun, this call does nothing. A group that stays open would delay all
+                # later calls.
                 with contextlib.suppress(nccl.NcclError, KeyError):
                     nccl.groupEnd()
                 raise
@@ -387,7 +400,7 @@ class Nccl:
                     self._raw.check_async_error()
 
     def has_failed(self) -> bool:
-        """Whether `check` would raise."""
+        """Whether `check` would raise an error."""
         with self._ending:
             if self._how is None:
                 try:
@@ -398,7 +411,7 @@ class Nccl:
 
     @contextlib.contextmanager
     def _errors(self, call: str) -> Iterator[None]:
-        """Raises NcclError for errors of NCCL and CUDA in the `with` block."""
+        """Converts errors of NCCL and CUDA in the `with` block to NcclError."""
         try:
             yield
         except (self.binding.NcclError, KeyError) as error:
@@ -412,21 +425,22 @@ class Nccl:
         return self.error(int(error.status), call)  # type: ignore[attr-defined]
 
     def _ended_error(self, what: str) -> CommunicatorClosed:
-        """Returns the error for a call after the communicator's end: CuPy would pass a null pointer to NCCL."""
-        return CommunicatorClosed(f"{self.label}: {what} on a communicator of NCCL that has been ended")
+        """Returns the error for a call on an ended communicator: CuPy would pass a null pointer to NCCL."""
+        return CommunicatorClosed(f"{self.label}: {what} needs an NCCL communicator that has not been ended")
 
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def abort(self, before: Callable[[], None] | None = None) -> None:
-        """Ends the communicator now, on another thread. Returns at once; running collectives leave undefined data.
+        """Ends the communicator now, on a separate thread. Returns at once; results of running collectives are
+        undefined.
 
         Args:
-            before: a function that the other thread calls first; it may block.
+            before: a function that the separate thread calls first; the function may block.
         """
         self._begin_end("abort", before)
 
     def destroy(self) -> None:
-        """Ends the communicator after its collectives. Returns at the deadline at the latest."""
+        """Ends the communicator after its collectives have ended. Returns after DESTROY_SECONDS at the latest."""
         self._begin_end("destroy", None)
         if os.getpid() == self._pid and not self.has_ended.wait(DESTROY_SECONDS):
             how = str(self._how).title()
@@ -438,57 +452,61 @@ class Nccl:
             )
 
     def leave(self, before: Callable[[], None] | None = None) -> None:
-        """Ends the communicator as `abort` does, unless it has ended. Call it when no object uses the communicator.
+        """Aborts the communicator, unless it has already ended. Call it when no object uses the communicator any more.
 
-        `leave` takes no lock, because the garbage collector may call it while the thread holds a lock.
+        `leave` acquires no lock, because the garbage collector may call `leave` in a thread that already holds the
+        lock.
 
         Args:
-            before: a function that another thread calls first, even if the communicator has ended.
+            before: a function that a separate thread calls first, even if the communicator has already ended.
         """
-        self._orders.put(partial(self._leave, before))
+        self._tasks.put(partial(self._leave, before))
 
     def keep_until_end(self, objects: Sequence[object], ended: Any) -> None:
         """Keeps the objects of a failed launch, with their GPU memory, until the GPU no longer uses them.
 
-        ncclCommAbort waits for NCCL's own work, but not for later copies and kernels of gradsync on the stream.
+        ncclCommAbort waits for NCCL's own work, but not for gradsync's copies and kernels that are queued on the
+        stream.
 
         Args:
-            objects: the launch's objects.
-            ended: the event after all work of the launch. If the GPU never reaches it, the objects stay for ever.
+            objects: the objects to keep, such as the arrays of the launch.
+            ended: the CUDA event after all work of the launch. If the GPU never reaches the event, the objects stay for
+                ever.
         """
         with self._ending:
             self._kept.append((ended, objects))
-        self._orders.put(self._release_kept)
+        self._tasks.put(self._release_kept)
 
     def _begin_end(self, how: str, before: Callable[[], None] | None) -> None:
         with self._ending:
             if self._how is not None or os.getpid() != self._pid:
                 return
             self._how = how
-        self._orders.put(partial(self._end, before))
+        self._tasks.put(partial(self._end, before))
 
-    def _obey(self) -> None:
-        """Runs orders, which may block, on a separate thread. Returns when no object uses the communicator."""
-        # First: later, another thread may hold the driver's lock (cudaFree waits for a hung kernel).
+    def _run_tasks(self) -> None:
+        """Calls the functions in `_tasks`, on a separate thread, until no object uses the communicator."""
+        # The device is set first: later another thread may hold the driver's lock, e.g. if cudaFree waits for a hung
+        # kernel.
         self._cupy.cuda.Device(self.device_id).use()
         is_used = True
         while is_used or self._kept:
             try:
-                order = self._orders.get(timeout=_LOOK_SECONDS if self._kept else None)
+                task = self._tasks.get(timeout=_CHECK_SECONDS if self._kept else None)
             except Empty:
-                order = self._release_kept
-            if order is None:
+                task = self._release_kept
+            if task is None:
                 is_used = False
             else:
-                order()
+                task()
 
     def _release_kept(self) -> None:
-        """Frees the memory of failed launches, if NCCL has ended and the GPU has reached the end of the launch."""
+        """Frees the memory of failed launches that the GPU has finished, if the communicator has ended."""
         if not self.has_ended.is_set():
             return
         query = self._cupy.cuda.runtime.eventQuery
         with self._ending:
-            before = self._kept  # held until this returns, so that memory is freed without the lock
+            before = self._kept  # this reference keeps the memory until the lock is released
             self._kept = [entry for entry in before if query(entry[0].ptr) != _CUDA_SUCCESS]
 
     def _leave(self, before: Callable[[], None] | None) -> None:
@@ -497,14 +515,14 @@ class Nccl:
                 before()
         finally:
             self.abort()
-            self._orders.put(None)
+            self._tasks.put(None)
 
     def _end(self, before: Callable[[], None] | None) -> None:
         try:
             if before is not None:
                 before()
             self._call_end()
-        except Exception as error:  # mostly NCCL's and CUDA's; there is no caller to raise to
+        except Exception as error:  # usually an error of NCCL or CUDA; this thread has no caller that could handle it
             _log.warning("%s", describe(error))
         finally:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._raw))
@@ -512,8 +530,8 @@ class Nccl:
             self._release_kept()
 
     def _call_end(self) -> None:
-        # A thread that is stuck in a call holds this lock. NCCL documents abort as safe only if no thread is in a call,
-        # but it is also the only way to free that thread.
+        # A thread that is blocked in a call holds this lock. NCCL documents an abort as safe only if no thread is in a
+        # call, but an abort is also the only way to end a blocked call.
         idle = self._calling.acquire(timeout=_OTHER_THREADS_CALL_SECONDS)
         try:
             with self._errors(f"ncclComm{str(self._how).title()}"):
@@ -528,12 +546,12 @@ def _left(deadline: float) -> float:
 
 
 def version_text(version: int) -> str:
-    """Returns NCCL's version as text: 23203 is "2.32.3"."""
+    """Returns NCCL's version as a text, such as "2.32.3" for 23203."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def library_path() -> str:
-    """Returns the file from which this process has loaded NCCL, from /proc/self/maps."""
+    """Returns the path of the NCCL library that this process has loaded, as /proc/self/maps shows it."""
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             if "libnccl" in line:

@@ -1,8 +1,8 @@
 """The backend between GPUs: CuPy arrays over NCCL.
 
-A single collective runs on the caller's stream. For a gradient bucket, the communicator's own stream waits for the work
-that made the gradients. On this stream the backend packs, reduces and splits the bucket, and records an event after
-this work. The host does not wait.
+A collective that the program calls runs on the caller's stream. A gradient bucket is reduced on the communicator's own
+stream: this stream waits for the work that computes the gradients, packs, reduces and splits the bucket, and records an
+event after this work. The host does not wait.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ from gradsync.rendezvous.client import RendezvousClient
 _DRAIN_SECONDS = 10.0  # how long close() waits for running collectives
 _REPORT_SECONDS = 1.0  # how long close() waits until the server knows of a failure
 
-# The last launch on each device, of any communicator of this process: the event of its end, its stream, its thread. A
-# collective occupies a part of the GPU while it waits for the other ranks. If collectives of two communicators run side
-# by side, in one order on one rank and in the other order on another rank, each may keep the other from starting, and
-# both hang. So they run in the order in which the host launches them.
-# Source: NCCL's documentation, "Using multiple NCCL communicators concurrently".
+# The last launch on each device, by any communicator of this process: its end event, its stream, its thread. A
+# collective occupies a part of the GPU while it waits for the other ranks. If collectives of two communicators start in
+# different orders on two ranks, each may keep the other from starting, and both hang. So collectives run one after
+# another, in the order in which the host launches them. Source: NCCL's documentation, "Using multiple NCCL
+# communicators concurrently".
 _last_on_device: dict[int, tuple[Any, Any, int]] = {}
 
 
 class NcclBackend(Backend):
-    """The backend of ranks with a GPU each.
+    """The backend for ranks that each have a GPU.
 
-    Takes CuPy arrays, and other arrays on the device by DLPack or `__cuda_array_interface__`, without a copy. Copies
-    host arrays to the device and back. If a value is NaN, min and max return the same as NCCL.
+    The backend uses CuPy arrays without a copy, and also other arrays on the device, by DLPack or
+    `__cuda_array_interface__`. The backend copies host arrays to the device and back. For NaN, min and max give the
+    same result as NCCL.
 
     Args:
-        nccl: NCCL's communicator.
+        nccl: this rank's NCCL communicator.
         client: this rank's connection to the rendezvous server.
-        group: the communicator's name, which no group of this generation has had before.
+        group: the communicator's name; no group since the last start of the ranks has had this name.
         timeout_seconds: how long a collective may wait for a rank.
         force_packing: see Backend.
     """
@@ -89,17 +90,17 @@ class NcclBackend(Backend):
         self._device = cupy.cuda.Device(nccl.device_id)
         with self._device:
             self._packer = FusedPacker()
-            self._stream = cupy.cuda.Stream(non_blocking=True)  # where buckets are reduced
+            self._stream = cupy.cuda.Stream(non_blocking=True)  # for gradient buckets
         self._failures = FailureMonitor(client, self.recorder)
         self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._failures)
         self._collectives = Collectives(nccl, self.arrays, self.rank, self.world_size)
         self._events = Events()
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
-        self._numbers: Any = None  # buffer of share_numbers
-        self._launch: Launch | None = None  # the launch that is being made
+        self._numbers: Any = None  # the buffer of share_numbers
+        self._launch: Launch | None = None  # the launch that is being made, if any
         self._last: Launch | None = None
         self._failure: BaseException | None = None
-        self._failing = threading.RLock()  # reentrant, because a signal's handler may run in the thread that holds it
+        self._failing = threading.RLock()  # reentrant, because a signal handler may run in the thread that holds it
         self._reporting: threading.Event | None = None  # set when the server knows of this rank's failure
         self._watched = Watched(
             nccl,
@@ -110,7 +111,8 @@ class NcclBackend(Backend):
             timeout_seconds=timeout_seconds,
             on_failure=self._fail,
         )
-        # Not at exit: the process group closes its communicators then, and others cannot hang (library.py).
+        # This does not run at interpreter exit: the process group then closes its communicators, and other
+        # communicators cannot hang (see library.py).
         rest = partial(_end_rest, self._watched, self._agreements, client)
         weakref.finalize(self, nccl.leave, rest).atexit = False
 
@@ -176,7 +178,7 @@ class NcclBackend(Backend):
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
         if not size or not self._collectives.is_plain(dtype, op):
-            return None  # the detours of Collectives need flat arrays
+            return None  # then the methods of Collectives need flat arrays
         return partial(self._all_reduce_one, self._nccl.all_reduce, op)
 
     def takes(self, array: Any) -> bool:
@@ -232,17 +234,17 @@ class NcclBackend(Backend):
             return
         launches: dict[Question, Callable[[], None]] = {}
         if send is not None:
-            way = Question(self.rank, send.peer, send.agreement)
-            launches[way] = partial(self._collectives.send, send.flat, send.peer)
+            question = Question(self.rank, send.peer, send.agreement)
+            launches[question] = partial(self._collectives.send, send.flat, send.peer)
         if receive is not None:
-            way = Question(receive.peer, self.rank, receive.agreement)
-            launches[way] = partial(self._collectives.receive, receive.flat, receive.peer)
+            question = Question(receive.peer, self.rank, receive.agreement)
+            launches[question] = partial(self._collectives.receive, receive.flat, receive.peer)
         mismatch = None
         for answers in self._agree_on_messages(list(launches)):
             with self._nccl.group():
                 for question, answer in answers.items():
                     mismatch = mismatch or answer.mismatch
-                    if answer.agreed is not None:  # even if the other message fails: this one's peer waits
+                    if answer.agreed is not None:  # even if the other message fails, because this peer waits
                         launches[question]()
         if mismatch is not None:
             raise mismatch
@@ -252,9 +254,9 @@ class NcclBackend(Backend):
         shared = np.empty((self.world_size, mine.size), np.int64)
         needed_bytes = mine.nbytes + shared.nbytes
         if self._numbers is None or self._numbers.size < needed_bytes:
-            with self._device, self._stream:  # memory of the only stream that uses it
+            with self._device, self._stream:  # only this stream uses the memory
                 self._numbers = cupy.empty(needed_bytes, np.uint8)
-        # On the communicator's own stream, so that the host need not wait for the work on the caller's stream.
+        # Runs on the communicator's own stream, so that the host need not wait for the work on the caller's stream.
         with self.launching(None, []) as launch:
             self.agree(agreement)
             source, target = self._numbers[: mine.nbytes], self._numbers[mine.nbytes : needed_bytes]
@@ -265,7 +267,7 @@ class NcclBackend(Backend):
         numbers_by_rank: list[list[int]] = shared.tolist()
         return numbers_by_rank
 
-    # -- Meeting -------------------------------------------------------------------------------------------------
+    # -- Agreement -----------------------------------------------------------------------------------------------
 
     def agree(self, agreement: Agreement) -> None:
         if self._failure is not None:
@@ -280,13 +282,13 @@ class NcclBackend(Backend):
                 self._raise_disagreement(error)
             if launch is not None:
                 launch.agreed.append(agreed)
-        if launch is not None:  # before any call of NCCL, which may block
+        if launch is not None:  # set before any call of NCCL, because the call may block
             self._watched.call = launch, launch.thread
 
     def barrier(self, agreement: Agreement) -> None:
         token = cupy.zeros(1, np.int32)
         self.all_reduce([token], [token], ReduceOp.SUM, agreement)
-        self.bring_back(token, np.zeros(1, np.int32), self._launch)  # and so the host waits for it
+        self.bring_back(token, np.zeros(1, np.int32), self._launch)  # makes the host wait
 
     def _agree_on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Answer]]:
         self._raise_failure()
@@ -302,20 +304,20 @@ class NcclBackend(Backend):
             self._raise_disagreement(error)
 
     def _raise_disagreement(self, error: GradsyncError) -> NoReturn:
-        """Raises the error that forbids a launch on this rank, or the error of an earlier wrong launch."""
+        """Raises the error of a failed agreement, or the communicator's failure that is the cause of this error."""
         if isinstance(error, PlanMismatch):
             if error.broken:
                 self._fail(error, is_raised=True)
             raise error
-        self._raise_failure()  # the server may only have reported that this rank has failed
-        if self._agreements.were_overtaken:  # the rank that found the mismatch has left; the watcher will raise it
+        self._raise_failure()  # `error` may only say that this rank has failed; this rank knows the reason
+        if self._agreements.were_overtaken:  # another rank has found the mismatch; the watcher will raise it
             self._failures.await_cause(TEXTS_WITHIN_SECONDS + CAUSE_SECONDS, self._raise_failure)
         raise error
 
     # -- Memory --------------------------------------------------------------------------------------------------
 
     def keep(self, *arrays: Any) -> None:
-        """Keeps arrays until the present launch has ended."""
+        """Keeps references to arrays until the current launch has ended."""
         if self._launch is not None:
             self._launch.memory += arrays
 
@@ -327,10 +329,11 @@ class NcclBackend(Backend):
             self.arrays.write_back(flat, native)
 
     def _packed(self, arrays: Sequence[Any]) -> Any:
-        """Packs arrays into the flat buffer, and enlarges it if needed. Returns the used bytes."""
+        """Packs arrays into the flat buffer, and returns the used part of it. Enlarges the buffer if needed."""
         size_bytes = pack_layout(tuple([array.nbytes for array in arrays])).total_bytes
         if self._flat is None or self._flat.size < size_bytes:
-            # Zeros, because the gaps between arrays are reduced too; their values do not matter.
+            # Filled with zeros, because NCCL reduces the gaps between the arrays too. The values in the gaps do not
+            # matter.
             self._flat = cupy.zeros(size_bytes, np.uint8)
         flat = self._flat[:size_bytes]
         if size_bytes:
@@ -341,7 +344,7 @@ class NcclBackend(Backend):
     # -- Launching, groups and the end ---------------------------------------------------------------------------
 
     def mark_work(self) -> Any:
-        if self.lifetime.is_inherited:  # CUDA's own error would not give the reason
+        if self.lifetime.is_inherited:  # in a forked child; CUDA's own error would not give this reason
             raise self.lifetime.ended_error("a collective")
         with self._device:
             return self._events.mark(cupy.cuda.get_current_stream())
@@ -386,7 +389,7 @@ class NcclBackend(Backend):
     def checked_stream(self, stream: Any, what: str) -> Any:
         device_id = self._nccl.device_id
         checked = None if stream is None else as_stream(stream, device_id, f"{self.label}: {what}")
-        # The current stream too, if another one is given: arrays are made there, and the given stream waits for it.
+        # The current stream must not capture either: new arrays are allocated on it, and a given stream waits for it.
         current = cupy.cuda.get_current_stream(device_id)
         refuse_capturing(current, self.label, what)
         if checked is not None and checked is not current:
@@ -413,16 +416,16 @@ class NcclBackend(Backend):
 
     def raise_if_ended(self, missing: list[int]) -> None:
         self._raise_failure()
-        self._agreements.look_for_closed_members(missing)
+        self._agreements.raise_if_members_closed(missing)
 
     def make_host_path(self) -> StorePath:
         group = self.recorder.group
         return StorePath(self.client, group, self._failures, self.timeout_seconds, self.agree, self._raise_end)
 
     def _raise_end(self) -> None:
-        """Raises the failure of a rank that the host waits for, if there is one."""
+        """Raises the communicator's failure, or RankFailed if another rank has closed the communicator."""
         self._raise_failure()
-        self._agreements.look_for_closed_ranks()
+        self._agreements.raise_if_closed()
 
     def release(self) -> None:
         if not self._has_failed():
@@ -452,7 +455,7 @@ class NcclBackend(Backend):
             if self._failure is not None:
                 return False
             self._watched.fail_launches(error)
-            self._failure = error  # last: then every launch has ended
+            self._failure = error  # set last, when every launch has ended
         return True
 
     def _fail(self, error: GradsyncError, *, is_raised: bool = False) -> None:
@@ -460,12 +463,13 @@ class NcclBackend(Backend):
         if not self._begin_to_fail(error):
             return
         self.lifetime.fail(error, is_raised=is_raised)
-        # The server reports its failures to all ranks; a failure that only this rank knows must be reported.
+        # All ranks know a failure that the server has reported. A failure that only this rank knows must be reported to
+        # the server.
         own = isinstance(error, (CollectiveTimeout, NcclError)) and self._failures.failure() is None
         self._begin_abort(describe(error) if own else None)
 
     def _begin_abort(self, reason: str | None, culprit: int | None = None) -> None:
-        """Aborts the communicator on another thread, because the server or NCCL may block this thread."""
+        """Aborts the communicator on another thread, because calls to the server or NCCL could block this thread."""
         self._reporting = threading.Event()
         self._nccl.abort(partial(_report_failure, self.client, reason, culprit, self._reporting))
 
@@ -487,7 +491,7 @@ class _Launching:
         self._backend = backend
         self._stream = stream
         self._producers = producers
-        self._entered: list[Any] = []  # contexts of CuPy to leave again
+        self._entered: list[Any] = []  # CuPy's device and stream contexts, which _leave exits
 
     def __enter__(self) -> Launch:
         backend = self._backend
@@ -500,7 +504,8 @@ class _Launching:
                 _follow(where, self._producers)
             elif self._stream is not None:
                 where = self._stream
-                # Arrays of other libraries are ordered on the current stream when they are taken over.
+                # When gradsync converts an array of another library, only the current stream waits for the work that
+                # computes it.
                 where.wait_event(backend._events.mark(current))
             self.launch = launch = Launch(
                 backend.label,
@@ -512,7 +517,7 @@ class _Launching:
                 where,
             )
             last = _last_on_device.get(backend._nccl.device_id)
-            # By thread too: Stream.ptds is one object, but a stream of its own in each thread.
+            # The threads are compared too: Stream.ptds is one object, but a different stream in each thread.
             if last is not None and (last[1] is not where or last[2] != launch.thread):
                 where.wait_event(last[0])
             if where is not current:
@@ -535,16 +540,16 @@ class _Launching:
     ) -> None:
         backend, launch = self._backend, self.launch
         try:
-            # Of two messages one may have been launched before the mismatch.
+            # If there are two messages, one may have been launched before the other message's mismatch.
             if launch.agreed or not isinstance(error, PlanMismatch):
                 launch.record_end()
-                if self._outer is None:  # else this launch is a part of the outer launch's collective
+                if self._outer is None:  # otherwise this launch is part of the outer launch's collective
                     launch.recorded = backend.recorder.hand_over()
                 backend._last = launch
                 _last_on_device[backend._nccl.device_id] = launch.ended, launch.stream, launch.thread
                 backend._watched.add(launch)
             if backend._failure is not None and (error is None or isinstance(error, (NcclError, CommunicatorClosed))):
-                backend._raise_failure()  # the cause: another thread has ended the communicator
+                backend._raise_failure()  # the cause of `error`: another thread has ended the communicator
             if isinstance(error, NcclError):
                 backend._watched.raise_cause(error)
         finally:
@@ -560,7 +565,7 @@ class _Launching:
 
 
 def _follow(stream: Any, marks: Sequence[Any]) -> None:
-    """Makes a stream wait for each event once; the gradients of a bucket may share an event."""
+    """Makes a stream wait for each of the events once, even if several gradients of a bucket have the same event."""
     for event in {id(event): event for event in marks}.values():
         stream.wait_event(event)
 
@@ -568,7 +573,7 @@ def _follow(stream: Any, marks: Sequence[Any]) -> None:
 def _report_failure(
     client: RendezvousClient, reason: str | None, culprit: int | None, reported: threading.Event
 ) -> None:
-    """Reports this rank's own failure to the server, then sets the event."""
+    """Reports this rank's own failure to the server, if `reason` is given, and then sets the event `reported`."""
     try:
         if reason is not None and client.world_size > 1:
             client.report_failure(reason, culprit=culprit)
@@ -577,8 +582,8 @@ def _report_failure(
 
 
 def _end_rest(watched: Watched, agreements: NcclAgreements, client: RendezvousClient) -> None:
-    """Ends the watching and the agreements of a communicator that Python has collected. Has no reference to it."""
+    """Ends the watcher's checks and the agreements of a communicator that Python has garbage-collected."""
     watched.stop()
     agreements.close()
-    if client.name:  # a group's client; the world's client stays open
+    if client.name:  # only a group's client has a name; the world's client stays open
         client.close()

@@ -1,16 +1,17 @@
-"""Agreement on the next collective, by prediction: for NCCL, whose collectives cannot carry a digest.
+"""Agreement of the ranks on the next collective, by prediction, because NCCL's collectives cannot carry a digest.
 
-An event is a collective, a message or the end of a step. Ranks that have agreed on all earlier events have the same
-history, and predict the same next event from it. A rank launches the predicted event without asking. Before any other
-event the rank asks the other ranks, through the rendezvous server. If two ranks differ, at most one of them launches
-the predicted event, so at least one of them asks. If the other rank has launched the predicted event already, this
-launch is wrong: the rank raises an error, and the communicator is then broken for all ranks.
+In this file an event is a collective, a message or the end of a step. Ranks that have agreed on all earlier events have
+the same history, and predict the same next event from it. A rank launches the predicted event without asking. Before
+any other event the rank asks the other ranks, through the rendezvous server. If two ranks have different next events,
+at most one of these is the predicted event, so at least one rank asks. If one rank asks, and the other rank has already
+launched the predicted event, that launch was wrong. After a wrong launch the ranks raise an error, and the communicator
+is broken for all ranks.
 
-If a training loop repeats its steps, its ranks ask in the first steps only. If the loop sometimes evaluates, the ranks
-ask before and after each evaluation.
+If all steps of a training loop make the same calls, the ranks ask only in the first steps. If the loop sometimes
+evaluates, the ranks ask before and after each evaluation.
 
 All ranks of a communicator agree on its collectives. For a message, only the sender and the receiver agree. Each
-direction between two ranks has its own agreement, which the ranks make for the first message in that direction.
+direction between two ranks has its own agreement, which the two ranks create at the first message in that direction.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout, call
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EVENT_BYTES, Decision, LaunchedEvent, event_key
 
-_CONTEXT_EVENTS = 4  # the number of events that predict the next one
+_CONTEXT_EVENTS = 4  # the number of most recent events from which a rank predicts the next event
 _MAX_CONTEXTS = 65_536
-_REMEMBERED_EVENTS = 256  # launches that a rank can still describe
+_REMEMBERED_EVENTS = 256  # the number of most recent launches that a rank can still describe
 _PIECE_BYTES = MAX_EVENT_BYTES
-_LIMIT_BYTES = 64 * 1024 * 1024  # of a description
+_LIMIT_BYTES = 64 * 1024 * 1024  # the largest description
 TEXTS_WITHIN_SECONDS = 5.0
-_ASK_AGAIN_AFTER_SECONDS = 1.0  # between two questions a rank checks whether another rank has closed
+_ASK_AGAIN_AFTER_SECONDS = 1.0  # after this time without an answer, a rank checks for closed ranks
 
 
 class History:
-    """Predicts the next event from the agreed events. All ranks have agreed on these events, so they predict the same.
+    """Predicts the next event from the agreed events, which are the same on all ranks.
 
     Attributes:
-        expected: the digest of the predicted event, which followed the same last events when they happened before. If
-            the last events are new, `expected` is None.
+        expected: the digest of the predicted event. If the most recent events have happened before in the same order,
+            the predicted event is the one that came next at that time. Otherwise there is no prediction, and `expected`
+            is None.
     """
 
     def __init__(self) -> None:
@@ -65,9 +67,9 @@ class History:
         self.expected = known.get(context)
 
     def break_off(self) -> None:
-        """Begins a new history after the ranks have differed. It predicts nothing until the ranks agree again."""
+        """Begins a new history after a disagreement. `expected` is None until the ranks agree again."""
         self._breaks += 1
-        self._context = (-self._breaks,)  # no digest is negative
+        self._context = (-self._breaks,)  # different from all digests, which are not negative
         self.expected = None
 
 
@@ -75,7 +77,7 @@ class Agreed(NamedTuple):
     """An event on which the ranks have agreed, so that this rank may launch it.
 
     Attributes:
-        agreement: the agreement of the ranks that take part in the event.
+        agreement: the SpeculativeAgreement of the ranks that take part in the event.
         position: the event's number in that agreement.
     """
 
@@ -84,23 +86,24 @@ class Agreed(NamedTuple):
 
 
 class SpeculativeAgreement:
-    """The agreement of all ranks of a communicator, or of two ranks on the messages in one direction.
+    """Lets all ranks of a communicator agree on collectives, or two ranks on the messages in one direction.
 
     Args:
-        client: this rank's connection to the rendezvous server, as a member of the ranks that agree.
+        client: this rank's connection to the rendezvous server; the client's ranks are the ranks that agree.
         group: the communicator's name, the same on all ranks.
         label: this rank's name in errors, e.g. "rank 0/2"; errors name other ranks by their world ranks.
         timeout_seconds: how long a question waits for the answers of the other ranks.
         failures: the failures that the server reports; read when a rank does not answer.
-        peer: the world rank of the other side of the messages; None for collectives.
-        look_for_closed_peer: raises RankFailed if the peer has closed the communicator before its first message.
+        peer: the world rank of the other rank that sends or receives the messages; None for collectives.
+        raise_if_peer_closed: a function that raises RankFailed if the peer closed the communicator before its first
+            message.
 
     Attributes:
-        peer: the argument of this name.
+        peer: see Args.
         position: the number of the next event.
-        asks_always: whether this rank asks about predicted events too; the same on all ranks.
+        asks_always: whether this rank asks about predicted events too; all ranks have the same value.
         was_overtaken: whether this rank has launched an event that another rank did not launch. `overtaken` returns the
-            error once.
+            error for such a launch, once.
     """
 
     def __init__(
@@ -112,11 +115,11 @@ class SpeculativeAgreement:
         failures: FailureMonitor,
         *,
         peer: int | None = None,
-        look_for_closed_peer: Callable[[], None] | None = None,
+        raise_if_peer_closed: Callable[[], None] | None = None,
     ) -> None:
         self._client = client
         self.peer = peer
-        self._look_for_closed_peer = look_for_closed_peer
+        self._raise_if_peer_closed = raise_if_peer_closed
         self._failures = failures
         self._group = group
         self._label = label
@@ -126,19 +129,19 @@ class SpeculativeAgreement:
         self._lock = threading.Lock()  # the thread that launches and the connection's thread both write
         self._history = History()
         self.position = 0
-        self._asked_at = -1  # position at which another rank asks, so that all ranks must
-        self._launched: deque[Agreement | None] = deque(maxlen=_REMEMBERED_EVENTS)  # None: agreed on by asking
+        self._asked_at = -1  # the position about which another rank has asked, so that this rank must ask too
+        self._launched: deque[Agreement | None] = deque(maxlen=_REMEMBERED_EVENTS)  # None: the ranks agreed by asking
         self.was_overtaken = False
         self.asks_always = False
         self._overtaken_at: int | None = (
-            None  # position of an event that this rank launched and another rank asks about
+            None  # position of an event that this rank launched, and about which another rank has asked
         )
-        self._described = -1, ""  # that position, or an earlier one, and the description that was sent
+        self._described = -1, ""  # the last such position, and the description that this rank sent
         self._launching_thread = threading.get_ident()
         client.follow(group, self._on_asked)
 
     def repeated(self, agreement: Agreement) -> Agreed | None:
-        """Adds an event without asking, if it is the predicted event. This rank may then launch it.
+        """If an event is the predicted event, adds it without asking, so that this rank may launch it.
 
         Args:
             agreement: this rank's digest and description of the event.
@@ -162,15 +165,17 @@ class SpeculativeAgreement:
         return Agreed(self, position)
 
     def asked(self, agreement: Agreement, arrivals: list[object] | None = None) -> Agreed:
-        """Asks the other ranks about an event. Returns when this rank may launch the event.
+        """Asks the other ranks about an event, and returns it when this rank may launch it.
 
         Args:
             agreement: this rank's digest and description of the event.
-            arrivals: a list; the client appends this object when the server's decision arrives.
+            arrivals: a list that records the order of decisions: when the server's decision for this
+                SpeculativeAgreement arrives, the client appends this SpeculativeAgreement to the list.
 
         Raises:
-            PlanMismatch: the ranks differ. If the error has `broken` set, the communicator must not be used again.
-            RankFailed, CollectiveTimeout: a rank died, left, or did not answer.
+            PlanMismatch: the ranks have different events at the same position. If the error's attribute `broken` is
+                True, the communicator must not be used again.
+            RankFailed, CollectiveTimeout: a rank died, closed the communicator, or did not answer.
         """
         position = self.position
         decision = self._ask(position, agreement.digest, arrivals)
@@ -184,7 +189,7 @@ class SpeculativeAgreement:
         raise self._disagreement(position, agreement, broken=decision is Decision.LAUNCHED)
 
     def overtaken(self) -> PlanMismatch | None:
-        """Returns the error of a wrong launch of this rank, if there is one; later calls return None."""
+        """Returns the error, once, if this rank launched an event that another rank did not; otherwise None."""
         with self._lock:
             position, self._overtaken_at = self._overtaken_at, None
             if position is None:
@@ -193,22 +198,22 @@ class SpeculativeAgreement:
         return self._mismatch(position, launched, broken=True)
 
     def announce_closed(self) -> None:
-        """Reports how many events this rank has passed, because other ranks may wait for this rank."""
+        """Reports to the server how many events this rank passed before it closes the communicator."""
         self._client.announce_left(self._departures, self.position)
 
-    def look_for_closed_ranks(self, position: float, ranks: Iterable[int] | None = None) -> None:
+    def raise_if_closed(self, position: float, ranks: Iterable[int] | None = None) -> None:
         """Raises RankFailed if another rank has closed the communicator before the given event.
 
         Args:
-            position: the event's number; infinite for a question, because a closed rank answers no question.
+            position: the event's number; math.inf for a question, because a rank that has closed does not answer.
             ranks: the world ranks to check; None means all other ranks.
         """
         raise_if_left(self._client, self._departures, self._label, position, ranks)
-        if position == math.inf and self._look_for_closed_peer is not None:
-            self._look_for_closed_peer()
+        if position == math.inf and self._raise_if_peer_closed is not None:
+            self._raise_if_peer_closed()
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stops answering the questions of other ranks."""
         self._client.unfollow(self._group)
 
     def _other_ranks(self) -> list[int]:
@@ -216,12 +221,15 @@ class SpeculativeAgreement:
         return [rank for rank in self._client.world_ranks if rank != self._own_rank]
 
     def _launched_at(self, position: int) -> Agreement | None:
-        """Returns the predicted event that this rank launched at an earlier position; None if this rank asked there."""
+        """Returns the event that this rank launched at an earlier position without asking; None if this rank asked."""
         age = self.position - position
         return self._launched[-age] if age <= len(self._launched) else _forgotten(position)
 
     def _on_asked(self, position: int) -> LaunchedEvent | None:
-        """Handles another rank's question about an event. Returns the event that this rank launched there, or None."""
+        """Handles another rank's question about the event at a position.
+
+        Returns the event that this rank has launched at this position without asking; None if there is no such event.
+        """
         with self._lock:
             if position >= self.position:
                 self._asked_at = position
@@ -231,7 +239,7 @@ class SpeculativeAgreement:
                 return None  # this rank has asked too
             self._overtaken_at = position
             self.was_overtaken = True
-            found = caller(self._launching_thread)  # a line near the call, which has returned
+            found = caller(self._launching_thread)  # a line after the call, because the call has already returned
             site = CallSite("" if found is None else str(found), "launched; by now at")
             self._described = position, launched.described(site).to_text(_LIMIT_BYTES)
             return LaunchedEvent(launched.digest, self._described[1])
@@ -245,14 +253,14 @@ class SpeculativeAgreement:
                 arriving = None if arrivals is None else (arrivals, self)
                 return self._client.agree(self._group, position, digest, timeout_seconds=seconds, arriving=arriving)
             except RendezvousTimeout as error:
-                self.look_for_closed_ranks(math.inf)
+                self.raise_if_closed(math.inf)
                 waited_seconds, missing = time.monotonic() - began, error.missing_ranks or None
                 if left_seconds <= _ASK_AGAIN_AFTER_SECONDS:
                     self._failures.time_out(waited_seconds, missing)
                 self._failures.warn(waited_seconds, missing)
 
     def _disagreement(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
-        """Makes the error for a question on which the ranks differ, or for an earlier wrong launch of this rank."""
+        """Returns the error for a question on which the ranks disagree, or for an earlier wrong launch of this rank."""
         began_at = self._client.launched_position(self._group) if broken else None
         if began_at is not None and began_at < position:
             with self._lock:
@@ -267,14 +275,14 @@ class SpeculativeAgreement:
         return described.to_text(_LIMIT_BYTES)
 
     def _mismatch(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
-        """Exchanges the ranks' descriptions of the event through the server, and makes the error."""
+        """Exchanges the ranks' descriptions of the event through the server, and returns the error."""
         mine = self._own_text(position, agreement)
         descriptions = {self._own_rank: Description.from_text(mine)}
         try:
             self._publish(position, mine)
             for rank in self._other_ranks():
                 descriptions[rank] = Description.from_text(self._read(position, rank))
-        except GradsyncError as error:  # the mismatch matters more: the error says whose description is missing
+        except GradsyncError as error:  # the mismatch is raised anyway; its text says which description is missing
             for rank in self._other_ranks():
                 descriptions.setdefault(rank, Description(f"(no description: {error})"))
         return mismatch(self._label, agreement, descriptions, broken=broken)
@@ -293,7 +301,7 @@ class SpeculativeAgreement:
         return b"".join(pieces).decode(errors="replace")
 
     def _piece_key(self, position: int, rank: int, number: int) -> str:
-        # The server itself stores the first piece of a rank that has gone ahead.
+        # If a rank has already launched the event, the server itself has stored the first piece of its description.
         key = event_key(self._group, position, rank)
         return key if number == 0 else f"{key}/{number}"
 
@@ -303,7 +311,7 @@ def _forgotten(position: int) -> Agreement:
 
 
 class Question(NamedTuple):
-    """A message on which its two ranks must agree.
+    """A message between two ranks, which must agree on it.
 
     Attributes:
         sender, receiver: the numbers of the two ranks in the communicator; one of them is this rank.
@@ -316,7 +324,7 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to a question: the agreed event, or the mismatch."""
+    """The answer to a question: the agreed event, or the error for a mismatch."""
 
     agreed: Agreed | None
     mismatch: PlanMismatch | None = None
@@ -326,14 +334,14 @@ class NcclAgreements:
     """The agreements of one communicator: of all ranks on collectives, and of two ranks on messages.
 
     Args:
-        client: this rank's connection to the rendezvous server, as a member of the communicator's ranks.
+        client: this rank's connection to the rendezvous server; the client's ranks are the communicator's ranks.
         group: the communicator's name, the same on all ranks.
         label: this rank's name in errors.
         timeout_seconds: how long a question waits for the answers of the other ranks.
         failures: the failures that the server reports; read when a rank does not answer.
 
     Attributes:
-        of_all: the agreement of all ranks.
+        of_all: the agreement of all ranks on collectives.
     """
 
     def __init__(
@@ -346,70 +354,72 @@ class NcclAgreements:
         self._failures = failures
         self.of_all = SpeculativeAgreement(client, group, label, timeout_seconds, failures)
         self._pairs: dict[tuple[int, int], RendezvousClient] = {}
-        self._of_messages: dict[tuple[int, int], SpeculativeAgreement] = {}  # by sender and receiver
+        self._of_messages: dict[tuple[int, int], SpeculativeAgreement] = {}  # the keys are (sender, receiver)
 
     def on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Answer]]:
-        """Yields, in groups, the answers for one or two messages: whether this rank may launch each message.
+        """Asks about one or two messages, and yields the answers in groups: whether this rank may launch each message.
 
         The other rank of a message gets the same answer. The caller launches the messages of a group together, before
-        it takes the next group. Predicted messages are one group. Each other message is a group of its own. Such groups
-        have the order of the server's answers, which is the same on all ranks, so ranks do not wait for each other in a
-        circle. A message does not wait for the answer about the other message, because that answer may arrive only
-        after the other rank has received the first message. A rank always asks about the first message to another rank:
-        NCCL connects two ranks in the first group that has a message between them, and both ranks need the same
-        messages in that group. Source: NCCL, src/transport.cc, ncclTransportP2pSetup.
+        it requests the next group. All predicted messages are one group. Every message that was not predicted is a
+        group of its own. The groups that were not predicted come in the order of the server's answers, which is the
+        same on all ranks, so ranks do not wait for each other in a circle. The first answer is yielded before the
+        second is known, because the second answer may arrive only after the other rank has received the first message.
+        A rank always asks about the first message to another rank: NCCL connects two ranks in the first group that has
+        a message between them, and both ranks need the same messages in that group. Source: NCCL, src/transport.cc,
+        ncclTransportP2pSetup.
 
         Raises:
-            PlanMismatch: the ranks differ. The error has `broken` set, and the communicator must not be used again.
+            PlanMismatch: this rank or its peer has launched a message that the other rank did not. The error's
+                attribute `broken` is True, and the communicator must not be used again.
             RankFailed, CollectiveTimeout: as for SpeculativeAgreement.asked.
         """
-        ways = {question: self._of_way(question.sender, question.receiver) for question in questions}
+        directions = {question: self._of_direction(question.sender, question.receiver) for question in questions}
         repeated = {}
-        for question, way in ways.items():
-            if (agreed := way.repeated(question.agreement)) is not None:
+        for question, direction in directions.items():
+            if (agreed := direction.repeated(question.agreement)) is not None:
                 repeated[question] = Answer(agreed)
         if repeated:
             yield repeated
         asked = [question for question in questions if question not in repeated]
         if len(asked) == 1:
-            yield {asked[0]: _ask(ways[asked[0]], asked[0], None)}
+            yield {asked[0]: _ask(directions[asked[0]], asked[0], None)}
         elif asked:
-            yield from _ask_at_once({ways[question]: question for question in asked})
+            yield from _ask_at_once({directions[question]: question for question in asked})
 
     def always_ask(self) -> None:
-        """Makes this rank ask about every collective and message from now on; all ranks must call it."""
+        """Makes this rank ask about every later collective and message, even if predicted. All ranks must call it."""
         for agreement in self._all():
             agreement.asks_always = True
 
     @property
     def were_overtaken(self) -> bool:
-        """Whether `overtaken` returns an error, or has returned it."""
+        """Whether `overtaken` returns an error now, or has already returned it."""
         return any(agreement.was_overtaken for agreement in self._all())
 
     def overtaken(self) -> PlanMismatch | None:
-        """Returns the error of a wrong launch of this rank, if there is one; later calls return None."""
+        """Returns the error, once, if this rank launched an event that another rank did not; otherwise None."""
         for agreement in self._all():
             mismatch = agreement.overtaken()
             if mismatch is not None:
                 return mismatch
         return None
 
-    def look_for_closed_ranks(self) -> None:
+    def raise_if_closed(self) -> None:
         """Raises RankFailed if a rank has closed the communicator before the last event that this rank has passed."""
         for agreement in self._all():
-            agreement.look_for_closed_ranks(agreement.position - 1)
+            agreement.raise_if_closed(agreement.position - 1)
 
-    def look_for_closed_members(self, ranks: Iterable[int]) -> None:
+    def raise_if_members_closed(self, ranks: Iterable[int]) -> None:
         """Raises RankFailed if one of the given ranks (numbers in the communicator) has closed the communicator."""
-        self.of_all.look_for_closed_ranks(math.inf, [self._client.world_ranks[rank] for rank in ranks])
+        self.of_all.raise_if_closed(math.inf, [self._client.world_ranks[rank] for rank in ranks])
 
     def announce_closed(self) -> None:
-        """Reports how many events this rank has passed, because other ranks may wait for this rank."""
+        """Reports to the server how many events this rank passed before it closes the communicator."""
         for agreement in self._all():
             agreement.announce_closed()
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stops answering the questions of other ranks."""
         for agreement in self._all():
             agreement.close()
         for client in self._pairs.values():
@@ -418,30 +428,30 @@ class NcclAgreements:
     def _all(self) -> list[SpeculativeAgreement]:
         return [self.of_all, *self._of_messages.values()]
 
-    def _of_way(self, sender: int, receiver: int) -> SpeculativeAgreement:
-        way = self._of_messages.get((sender, receiver))
-        if way is None:
+    def _of_direction(self, sender: int, receiver: int) -> SpeculativeAgreement:
+        direction = self._of_messages.get((sender, receiver))
+        if direction is None:
             low, high = sorted((sender, receiver))
             pair = self._pairs.get((low, high))
             if pair is None:
                 pair = self._pairs[low, high] = self._client.group((low, high), f"{self._group}/{low}-{high}")
             peer = self._client.world_ranks[high if self._client.rank == low else low]
-            way = self._of_messages[sender, receiver] = SpeculativeAgreement(
+            direction = self._of_messages[sender, receiver] = SpeculativeAgreement(
                 pair,
                 "to the higher" if sender == low else "to the lower",
                 self._label,
                 self._timeout_seconds,
                 self._failures,
                 peer=peer,
-                look_for_closed_peer=partial(self.of_all.look_for_closed_ranks, math.inf, (peer,)),
+                raise_if_peer_closed=partial(self.of_all.raise_if_closed, math.inf, (peer,)),
             )
-            way.asks_always = self.of_all.asks_always
-        return way
+            direction.asks_always = self.of_all.asks_always
+        return direction
 
 
-def _ask(way: SpeculativeAgreement, question: Question, arrivals: list[object] | None) -> Answer:
+def _ask(direction: SpeculativeAgreement, question: Question, arrivals: list[object] | None) -> Answer:
     try:
-        return Answer(way.asked(question.agreement, arrivals))
+        return Answer(direction.asked(question.agreement, arrivals))
     except PlanMismatch as error:
         if error.broken:
             raise
@@ -449,27 +459,30 @@ def _ask(way: SpeculativeAgreement, question: Question, arrivals: list[object] |
 
 
 def _ask_at_once(questions: dict[SpeculativeAgreement, Question]) -> Iterator[dict[Question, Answer]]:
-    """Asks each question on a thread, as other ranks may ask in any order; yields answers in the server's order."""
+    """Asks each question on its own thread, and yields the answers in the order in which the server sends them.
+
+    The questions are asked at the same time, because other ranks may ask them in a different order.
+    """
     coming: SimpleQueue[tuple[SpeculativeAgreement, Answer | BaseException]] = SimpleQueue()
-    arrivals: list[object] = []  # in the order of the server's answers, in which threads need not wake
+    arrivals: list[object] = []  # in the order of the server's answers; the threads may wake in a different order
     asking = threading.get_ident()
 
-    def ask(way: SpeculativeAgreement, question: Question) -> None:
+    def ask(direction: SpeculativeAgreement, question: Question) -> None:
         on_behalf.thread = asking
         try:
-            coming.put((way, _ask(way, question, arrivals)))
-        except BaseException as error:  # raised where the answer is taken, and the other question ends too
-            coming.put((way, error))
+            coming.put((direction, _ask(direction, question, arrivals)))
+        except BaseException as error:  # the generator raises it, and does not wait for the other question
+            coming.put((direction, error))
 
-    for way, question in questions.items():
-        threading.Thread(target=ask, args=(way, question), name="gradsync-nccl-question", daemon=True).start()
+    for direction, question in questions.items():
+        threading.Thread(target=ask, args=(direction, question), name="gradsync-nccl-question", daemon=True).start()
     answers: dict[object, Answer] = {}
     given = 0
     while given < len(questions):
-        way, answer = coming.get()
+        direction, answer = coming.get()
         if isinstance(answer, BaseException):
             raise answer
-        answers[way] = answer
+        answers[direction] = answer
         while given < len(arrivals) and (first := arrivals[given]) in answers:
             yield {questions[first]: answers[first]}  # type: ignore[index]
             given += 1

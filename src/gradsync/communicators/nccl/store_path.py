@@ -1,8 +1,9 @@
 """Sends Python objects between ranks with GPUs, through the store of the rendezvous server.
 
-Objects must not wait for the GPU or use its memory, and the ranks may be on several machines. The ranks send bytes in
-windows. For each window, every sender stores its next pieces, every reader reads them, all ranks wait for each other,
-and the senders delete the pieces. So the server never holds more than a window, however large an object is.
+Sending an object must not wait for the GPU or use its memory, and the ranks may be on several machines. The ranks send
+the bytes in rounds, called windows. In each window, every sender stores its next pieces on the server, every reader
+reads them, all ranks wait for each other, and the senders delete the pieces. So the server never holds more than one
+window, however large an object is.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ from gradsync.reduction import Array
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_VALUE_BYTES
 
-WINDOW_BYTES = 4 * 1024 * 1024  # of all senders together
-_LOOK_AROUND_EVERY_SECONDS = 0.5
-_FIRST_PAUSE_SECONDS = 0.005  # while the store is full
+WINDOW_BYTES = 4 * 1024 * 1024  # the size of one window, for all senders together
+_CHECK_EVERY_SECONDS = 0.5
+_FIRST_PAUSE_SECONDS = 0.005  # the pause before the second attempt to store a piece while the store is full
 
 T = TypeVar("T")
 
 
 class StorePath:
-    """The HostPath (see backend.py) through the store of the rendezvous server.
+    """Implements HostPath (see backend.py) with the store of the rendezvous server.
 
     Args:
-        client: this rank's connection to the rendezvous server, as a member of the communicator's ranks.
+        client: this rank's connection to the rendezvous server; the client's ranks are the communicator's ranks.
         group: the communicator's name.
         failures: the failures that the server reports.
         timeout_seconds: how long a rank waits for another rank's next piece.
-        agree: raises PlanMismatch if the ranks disagree on the collective that begins.
-        look_around: a function that every wait calls; it raises an error if another rank has failed or left.
+        agree: a function that raises PlanMismatch if the ranks disagree on the collective that begins.
+        check: a function that every wait calls; it raises an error if another rank has failed or closed the
+            communicator.
     """
 
     def __init__(
@@ -49,14 +51,14 @@ class StorePath:
         failures: FailureMonitor,
         timeout_seconds: float,
         agree: Callable[[Agreement], None],
-        look_around: Callable[[], None],
+        check: Callable[[], None],
     ) -> None:
         self._client = client
         self._keys = f"objects/{group}"
         self._failures = failures
         self._timeout_seconds = timeout_seconds
         self._agree = agree
-        self._look_around = look_around
+        self._check = check
         self._moves = 0
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
@@ -80,7 +82,7 @@ class StorePath:
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
         """See HostPath."""
-        sizes = _sizes_beside(root, bounds)
+        sizes = _sizes_without_root(root, bounds)
         if target is None:
             self._move(sizes, {self._client.rank: source}, {})
             return
@@ -90,7 +92,7 @@ class StorePath:
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
         """See HostPath."""
-        sizes = _sizes_beside(root, bounds)
+        sizes = _sizes_without_root(root, bounds)
         if source is None:
             self._move(sizes, {}, {self._client.rank: target})
             return
@@ -99,7 +101,7 @@ class StorePath:
         target[...] = parts[root]
 
     def _move(self, sizes: Sequence[int], outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:
-        """Moves numbered streams of bytes. Every rank must call it, with the same sizes.
+        """Sends and receives numbered streams of bytes. Every rank must call it, with the same sizes.
 
         Args:
             sizes: the number of bytes of each stream.
@@ -110,36 +112,37 @@ class StorePath:
         try:
             self._move_windows(sizes, outgoing, incoming)
         except GradsyncError:
-            # If another rank has left this path because of a failure elsewhere, that failure is the reason.
-            self._failures.await_cause(CAUSE_SECONDS, self._look_around)
+            # If another rank has stopped because of a failure elsewhere, that failure is the reason, and is raised
+            # instead.
+            self._failures.await_cause(CAUSE_SECONDS, self._check)
             raise
 
     def _move_windows(self, sizes: Sequence[int], outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:
         senders = max(1, sum(size > 0 for size in sizes))
         window = max(1, WINDOW_BYTES // senders)
         for begin in range(0, max(sizes), window):
-            placed: list[str] = []
+            stored: list[str] = []
             try:
                 for number, data in outgoing.items():
                     for key, piece in self._pieces(number, data, begin, window):
-                        placed.append(key)
+                        stored.append(key)
                         self._put(key, piece.tobytes())
                 for number, room in incoming.items():
                     for key, piece in self._pieces(number, room, begin, window):
-                        piece[...] = np.frombuffer(self._take(key), np.uint8)
-                self._await(self._meet)
+                        piece[...] = np.frombuffer(self._get(key), np.uint8)
+                self._await(self._wait_for_all)
             finally:
-                self._remove(placed)
+                self._remove(stored)
 
     def _pieces(self, number: int, stream: Array, begin: int, window: int) -> Iterator[tuple[str, Array]]:
-        """Yields the key and the memory of each piece of a stream that belongs to one window."""
+        """Yields the server's key and the memory of each piece of a stream in one window."""
         end = min(begin + window, stream.size)
         for offset in range(begin, end, MAX_VALUE_BYTES):
             piece = stream[offset : min(offset + MAX_VALUE_BYTES, end)]
             yield f"{self._keys}/{self._moves}/{number}/{offset}", piece
 
     def _put(self, key: str, data: bytes) -> None:
-        """Stores a piece on the server. Waits while the store is full, because other communicators may use it too."""
+        """Stores a piece on the server. Waits while the store is full, which other communicators may use too."""
         began = time.monotonic()
         pause_seconds = _FIRST_PAUSE_SECONDS
         while True:
@@ -147,43 +150,43 @@ class StorePath:
                 self._client.set(key, data)
                 return
             except RendezvousError:
-                self._client.check()  # raises if the store is not full, but a rank or the server has failed
+                self._client.check()  # raises an error if a rank or the server has failed
                 waited_seconds = time.monotonic() - began
                 if waited_seconds >= self._timeout_seconds:
                     raise
-            self._look_around()
+            self._check()
             self._failures.warn(waited_seconds, None)
             time.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, _LOOK_AROUND_EVERY_SECONDS)
+            pause_seconds = min(2 * pause_seconds, _CHECK_EVERY_SECONDS)
 
-    def _take(self, key: str) -> bytes:
+    def _get(self, key: str) -> bytes:
         return self._await(lambda seconds: self._client.get(key, timeout_seconds=seconds))
 
-    def _meet(self, seconds: float) -> None:
+    def _wait_for_all(self, seconds: float) -> None:
         self._client.barrier(self._keys, timeout_seconds=seconds)
 
     def _remove(self, keys: Sequence[str]) -> None:
-        with contextlib.suppress(GradsyncError):  # the store ends with the generation; the next call raises failures
+        with contextlib.suppress(GradsyncError):  # the next call raises the failure
             for key in keys:
                 self._client.delete(key)
 
     def _await(self, ask: Callable[[float], T]) -> T:
-        """Calls ask(seconds) until it has an answer; checks for failures between calls, and reports a long wait."""
+        """Calls ask(seconds) until it returns an answer; checks for failures between calls, and reports a long wait."""
         began = time.monotonic()
         while True:
             left_seconds = max(began + self._timeout_seconds - time.monotonic(), 1e-3)
             try:
-                return ask(min(left_seconds, _LOOK_AROUND_EVERY_SECONDS))
+                return ask(min(left_seconds, _CHECK_EVERY_SECONDS))
             except RendezvousTimeout as error:
-                self._look_around()
+                self._check()
                 waited_seconds, missing = time.monotonic() - began, error.missing_ranks or None
-                if left_seconds <= _LOOK_AROUND_EVERY_SECONDS:
+                if left_seconds <= _CHECK_EVERY_SECONDS:
                     self._failures.time_out(waited_seconds, missing)
                 self._failures.warn(waited_seconds, missing)
 
 
-def _sizes_beside(root: int, bounds: Bounds) -> list[int]:
-    """Returns the number of bytes of each rank's part; 0 for the root, which sends itself nothing."""
+def _sizes_without_root(root: int, bounds: Bounds) -> list[int]:
+    """Returns the number of bytes of each rank's part; 0 for the root, which sends nothing to itself."""
     return [end - begin if rank != root else 0 for rank, (begin, end) in enumerate(pairwise(bounds))]
 
 

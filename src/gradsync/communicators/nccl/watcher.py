@@ -1,9 +1,9 @@
-"""The watcher: a thread that checks launches of all NCCL communicators for failures, deadlines and ends.
+"""The watcher: a thread that checks whether launches have ended, have failed or have passed their deadline.
 
 The call of a collective on a GPU returns at once, and the collective may never end, so a thread must check it. One
 thread of the process checks all communicators. The thread holds no reference to a communicator, so that Python can
-collect a communicator that the program has dropped. A second thread calls the users' callbacks, so that no callback
-delays the watcher.
+garbage-collect a communicator that the program no longer uses. A second thread calls the users' callbacks, so that no
+callback delays the watcher.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describ
 from gradsync.rendezvous.client import RendezvousClient
 
 _IDLE_SECONDS = 0.05
-_BUSY_SECONDS = 0.005  # the pause while a launch runs, by which a done-callback may be late
-# The number of launches that a call leaves to the watcher. With more, a call checks the oldest ones, and later calls
-# check again only when there are twice as many: a check costs as much as a launch, and a GPU that is behind stays
-# behind for a while.
+_BUSY_SECONDS = 0.005  # the pause between checks while a launch runs; a done-callback may be late by this time
+# A call leaves up to this number of launches to the watcher. If there are more, the call itself checks the oldest
+# launches. Later calls check again only when there are twice as many launches, because a check costs as much as a
+# launch, and a GPU that is behind stays behind for a while.
 _LEFT_TO_WATCHER = 8
-_SUSPICIOUS_AFTER_SECONDS = 1.0  # a collective that runs longer makes the watcher check whether a rank has closed
+_SUSPICIOUS_AFTER_SECONDS = 1.0  # after this time, the watcher checks whether a rank has closed
 
 
 class Watched:
     """The launches of one communicator, which the watcher checks.
 
     Args:
-        nccl: NCCL's communicator.
+        nccl: this rank's NCCL communicator.
         client: this rank's connection to the rendezvous server.
         failures: the failures that the server reports.
         agreements: the agreements of the communicator's ranks.
@@ -52,7 +52,8 @@ class Watched:
 
     Attributes:
         call: the launch whose NCCL call has not returned, and its thread; None if no call runs. A call may block,
-            because NCCL connects ranks in it, or because CUDA_LAUNCH_BLOCKING=1 makes every launch wait for its end.
+            because NCCL may first have to connect the ranks, or because CUDA_LAUNCH_BLOCKING=1 makes every launch wait
+            until the collective has ended.
     """
 
     def __init__(
@@ -76,16 +77,16 @@ class Watched:
         self._on_failure = weakref.WeakMethod(on_failure)
         self._running: deque[Launch] = deque()
         self._reaped_above = _LEFT_TO_WATCHER
-        self._error: BaseException | None = None  # fails the launches to come
-        self._device_failure: NcclError | None = None  # of a launch that has ended
+        self._error: BaseException | None = None  # the error of all later launches
+        self._device_failure: NcclError | None = None  # the error of a launch that has ended
         self._lock = threading.Lock()
         self._stopped = False
-        self._returns_since: tuple[object, float] | None = None  # a call, and the beginning of its deadline
+        self._returns_since: tuple[object, float] | None = None  # a call, and when its time limit began
         self._ask_about_closing_at = 0.0
         _watch(self)
 
     def add(self, launch: Launch) -> None:
-        """Adds a launch to the watcher, and drops launches that have ended."""
+        """Adds a launch to the watcher, and removes launches that have ended."""
         with self._lock:
             error = self._error
             if error is None:
@@ -98,12 +99,12 @@ class Watched:
             self._reaped_above = max(_LEFT_TO_WATCHER, 2 * len(self._running))
 
     def reap(self, left: int = 0) -> None:
-        """Drops the oldest launches that have ended, with their memory, until `left` launches remain."""
+        """Removes launches that have ended, with their memory, oldest first, until `left` launches remain."""
         running = self._running
         while len(running) > left:
             try:
                 head = running[0]
-            except IndexError:  # another thread has dropped the last
+            except IndexError:  # another thread has removed the last launch
                 return
             if not head.done():
                 return
@@ -121,46 +122,46 @@ class Watched:
             self._error = error
             failed = list(self._running)
             self._running.clear()
-        for launch in reversed(failed):  # when a wait for one raises, the later ones have failed too
+        for launch in reversed(failed):  # the last one first: if a wait for one raises, the later ones have failed too
             if not launch.done():
                 launch.fail(error)
         for launch in failed:
             _call_back(launch)
 
     def raise_cause(self, error: NcclError) -> NoReturn:
-        """Raises another rank's failure that caused an NCCL error, if the server reports it soon; else this error."""
+        """Raises the failure that caused an NCCL error, if the server soon reports one; else raises the NCCL error."""
         if self._client.world_size > 1:
             try:
-                self._failures.await_cause(CAUSE_SECONDS, self._look_for_cause)
+                self._failures.await_cause(CAUSE_SECONDS, self._raise_cause_if_known)
                 if self._agreements.were_overtaken:  # another thread is reading the other ranks' descriptions
-                    self._failures.await_cause(TEXTS_WITHIN_SECONDS, self._look_for_cause)
-                self._agreements.look_for_closed_ranks()
+                    self._failures.await_cause(TEXTS_WITHIN_SECONDS, self._raise_cause_if_known)
+                self._agreements.raise_if_closed()
             except GradsyncError as cause:
                 raise cause from error
         raise error
 
     def stop(self) -> None:
-        """Makes the watcher check only the ends of launches, and no failures. Returns at once."""
+        """Makes the watcher check only whether launches have ended, and ignore failures. Returns at once."""
         self._stopped = True
 
     # -- On the watcher's thread ---------------------------------------------------------------------------------
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Checks the communicator once, and reports its failure. Returns whether to check the communicator again."""
         if not self._stopped:
             try:
-                self._look()
+                self._raise_failure()
             except GradsyncError as error:
                 self._report(error)
-            except Exception as error:  # mostly CUDA's: nobody else would notice
-                self._report(NcclError(f"{self._label}: watching collectives failed: {describe(error)}"))
+            except Exception as error:  # usually an error of CUDA, which no other code would report
+                self._report(NcclError(f"{self._label}: the watcher of collectives failed: {describe(error)}"))
             return True
-        self.reap()  # the others end soon: release() has waited for them, or they have failed
+        self.reap()  # the remaining launches end soon: release() has waited for them, or they have failed
         return bool(self._running)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a launch of the communicator runs, or a thread makes one."""
+        """Whether a launch of the communicator runs, or a thread is making a launch."""
         return bool(self._running) or self.call is not None
 
     def _report(self, error: GradsyncError) -> None:
@@ -169,12 +170,12 @@ class Watched:
             report(error)
         self._stopped = True
 
-    def _look(self) -> None:
+    def _raise_failure(self) -> None:
         """Raises the error that has broken the communicator, if any."""
         self.reap()
         if self._device_failure is not None:
             raise self._device_failure
-        self._look_at_others()
+        self._check_other_ranks()
         try:
             self._nccl.check()
         except NcclError as error:
@@ -182,27 +183,27 @@ class Watched:
         with self._lock:
             head = self._running[0] if self._running else None
         if head is not None:
-            self._look_at_clock(head, time.monotonic())
+            self._check_running_launch(head, time.monotonic())
         call = self.call
         if call is None:
-            self._returns_since = None  # it would keep the launch alive
+            self._returns_since = None  # otherwise the launch would stay alive
         else:
-            self._look_at_call(call, time.monotonic())
+            self._check_call(call, time.monotonic())
 
-    def _look_at_others(self) -> None:
+    def _check_other_ranks(self) -> None:
         """Raises a failure of another rank that the server has reported."""
         self._failures.check()
         overtaken = self._agreements.overtaken()
         if overtaken is not None:
             raise overtaken
 
-    def _look_for_cause(self) -> None:
+    def _raise_cause_if_known(self) -> None:
         """Raises the failure that another thread has found, or that the server has reported."""
         if self._error is not None:
             raise copy.copy(self._error)
-        self._look_at_others()
+        self._check_other_ranks()
 
-    def _look_at_clock(self, head: Launch, now: float) -> None:
+    def _check_running_launch(self, head: Launch, now: float) -> None:
         if head.seen_started_at is None:
             if head.started.done:
                 head.seen_started_at = now
@@ -210,12 +211,12 @@ class Watched:
             return
         entry = None if head.recorded is None else Entry(*head.recorded)
         stuck = f"{head.name} has run for {self._timeout_seconds:g} s"
-        self._look_at_deadline(head, head.thread, now - head.seen_started_at, lambda: not head.done(), stuck, entry)
+        self._check_deadline(head, head.thread, now - head.seen_started_at, lambda: not head.done(), stuck, entry)
         if now >= self._ask_about_closing_at:
             self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
-            head.look_for_closed_ranks()
+            head.raise_if_closed()
 
-    def _look_at_call(self, call: tuple[Launch, int], now: float) -> None:
+    def _check_call(self, call: tuple[Launch, int], now: float) -> None:
         launch, thread = call
         if self._returns_since is None or self._returns_since[0] is not call:
             if launch.started.done:  # before that the call may wait for this rank's own work
@@ -223,9 +224,9 @@ class Watched:
             return
         stuck = f"{launch.name}: a call has not returned for {self._timeout_seconds:g} s"
         waited_seconds = now - self._returns_since[1]
-        self._look_at_deadline(launch, thread, waited_seconds, lambda: self.call is call, stuck, None)
+        self._check_deadline(launch, thread, waited_seconds, lambda: self.call is call, stuck, None)
 
-    def _look_at_deadline(
+    def _check_deadline(
         self,
         launch: Launch,
         thread: int,
@@ -234,14 +235,14 @@ class Watched:
         stuck: str,
         entry: Entry | None,
     ) -> None:
-        """Logs a warning after a long wait. At the deadline raises the failure that the server has decided on."""
-        on_behalf.thread = thread  # reports of a message contain this thread's line
+        """Logs a warning after a long wait. After the deadline, raises the failure on which the server has decided."""
+        on_behalf.thread = thread  # a report names the line of the program in this thread
         several = self._client.world_size > 1
         if waited_seconds > self._timeout_seconds and still_waits():
             if several:
                 self._failures.time_out(waited_seconds, launch.peers(), entry)
             device = f"cuda:{self._nccl.device_id}"
-            raise CollectiveTimeout(f"{self._label}: {stuck} on {device}, with no other ranks: the GPU is stuck")
+            raise CollectiveTimeout(f"{self._label}: {stuck} on {device}, and there is no other rank: the GPU is stuck")
         if several:
             self._failures.warn(waited_seconds, launch.peers(), entry)
 
@@ -258,19 +259,19 @@ def _watch(watched: Watched) -> None:
         _all.append(watched)
         if len(_all) > 1:
             return
-        _callbacks = SimpleQueue()  # a new queue: a callback that never returns may hold the old queue's thread
-        for name, work in (("gradsync-nccl-watcher", _look_at_all), ("gradsync-nccl-callbacks", _call_all_back)):
+        _callbacks = SimpleQueue()  # a new queue: a callback that never returns may block the old queue's thread
+        for name, work in (("gradsync-nccl-watcher", _check_all), ("gradsync-nccl-callbacks", _call_all_back)):
             arguments = watched._nccl.device_id, _callbacks
             threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
 
 
-def _look_at_all(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
-    # The rank's GPU: otherwise checking an event would create a context on the first GPU.
+def _check_all(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
+    # Without this call, the check of an event would create a CUDA context on the first GPU.
     cupy.cuda.Device(device_id).use()
     while True:
         with _registering:
             everything = list(_all)
-        ended = [watched for watched in everything if not watched.look()]
+        ended = [watched for watched in everything if not watched.check()]
         with _registering:
             for watched in ended:
                 _all.remove(watched)
@@ -283,10 +284,10 @@ def _look_at_all(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
 
 
 def _call_all_back(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
-    cupy.cuda.Device(device_id).use()  # callbacks use arrays there
+    cupy.cuda.Device(device_id).use()  # callbacks use arrays on this device
     while (launch := callbacks.get()) is not None:
         launch.call_back()
-        del launch  # its memory must not be kept until the next one
+        del launch  # its memory must not stay allocated until the next launch ends
 
 
 def _call_back(launch: Launch) -> None:
