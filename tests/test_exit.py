@@ -201,7 +201,11 @@ def test_a_process_ends_and_the_other_rank_is_told(how: str, leaver: int) -> Non
     if code in (0, 3, 4, 5, 6):
         errors = left.errors.splitlines()
         if how == "pending, abort":  # the other rank may have gone, and what pends have failed, before this one ends
-            errors = [line for line in errors if "failed, and its future was never asked: RankFailed" not in line]
+            errors = [
+                line
+                for line in errors
+                if "failed, and its future was never asked for the result: RankFailed" not in line
+            ]
         assert (errors, told.errors) == ([], "")
 
 

@@ -30,7 +30,7 @@ def submit(comm: Any, run: Callable[[], Any]) -> gs.CollectiveFuture:
     return collective_queue.submit(comm._lifetime, "a test", run)
 
 
-LOST = "a test failed, and its future was never asked: RankFailed: rank 1 died"
+LOST = "a test failed, and its future was never asked for the result: RankFailed: rank 1 died"
 
 
 def test_a_failure_that_nobody_asks_for_is_logged_at_the_end_of_the_program() -> None:

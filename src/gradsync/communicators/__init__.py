@@ -1,1 +1,1 @@
-"""How ranks move bytes: the contract, and a room for each backend."""
+"""Communicators: the interface of the backends in backend.py, and one folder for each backend."""

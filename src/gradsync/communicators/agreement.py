@@ -1,7 +1,7 @@
-"""Agreements: a collective as an 8-byte digest, which the ranks compare, and as a description for PlanMismatch.
+"""Agreements: each collective has an 8-byte digest, which the ranks compare, and a description for PlanMismatch.
 
-After a mismatch each rank sends its description to the others. Each rank then makes the error from the fields of all
-descriptions: see mismatch.py.
+After a mismatch each rank sends its description to the others. Each rank then makes the error from the descriptions of
+all ranks: see mismatch.py.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ try:
 except ImportError:
     from hashlib import blake2b
 
-_MOST_BYTES_OF_OTHERS = 2048  # because the descriptions of the ranks have little room in shared memory
+_MOST_BYTES_OF_OTHERS = 2048  # because shared memory has little room for the descriptions of all ranks
 _SHORTENED_TO_CHARACTERS = 100
 
-#: Replaces a number of rows that may differ between ranks.
+#: In a shape, replaces a number of rows that may differ between ranks.
 ROWS = "rows"
 
 Shape = tuple[int | str, ...]
@@ -35,11 +35,11 @@ Shape = tuple[int | str, ...]
 
 
 class _OnBehalf(threading.local):
-    """The line of the program for which a thread of gradsync runs a collective.
+    """The origin of the collective that a thread of gradsync runs for another thread.
 
     Attributes:
-        submitted_at: the line that has submitted the collective.
-        thread: the identifier of the program's thread that waits for it.
+        submitted_at: the line of the program that has submitted the collective.
+        thread: the identifier of the thread that waits for the collective.
     """
 
     submitted_at: Caller | None = None
@@ -50,25 +50,25 @@ on_behalf = _OnBehalf()
 
 
 class CallSite(NamedTuple):
-    """The program's line that called a collective.
+    """The line of the user's program that called a collective.
 
     Attributes:
-        line: e.g. "train.py:41 in step"; "" if it is not known.
-        relation: the relation of the collective to that line, e.g. "submitted at".
+        line: the file, the line number and the function, e.g. "train.py:41 in step"; "" if the line is not known.
+        relation: the words between the collective and the line in errors: "at" or, e.g., "submitted at".
     """
 
     line: str = ""
     relation: str = "at"
 
     def __str__(self) -> str:
-        """Returns e.g. "at train.py:41 in step"; "" if the line is not known."""
+        """Returns the relation and the line, e.g. "at train.py:41 in step"; "" if the line is not known."""
         return f"{self.relation} {self.line}" if self.line else ""
 
 
 def find_call_site() -> CallSite:
-    """Returns the line that calls the current collective.
+    """Returns the line of the user's program that called the current collective.
 
-    Call it only while the collective has not returned, e.g. after a mismatch: then the stack has the line.
+    Call this function only before the collective returns, because it reads the line from the stack.
     """
     if on_behalf.submitted_at is not None:
         return CallSite(str(on_behalf.submitted_at), "submitted at")
@@ -84,8 +84,8 @@ class Item(NamedTuple):
 
     Attributes:
         name: the array's name, or the line of text.
-        dtype: the array's dtype; "" for a line of text.
-        shape: the array's shape; None for a line of text, and if the array is absent (dtype "None").
+        dtype: the array's dtype; "" for a line of text; "None" if there is no array.
+        shape: the array's shape; None if there is no array, or for a line of text.
     """
 
     name: str
@@ -93,17 +93,17 @@ class Item(NamedTuple):
     shape: Shape | None = None
 
     def __str__(self) -> str:
-        """Returns e.g. "'w': float32[3, 4]"."""
+        """Returns the item as text, e.g. "'w': float32[3, 4]"."""
         return f"{self.name}: {_array_text(self.dtype, self.shape)}" if self.dtype else self.name
 
 
 class StepSoFar(NamedTuple):
-    """The step of one rank, up to an event.
+    """The state of one rank's training step at an event of the step: a bucket, or the end of the step.
 
     Attributes:
-        others: the gradients that the rank has handed over for later events.
-        has_ended: whether the rank has handed over all of its gradients.
-        sizes: the limits of the rank's bucket sizes, by option.
+        others: the gradients that the rank has passed to gradsync but not yet reduced, without those of the event.
+        has_ended: whether the rank has passed all of its gradients.
+        sizes: pairs of an option for bucket sizes and its value on the rank.
     """
 
     others: tuple[Item, ...] = ()
@@ -115,20 +115,22 @@ class Description(NamedTuple):
     """The collective that one rank was about to run.
 
     Attributes:
-        what: the collective, or the event, e.g. "all_reduce".
+        what: the name of the collective, e.g. "all_reduce", or the event of a step in words.
         dtype: the array's dtype; "" if the collective has no array, or several.
-        shape: the array's shape, if there is a dtype.
-        detail: anything else that must be equal on all ranks, e.g. "sum".
-        items: the collective's arrays, or lines of text, from number `first` on, as many as fit.
-        item: the name of each item, with {} for its number.
-        kind: "bucket" or "flush" of a step of gradients, or a callback's "first use"; "" otherwise.
+        shape: the array's shape; None if `dtype` is "".
+        detail: all other arguments that must be equal on all ranks, e.g. the operator "sum".
+        items: the collective's arrays, or lines of text. The first ones may have been removed because they are equal
+            on all ranks, and the last ones because the message had no room.
+        item: the words for one item in errors, with {} for its index, e.g. "line {}".
+        kind: the kind of an event of AllreduceCallback: "bucket", "flush" (the end of a step) or "first use"; "" for
+            every other collective.
         callback: the callback's name in errors; "" if there is only one callback.
-        made_at: the line that made the callback; only shown with `callback`.
-        settings: the options of the callback, and their values.
+        made_at: the line of the program that made the callback. Errors show it only if `callback` is not "".
+        settings: pairs of an option of the callback and its value.
         others, has_ended: see StepSoFar.
-        item_count: the number of all items and others, including those that did not fit.
-        call_site: the rank's line of code.
-        first: the number of the first item.
+        item_count: the total of items and others, with those that the message had no room for.
+        call_site: the line of the rank's program that called the collective.
+        first: the index of `items[0]` among all items of the collective.
     """
 
     what: str
@@ -149,7 +151,7 @@ class Description(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether items or others are missing, because they did not fit."""
+        """Whether some items or others are missing, because the message had no room for them."""
         return self.first + len(self.items) + len(self.others) < self.item_count
 
     @property
@@ -161,20 +163,21 @@ class Description(NamedTuple):
         return f"{self.what}{array}{detail}{callback}"
 
     def __str__(self) -> str:
-        """Returns e.g. "all_reduce of float64[3] (sum), at train.py:41 in step"."""
+        """Returns the headline and the line of code, e.g. "all_reduce of float64[3] (sum), at train.py:41 in step"."""
         return f"{self.headline}, {self.call_site}" if self.call_site.line else self.headline
 
     def lines(self) -> list[str]:
-        """Returns the headline, and a line for each item."""
+        """Returns the headline, then one line for each item."""
         return [self.headline, *map(str, self.items)]
 
     def to_lines(self, head_bytes: int) -> list[str]:
-        """Returns the description for the other ranks, as lines of ASCII text; the text may be cut off at its end.
+        """Returns the description as lines of ASCII text, to be sent to the other ranks.
 
-        The first line has all fields but the items, and each further line has one item, all as JSON.
+        Each line is JSON. The first line has all fields but the items, and each further line has one item. `from_text`
+        also reads a text whose end is cut off.
 
         Args:
-            head_bytes: the limit for the first line, at least 2 KiB; if necessary, its texts are shortened.
+            head_bytes: the largest size of the first line, at least 2 KiB. The fields of a longer line are shortened.
         """
         import json  # imported here to keep the start of a rank short
 
@@ -189,12 +192,17 @@ class Description(NamedTuple):
         return [head, *map(json.dumps, self.items)]
 
     def to_text(self, limit_bytes: int) -> str:
-        """Returns the lines of `to_lines` as one text for `from_text`, of limited size."""
+        """Returns the lines of `to_lines` as one text of at most `limit_bytes`, for `from_text`."""
         return "\n".join(self.to_lines(limit_bytes))[:limit_bytes]
 
     @classmethod
     def from_text(cls, text: str, first: int = 0) -> Description:
-        """Returns the description in a text of another rank, whose items begin with number `first`."""
+        """Parses the text that another rank has made with `to_text`, and returns that rank's description.
+
+        Args:
+            text: the other rank's text. Its end may be cut off.
+            first: the index of the text's first item among all items of the collective.
+        """
         import json  # imported here to keep the start of a rank short
 
         head, *lines = text.split("\n")
@@ -226,7 +234,7 @@ _UNREADABLE = ValueError, TypeError, OverflowError, RecursionError
 
 
 def _whole_items(lines: Sequence[str], load: Callable[[str], Any]) -> tuple[Item, ...]:
-    """Returns the items in some lines, up to a line that was cut off."""
+    """Parses one item from each line, up to a line that was cut off; returns the items."""
     items = []
     for line in lines:
         try:
@@ -257,18 +265,19 @@ def _array_text(dtype: object, shape: Shape | None) -> str:
 
 
 class Agreement(NamedTuple):
-    """One event on which all ranks must agree.
+    """One event on which all ranks must agree: a collective, or an event of a step.
 
     Attributes:
-        digest: 64 bits; equal on two ranks if, and in practice only if, they run the same event.
-        describe: returns the description for the error; called only after a mismatch, and for the flight recorder's
-            dumps.
-        event: position among the events of a step; None outside of a step.
-        summarise: returns the line for the flight recorder; called only when the recorder is read. None takes the
-            description's headline. Neither function keeps an array alive.
-        is_message: whether it is a message between two ranks, which does not count among the group's collectives.
-        make_facts: returns the fields for the flight recorder's dumps; None if there are none.
-        so_far: returns the step of this rank up to this event; not called after the event. None outside of a step.
+        digest: a 64-bit number. Two ranks have equal digests if they run the same event, and in practice only then.
+        describe: a function that returns the description for the error. It is called only after a mismatch, and for
+            the flight recorder's dumps. It must not keep an array alive.
+        event: the event's index in its step, from 0; None outside of a step.
+        summarise: a function that returns the event in one line, called when the flight recorder is read. It must not
+            keep an array alive. None: the line is the description's headline.
+        is_message: whether the event is a message between two ranks. Messages are not counted as collectives.
+        make_facts: a function that returns fields for the flight recorder's dumps; None if there are no fields.
+        so_far: a function that returns the state of this rank's step at this event. It is not called after the event.
+            None outside of a step.
     """
 
     digest: int
@@ -288,14 +297,15 @@ class Agreement(NamedTuple):
         return {} if self.make_facts is None else self.make_facts()
 
     def lines(self) -> list[str]:
-        """Returns all that the ranks must agree on, as text, for the flight recorder's dumps."""
+        """Returns the description as lines of text, for the flight recorder's dumps."""
         return self.describe().lines()
 
     def described(self, call_site: CallSite | None = None) -> Description:
-        """Returns the description for the other ranks.
+        """Returns the description that this rank sends to the other ranks.
 
         Args:
-            call_site: the line of the program that ran the event, if the event is over; None takes the current line.
+            call_site: the line of the program that ran the event, if the event is over. None: the event still runs,
+                and its line is read from the stack.
         """
         described = self.describe()
         if call_site is not None:
@@ -308,7 +318,7 @@ class Agreement(NamedTuple):
 
 
 def digest_of(*parts: object) -> int:
-    """Returns a 64-bit digest of the parts' reprs, the same in every process."""
+    """Returns a 64-bit digest of repr() of the parts. Equal parts have equal digests in all processes."""
     text = "\x1f".join(map(repr, parts))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -322,13 +332,13 @@ def agreement_on(
     *,
     is_message: bool = False,
 ) -> Agreement:
-    """Returns the agreement on a single collective; cached, because loops repeat their collectives.
+    """Returns the agreement on one collective. The agreements are cached, because programs repeat their collectives.
 
     Args:
         collective: the collective's name.
-        shape: the arrays' shape; ROWS replaces a number of rows that may differ between ranks.
-        dtype: the arrays' dtype. Dtypes that compare equal give equal agreements.
-        detail: anything else that must be equal on all ranks.
+        shape: the arrays' shape, with ROWS in place of a number of rows that may differ between ranks.
+        dtype: the arrays' dtype. Dtypes that compare equal give equal digests.
+        detail: all other arguments that must be equal on all ranks, as text.
         is_message: see Agreement.
     """
     dtype = None if dtype is None else _plain(dtype)
@@ -344,7 +354,7 @@ def agreement_on(
 
 
 def _summary(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, detail: str) -> str:
-    """Returns e.g. "all_reduce(sum) float32[256, 1000] 1.02 MB"."""
+    """Returns the collective in one line, e.g. "all_reduce(sum) float32[256, 1000] 1.02 MB"."""
     title = f"{collective}({detail})" if detail else collective
     if dtype is None:
         return title
@@ -365,7 +375,7 @@ def _facts(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, de
 
 
 def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns a dtype without details in which equal dtypes, and so their texts, differ: numpy.record, alignment."""
+    """Returns an equal dtype without numpy.record and alignment, so that equal dtypes have equal texts."""
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return np.dtype((_plain(base), shape))

@@ -1,8 +1,8 @@
 """The interface of a backend: the methods that move bytes between the ranks of one communicator.
 
-A `Communicator` has a Backend, and checks all arguments first, so a backend can rely on the preconditions given here.
-All arrays are flat: 1-D, contiguous and on the backend's device. Collectives that do no arithmetic get bytes (uint8).
-docs/architecture.md shows how to write a backend.
+A `Communicator` checks all arguments before it calls its Backend, so a backend can rely on the preconditions given
+here. All arrays are flat: 1-D, contiguous and on the backend's device. Collectives that do no arithmetic get their
+arrays as bytes (uint8). docs/architecture.md shows how to write a backend.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from gradsync.rendezvous.client import RendezvousClient
 
 Shape = tuple[int, ...]
-#: The parts of the ranks in a flat array: rank r has the elements [bounds[r], bounds[r + 1]).
+#: The bounds of the ranks' parts in a flat array: rank r has the elements [bounds[r], bounds[r + 1]).
 Bounds = Sequence[int]
-#: The number of rows of each rank; None: equal numbers; "ask": the ranks exchange them first.
+#: The number of rows of each rank. None: all ranks have equally many. "ask": the ranks first exchange their numbers.
 Sizes = Sequence[int] | Literal["ask"] | None
 
 _INLINE = nullcontext()  # on the CPU the caller's thread runs the collective
@@ -44,8 +44,8 @@ class Message(NamedTuple):
     """One array to send to or receive from another rank.
 
     Attributes:
-        peer: the other rank, as numbered in this communicator.
-        flat: uint8 array, to be sent or to be filled.
+        peer: the other rank's number in this communicator.
+        flat: the uint8 array that is sent, or that receives the message.
         agreement: the message's shape and dtype, which both ranks must agree on.
     """
 
@@ -54,30 +54,31 @@ class Message(NamedTuple):
     agreement: Agreement
 
 
-#: A plan: run(source, target, agreement) runs a collective on C-contiguous arrays of any shape. They may be one array
-#: or overlap in any way: the whole source is read before the target is written.
+#: A plan: run(source, target, agreement) runs a collective on two C-contiguous arrays of any shape. Source and target
+#: may be one array or overlap in any way: the plan reads the whole source before it writes to the target.
 Run = Callable[[Array, Array, Agreement], None]
 
 
 class PreparedList(Protocol):
-    """The prepared all-reduce of one list of arrays; see Backend.prepare."""
+    """The all-reduce of one list of arrays, prepared for repeated calls; see Backend.prepare."""
 
     def run(self, agreement: Agreement) -> None:
-        """Runs `Backend.all_reduce` on the arrays."""
+        """Reduces the current values of the prepared arrays, as `Backend.all_reduce` does."""
 
 
 class ResidentMemory:
-    """This rank's part of the memory for gradients that are reduced in place, without a copy.
+    """Memory of this rank in which gradients are reduced in place, without a copy.
 
-    All ranks make it together (make_resident_memory of for_bucketing.py), with the same size on each rank. Views of
-    `bytes` stay valid, also after the communicator has ended. The shared-memory backend has a subclass of it
+    All ranks call make_resident_memory (for_bucketing.py) together, and each gets memory of the same size. Views of
+    `bytes` stay valid, also after the communicator has ended. The shared-memory backend has a subclass
     (shared_memory/resident.py).
 
     Args:
         data: the memory; see `bytes`.
 
     Attributes:
-        bytes: 1-D uint8 array on the communicator's device, zero at the start, aligned to 64 bytes.
+        bytes: the memory: a 1-D uint8 array on the communicator's device, filled with zeros at first, aligned to 64
+            bytes.
     """
 
     def __init__(self, data: Array) -> None:
@@ -90,11 +91,11 @@ class ResidentMemory:
 
 
 def aligned_zeros(arrays: ArrayKind, size_bytes: int, who: str) -> Array:
-    """Returns zeroed bytes on the communicator's device, for ResidentMemory.
+    """Returns an array of zero bytes on the communicator's device, aligned to 64 bytes, for ResidentMemory.
 
     Args:
-        arrays: the backend's array kind.
-        size_bytes: size of the memory.
+        arrays: the functions for the backend's kind of arrays.
+        size_bytes: the size of the memory.
         who: the beginning of the error message.
 
     Raises:
@@ -113,27 +114,30 @@ def aligned_zeros(arrays: ArrayKind, size_bytes: int, who: str) -> Array:
 class Backend(ABC):
     """Moves bytes between the ranks of one communicator.
 
-    A method that takes an agreement must compare its digest between the ranks before it moves any data. If the digests
-    differ, it must raise PlanMismatch on every rank. Other failures may leave targets in any state; they end the
-    communicator.
+    A method that takes an agreement must compare the agreement's digest between the ranks before it moves any data. If
+    the digests differ, the method must raise PlanMismatch on every rank. Every other failure ends the communicator, and
+    the values of the target arrays are then undefined.
 
     Args:
         client: this rank's rendezvous client, whose members are the communicator's ranks; None for a world of one rank.
         group: the communicator's name; no communicator of this generation has had that name before.
-        timeout_seconds: how long a collective waits for a rank.
+        timeout_seconds: how long a collective waits for another rank.
 
     Attributes:
-        name: "shm", "nccl", ...
+        name: the backend's name: "shm", "nccl", ...
         device: the device of the backend's arrays: "cpu", or a CUDA device such as "cuda:0".
         arrays: the functions for the backend's kind of arrays.
-        runs_beside_host: whether collectives run on a GPU: the methods launch them, and do not wait for their end.
-        begins_with_barrier: whether a new communicator begins with a barrier.
+        runs_beside_host: whether collectives run on a GPU. The methods then launch a collective and do not wait for its
+            end.
+        begins_with_barrier: whether a new communicator runs a barrier as its first collective.
         plans_for: the class of arrays that plans take.
-        force_packing: whether a world of one rank packs lists into a flat buffer and splits it, as NCCL does in larger
-            worlds; for benchmarks of the packing.
-        converts: whether `prepare` supports a Wire; if not, the caller converts the values.
-        finder: collects non-finite values while lists and resident memory are reduced; None if the backend cannot.
-        squares: adds up the squares of results in the same way; None if the backend cannot.
+        force_packing: whether a world of one rank copies a list of arrays to a flat buffer and back, as NCCL does in
+            larger worlds. Benchmarks set it to measure these copies.
+        converts: whether `prepare` accepts a Wire. If not, the caller converts the values before the reduction.
+        finder: the object that collects non-finite values while lists and resident memory are reduced; None if the
+            backend does not support this check.
+        squares: the object that adds up the squares of the results while they are reduced; None if the backend does not
+            support it.
         client, timeout_seconds: see above.
         rank, world_size, ranks, label: as in Communicator.
         recorder: the communicator's flight recorder.
@@ -167,37 +171,41 @@ class Backend(ABC):
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
-        """Reduces each source into its target.
+        """Reduces each source over all ranks, and writes the result to the target with the same index.
 
-        There is at least one source, and all sources have one dtype. Each target has the size and dtype of its source,
-        or is the source itself.
+        There is at least one source, and all sources have the same dtype. Each target has the size and dtype of its
+        source, or is the source itself.
         """
 
     def prepare(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, checks: Checks, wire: Wire | None
     ) -> PreparedList | None:
-        """Returns the prepared `all_reduce` of these very arrays, for repeated calls; None if that gains nothing.
+        """Returns an `all_reduce` prepared for repeated calls with these very arrays; None if that is not faster.
 
-        With a `wire`, which only a backend that `converts` gets, the values travel in that form on all ranks.
+        If `wire` is given, all ranks send and reduce the values in its dtype; only a backend that `converts` gets a
+        `wire`. While it reduces, the backend makes those of the `checks` that it supports: see `finder` and `squares`.
 
-        The backend also makes the `checks` that it has an attribute for. Without checks other ranks may call the
-        unprepared `all_reduce` in the same collective. `release` frees the prepared object's resources.
+        Without checks, some ranks may call the prepared object and others `all_reduce` in the same collective.
+        `release` frees the prepared object's resources.
         """
         return None
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
-        """Reduces the sources into the root's target, which may be the root's source. Other ranks pass target None."""
+        """Reduces the sources of all ranks, and writes the result to the root's target.
+
+        The root's target may be the root's source. The other ranks pass None as target.
+        """
         self.all_reduce([source], [self.arrays.empty_like(source) if target is None else target], op, agreement)
 
     @abstractmethod
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
-        """Reduces the sources, and writes to each rank's target its part of the result.
+        """Reduces the sources of all ranks, and writes each rank's part of the result to that rank's target.
 
         The target may be exactly this rank's part of the source.
         """
 
     def make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
-        """Makes this rank's resident memory. All ranks have agreed on the size.
+        """Allocates this rank's resident memory. All ranks have already agreed on the size.
 
         Raises:
             BackendUnavailable: there is not enough memory.
@@ -218,28 +226,28 @@ class Backend(ABC):
     ) -> None:
         """Reduces a range of resident memory in place. For the arguments see all_reduce_resident of for_bucketing.py.
 
-        The backend also makes the `checks` that it has an attribute for.
+        While it reduces, the backend makes those of the `checks` that it supports: see `finder` and `squares`.
         """
         values = memory.view(begin_bytes, end_bytes, dtype)
         self.all_reduce([values], [values], op, agreement)
         if mean_over is not None:
             self.arrays.divide(values, mean_over)
 
-    # -- Movements, in bytes -----------------------------------------------------------------------------------
+    # -- Collectives without arithmetic: their arrays are bytes ------------------------------------------------
 
     @abstractmethod
     def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
-        """Copies the root's arrays, at least one, into the arrays of the other ranks, which are writable."""
+        """Copies the root's arrays into the writable arrays of the other ranks. There is at least one array."""
 
     @abstractmethod
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
-        """Copies the sources of all ranks to every rank's target, in rank order.
+        """Copies the sources of all ranks into the target of every rank, in rank order.
 
         The source may be exactly this rank's part of the target.
         """
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """Copies the sources of all ranks to the root's target, in rank order. The other ranks pass None as target.
+        """Copies the sources of all ranks into the root's target, in rank order. The other ranks pass None as target.
 
         The root's source may be exactly the root's part of the target.
         """
@@ -247,7 +255,7 @@ class Backend(ABC):
         self.all_gather(source, everything, bounds, agreement)
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """Sends each rank its part of the root's `source`, which is None on the other ranks."""
+        """Copies each rank's part of the root's source into that rank's target. The other ranks pass None as source."""
         everything = self.arrays.scratch(bounds[-1], target.dtype) if source is None else source
         self.broadcast([everything], root, agreement)
         self.arrays.assign(everything[part_of(bounds, self.rank)], target)
@@ -264,113 +272,125 @@ class Backend(ABC):
     ) -> None:
         """Sends part i of every rank's source to rank i.
 
-        `largest` is the size of the largest part that any rank sends to any rank.
+        `largest` is the size in bytes of the largest part that any rank sends to any rank.
         """
 
     @abstractmethod
     def exchange(self, send: Message | None, receive: Message | None) -> None:
-        """Sends a message, receives one, or does both at once."""
+        """Sends one message, receives one message, or does both at the same time."""
 
     @abstractmethod
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Returns the numbers of every rank, by rank. All ranks give equally many int64 numbers. The host waits."""
+        """All-gathers a list of int64 numbers; returns the list of each rank, in rank order.
 
-    # -- Plans for repeated calls with whole arrays and equal parts; None if the methods above are as fast ------------
-    # In one collective some ranks may run a plan, and others the methods above. `release` frees the plans' resources.
+        All lists have the same length. The method returns when the numbers are in host memory.
+        """
+
+    # -- Plans for repeated calls with one whole array and equal parts -----------------------------------------
+    # A method returns None if a plan would not be faster than the methods above. In one collective some ranks may run a
+    # plan, and others the methods above. `release` frees the plans' resources.
 
     def takes(self, array: Array) -> bool:
-        """Whether a plan may write to an array of the class `plans_for`; not called for NumPy arrays."""
+        """Whether a plan may write to this array of the class `plans_for`. It is not called on the CPU."""
         return True
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
-        """Plans `all_reduce` of one array with `size` elements."""
+        """Returns a plan for `all_reduce` of one array with `size` elements."""
         return None
 
     def plan_reduce_scatter(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
-        """Plans `reduce_scatter` of an array with `size` elements."""
+        """Returns a plan for `reduce_scatter` of an array with `size` elements."""
         return None
 
     def plan_broadcast(self, size_bytes: int, root: int) -> Run | None:
-        """Plans `broadcast` of one array of `size_bytes`: the source on the root, the target on the other ranks."""
+        """Returns a plan for `broadcast` of one array of `size_bytes`.
+
+        The root's array is the plan's source; on the other ranks the array is the plan's target.
+        """
         return None
 
     def plan_all_gather(self, size_bytes: int) -> Run | None:
-        """Plans `all_gather` of one array of `size_bytes` from each rank."""
+        """Returns a plan for `all_gather` of one array of `size_bytes` from each rank."""
         return None
 
     def plan_all_to_all(self, size_bytes: int) -> Run | None:
-        """Plans `all_to_all` of one array of `size_bytes` on each rank."""
+        """Returns a plan for `all_to_all` of one array of `size_bytes` on each rank."""
         return None
 
     # -- Agreement and barrier ---------------------------------------------------------------------------------
 
     @abstractmethod
     def agree(self, agreement: Agreement) -> None:
-        """Raises PlanMismatch if the ranks' digests differ; may wait for the other ranks."""
+        """Raises PlanMismatch if the digests of the ranks differ. May wait for the other ranks."""
 
     def barrier(self, agreement: Agreement) -> None:
-        """Waits for all ranks, and raises PlanMismatch if their digests differ."""
+        """Waits until all ranks have called this method. Raises PlanMismatch if their digests differ."""
         self.agree(agreement)
 
     def agree_always(self) -> None:
-        """Begins the debug mode: from now on all ranks agree on every collective before data moves."""
+        """Turns on the debug mode: from now on the ranks compare their digests before each collective moves data."""
 
     # -- Groups ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def connect_group(self, members: tuple[int, ...], name: str) -> Backend:
-        """Returns the backend of a new group. Only the group's members call it.
+        """Returns the backend of a new group. Only the group's members call this method.
 
-        `members` are their ranks in this communicator; member i gets rank i in the group.
+        Args:
+            members: the members' ranks in this communicator; members[i] has rank i in the group.
+            name: the name of the group.
         """
 
     def split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> Backend | None:
-        """Returns the backend of the group that this rank joins in a split, or None. Every rank must call it.
+        """Returns the backend of the group that this rank joins in a split; None if it joins no group.
+
+        Every rank of this communicator must call it.
 
         Args:
-            color: a small number for the group, or NO_COLOR if this rank joins none.
+            color: the index of the group among the groups of the split, or NO_COLOR if this rank joins no group.
             key: this rank's number in the group.
-            members, name: see connect_group; empty for NO_COLOR.
+            members, name: as for connect_group; both are empty if this rank joins no group.
         """
         return self.connect_group(members, name) if members else None
 
     def raise_if_ended(self, missing: list[int]) -> None:
-        """Raises RankFailed if a rank has aborted the communicator, or one of the missing ranks has closed it.
+        """Raises RankFailed if any rank has aborted the communicator, or one of the `missing` ranks has closed it.
 
-        Called while no collective holds the communicator. It need not check for failures at the rendezvous server.
+        It is called while this communicator runs no collective. It need not ask the rendezvous server for failures.
         """
 
     def make_host_path(self) -> HostPath:
-        """Returns the path for Python objects; all ranks make it at the first collective on objects.
+        """Returns the object that moves pickled Python objects between the ranks in host memory.
 
-        A backend whose arrays live on a GPU returns one that does not use the GPU.
+        All ranks call this method in their first collective on objects. The backend itself is the host path if its
+        arrays are in host memory.
         """
         return self
 
     # -- Launching ---------------------------------------------------------------------------------------------
 
     def checked_stream(self, stream: Any, what: str) -> Any:
-        """Returns a caller's stream in the form that `launching` takes; unused on the CPU.
+        """Checks the caller's stream, and converts it to the type that `launching` takes. Does nothing on the CPU.
 
-        Called before the collective begins, because a wrong stream is a mistake of one caller only.
+        It is called before the collective begins, so that a wrong stream is an error on this rank only.
 
         Raises:
-            InvalidArgument: not a stream, a stream of another device, or the stream or the current one is capturing a
-                CUDA graph.
+            InvalidArgument: `stream` is not a stream, or belongs to another device; or this stream or the current one
+                is capturing a CUDA graph.
         """
         return stream
 
     def launching(
         self, stream: Any, producers: Sequence[Any] | None = None
     ) -> AbstractContextManager[Completion | None]:
-        """Returns a context for the methods that move data.
+        """Returns the context manager in which the methods that move data are called.
 
-        On a GPU the context gives the Completion of their work, on the CPU None.
+        On a GPU its __enter__ returns the Completion of the work that these methods launch; on the CPU it returns None.
 
         Args:
             stream: the stream for the work; None is the current stream.
-            producers: marks (see mark_work) of work that must end first: the methods then use the communicator's own
-                stream. None if there are no marks: they use `stream`.
+            producers: marks (see mark_work) of the work that must end before this work begins. If it is a sequence,
+                also an empty one, the work runs on the communicator's own stream; if it is None, on `stream`.
         """
         return _INLINE
 
@@ -378,27 +398,27 @@ class Backend(ABC):
         """Holds references to arrays until the current launch has ended, so that their memory is not reused."""
 
     def bring_back(self, flat: Array, native: Array, launch: Any) -> None:
-        """Copies the values of `flat` to `native`, within `launching`, unless `flat` is a view of it."""
+        """Copies the values of `flat` to `native`, unless `flat` is a view of `native`. Call it within `launching`."""
         self.arrays.write_back(flat, native)
 
     def await_host_results(self, launch: Any) -> None:
-        """Waits until the results of a launch that belong in host memory are there."""
+        """Waits until the launch has written those of its results that are host arrays."""
 
     def mark_work(self) -> Any:
-        """Returns a mark of the caller's work so far, for `follow_work`; None on the CPU."""
+        """Returns a mark, for `follow_work`, of the work on the current stream so far; None on the CPU."""
         return None
 
     def mark_end(self) -> Completion | None:
-        """Returns the end of the caller's work so far, for a future; None on the CPU."""
+        """Returns a Completion, for a future, of the work on the current stream so far; None on the CPU."""
         return None
 
     def follow_work(self, marks: Sequence[Any]) -> None:
-        """Makes the current stream wait for the marked work."""
+        """Makes the current stream wait for the work that `mark_work` has marked."""
 
     # -- Ending ------------------------------------------------------------------------------------------------
 
     def drain(self) -> GradsyncError | None:
-        """Waits a bounded time for launched work, before close(); returns the work's error, or None."""
+        """Waits a limited time for the launched work, before close(). Returns the work's error, or None."""
         return None
 
     def announce_close(self) -> None:
@@ -408,33 +428,33 @@ class Backend(ABC):
         """Announces to the other ranks that they must stop. Must not block nor raise."""
 
     def await_announced(self) -> None:
-        """Waits a bounded time until the announcement of the end is sent; the last step of close()."""
+        """Waits a limited time until the announcement of the end has been sent. It is the last step of close()."""
 
     def release(self) -> None:
-        """Frees descriptors, memory and threads. Called once, with no collective running; must not block."""
+        """Frees file descriptors, memory and threads. Called once, while no collective runs. Must not block."""
 
 
 class HostPath(Protocol):
-    """Moves bytes in host memory between ranks, for Python objects; see the methods of Backend with these names."""
+    """Moves pickled Python objects between ranks in host memory. For its methods see those of Backend."""
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement, /) -> list[list[int]]:
-        """Agrees on the collective; returns the numbers of every rank."""
+        """Compares the agreement, and all-gathers a list of numbers; returns the list of each rank, in rank order."""
 
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement, /) -> None:
-        """Copies the parts of all ranks to every rank's target."""
+        """Copies the sources of all ranks into the target of every rank, in rank order."""
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement, /) -> None:
-        """Copies the parts of all ranks to the root's target."""
+        """Copies the sources of all ranks into the root's target, in rank order."""
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement, /) -> None:
-        """Copies each rank's part of the root's source to that rank's target."""
+        """Copies each rank's part of the root's source into that rank's target."""
 
 
 def checked_rank(backend: Backend, what: str, name: str, rank: object) -> int:
-    """Returns the rank in the argument called `name`.
+    """Returns an argument that must be a rank, as an int; `name` is the argument's name for the error.
 
     Raises:
-        InvalidArgument: it is not a rank of the communicator.
+        InvalidArgument: the argument is not a rank of the communicator.
     """
     number = integer_of(rank)
     if number is None or not 0 <= number < backend.world_size:
@@ -443,31 +463,31 @@ def checked_rank(backend: Backend, what: str, name: str, rank: object) -> int:
 
 
 def rank_range(backend: Backend) -> str:
-    """Returns the range of valid ranks, for errors."""
+    """Returns the range of valid ranks as text for errors, e.g. "0 to 3"."""
     within = ", numbered within the group" if "group" in backend.label else ""
     return f"0 to {backend.world_size - 1}{within}"
 
 
 def part_of(bounds: Bounds, rank: int) -> slice:
-    """Returns the slice of one rank's part."""
+    """Returns the slice of a flat array that is one rank's part."""
     return slice(bounds[rank], bounds[rank + 1])
 
 
 def largest_part(bounds: Bounds) -> int:
-    """Returns the elements of the largest part."""
+    """Returns the number of elements of the largest part."""
     return max([end - begin for begin, end in pairwise(bounds)])
 
 
 def row_shape(shape: Shape) -> Shape:
-    """Returns the shape with a first axis: a 0-d array is one row."""
+    """Returns the shape as rows along a first axis: (1,) for a 0-d array, else the shape itself."""
     return shape or (1,)
 
 
 def bounds_of(sizes: Sequence[int], row: int) -> Bounds:
-    """Returns the bounds of parts with `sizes` rows of `row` elements."""
+    """Returns the bounds of the ranks' parts; rank r has sizes[r] rows, each of `row` elements."""
     return (0, *accumulate([size * row for size in sizes]))
 
 
 def row_elements(shape: Shape) -> int:
-    """Returns the elements in one row of an array of that shape, which has a first axis."""
+    """Returns the number of elements in one row of an array with this shape, which is not ()."""
     return prod(shape[1:])

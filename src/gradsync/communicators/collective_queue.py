@@ -1,11 +1,12 @@
 """Queues of asynchronous collectives. A queue runs its collectives in its own thread, in the order of submission.
 
-Each thread that submits has a queue. The collectives of a thread run in the program's order, and a blocking collective
-waits until the thread's queue is empty. Collectives of different threads have no order that is the same on every rank,
-so one queue for all threads could make ranks wait for each other in a circle. Only the collectives of one communicator
-keep their order across threads.
+Each thread of the program that submits collectives has a queue of its own. So its collectives run in the order of the
+program, and its blocking collectives first wait until its queue is empty. The collectives of different threads have no
+common order that is the same on every rank: with one queue for all threads, ranks could wait for each other in a
+circle. Only the collectives of one communicator keep their order across threads.
 
-If no code asks a failed future for its result, the failure is logged in the end, as in asyncio.
+If the program never asks a failed future for its result, gradsync logs the failure when the future is deleted, as
+asyncio does.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class QueuedLifetime(Protocol):
     """The part of a communicator's Lifetime that the queues use.
 
     Attributes:
-        submitting: a reentrant lock, held while a collective is submitted.
-        last_job: the last submitted collective, until it is over.
+        submitting: a reentrant lock. A thread holds it while it submits a collective.
+        last_job: the communicator's last submitted collective; None if that has ended.
     """
 
     submitting: Any
@@ -48,7 +49,7 @@ class QueuedLifetime(Protocol):
         """This rank's name in errors."""
 
     def ended_error(self, what: str) -> CommunicatorClosed:
-        """Returns the error of a collective, named `what`, after the communicator's end."""
+        """Returns the error for a collective, named `what`, that was called after the communicator's end."""
 
     def abort(self, reason: str, culprit: int | None) -> None:
         """Ends the communicator for all ranks."""
@@ -61,8 +62,8 @@ class _ThreadState(threading.local):
     """The state of the calling thread.
 
     Attributes:
-        queue: the queue for the thread's collectives.
-        is_serving: whether the thread is a queue's own thread.
+        queue: the queue for collectives that this thread submits; None if it has submitted none.
+        is_serving: whether this thread is the worker thread of a queue.
     """
 
     queue: CollectiveQueue | None = None
@@ -73,7 +74,7 @@ _this_thread = _ThreadState()
 
 
 def unfinished_jobs() -> list[Job]:
-    """Returns the submitted jobs that are not over, in order."""
+    """Returns the submitted jobs that have not ended, in the order of submission."""
     return [job for job in list(pending.values()) if isinstance(job, Job)]
 
 
@@ -81,16 +82,16 @@ class Job:
     """One collective in a queue.
 
     Args:
-        end: the collective's end.
-        lifetime: its communicator's lifetime.
+        end: the object that gives the future the collective's result or error.
+        lifetime: the lifetime of the collective's communicator.
         what: the collective's name in errors.
-        run: runs the collective.
-        submitted_at: the line of the program that submitted it.
-        previous: the communicator's job before this one, perhaps in another queue.
+        run: a function that runs the collective and returns its result.
+        submitted_at: the line of the program that submitted the collective.
+        previous: the job that was submitted to the same communicator before this one, perhaps in another queue.
 
     Attributes:
         end, lifetime, what: see above.
-        has_begun: whether the collective runs, or has run.
+        has_begun: whether the collective has begun; it may have ended.
     """
 
     __slots__ = ("_not_over", "_previous", "_run", "_submitted_at", "end", "has_begun", "lifetime", "what")
@@ -117,11 +118,11 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The collective's name in errors of its future."""
+        """This rank's name and the collective's name, for the errors of the future."""
         return f"{self.lifetime.label}: {self.what}"
 
     def run(self) -> None:
-        """Runs the collective, unless its future has failed, and its done-callbacks; never raises."""
+        """Runs the collective, unless its future has failed already. Then runs the done-callbacks. Never raises."""
         try:
             if self._previous is not None:
                 self._previous.wait()
@@ -131,7 +132,7 @@ class Job:
         except BaseException as error:  # SystemExit too: the thread has other jobs
             _log.error("a done-callback of %s raised %s", self.name, describe(error))
         finally:
-            del self._run  # it holds the caller's arrays
+            del self._run  # the function holds the caller's arrays
             self._previous = None
             with self.lifetime.submitting:
                 if self.lifetime.last_job is self:  # a reference would keep the result alive
@@ -145,7 +146,7 @@ class Job:
             pass
 
     def wait_until(self, deadline: float) -> None:
-        """Waits as `wait`, up to a deadline of time.monotonic()."""
+        """Waits as `wait` does, at most until time.monotonic() reaches the deadline."""
         if self._not_over.acquire(timeout=max(0.0, deadline - time.monotonic())):
             self._not_over.release()
 
@@ -159,11 +160,11 @@ class Job:
             self.end.finish(result, None)
 
     def _prepare_to_raise(self, error: BaseException) -> LostFailure | None:
-        """Prepares an error for the future; returns the log entry in case no code asks the future."""
-        traceback.clear_frames(error.__traceback__)  # they hold the caller's arrays
+        """Removes frames from the error's traceback. Returns the log entry that is used if no code asks the future."""
+        traceback.clear_frames(error.__traceback__)  # the frames hold the caller's arrays
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next  # drops this job's frame, which holds the end
-        if isinstance(error, CommunicatorClosed):  # the failure that closed the communicator was reported
+        if isinstance(error, CommunicatorClosed):  # the failure that ended the communicator has been reported
             return None
         return LostFailure(self.name, error, self.lifetime)
 
@@ -172,35 +173,37 @@ class Job:
 
 
 class LostFailure:
-    """A failure in a future: logged when the future is deleted, unless some code has asked the future.
+    """The log entry of a failed future. It is logged when the future is deleted, unless some code has got the failure.
 
     Args:
         name: the collective's name in errors.
-        error: the failure.
-        lifetime: its communicator's lifetime; closing that communicator logs the failure too.
+        error: the future's error.
+        lifetime: the lifetime of the future's communicator. The entry is also logged when the communicator is closed.
     """
 
     __slots__ = ("__weakref__", "_lifetime", "_text")
 
     def __init__(self, name: str, error: BaseException, lifetime: QueuedLifetime) -> None:
         self._lifetime = weakref.ref(lifetime)
-        self._text = "" if _is_ending else f"{name} failed, and its future was never asked: {describe(error)}"
+        self._text = (
+            "" if _is_ending else f"{name} failed, and its future was never asked for the result: {describe(error)}"
+        )
         with _registering:
             _all.add(self)
         _register_exit()
 
     def forget(self) -> None:
-        """Drops the log entry: some code has got the failure."""
+        """Drops the text of the log entry, because some code has got the failure."""
         self._text = ""
 
     def log(self) -> None:
-        """Logs the failure, once; not if the program ends with an exception, which is more important."""
+        """Logs the failure once. Logs nothing if the program ends with an exception, because that is more important."""
         text, self._text = self._text, ""
         if text and uncaught_error() is None:
             _log.error("%s", text)
 
     def is_of(self, lifetime: QueuedLifetime) -> bool:
-        """Whether it is a failure of this communicator."""
+        """Whether the failed collective was one of the communicator that has this lifetime."""
         return self._lifetime() is lifetime
 
     def __del__(self) -> None:
@@ -213,7 +216,11 @@ _is_ending = False  # whether the program is ending
 
 
 def log_lost(lifetime: QueuedLifetime | None = None) -> None:
-    """Logs the failures that no code has asked for, of one communicator or of all."""
+    """Logs the failures of futures that no code has asked for their results.
+
+    Args:
+        lifetime: the lifetime of the communicator whose failures are logged; None: those of all communicators.
+    """
     if _all:
         with _registering:
             lost = list(_all)
@@ -226,10 +233,12 @@ def log_lost(lifetime: QueuedLifetime | None = None) -> None:
 
 
 class CollectiveQueue:
-    """The queue of one thread. Its worker thread starts with the first job, and ends after 1 s without jobs.
+    """The queue of collectives that one thread submits, and the worker thread that runs them.
+
+    The worker thread starts with the first job, and ends after 1 s without jobs.
 
     Attributes:
-        last: the last submitted job; None while the queue is idle.
+        last: the last submitted job; None once all jobs have ended.
     """
 
     def __init__(self) -> None:
@@ -246,14 +255,14 @@ class CollectiveQueue:
             self._begin_serving()
             end = CollectiveEnd()
             job = Job(end, lifetime, what, run, caller(), lifetime.last_job)
-            self._jobs.append(job)  # first: after Ctrl-C here the job still runs, and no wait is left without its job
+            self._jobs.append(job)  # first, because Ctrl-C may come here: nothing may wait for a job that never runs
             pending[job] = job
             self.last = lifetime.last_job = job
             self._changed.notify()
         return CollectiveFuture(job.name, end)
 
     def end(self) -> None:
-        """Ends the thread as soon as the queue is empty; waits 0.2 s at most."""
+        """Makes the worker thread end once the queue is empty; waits up to 0.2 s for the thread's end."""
         with self._lock:
             self._idle_seconds = 0.0
             self._changed.notify()
@@ -274,10 +283,10 @@ class CollectiveQueue:
             pass
 
     def _run_next(self) -> bool:
-        """Waits for the next job and runs it; returns False if there was none for 1 s."""
+        """Waits for the next job and runs it. Returns False if no job has come within 1 s."""
         with self._lock:
             if not self._jobs:
-                self.last = None  # it may hold the last reference to a communicator
+                self.last = None  # the job may hold the last reference to a communicator
                 self._changed.wait(self._idle_seconds)
             if not self._jobs:
                 self._thread = None
@@ -293,15 +302,16 @@ _is_registered = False
 
 
 def submit(lifetime: QueuedLifetime, what: str, run: Callable[[], Any]) -> CollectiveFuture:
-    """Appends a collective to the calling thread's queue, and returns its future.
+    """Appends a collective to the calling thread's queue, and returns the collective's future.
 
     Args:
-        lifetime: the communicator's lifetime.
+        lifetime: the lifetime of the collective's communicator.
         what: the collective's name in errors.
-        run: runs the collective and returns its result.
+        run: a function that runs the collective and returns its result.
 
     Raises:
-        InvalidArgument: this is a done-callback, or a done-callback has tried to run a collective; see check_may_call.
+        InvalidArgument: the caller is a done-callback, or an earlier done-callback has tried to run a collective; see
+            check_may_call.
     """
     if pending:
         check_may_call(lifetime.label, what)
@@ -311,10 +321,10 @@ def submit(lifetime: QueuedLifetime, what: str, run: Callable[[], Any]) -> Colle
 
 
 def await_earlier(lifetime: QueuedLifetime, what: str) -> None:
-    """Waits before a blocking collective, named `what`, for the collectives submitted before it.
+    """Waits, before a blocking collective named `what`, for the collectives that were submitted earlier.
 
-    It waits for this thread's collectives, and for the same communicator's collectives of any thread. Ctrl-C ends the
-    wait.
+    It waits for the collectives that this thread has submitted, and for those that any thread has submitted to the same
+    communicator. Ctrl-C ends the wait.
 
     Raises:
         InvalidArgument: as for submit; also if a done-callback has tried to run a collective during the wait.
@@ -329,15 +339,18 @@ def await_earlier(lifetime: QueuedLifetime, what: str) -> None:
 
 
 def await_submitted(lifetime: QueuedLifetime) -> None:
-    """Waits for the collectives that any thread has submitted for one communicator; not in a done-callback."""
+    """Waits for the collectives that any thread has submitted to one communicator.
+
+    In a queue's worker thread it does nothing, because the thread would wait for itself.
+    """
     if not _this_thread.is_serving and (last := lifetime.last_job) is not None:
         last.wait()
 
 
 def fail_submitted(lifetime: QueuedLifetime) -> None:
-    """Fails the submitted collectives of an ended communicator that have not begun, at once and in order.
+    """Fails, in order, the futures of an ended communicator whose collectives have not begun.
 
-    In a queue's own thread it does nothing: the later collectives fail by themselves when they run.
+    In a queue's worker thread it does nothing, because these collectives will fail when the thread runs them.
     """
     if _this_thread.is_serving:
         return
@@ -347,9 +360,10 @@ def fail_submitted(lifetime: QueuedLifetime) -> None:
 
 
 def _register_exit() -> None:
-    """Registers the end of the queues at the interpreter's exit, before the process group's exit handler.
+    """Registers the exit handler that ends the queues. It runs before the process group's exit handler.
 
-    That handler closes communicators in order, and would wait for collectives that the other ranks never begin.
+    The process group's handler closes the communicators one by one. Without the end of the queues it would wait for
+    collectives that the other ranks never begin.
     """
     global _is_registered
     if not _is_registered:
@@ -377,7 +391,10 @@ def _end_at_exit() -> None:
 
 
 def _begin_anew_after_fork() -> None:
-    """Resets a forked child: it has no queue threads, is not a rank, and the parent logs the lost failures."""
+    """Resets this module in a forked child, which is not a rank and has no worker threads.
+
+    The lost failures are dropped, because the parent process logs them.
+    """
     global _is_registered, _registering
     _registering = threading.Lock()
     for failure in list(_all):
