@@ -1,15 +1,16 @@
 """The communicator: every public collective checks its arguments, makes the agreement, and calls the backend.
 
-Each collective is one method, in three steps. It checks its arguments, with the same errors on every backend and
-before any other rank is involved. It makes the agreement, which the ranks compare. Then `_run` holds the communicator
-for this collective and calls the backend, which moves the bytes. The asynchronous collectives are the same methods:
-`_Submitter` has another `_run`, which submits. A call that repeats an earlier one (same collective, operator or root,
-shape and dtype) takes the backend's plan from `_find_known`, which checks only the flags of the arrays.
+Each collective is one method, in three steps. First it checks its arguments, before any other rank is involved; the
+errors are the same on every backend. Then it makes the agreement, which the ranks compare. Then `_run` locks the
+communicator for this collective and calls the backend, which moves the bytes. The asynchronous collectives are the same
+methods of the subclass `_Submitter`, whose `_run` submits the collective. If a call repeats an earlier one (same
+collective, operator or root, shape and dtype), `_find_known` checks only the flags of the arrays and returns the
+backend's plan for such calls.
 
 Every rank of the communicator must call the same methods in the same order with the same shape, dtype, operator and
 root. If the ranks disagree, all of them get PlanMismatch before data moves, and the communicator stays usable. On NCCL,
-ranks that leave a repeated sequence of collectives may notice too late: then the error has `broken`, and the
-communicator cannot be used any more.
+gradsync may find a change in a repeated sequence of collectives too late. Then the error's attribute `broken` is True,
+and the communicator cannot be used any more.
 """
 
 from __future__ import annotations
@@ -65,28 +66,28 @@ if TYPE_CHECKING:
 BYTE = np.dtype(np.uint8)
 
 _TOO_MUCH = 2**63  # the limit of NumPy's sizes, and of the numbers that ranks exchange
-_MAX_KNOWN = 1024  # kinds of calls that a communicator remembers
+_MAX_KNOWN = 1024  # how many kinds of calls a communicator remembers
 _UNKNOWN = -1  # a number of rows that the caller has not given
 
 
-#: One checked collective of one rank: its name in errors, the agreement, a function that moves the bytes, and two
-#: arrays. With arrays the function is a backend's plan: function(source, target, agreement), and the target is the
-#: result. Without arrays it is called as function(launch) and returns the result.
+#: One checked collective of one rank: its name in errors, the agreement, a function that moves the bytes, and a source
+#: and a target. If both arrays are given, the function is a backend's plan, called as function(source, target,
+#: agreement), and the target is the result. If both are None, function(launch) returns the result.
 CollectiveCall = tuple[str, Agreement, Callable[..., Any], Array | None, Array | None]
 
 
-#: For a call that may be repeated: its operator or root, and a function that returns the backend's plan for such calls.
+#: The operator or root of a call that may be repeated, and a function that returns the backend's plan for such calls.
 _MakePlan = tuple[Any, Callable[[], Run | None]]
 
 
 class _Known(NamedTuple):
-    """A kind of call that was made before: one collective, operator or root, shape and dtype.
+    """The plan for calls of one kind: with the same collective, operator or root, shape and dtype.
 
     Attributes:
-        agreement: the agreement of the call.
-        run: the backend's plan of the call.
+        agreement: the agreement of such a call.
+        run: the backend's plan for such a call.
         shape: the shape of the result.
-        in_place: whether the array itself receives the result if the caller gives no `out`; otherwise a new array does.
+        in_place: whether a call without `out` writes the result into its array. Otherwise it makes a new array.
     """
 
     agreement: Agreement
@@ -98,26 +99,27 @@ class _Known(NamedTuple):
 class Communicator:
     """A fixed group of ranks that run collectives together.
 
-    One thread at a time may use a communicator; a second thread gets an error that says so. A collective that fails in
-    the middle (a rank died, a deadline passed, Ctrl-C) breaks the communicator for all its ranks: every later call
-    raises CommunicatorClosed with the first reason. Only PlanMismatch leaves the communicator usable, unless the error
-    has `broken`.
+    Only one thread at a time may use a communicator; a call from a second thread raises InvalidArgument. If a
+    collective fails after it has begun (a rank died, a deadline passed, Ctrl-C), the communicator is broken for all its
+    ranks: every later call raises CommunicatorClosed with the first reason. After PlanMismatch the communicator stays
+    usable, unless the error's attribute `broken` is True.
 
     Args:
-        backend: the backend, which moves the bytes. The communicator owns it from now on.
+        backend: the backend, which moves the bytes. It belongs to this communicator, and is released with it.
 
     Attributes:
-        rank: this process's number, 0 <= rank < world_size.
-        world_size: number of ranks.
-        ranks: the world rank of each rank of this communicator; errors use world ranks.
-        label: this rank's name in errors: "rank 1/4".
-        backend: "local", "shm", "nccl" or "mpi".
+        rank: this process's number in the communicator, 0 <= rank < world_size.
+        world_size: the number of ranks of the communicator.
+        ranks: for each rank of this communicator its rank in the world. Errors use the ranks in the world.
+        label: this rank's name in errors, e.g. "rank 1/4".
+        backend: the backend's name: "local", "shm", "nccl" or "mpi".
         device: the device of the communicator's arrays: "cpu", or a CUDA device such as "cuda:0".
-        recorder: the flight recorder, with the last collectives of this rank: `print(comm.recorder.describe())`.
+        recorder: the flight recorder, which has the last collectives of this rank. `print(comm.recorder.describe())`
+            shows them.
     """
 
     device: str = "cpu"
-    _debug: bool = False  # whether the ranks agree on every collective before it, and gradients are watched
+    _debug: bool = False  # whether the ranks compare every collective before data moves, and gradients are watched
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -142,7 +144,7 @@ class Communicator:
         self._mark_work = backend.mark_work
         self._mark_end = backend.mark_end
         self._follow_work = backend.follow_work
-        # Set by the process group: is called instead of close() or abort() when a `with` block ends.
+        # A function that the process group sets. It is called instead of close() or abort() when a `with` block ends.
         self._on_exit: Callable[[BaseException | None], None] | None = None
         if backend.begins_with_barrier:
             self.barrier()
@@ -152,27 +154,28 @@ class Communicator:
     def all_reduce(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None, stream: Any = None) -> Any:
         """Reduces `array` over all ranks, element by element; every rank gets the result.
 
-        Every rank must call it, with equal shapes, dtypes and operators. Elements correspond by index, in any memory
-        layout: one rank's array may be C-ordered and another's Fortran-ordered.
+        Every rank must call it, with equal shapes, dtypes and operators. Elements with the same index are reduced,
+        whatever their memory layout: one rank's array may be C-ordered and another's Fortran-ordered.
 
         Args:
-            array: array of any shape and layout on this communicator's device. Receives the result when `out` is
+            array: an array of any shape and layout on this communicator's device. It receives the result if `out` is
                 None.
-            op: "sum", "mean", "prod", "min" or "max". "mean" needs a floating or complex dtype; half precision is
-                accumulated in float32 on the CPU.
-            out: array of the same shape and dtype for the result; `array` then stays unchanged.
-            stream: CUDA stream that orders the operation; None is CuPy's current stream. Unused on the CPU.
+            op: the operator: "sum", "mean", "prod", "min" or "max". "mean" needs a floating or complex dtype. On the
+                CPU, half precision is accumulated in float32.
+            out: an array of the same shape and dtype for the result; `array` then stays unchanged.
+            stream: the CUDA stream on which the collective runs; None is CuPy's current stream. Ignored on the CPU.
 
         Returns:
             `out`, or `array` when `out` is None.
 
         Raises:
             UnsupportedDtype: the dtype does not support the operator.
-            InvalidArgument: not an array, wrong `out`, or a read-only target.
-            PlanMismatch: the ranks disagree.
-            RankFailed: another rank died or aborted.
-            CollectiveTimeout: a rank did not arrive before the deadline.
-            CommunicatorClosed: closed, aborted, or inherited through a fork.
+            InvalidArgument: `array` or `out` is not an array, `out` has a different shape or dtype, or the array for
+                the result is read-only.
+            PlanMismatch: the ranks called different collectives, or with different arguments.
+            RankFailed: another rank has died or aborted.
+            CollectiveTimeout: a rank did not call the collective before the deadline.
+            CommunicatorClosed: the communicator was closed, aborted, or inherited through a fork.
             NcclError: NCCL or the GPU failed.
         """
         call = self._find_known("all_reduce", op, array, out)
@@ -198,20 +201,22 @@ class Communicator:
         """Reduces `array` over all ranks, element by element; the root gets the result.
 
         Every rank must call it, with equal shapes, dtypes, operators and roots. On the CPU the result has the same bits
-        as that of all_reduce, except for products of complex numbers. On a GPU NCCL may add the ranks in another order.
+        as that of all_reduce, except for products of complex numbers. On a GPU, NCCL may add the values of the ranks in
+        a different order.
 
         Args:
-            array: as for all_reduce. Receives the result on the root when `out` is None; unchanged on other ranks.
-            op: as for all_reduce.
+            array: an array as for all_reduce. On the root it receives the result if `out` is None; on the other ranks
+                it stays unchanged.
+            op: the operator, as for all_reduce.
             root: the rank that gets the result.
-            out: on the root, an array of the same shape and dtype for the result. Ignored on other ranks.
-            stream: CUDA stream that orders the operation. Unused on the CPU.
+            out: on the root, an array of the same shape and dtype for the result. Ignored on the other ranks.
+            stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
-            On the root `out`, or `array` when `out` is None; None on other ranks.
+            On the root `out`, or `array` if `out` is None. On the other ranks None.
 
         Raises:
-            InvalidArgument: a root outside the communicator, or as for all_reduce.
+            InvalidArgument: `root` is not a rank of the communicator, or an array is wrong as for all_reduce.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 all_reduce.
         """
@@ -242,21 +247,24 @@ class Communicator:
     ) -> Any:
         """Reduces `array` over all ranks, element by element; each rank gets its rows of the result.
 
-        Every rank must call it, with equal shapes, dtypes, operators and sizes. As with reduce, the result has the same
-        bits as that of all_reduce on the CPU, except for products of complex numbers.
+        Every rank must call it, with equal shapes, dtypes, operators and sizes. On the CPU the result has the same bits
+        as that of all_reduce, except for products of complex numbers.
 
         Args:
-            array: as for all_reduce; its rows (first axis; a 0-d array is one row) are divided in rank order.
-            op: as for all_reduce.
-            sizes: number of rows of each rank; None is equal parts.
-            out: array for this rank's rows; may be exactly these rows of `array`. None makes a new array.
-            stream: CUDA stream that orders the operation. Unused on the CPU.
+            array: an array as for all_reduce. Its rows (along the first axis; a 0-d array is one row) are divided
+                among the ranks in rank order.
+            op: the operator, as for all_reduce.
+            sizes: the number of rows of each rank; None divides the rows equally.
+            out: an array for this rank's rows of the result; it may be exactly these rows of `array`. None makes a new
+                array.
+            stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
-            This rank's rows of the result: `out`, or a new array.
+            `out`, or a new array, with this rank's rows of the result.
 
         Raises:
-            InvalidArgument: rows that do not divide equally, sizes that are not the rows of the array, wrong `out`.
+            InvalidArgument: the rows cannot be divided equally, `sizes` does not add up to the array's rows, or an
+                array is wrong as for all_reduce.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 all_reduce.
         """
@@ -281,7 +289,7 @@ class Communicator:
             )
         return self._run(call, stream)
 
-    # -- Movements: rows are along the first axis; a 0-d array is one row ----------------------------------------
+    # -- Collectives without arithmetic. Rows are along the first axis; a 0-d array is one row -------------------
 
     def broadcast(self, array: Any, root: int = 0, *, stream: Any = None) -> Any:
         """Copies the root's `array` into the `array` of every other rank, in place.
@@ -289,16 +297,18 @@ class Communicator:
         Every rank must call it, with equal shapes, dtypes and roots.
 
         Args:
-            array: array of any shape, layout and dtype without Python objects, on this communicator's device.
+            array: an array of any shape and layout on this communicator's device. Its elements must not be Python
+                objects.
             root: the rank whose values all ranks get.
-            stream: CUDA stream that orders the operation. Unused on the CPU.
+            stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
             `array`.
 
         Raises:
-            InvalidArgument: not an array, a root outside the communicator, or a read-only target.
-            UnsupportedDtype: the dtype holds Python objects.
+            InvalidArgument: `array` is not an array, or is read-only on a rank that is not the root; or `root` is not a
+                rank of the communicator.
+            UnsupportedDtype: the elements are Python objects.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
         call = self._find_known("broadcast", root, array, None) if type(root) is int else None
@@ -327,16 +337,18 @@ class Communicator:
         rows.
 
         Args:
-            array: array of any layout and dtype without Python objects, on this communicator's device.
-            sizes: number of rows of each rank. None: equal numbers. "ask": the ranks exchange the numbers first.
-            out: array for the result; `array` may be exactly this rank's rows of it. None makes a new array.
-            stream: CUDA stream that orders the operation. Unused on the CPU.
+            array: an array of any layout on this communicator's device. Its elements must not be Python objects.
+            sizes: the number of rows of each rank. None: all ranks have equally many rows. "ask": the ranks first
+                exchange their numbers of rows.
+            out: an array for the result; `array` may be exactly this rank's rows of `out`. None makes a new array.
+            stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
-            `out`, or a new array.
+            `out`, or a new array, with the rows of all ranks.
 
         Raises:
-            InvalidArgument: not an array, sizes that do not fit, `out` with sizes "ask", or a wrong `out`.
+            InvalidArgument: `array` or `out` is not an array, `sizes` does not fit the array or the ranks, `out` is
+                given although `sizes` is "ask", or `out` has a wrong shape or dtype or is read-only.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 broadcast.
         """
@@ -350,17 +362,17 @@ class Communicator:
         number of rows.
 
         Args:
-            array: as for all_gather.
+            array: an array as for all_gather.
             root: the rank that gets the result.
-            sizes: as for all_gather.
-            out: on the root as for all_gather. Ignored on other ranks.
-            stream: CUDA stream that orders the operation. Unused on the CPU.
+            sizes: the number of rows of each rank, as for all_gather.
+            out: on the root, an array for the result, as for all_gather. Ignored on the other ranks.
+            stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
-            On the root `out`, or a new array; None on other ranks.
+            On the root `out`, or a new array, with the rows of all ranks. On the other ranks None.
 
         Raises:
-            InvalidArgument: a root outside the communicator, or as for all_gather.
+            InvalidArgument: `root` is not a rank of the communicator, or another argument is wrong as for all_gather.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 broadcast.
         """
@@ -368,7 +380,7 @@ class Communicator:
         return self._run(self._gathering("gather", array, root, sizes, out if self.rank == root else None), stream)
 
     def _gathering(self, what: str, array: Any, root: int | None, sizes: Sizes, out: Any) -> CollectiveCall:
-        """Makes the call of a gather; if the root is None, of an all_gather."""
+        """Checks the arguments of a gather, and returns its call; of an all_gather if `root` is None."""
         source = self._native_array(array, what)
         rows, *rest = source.shape or (1,)
         to_root = "" if root is None else f"root {root}"
@@ -433,26 +445,27 @@ class Communicator:
         out: Any = None,
         stream: Any = None,
     ) -> Any:
-        """Divides the rows of the root's `array` in rank order; each rank gets its part.
+        """Divides the rows of the root's `array` among the ranks in rank order; each rank gets its rows.
 
-        Every rank must call it, with the same root and sizes, and with parts of equal dtypes; without sizes also of
-        equal shapes.
+        Every rank must call it with the same `root` and `sizes`. The root's `array` and the other ranks' `out` must
+        have the same dtype and rows of the same shape.
 
         Args:
-            array: on the root an array of any layout and dtype without Python objects, on this communicator's device.
-                Ignored on other ranks: pass None.
+            array: on the root, an array of any layout on this communicator's device. Its elements must not be Python
+                objects. On the other ranks it is ignored: pass None.
             root: the rank that has the rows.
-            sizes: number of rows of each rank; None is equal parts.
-            out: array for this rank's rows. Required on all ranks but the root, because only the root knows the rows'
-                shape and dtype.
-            stream: CUDA stream that orders the operation. Unused on the CPU.
+            sizes: the number of rows of each rank; None divides the rows equally.
+            out: an array for this rank's rows. It is required on every rank except the root, because only the root
+                knows the shape and dtype of the rows.
+            stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
-            This rank's rows: `out`, or a new array.
+            `out`, or a new array, with this rank's rows.
 
         Raises:
-            InvalidArgument: a root outside the communicator, rows that do not divide equally, sizes that do not add up
-                to the array's rows, or a wrong or missing `out`.
+            InvalidArgument: `root` is not a rank of the communicator, the rows cannot be divided equally, `sizes` does
+                not add up to the array's rows, `array` is not an array, or `out` is missing, has a wrong shape or
+                dtype, or is read-only.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 broadcast.
         """
@@ -497,23 +510,28 @@ class Communicator:
     ) -> Any:
         """Sends part i of the rows of every rank's `array` to rank i; each rank receives a part from every rank.
 
-        Every rank must call it, with equal dtypes; without sizes also with equal shapes.
+        Every rank must call it, with equal dtypes. If `send_sizes` is None, the shapes must be equal too. Either all
+        ranks pass `send_sizes`, or none does.
 
         Args:
-            array: array of any layout and dtype without Python objects, on this communicator's device.
-            send_sizes: number of rows for each rank. None, on all ranks: equal parts. A list, on all ranks: the ranks
-                exchange the lists first.
-            recv_sizes: number of rows from each rank, if this rank knows them: they are compared with the senders'
-                lists.
-            out: array for the result; with `send_sizes` it needs `recv_sizes`. None makes a new array.
-            stream: CUDA stream that orders the operation. Unused on the CPU.
+            array: an array of any layout on this communicator's device. Its elements must not be Python objects.
+            send_sizes: the number of rows that this rank sends to each rank; the ranks first exchange these lists. None
+                divides the rows equally.
+            recv_sizes: the number of rows that this rank expects from each rank. It is compared with the `send_sizes`
+                of the other ranks. None accepts any numbers.
+            out: an array for the result. If `out` and `send_sizes` are given, `recv_sizes` is required. None makes a
+                new array.
+            stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
-            The received rows, in rank order: `out`, or a new array.
+            `out`, or a new array, with the received rows in rank order.
 
         Raises:
-            InvalidArgument: rows that do not divide equally, sizes that do not add up to the array's rows, wrong `out`.
-            PlanMismatch: the ranks disagree, or a rank expects another number of rows than another rank sends to it.
+            InvalidArgument: the rows cannot be divided equally, `send_sizes` does not add up to the array's rows,
+                `recv_sizes` does not fit the other arguments, `array` is not an array, or `out` has a wrong shape or
+                dtype or is read-only.
+            PlanMismatch: the ranks called different collectives, or with different arguments; or `recv_sizes` of one
+                rank differs from what another rank sends to it.
             UnsupportedDtype, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for broadcast.
         """
         is_even = send_sizes is None and recv_sizes is None
@@ -560,10 +578,11 @@ class Communicator:
     def _share_sizes(
         self, sending: Sequence[int], receiving: Sequence[int], agreement: Agreement
     ) -> tuple[tuple[int, ...], int]:
-        """Returns the number of rows from each rank, and the largest part between any two ranks.
+        """Exchanges the sizes. Returns the number of rows from each rank, and the largest number from any rank to any.
 
         Raises:
-            PlanMismatch: on every rank, if any rank expects another number of rows than another rank sends to it.
+            PlanMismatch: raised on every rank if any rank expects a different number of rows from a rank than that rank
+                sends.
         """
         n = self.world_size
         shared = self._backend.share_numbers([*sending, *receiving], agreement)
@@ -580,23 +599,25 @@ class Communicator:
             for rank, numbers in zip(self.ranks, shared, strict=True)
         }
 
-    # -- Messages: two ranks receive them in the order of sending; there are no tags -----------------------------
+    # -- Messages between two ranks: they are received in the order of sending; there are no tags ----------------
 
     def send(self, array: Any, dest: int, *, stream: Any = None) -> None:
-        """Sends an array to one other rank, which must call recv. Returns when that rank has received it.
+        """Sends an array to one other rank, which must call recv.
 
-        If two ranks both send first, or both receive first, they wait for each other until the deadline: use exchange.
-        On a GPU it returns when the message has been launched.
+        On the CPU, send returns when that rank has received the array; on a GPU, when NCCL has launched the message. If
+        two ranks both send first, or both receive first, they wait for each other until the deadline: use exchange.
 
         Args:
-            array: array of any shape, layout and dtype without Python objects, on this communicator's device.
-            dest: the receiving rank, not this one.
-            stream: CUDA stream that orders the operation. Unused on the CPU.
+            array: an array of any shape and layout on this communicator's device. Its elements must not be Python
+                objects.
+            dest: the rank that receives the array; it must not be this rank.
+            stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Raises:
-            InvalidArgument: not an array, or `dest` is not another rank of this communicator.
-            UnsupportedDtype: the dtype holds Python objects.
-            PlanMismatch: the other rank expects another shape or dtype, or runs another collective; raised on both.
+            InvalidArgument: `array` is not an array, or `dest` is not one of the other ranks of this communicator.
+            UnsupportedDtype: the elements are Python objects.
+            PlanMismatch: the other rank expects a different shape or dtype, or called a different collective. It is
+                raised on both ranks.
             RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
         dest = self._checked_peer("send", "dest", dest)
@@ -612,15 +633,17 @@ class Communicator:
         """Receives an array from one other rank, which must call send.
 
         Args:
-            array: array for the values, of the sent shape and dtype, in any layout, on this communicator's device.
-            source: the sending rank, not this one.
-            stream: CUDA stream that orders the operation. Unused on the CPU.
+            array: an array that receives the values, with the shape and dtype of the array that was sent, of any
+                layout, on this communicator's device.
+            source: the rank that sends the array; it must not be this rank.
+            stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
             `array`.
 
         Raises:
-            InvalidArgument: not a writable array, or `source` is not another rank of this communicator.
+            InvalidArgument: `array` is not a writable array, or `source` is not one of the other ranks of this
+                communicator.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
         """
         source = self._checked_peer("recv", "source", source)
@@ -634,24 +657,26 @@ class Communicator:
         return self._run(self._call("recv", agreement, None, target, transfer, array), stream)
 
     def exchange(self, array: Any, *, dest: int, out: Any, source: int, stream: Any = None) -> Any:
-        """Sends an array to one rank and at the same time receives an array from the same or another rank.
+        """Sends an array to one rank, and at the same time receives an array from the same rank or a different one.
 
-        Two ranks that exchange with each other cannot deadlock, nor a ring in which each rank sends to the next. Among
-        more ranks, exchanges with one partner each, in different orders, wait for each other until CollectiveTimeout.
-        The other side of each message may also be a plain send or recv.
+        Two ranks that call exchange with each other cannot deadlock. Nor can a ring of ranks in which each rank sends
+        to the next one. But if three or more ranks call exchange with one partner after another, and their orders of
+        partners do not fit together, they wait for each other until CollectiveTimeout. The other rank of a message may
+        also call send or recv.
 
         Args:
             array: the array to send, as for send.
-            dest: the receiving rank; may be this one if `source` is this one too.
-            out: array for the received values, of their shape and dtype; may share memory with `array`.
-            source: the rank to receive from.
-            stream: CUDA stream that orders the operation. Unused on the CPU.
+            dest: the rank that receives the array. It may be this rank if `source` is this rank too.
+            out: an array for the received values, with their shape and dtype. It may share memory with `array`.
+            source: the rank that sends the received values.
+            stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
             `out`.
 
         Raises:
-            InvalidArgument: not an array, not a rank of this communicator, or a read-only `out`.
+            InvalidArgument: `array` or `out` is not an array, `dest` or `source` is not a rank of this communicator, or
+                `out` is read-only.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
         """
         dest = self._checked_peer("exchange", "dest", dest, is_self_allowed=True)
@@ -692,7 +717,7 @@ class Communicator:
     # -- Barrier, futures, objects -------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Waits until every rank has called it.
+        """Waits until every rank has called this method.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
@@ -703,12 +728,12 @@ class Communicator:
 
     @cached_property
     def asynchronous(self) -> Asynchronous:
-        """The collectives as futures: `communicator.asynchronous.all_reduce(array)` returns at once."""
+        """The collectives that return futures: `communicator.asynchronous.all_reduce(array)` does not wait."""
         return Asynchronous(self)
 
     @cached_property
     def objects(self) -> Objects:
-        """Collectives on Python objects: `communicator.objects.all_gather(anything)`."""
+        """The collectives on Python objects, e.g. `communicator.objects.all_gather(anything)`."""
         from gradsync.communicators.objects import Objects
 
         return Objects(self._backend)
@@ -717,33 +742,37 @@ class Communicator:
 
     @cached_property
     def _tree(self) -> CommunicatorTree:
-        """The communicators made from the same world."""
+        """The tree of the communicators that were made from the same world."""
         return CommunicatorTree(self.recorder.group, self._lifetime.raised)
 
     def new_group(self, ranks: Iterable[int]) -> Communicator | NonMember:
-        """Makes a group of some of these ranks, numbered in ascending order.
+        """Makes a group of some ranks of this communicator. The group numbers its ranks in ascending order.
 
-        Only the members need to call it, and all of them with the same ranks. If groups have common members, these must
-        all make the groups in the same order, and call the groups' collectives in the same order. The process group
-        closes its groups. Close a group that is not needed any more. This matters most over MPI: it has room for some
-        2,000 groups, and a group that is only deleted in Python still takes room.
+        Only the members need to call it. All members must pass the same ranks. If several ranks are members of the same
+        two groups, these ranks must make the two groups in the same order, and call the groups' collectives in the same
+        order.
+
+        The groups are closed when the process group is destroyed. Close a group earlier if it is not needed any more.
+        This matters most with MPI, which allows about 2,000 groups: a group that is deleted in Python but not closed
+        still counts.
 
             group = comm.new_group([0, 2])
             if group:
                 group.all_reduce(array)
 
         Args:
-            ranks: the members, as numbered in this communicator, in any order.
+            ranks: the members' ranks in this communicator, in any order.
 
         Returns:
-            The group; on a rank that is not a member a NonMember, which is false and not None.
+            The group. On a rank that is not a member, a NonMember: bool() of it is False, but it is not None.
 
         Raises:
-            InvalidArgument: no ranks, a rank twice, or a rank outside this communicator.
-            RendezvousTimeout: a member did not call new_group within the time limit of this communicator's collectives;
-                the text names the missing members.
-            RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: the group cannot be made. If one rank fails
-                here, all ranks fail. Aborting this communicator ends the wait for the members.
+            InvalidArgument: `ranks` is empty, contains a rank twice, or contains a number that is not a rank of this
+                communicator.
+            RendezvousTimeout: a member did not call new_group within the time limit of this communicator's collectives.
+                The text names the missing members.
+            RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: the group cannot be made, or this
+                communicator was aborted. If new_group fails on one rank, it fails on all ranks.
         """
         members = self._checked_members(ranks)
         if pending:
@@ -754,19 +783,19 @@ class Communicator:
         return self._make_group("new_group", members, partial(self._backend.connect_group, members))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | NonMember:
-        """Makes a group of the ranks of each color.
+        """Divides the ranks into groups, one for each color, as MPI_Comm_split does.
 
         Every rank must call it.
 
         Args:
-            color: any integer of 64 bits. A rank with None joins no group.
-            key: orders the ranks of a group; ranks with equal keys keep their order.
+            color: a 64-bit integer; ranks with the same color join the same group. None: this rank joins no group.
+            key: a 64-bit integer. A group numbers its ranks by ascending key; ranks with equal keys keep their order.
 
         Returns:
-            The group of this rank's color; for None a NonMember, which is false and not None.
+            The group of this rank's color. If `color` is None, a NonMember: bool() of it is False, but it is not None.
 
         Raises:
-            InvalidArgument: color or key is not an integer of 64 bits.
+            InvalidArgument: `color` or `key` is not a 64-bit integer.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
             RendezvousTimeout, BackendUnavailable: as for new_group.
         """
@@ -785,13 +814,12 @@ class Communicator:
         return self._make_group("split", members, connect)
 
     def split_by_machine(self) -> Communicator:
-        """Makes a group of the ranks on each machine. Every rank must call it.
+        """Divides the ranks into groups, one for each machine. Every rank must call it.
 
-        Ranks in different containers of one machine count as on different machines: they cannot see each other's
-        processes.
+        Different containers of one machine count as different machines, because their processes cannot see each other.
 
         Returns:
-            The group of this rank's machine.
+            The group of the ranks on this rank's machine.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, ...: as for split.
@@ -804,7 +832,7 @@ class Communicator:
     def _make_group(
         self, what: str, members: tuple[int, ...], connect: Callable[[str], Backend | None]
     ) -> Communicator:
-        """Makes the group of some members, one of which is this rank; `connect(name)` makes its backend."""
+        """Makes a group that this rank belongs to; connect(name) returns the group's backend."""
         name = self._tree.new_name(self._listed(members))
         with reporting_failures(self._backend, what):
             await_members(self._backend, what, members, name)
@@ -846,14 +874,15 @@ class Communicator:
         return self._lifetime.ended_because is not None
 
     def close(self) -> None:
-        """Closes the communicator and frees its resources. Not collective. Idempotent.
+        """Closes the communicator and frees its resources. A second call does nothing.
 
-        First it waits for submitted asynchronous collectives, each with its own deadline, and on NCCL up to 20 s for
-        launched work. Otherwise it never waits for other ranks. A rank that still needs this one afterwards gets
-        RankFailed.
+        It is not a collective. First it waits for the submitted asynchronous collectives, each with its own deadline,
+        and on NCCL up to 20 s for launched work. Otherwise it never waits for other ranks. If another rank needs this
+        rank in a later collective, the other rank gets RankFailed.
 
         Raises:
-            RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
+            RankFailed, CollectiveTimeout, PlanMismatch, NcclError: work on the GPU failed, and no call has raised its
+                error yet.
         """
         # Read before draining, which adds failures.
         was_raised, raised = self._lifetime.was_raised, self._lifetime.raised.copy()
@@ -866,13 +895,13 @@ class Communicator:
             raise failure
 
     def abort(self, reason: str, *, culprit: int | None = None) -> None:
-        """Breaks the communicator for all ranks: the others get RankFailed in their current or next collective.
+        """Ends the communicator for all ranks: the others get RankFailed in their current or next collective.
 
         Args:
-            reason: the text for every rank, e.g. "ValueError in the backward pass".
-            culprit: the rank that the others' RankFailed names; None is this rank.
+            reason: the reason that the errors on all ranks show, e.g. "ValueError in the backward pass".
+            culprit: the rank that RankFailed names as failed on the other ranks; None names this rank.
         """
-        self._lifetime.raised.was_aborted = True  # the caller knows: closing raises no further failure
+        self._lifetime.raised.was_aborted = True  # the caller knows of the failure, so closing need not raise it
         self._lifetime.abort(reason, culprit)
 
     def __enter__(self) -> Self:
@@ -896,22 +925,22 @@ class Communicator:
     # -- For gradsync's own use; arguments are not checked -------------------------------------------------------
 
     def _use_debug_mode(self) -> None:
-        """For gradsync's own use: from now on the ranks agree on every collective before data moves.
+        """Turns on the debug mode: from now on the ranks compare every collective before its data moves.
 
-        Every rank must call it. It changes nothing for a backend that always compares digests before data moves.
+        Every rank must call it. It changes nothing on a backend that always compares the digests before data moves.
         """
         self._debug = True
         self._backend.agree_always()
 
     def _share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """Returns the numbers of every rank, by rank; for gradsync's own use.
+        """All-gathers a list of integers; returns the list of each rank, in rank order.
 
-        Every rank must call it, with an equal count of numbers.
+        Every rank must call it, with lists of equal length.
 
         Args:
             what: the operation's name in errors.
-            numbers: up to some thousands of 64-bit integers.
-            agreement: this rank's agreement.
+            numbers: this rank's list, of at most some thousands of 64-bit integers.
+            agreement: the agreement of this collective.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
@@ -922,7 +951,7 @@ class Communicator:
         return shared
 
     def _agree(self, agreement: Agreement) -> None:
-        """Checks that all ranks have the same agreement; may wait for all ranks. For bucketing.
+        """Checks, for bucketing, that all ranks have equal agreements. May wait for all ranks.
 
         Raises:
             PlanMismatch: the ranks' digests differ.
@@ -946,20 +975,22 @@ class Communicator:
         own_part: slice | None = None,
         plan: _MakePlan | None = None,
     ) -> CollectiveCall:
-        """Makes the call of a checked collective: flattens its arrays, calls the backend, and delivers the result.
+        """Returns the call of a collective whose arguments have been checked.
+
+        The call makes the arrays flat, calls the backend, and copies the result to its array.
 
         Args:
             what: the collective's name in errors.
             agreement: the collective's agreement.
             source: the native array to send; None if this rank sends nothing.
-            target: the native array that receives the result; None if there is none, see `shape`.
-            transfer: transfer(flat source, flat target) calls the backend.
-            given: the caller's array that holds the result afterwards, to be returned; None returns the native target.
-            shape: the shape of the new array that receives the result if there is no target; None if this rank gets no
-                result.
+            target: the native array that receives the result; None if there is no such array yet: see `shape`.
+            transfer: a function that calls the backend: transfer(flat source, flat target).
+            given: the caller's array for the result, which the call returns. None: the call returns the native target.
+            shape: if `target` is None, the shape of a new array for the result, or None if this rank gets no result.
             in_place: whether the backend may write the result over the source, if the target is the source.
-            own_part: see _flat_source.
-            plan: how to get the backend's plan for repeated calls; None if it plans no such calls.
+            own_part: the bytes of this rank's part of the larger array, see _flat_source.
+            plan: the operator or root, and a function that returns the backend's plan for repeated calls. None: the
+                call is not remembered.
         """
         is_one_array = in_place and target is source
 
@@ -982,7 +1013,7 @@ class Communicator:
         return what, agreement, move, None, None
 
     def _run(self, call: CollectiveCall, stream: Any) -> Any:
-        """Runs a checked collective; returns its result."""
+        """Runs a collective whose arguments have been checked, and returns its result."""
         what, agreement, move, source, target = call
         if target is not None and not self._runs_beside_host:  # a plan on the CPU: there is no stream
             with self._lifetime.collective(what, agreement):
@@ -1001,10 +1032,10 @@ class Communicator:
     # -- Repeated calls ------------------------------------------------------------------------------------------
 
     def _find_known(self, what: str, detail: Any, array: Any, out: Any) -> CollectiveCall | None:
-        """Returns a call that repeats an earlier one, after a check of the flags of its arrays.
+        """Returns the call with a backend's plan if the arguments repeat an earlier call; None if they do not.
 
-        Returns:
-            None for any other call: the caller of this method then makes all checks, which raise the errors.
+        Of the arrays it checks only the class, shape, dtype and flags. If it returns None, the public method checks all
+        arguments and raises the errors.
         """
         if type(array) is not self._plans_for:
             return None
@@ -1037,8 +1068,8 @@ class Communicator:
 
         Args:
             what, agreement, source, plan: as for `_call`.
-            new_shape: the shape of the result, for which each call needs `out` or a new array; None if the array itself
-                receives the result.
+            new_shape: the shape of the result, if each call writes it to `out` or to a new array. None: the call's
+                array receives the result.
         """
         detail, make_plan = plan
         run = make_plan()
@@ -1052,14 +1083,14 @@ class Communicator:
     # -- Checks --------------------------------------------------------------------------------------------------
 
     def _native_array(self, array: Any, what: str) -> Array:
-        """Returns `array` as this backend's own array type over the same memory; for bucketing too.
+        """Returns an array of the backend's own type (NumPy or CuPy) over the same memory as `array`.
 
         Args:
             array: the caller's argument.
             what: the operation's name in the error.
 
         Raises:
-            InvalidArgument: not an array, or an array on another device.
+            InvalidArgument: `array` is not an array, or is on another device.
             UnsupportedDtype: the elements are Python objects.
         """
         if type(array) is np.ndarray and not array.dtype.hasobject:  # nearly always; saves making the label
@@ -1068,7 +1099,7 @@ class Communicator:
         return native
 
     def _checked_reduction(self, what: str, array: Any, op: str | ReduceOp) -> tuple[Array, ReduceOp]:
-        """Returns the native array, and the operator, which the array's dtype supports."""
+        """Returns the native array and the operator, after checking that the array's dtype supports the operator."""
         is_native = type(array) is np.ndarray and not array.dtype.hasobject  # nearly always
         source = array if is_native else self._native_array(array, what)
         try:
@@ -1079,7 +1110,7 @@ class Communicator:
             raise type(error)(f"{self.label}: {what}: {error}") from None
 
     def _checked_target(self, what: str, source: Array, out: Any) -> Array:
-        """Returns the native array for a result like the source: the caller's `out`, or the source for None."""
+        """Returns the native array for the result: the caller's `out`, or the source if `out` is None."""
         if out is None:
             self._check_writable(what, source)
             return source
@@ -1090,8 +1121,9 @@ class Communicator:
 
         Args:
             what: the operation's name in the error.
-            target: the native array.
-            name, remedy: the argument's name, and the advice in the error.
+            target: the argument as a native array.
+            name: the argument's name in the error.
+            remedy: the advice at the end of the error.
         """
         if type(target) is np.ndarray:  # nearly always
             flags = target.flags
@@ -1106,7 +1138,7 @@ class Communicator:
         raise InvalidArgument(f"{self.label}: {what} writes into {name}, which {flaw}: {remedy}")
 
     def _checked_out(self, what: str, out: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
-        """Returns a caller's `out` as a native array, if it has the result's shape and dtype."""
+        """Returns the caller's `out` as a native array, after checking its shape and dtype."""
         target = out if type(out) is np.ndarray and out.dtype == dtype else self._native_array(out, f"{what}: out")
         if target.shape != shape or target.dtype != dtype:
             raise InvalidArgument(
@@ -1119,7 +1151,7 @@ class Communicator:
     def _checked_sizes(
         self, what: str, name: str, sizes: Any, total: int | None = None, *, row_bytes: int = 1
     ) -> tuple[int, ...]:
-        """Returns the number of rows of each rank; their sum must be `total`, if that is known."""
+        """Returns the caller's list of the ranks' numbers of rows. If `total` is given, it must be their sum."""
         try:
             checked = tuple(map(operator.index, sizes))
         except TypeError:
@@ -1136,7 +1168,7 @@ class Communicator:
         return checked
 
     def _checked_division(self, what: str, name: str, sizes: Any, rows: int) -> tuple[int, ...]:
-        """Returns the number of rows of each rank's part of an array; equal parts if `sizes` is None."""
+        """Returns the number of rows of each rank's part of an array. If `sizes` is None, the parts are equal."""
         if sizes is not None:
             return self._checked_sizes(what, name, sizes, rows)
         if rows % self.world_size:
@@ -1149,14 +1181,13 @@ class Communicator:
     # -- Arrays --------------------------------------------------------------------------------------------------
 
     def _flat_source(self, source: Array, target: Array | None, own_part: slice | None) -> Array:
-        """Returns the elements of a source as a flat array that can be read while the target is written.
+        """Returns a source's elements as a flat array: a copy if the result could overwrite them before they are read.
 
         Args:
-            source: native array.
-            target: native array for the results; None if writing them cannot change elements of the source that are
-                still to be read.
-            own_part: the bytes of this rank's part of the larger array. If these are exactly the smaller array, the
-                call is in place, which the backend allows.
+            source: a native array.
+            target: the native array for the result; None if there is none, or if the backend may overwrite the source.
+            own_part: the slice of bytes that is this rank's part of the larger of the two arrays. If the smaller array
+                is exactly this part, no copy is needed, because the backend allows it.
         """
         if target is None and not self._runs_beside_host and source.flags.c_contiguous:
             return source.ravel()  # the fastest way to a flat view
@@ -1168,7 +1199,7 @@ class Communicator:
         return flat
 
     def _is_in_place(self, source: Array, target: Array, own_part: slice | None) -> bool:
-        """Whether the smaller array is exactly the larger array's bytes `own_part`, and both are contiguous."""
+        """Whether both arrays are contiguous, and the smaller one is exactly the larger one's bytes `own_part`."""
         arrays = self._arrays
         if own_part is None or not arrays.is_viewed_flat(source) or not arrays.is_viewed_flat(target):
             return False
@@ -1178,7 +1209,7 @@ class Communicator:
         return part == (whole[0] + own_part.start, whole[0] + own_part.stop)
 
     def _flat_target(self, target: Array) -> Array:
-        """Returns a flat array for a target's elements: a view of the target, if that is contiguous on the device."""
+        """Returns a flat array for a target's elements: a view if the target is contiguous and on the device."""
         if not self._runs_beside_host and target.flags.c_contiguous:
             return target if target.ndim == 1 else target.ravel()
         arrays = self._arrays
@@ -1186,7 +1217,7 @@ class Communicator:
         return flat
 
     def _deliver(self, flat: Any, target: Array, launch: Any) -> None:
-        """Copies the results to the target, if `flat` is not a view of it."""
+        """Copies the results from `flat` to the target, unless `flat` is a view of the target."""
         if self._runs_beside_host:
             self._backend.keep(target, flat)
             self._backend.bring_back(flat, target, launch)
@@ -1198,7 +1229,7 @@ _Parameters = ParamSpec("_Parameters")
 
 
 class _Submitter(Communicator):
-    """A communicator, with the same backend and lifetime, that submits each collective and returns its future."""
+    """A copy of a communicator whose collectives are submitted and return futures. It shares backend and lifetime."""
 
     def __init__(self, communicator: Communicator) -> None:
         vars(self).update(vars(communicator))
@@ -1219,7 +1250,7 @@ class _Submitter(Communicator):
                 else:
                     move(source, result, agreement)
         except Exception as error:
-            closed = isinstance(error, CommunicatorClosed)  # the failure that closed the communicator was reported
+            closed = isinstance(error, CommunicatorClosed)  # the failure that ended the communicator has been reported
             end.finish(None, error, log_entry=None if closed else LostFailure(name, error, self._lifetime))
         else:
             end.finish(result, None, launch)
@@ -1229,7 +1260,7 @@ class _Submitter(Communicator):
 def _submitting(
     collective: Callable[Concatenate[Communicator, _Parameters], Any],
 ) -> Callable[Concatenate[Asynchronous, _Parameters], CollectiveFuture]:
-    """Returns the asynchronous form of a collective."""
+    """Returns the method of Asynchronous that submits a collective and returns its future."""
 
     @wraps(collective)
     def asynchronous(self: Asynchronous, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> CollectiveFuture:
@@ -1245,26 +1276,28 @@ def _submitting(
 
 
 class Asynchronous:
-    """`communicator.asynchronous`: the collectives, with the same arguments, as CollectiveFutures at once.
+    """The collectives of `communicator.asynchronous`: each submits a collective and returns a CollectiveFuture at once.
 
-    Every rank must submit its collectives in the same order, blocking ones included. A blocking collective first waits
-    for all collectives that its thread has submitted. Wrong arguments raise at once; all other errors are raised by the
-    future's result() and wait(). If no code asks a failed future, the failure is logged. A failed collective fails only
-    its own future. Until a future is done, the collective's arrays belong to gradsync.
+    They take the same arguments as the methods of Communicator. Every rank must submit and call its collectives in the
+    same order. A blocking collective first waits for all collectives that its thread has submitted. Wrong arguments
+    raise at once; all other errors are raised by the future's result() and wait(). If the program never asks a failed
+    future for its result, the failure is logged. If a collective fails, only its own future fails. The program must not
+    use a collective's arrays until its future is done.
 
-    Messages wait in the same queue as other collectives: send is not MPI's Isend. If two ranks each submit a recv
-    before the send that the other needs, they wait for each other until the deadline. Use exchange, which sends and
-    receives at once, or let the lower rank send first and the higher rank receive first.
+    Messages wait in the same queue as other collectives, so `send` is not like MPI's Isend. If each of two ranks
+    submits a recv before the send that the other rank needs, they wait for each other until the deadline. Use exchange,
+    which sends and receives at the same time, or let the lower rank send first and the higher rank receive first.
 
     A done-callback must not call or submit collectives, on any backend: that raises InvalidArgument, see
-    CollectiveFuture.add_done_callback. To wait in a done-callback for a future that is not done raises FutureNotReady.
+    CollectiveFuture.add_done_callback. If a done-callback waits for a future that is not done, FutureNotReady is
+    raised.
 
-    On the CPU a collective waits in a queue and runs in another thread. On a GPU it is launched at once: without a
-    stream it runs on the communicator's own stream, after the current stream's work so far, and result() makes the
-    current stream wait for it.
+    On the CPU a collective waits in a queue and runs in another thread. On a GPU it is launched at once. If no stream
+    is given, it runs on the communicator's own stream, after the work that the current stream has so far; result()
+    makes the current stream wait for the collective.
 
     Args:
-        communicator: runs the collectives.
+        communicator: the communicator that runs the collectives.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -1289,14 +1322,14 @@ class Asynchronous:
 
 
 class _Parts(NamedTuple):
-    """The parts of the ranks in a flat array of rows.
+    """The ranks' parts of an array that is divided by rows.
 
     Attributes:
-        shape: the shape of all rows; with a first axis, as a 0-d array is one row.
-        part_shape: the shape of this rank's rows.
-        bounds, byte_bounds: the bounds of the ranks' parts, in elements and in bytes.
-        own_bytes: this rank's part, in bytes.
-        row_bytes: the size of a row.
+        shape: the shape of the whole array; (1,) for a 0-d array, which is one row.
+        part_shape: the shape of this rank's part.
+        bounds, byte_bounds: the bounds of the ranks' parts in the flat array, in elements and in bytes.
+        own_bytes: the slice of bytes that is this rank's part.
+        row_bytes: the size of one row in bytes.
     """
 
     shape: Shape
@@ -1309,7 +1342,7 @@ class _Parts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _parts(shape: Shape, sizes: tuple[int, ...], itemsize: int, rank: int) -> _Parts:
-    """Returns the parts of an array with rows like those of `shape`; `sizes` has the number of rows of each rank."""
+    """Returns the parts of an array whose rows have the shape of `shape`'s rows; rank r has sizes[r] rows."""
     rest = row_shape(shape)[1:]
     row = row_elements((0, *rest))
     byte_bounds = bounds_of(sizes, row * itemsize)
@@ -1325,10 +1358,10 @@ def _parts(shape: Shape, sizes: tuple[int, ...], itemsize: int, rank: int) -> _P
 
 @lru_cache(maxsize=1024)
 def _operator(op: str | ReduceOp, dtype: np.dtype[Any]) -> ReduceOp:
-    """Returns the operator of a reduction.
+    """Returns the operator of a reduction as a ReduceOp.
 
     Raises:
-        InvalidArgument: not an operator.
+        InvalidArgument: `op` is not an operator.
         UnsupportedDtype: the dtype does not support the operator.
     """
     parsed = ReduceOp.parse(op)
