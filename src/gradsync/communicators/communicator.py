@@ -394,7 +394,7 @@ class Communicator:
                 raise InvalidArgument(f'{self.label}: {what} needs sizes as a list, None or "ask", got {sizes!r}')
             if out is not None:
                 raise InvalidArgument(f'{self.label}: {what} with out= needs sizes as a list, got "ask"')
-            asking = agreement_on(what, (ROWS, *rest), source.dtype, _joined("rows asked for", to_root))
+            asking = agreement_on(what, (ROWS, *rest), source.dtype, _joined('sizes="ask"', to_root))
 
             def ask_and_gather(launch: Any) -> Any:
                 answers = [numbers[0] for numbers in self._backend.share_numbers([rows], asking)]

@@ -1,7 +1,8 @@
 """Failures of other ranks: a communicator reports long waits to the rendezvous server, and gets failures from it.
 
-A long wait is logged. A wait that reaches its deadline fails the generation: the server sends the same error to every
-rank. So a backend that finds by itself that a collective cannot end first asks for the server's error here.
+The server logs a long wait. If a wait reaches its deadline, the server sends the same error to every rank of the
+generation. If a backend itself finds that a collective cannot end, it first waits here for the server's error, which
+names the cause.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
     from gradsync.rendezvous.client import RendezvousClient
 
 WARN_AFTER_SECONDS = 5.0
-# The server's error may arrive this much later than its consequence, such as a broken connection or an NCCL error.
+# The server's error may arrive this much later than a consequence of the failure: a broken connection, an NCCL error.
 CAUSE_SECONDS = 2.0
 _CHECK_EVERY_SECONDS = 0.02
 
 
 def await_cause(seconds: float, check: Callable[[], None]) -> None:
-    """Calls `check` again and again for `seconds`; `check` raises the cause once it has arrived."""
+    """Calls `check` repeatedly for `seconds`. `check` raises the cause of a failure once the cause is known."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         check()
@@ -37,13 +38,13 @@ class FailureMonitor:
 
     Args:
         client: this rank's connection to the rendezvous server.
-        recorder: the communicator's flight recorder, which has the collective that this rank waits in.
+        recorder: the communicator's flight recorder. Its last entry is the collective in which this rank waits.
 
     Attributes:
-        was_raised: whether this object has raised the server's error, or the loss of the server: then the other ranks
-            get that error too.
-        has_failed: a function that takes 0.1 us and returns whether the generation has failed or this rank has
-            reported a failure.
+        was_raised: whether this object has raised an error that the other ranks get too: the server's error, or the
+            error that the server is gone.
+        has_failed: a function that returns whether the generation has failed or this rank has reported a failure. A
+            call takes 0.1 us.
     """
 
     def __init__(self, client: RendezvousClient, recorder: FlightRecorder) -> None:
@@ -54,10 +55,10 @@ class FailureMonitor:
         self._warned_of = -math.inf  # when the last reported collective began
 
     def check(self) -> None:
-        """Raises the generation's failure, if it has failed; never waits.
+        """Raises the generation's failure, if the generation has failed; never waits.
 
         Raises:
-            RankFailed, CollectiveTimeout: the failure.
+            RankFailed, CollectiveTimeout: the generation has failed.
             RendezvousError: the server is gone.
         """
         try:
@@ -67,16 +68,16 @@ class FailureMonitor:
             raise
 
     def await_cause(self, seconds: float, check: Callable[[], None] | None = None) -> None:
-        """Raises the failure if it arrives within `seconds`: this rank has already seen a consequence of it.
+        """Waits for the generation's failure, of which this rank has already seen a consequence, and raises it.
 
         Args:
-            seconds: how long to wait.
-            check: a function that raises the failure, if it has arrived; None is the method `check`.
+            seconds: how long to wait. If no failure has arrived by then, the method returns.
+            check: a function that raises the failure once it has arrived; None takes the method `check`.
         """
         await_cause(seconds, check or self.check)
 
     def failure(self) -> RankFailed | CollectiveTimeout | None:
-        """Returns the generation's failure, or None."""
+        """Returns the generation's failure; None if the generation has not failed."""
         try:
             self.check()
         except (RankFailed, CollectiveTimeout) as failure:
@@ -86,12 +87,13 @@ class FailureMonitor:
         return None
 
     def warn(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> None:
-        """Reports a wait of 5 s or more to the server, which logs it; once for each collective or message.
+        """Reports a wait of 5 s or more to the server, which logs it. Each collective or message is reported once.
 
         Args:
             waited_seconds: how long this rank has waited.
-            missing: the world ranks that it waits for; None if it does not know them.
-            entry: a launched collective; None is the last begun collective, in which a thread waits.
+            missing: the world ranks for which this rank waits; None if it does not know them.
+            entry: the launched collective whose end this rank waits for. None: a thread waits in the collective that
+                began last.
         """
         if waited_seconds < WARN_AFTER_SECONDS:
             return
@@ -102,11 +104,13 @@ class FailureMonitor:
             self._client.report_waiting(self._recorder.group, *number_and_title, waited_seconds, missing)
 
     def time_out(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> NoReturn:
-        """Reports that a collective has reached its deadline, and raises the failure. Arguments as for `warn`.
+        """Reports to the server that a collective has reached its deadline, and raises the error that all ranks get.
+
+        The arguments are those of `warn`.
 
         Raises:
-            CollectiveTimeout: on every rank; names the missing ranks.
-            RankFailed: a rank has died meanwhile.
+            CollectiveTimeout: the collective has reached its deadline. The text names the missing ranks.
+            RankFailed: a rank has died before the deadline.
             RendezvousError: the server is gone.
         """
         number, what = _number_and_title(entry or self._recorder.last, is_launched=entry is not None)
@@ -119,15 +123,15 @@ def raise_if_left(
 ) -> None:
     """Raises RankFailed if another rank has closed a communicator before the collective with number `position`.
 
-    For communicators without shared memory. A rank that closes such a communicator reports it to the server with
-    `announce_left`.
+    The backends without shared memory call it. With them, a rank that closes a communicator reports this to the server
+    with `announce_left`.
 
     Args:
-        client: this rank's client, whose ranks are the communicator's ranks.
-        name: the communicator's name, as in `announce_left`.
+        client: this rank's rendezvous client, whose members are the communicator's ranks.
+        name: the name with which the ranks call `announce_left` for this communicator.
         label: this rank's name in errors.
         position: the collective's number.
-        ranks: the world ranks that this rank needs; None is all.
+        ranks: the world ranks that this rank needs; None if it needs all ranks.
     """
     wanted = set(client.world_ranks if ranks is None else ranks) - {client.world_ranks[client.rank]}
     for rank, left_at in client.left_ranks(name).items():
@@ -136,11 +140,11 @@ def raise_if_left(
 
 
 def closed_failure(label: str, rank: int) -> RankFailed:
-    """Returns the error of a collective that needs a rank which has closed the communicator.
+    """Returns the error for a collective that needs a rank which has already closed the communicator.
 
     Args:
-        label: this rank, e.g. "rank 0/2".
-        rank: the world rank that has closed it.
+        label: this rank's name in errors, e.g. "rank 0/2".
+        rank: the world rank that has closed the communicator.
     """
     return RankFailed(
         f"{label}: rank {rank} closed the communicator while this rank still needed it; "
@@ -151,10 +155,10 @@ def closed_failure(label: str, rank: int) -> RankFailed:
 
 
 def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, str]:
-    """Returns the number and the title of a collective for the server. A message's title has the line of code.
+    """Returns the number and the title of a collective for the server's report; a message's title has its line of code.
 
-    For a collective, the server's report has the line of code of each waiting rank. But each rank waits in another
-    message. If two ranks wait for each other, the user needs the lines of both.
+    The server adds the line of code for a collective, but not for a message: if two ranks wait for each other, each
+    waits in a different message, and the user needs the lines of both.
     """
     from gradsync.rendezvous.frames import OF_MESSAGES  # imported here to keep the start of a rank short
 

@@ -1,7 +1,7 @@
-"""The collectives that gradient bucketing adds to those of a communicator; their arguments are not checked.
+"""The collectives that only gradient bucketing uses; their arguments are not checked.
 
-Bucketing reduces lists of arrays as one collective, with work before and after on the same stream, and resident memory,
-in which gradients live and are reduced without a copy. The public collectives are in communicator.py.
+They reduce a list of arrays as one collective, with work before and after it on the same stream, or a range of resident
+memory, in which gradients are kept and reduced without a copy. The public collectives are in communicator.py.
 """
 
 from __future__ import annotations
@@ -22,31 +22,40 @@ from gradsync.reduction import Array, ReduceOp, Wire
 
 
 class Stage(Protocol):
-    """Work before and after the reduction of a list, within the same call, and on a GPU on the same stream."""
+    """Work before and after the reduction of a list of arrays, in the same call. On a GPU it uses the same stream."""
 
     def before(self, given: Sequence[Array]) -> Sequence[Array]:
-        """Handles this rank's values. Returns them, or other arrays to reduce, which receive the results."""
+        """Handles this rank's values before the reduction.
+
+        Returns:
+            The arrays to reduce, which also receive the results: `given`, or different arrays.
+        """
 
     def after(self, results: Sequence[Array]) -> Sequence[Array]:
-        """Handles the reduced values. Returns the arrays that hold the values afterwards."""
+        """Handles the reduced values.
+
+        Returns:
+            The arrays that hold the values afterwards: `results`, or different arrays.
+        """
 
 
 class ListReduction:
     """The all-reduce of a list of arrays as one collective, for a gradient bucket.
 
-    Every rank must run one, with lists of equal sizes and dtypes. The arguments are not checked: bucketing has checked
-    them. Make it in the thread that runs the collectives.
+    Every rank must run such a reduction, with lists of equal sizes and dtypes. The arguments are not checked, because
+    bucketing has checked them. Make the object in the thread that runs the collectives.
 
     Args:
-        communicator: the communicator of the ranks.
-        sources: 1-D contiguous arrays of one dtype, on the communicator's device.
-        targets: arrays for the results: for each source an array of its size and dtype, or the source itself.
+        communicator: the communicator that runs the reduction.
+        sources: 1-D contiguous arrays of the same dtype, on the communicator's device.
+        targets: the arrays for the results: for each source an array of its size and dtype, or the source itself.
         op: an operator that the dtype supports.
-        write_backs: pairs of a target and the native array that gets the target's values afterwards.
-        checks: the checks that the backend makes.
-        wire: the form in which the values travel, on all ranks; needs a backend that converts. None: as they are.
-        recurs: whether these very arrays will be reduced again: then the backend prepares the reduction now. In one
-            collective some ranks may have a prepared reduction, and others none.
+        write_backs: pairs of a target and a native array; after the reduction the target's values are copied there.
+        checks: the checks that the backend makes during the reduction.
+        wire: the dtype in which all ranks send and reduce the values, with its scale factors; it needs a backend that
+            `converts`. None: the dtype of the sources.
+        recurs: whether these very arrays will be reduced again. If so, the backend prepares the reduction now. The
+            ranks need not have the same `recurs`.
     """
 
     def __init__(
@@ -84,14 +93,15 @@ class ListReduction:
         """Reduces the arrays' current values.
 
         Args:
-            agreement: this rank's agreement.
-            stages: the work before and after the reduction: `before` is called in this order, `after` in reverse order.
+            agreement: the agreement of this collective.
+            stages: the work before and after the reduction. The methods `before` are called in this order, the methods
+                `after` in reverse order.
             producers: marks (see Backend.mark_work) of the work that made the sources.
-            agrees_first: whether the ranks also agree before the stages, because some rank's stages write into its
-                sources; the same on all ranks.
+            agrees_first: whether the ranks also compare their agreements before the stages, because the stages of some
+                rank write into its sources. It must be equal on all ranks.
 
         Returns:
-            None on the CPU, where the results are complete; on a GPU the Completion of the launched reduction.
+            On the CPU None: the results are complete. On a GPU the Completion of the launched reduction.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
@@ -129,10 +139,11 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
     Every rank must call it with arrays of the same shapes and dtypes. The arguments are not checked.
 
     Args:
-        communicator: the communicator of the ranks.
-        natives: native arrays (see Communicator._native_array) of any layout; writable except on the root.
+        communicator: the communicator that runs the broadcast.
+        natives: native arrays (see Communicator._native_array) of any layout. They must be writable, except on the
+            root.
         root: the rank whose values all ranks get.
-        agreement: this rank's agreement.
+        agreement: the agreement of this collective.
 
     Raises:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
@@ -152,22 +163,22 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
         communicator._agree(agreement)
 
 
-# -- Resident memory: gradients live there, and are reduced without a copy -------------------------------------------
+# -- Resident memory, in which gradients are kept and reduced without a copy -----------------------------------------
 
 
 def make_resident_memory(communicator: Communicator, size_bytes: int, agreement: Agreement) -> ResidentMemory:
-    """Makes memory of the same size on every rank, whose ranges can be reduced in place.
+    """Allocates resident memory of the same size on every rank. Ranges of it can then be reduced in place.
 
     Every rank must call it, with the same size.
 
     Args:
-        communicator: the communicator of the ranks.
-        size_bytes: the size of each rank's part.
-        agreement: this rank's agreement.
+        communicator: the communicator that will reduce the memory.
+        size_bytes: the size of the memory of each rank.
+        agreement: the agreement of this collective.
 
     Raises:
         PlanMismatch: the sizes differ; nothing was allocated.
-        BackendUnavailable: a rank, which the text names, does not have enough memory. Then no rank gets memory, and the
+        BackendUnavailable: a rank does not have enough memory. The text names the rank. No rank gets memory, and the
             communicator stays usable.
         RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, NcclError: as for all_reduce.
     """
@@ -217,22 +228,24 @@ def all_reduce_resident(
 ) -> Completion | None:
     """Reduces a range of resident memory in place, on every rank.
 
-    Every rank must call it for the same memory, range, dtype and operator. The result has the same bits as that of
-    a ListReduction, except for products of complex numbers. The arguments are not checked. PlanMismatch leaves the
-    range unchanged; after any other error the range's values are undefined.
+    Every rank must call it for the same memory, range, dtype and operator. The result has the same bits as that of a
+    ListReduction, except for products of complex numbers. The arguments are not checked. PlanMismatch leaves the range
+    unchanged; after any other error the range's values are undefined.
 
     Args:
-        communicator: the communicator of the ranks.
-        memory: resident memory of this communicator.
-        begin_bytes: the begin of the range in `memory.bytes`: a multiple of 64.
-        end_bytes: the end of the range; the range has zero or more whole elements.
-        dtype: the elements' dtype.
-        op, agreement, stages, producers, agrees_first: as for ListReduction; stages get the range, and return it.
-        mean_over: the number of ranks that contributed values, by which the sum is divided; None does not divide.
-        checks: the checks that the backend makes.
+        communicator: the communicator that runs the reduction.
+        memory: the resident memory, which make_resident_memory has made for this communicator.
+        begin_bytes: the index in `memory.bytes` at which the range begins; it must be a multiple of 64.
+        end_bytes: the index in `memory.bytes` at which the range ends. The range has zero or more whole elements.
+        dtype: the dtype of the elements.
+        op, checks: the operator and the checks, as for ListReduction.
+        agreement, producers, agrees_first: as for ListReduction.run.
+        stages: the work before and after the reduction, as for ListReduction.run; each stage gets the range as one
+            array, and must return this array.
+        mean_over: the number of ranks that contributed values; the sum is divided by it. None: it is not divided.
 
     Returns:
-        As ListReduction.run.
+        On the CPU None: the results are complete. On a GPU the Completion of the launched reduction.
 
     Raises:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.

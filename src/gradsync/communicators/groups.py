@@ -1,7 +1,8 @@
 """Groups: communicators of some of a communicator's ranks.
 
-A group is a communicator like any other, over the same backend; `Backend.connect_group` makes it. A `CommunicatorTree`
-names the groups of one world, and closes them with the world. `await_members` waits until all members make the group.
+A group is a communicator like any other, with a backend of the same kind, which `Backend.connect_group` makes. A
+`CommunicatorTree` gives the groups of one world their names, and closes them together with the world. `await_members`
+waits until all members have called new_group or split.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gradsync.errors import (
 )
 
 NO_COLOR = -1  # for Backend.split_group: the rank joins no group
-_LISTED_CHARACTERS = 40  # the longest list of members in a group's name
+_LISTED_CHARACTERS = 40  # of the longest list of members in a group's name
 _CHECK_EVERY_SECONDS = 0.25
 
 
@@ -40,14 +41,14 @@ class Member(Protocol):
 
 
 class CommunicatorTree:
-    """A world's communicator and all communicators made from it.
+    """The groups that were made from one world's communicator, or from other groups of that world.
 
     Args:
-        name: the world's name.
-        raised: the failures that the world has raised.
+        name: the name of the world's communicator.
+        raised: the failures that calls of the world's communicators have raised.
 
     Attributes:
-        local_group: the group of this machine's ranks; None until comm.py has made it.
+        local_group: the group of the ranks on this machine; None until comm.py has made it.
     """
 
     def __init__(self, name: str, raised: RaisedFailures) -> None:
@@ -58,17 +59,20 @@ class CommunicatorTree:
         self._communicators: weakref.WeakSet[Member] = weakref.WeakSet()
 
     def new_name(self, what: str) -> str:
-        """Returns a new name, e.g. "world/0,2#1"; the same on all ranks that have called this equally often."""
+        """Returns a new name for the group `what`, e.g. "world/0,2#1".
+
+        Ranks that have called this method equally often with the same text get the same name.
+        """
         count = self._counts[what] = self._counts.get(what, 0) + 1
         return f"{self.name}/{what}#{count}"
 
     def add(self, communicator: Member) -> None:
-        """Adds a communicator, by a weak reference."""
+        """Adds a group, and keeps a weak reference to it."""
         communicator._lifetime.raised = self._raised
         self._communicators.add(communicator)
 
     def close(self) -> None:
-        """Closes all communicators, then raises the first error that no call has raised yet."""
+        """Closes all groups, then raises the first of their errors that no call has raised yet."""
         self.local_group = None
         errors = []
         for communicator in list(self._communicators):
@@ -81,14 +85,15 @@ class CommunicatorTree:
 
 
 class NonMember:
-    """The result of new_group and split on a rank that is not a member. False: `if group: group.all_reduce(array)`.
+    """The result of new_group and split on a rank that is not a member of the group.
 
-    It is not None, because None as a communicator means the world, and a non-member must not take part in the world's
-    collectives by mistake. Functions that take a communicator refuse a NonMember.
+    bool() of it is False, so a program can write `if group: group.all_reduce(array)`. It is not None, because functions
+    with a `group` argument take None as the world, and a non-member must not join the world's collectives by mistake.
+    These functions raise InvalidArgument for a NonMember.
 
     Args:
-        label: this rank's name in messages.
-        group: the group in words, e.g. "the group of ranks 0,2".
+        label: this rank's name in errors.
+        group: the group in words for errors, e.g. "the group of ranks 0,2".
     """
 
     def __init__(self, label: str, group: str) -> None:
@@ -105,18 +110,18 @@ class NonMember:
         return f"<{type(self).__name__}: {self}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Python itself asks, e.g. for copy and pickle
+        if name.startswith("_"):  # Python itself reads such names, e.g. for copy and pickle
             raise AttributeError(name)
         raise AttributeError(f"{self} and cannot use its {name!r}; check `if group:` first")
 
 
 @contextmanager
 def reporting_failures(backend: Backend, what: str) -> Iterator[None]:
-    """Reports a failure in making a group to the other ranks, which would otherwise wait for this one.
+    """If the block, which makes a group, fails, reports the error to the other ranks, which wait for this rank.
 
     Args:
         backend: the backend of the communicator that makes the group.
-        what: the public method, for errors.
+        what: the name of the public method in errors.
     """
     try:
         yield
@@ -133,22 +138,22 @@ def reporting_failures(backend: Backend, what: str) -> Iterator[None]:
 
 
 def await_members(backend: Backend, what: str, members: Sequence[int], name: str) -> None:
-    """Waits until all members of a new group have called this.
+    """Waits until all members of a new group have called this function.
 
     Args:
         backend: the backend of the communicator that makes the group.
-        what: the public method, for errors.
-        members: the group's ranks, as numbered in that communicator.
-        name: the group's name, not used before in this generation.
+        what: the name of the public method in errors.
+        members: the members' ranks in that communicator.
+        name: the name of the new group, which no group of this generation has had before.
 
     Raises:
-        RendezvousTimeout: a member did not arrive.
-        RankFailed: a member has died, or cannot arrive any more.
+        RendezvousTimeout: a member has not called the function before the deadline.
+        RankFailed: a member has died, or has closed or aborted the communicator.
     """
     client, timeout_seconds = backend.client, backend.timeout_seconds
     if client is None or len(members) == 1:
         return
-    # A client group of its own: the server removes its entries when all have left it, however the new group ends.
+    # A separate client group, so that the server removes its entries when all have left it, however the new group ends.
     waiting = client.group(members, f"{name}/members")
     began = time.monotonic()
     try:
@@ -174,12 +179,12 @@ def await_members(backend: Backend, what: str, members: Sequence[int], name: str
 
 
 def whom(error: RendezvousTimeout) -> str:
-    """Returns the missing ranks of a timed-out barrier, with their states if the server has sent these."""
+    """Returns, as text, the missing ranks of a barrier that has timed out, with their states if these are known."""
     return error.missing or (name_ranks(error.missing_ranks) if error.missing_ranks else "the rendezvous server")
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Returns the ranks as text of bounded length; long lists as a count and a digest."""
+    """Returns the ranks as a short text. A long list becomes the number of ranks, the first rank and a digest."""
     text = ",".join(map(str, ranks))
     if len(text) <= _LISTED_CHARACTERS:
         return text
