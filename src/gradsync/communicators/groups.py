@@ -41,7 +41,7 @@ class Member(Protocol):
 
 
 class CommunicatorTree:
-    """The groups that were made from one world's communicator, or from other groups of that world.
+    """The communicators made from one world's communicator: its groups, their groups, those of override_backend().
 
     Args:
         name: the name of the world's communicator.
@@ -67,12 +67,12 @@ class CommunicatorTree:
         return f"{self.name}/{what}#{count}"
 
     def add(self, communicator: Member) -> None:
-        """Adds a group, and keeps a weak reference to it."""
+        """Adds a communicator, and keeps a weak reference to it."""
         communicator._lifetime.raised = self._raised
         self._communicators.add(communicator)
 
     def close(self) -> None:
-        """Closes all groups, then raises the first of their errors that no call has raised yet."""
+        """Closes all these communicators, then raises the first of their errors that no call has raised yet."""
         self.local_group = None
         errors = []
         for communicator in list(self._communicators):

@@ -1,7 +1,7 @@
-"""Arrays in host memory: checks a caller's arrays, and makes them flat.
+"""Arrays in host memory: functions that check a caller's arrays and make them flat.
 
-`ArrayKind` is the interface that the layers above use for arrays. `HostArrays` implements it for the host,
-nccl/device_arrays.py for a GPU.
+`ArrayKind` is the interface with which the layers above use arrays. `HostArrays` implements it for host memory,
+`DeviceArrays` (nccl/device_arrays.py) for a GPU.
 """
 
 from __future__ import annotations
@@ -20,93 +20,102 @@ from gradsync.reduction import Array, divide_into
 DLPACK_CPU = 1
 DLPACK_CUDA_HOST = 3  # pinned host memory
 
-_PIECE_BYTES = 32 * 1024**2  # the host memory for reading a GPU's array, piece by piece
+_PIECE_BYTES = 32 * 1024**2  # of a GPU's array, which is copied to host memory piece by piece
 
 _FOR_NUMBERS = "make it an array with numpy.array(...), or pass numbers to gs.comm.reduce_dict or comm.objects"
 _FOR_OBJECTS = "comm.objects gathers, broadcasts and scatters Python objects"
 
 
 class ArrayKind(Protocol):
-    """The functions for one kind of arrays. A native array is the result of `native`; a flat one is 1-D, contiguous."""
+    """The functions for one kind of arrays: host arrays, or the arrays of a GPU.
+
+    A native array is one that `native` has returned. A flat array is 1-D and contiguous.
+    """
 
     def native(self, array: Any, who: str) -> Any:
-        """Returns `array` as an array over the same memory; see Communicator._native_array."""
+        """Returns a native array over the same memory as `array`; see Communicator._native_array."""
 
     def flat(self, native: Any) -> Any:
-        """Returns the elements in C (index) order on the communicator's device; a view if possible."""
+        """Returns the elements in C order as a flat array on the communicator's device: a view if possible."""
 
     def is_viewed_flat(self, native: Any) -> bool:
-        """Whether flat() gives a view of this very memory."""
+        """Whether flat() returns a view of the array, not a copy."""
 
     def write_back(self, flat: Any, native: Any) -> None:
-        """Copies elements in C order into an array that flat() had to copy; does nothing for a view."""
+        """Copies the elements of `flat`, in C order, to `native`. Does nothing if `flat` is a view of `native`."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
-        """Returns a new C-contiguous array, in the same kind of memory as the native array `like`."""
+        """Returns a new C-contiguous array with the kind of memory (host or device) of the native array `like`."""
 
     def empty_like(self, native: Any) -> Any:
-        """Returns a new C-contiguous array of the same shape and dtype, in the same kind of memory."""
+        """Returns a new C-contiguous array with the shape, dtype and kind of memory (host or device) of `native`."""
 
     def empty_flat(self, native: Any) -> Any:
-        """Returns a new flat array for the elements of an array, on the communicator's device."""
+        """Returns a new flat array with the size and dtype of `native`, on the communicator's device."""
 
     def scratch(self, size: int, dtype: Any) -> Any:
-        """Returns a new flat array for work on the current stream."""
+        """Returns a new flat array for temporary values that only the current stream uses."""
 
     def fill(self, native: Any, value: Any) -> None:
-        """Sets all elements of an array on the communicator's device."""
+        """Sets all elements of an array on the communicator's device to `value`."""
 
     def assign(self, native: Any, target: Any) -> None:
-        """Copies an array's elements into another one on the communicator's device."""
+        """Copies the elements of `native` to `target`, an array on the communicator's device."""
 
     def divide(self, flat: Any, count: int) -> None:
-        """Divides floating or complex elements in place."""
+        """Divides the floating or complex elements of `flat` by `count`, in place."""
 
     def multiply(self, source: Any, factor: float, out: Any) -> None:
-        """Multiplies floating or complex elements into `out`, which may be `source`; on a GPU on the current stream.
+        """Writes source * factor to `out`; both arrays are floating or complex. A GPU does it on the current stream.
 
-        The product is computed in the wider of the two dtypes (half precision in float32) and rounded once; from
-        float64 to half precision it may be rounded to float32 in between. Complex numbers are scaled part by part.
-        Overflow gives infinity without a warning. A GPU treats subnormal float32 numbers as 0 (CuPy's compiler flags).
+        The product is computed in the wider of the two dtypes (half precision in float32) and rounded once. Only from
+        float64 to half precision, the product may first be rounded to float32. The real and imaginary parts of complex
+        numbers are scaled separately. Overflow gives infinity without a warning. A GPU treats subnormal float32 numbers
+        as 0, because of CuPy's compiler flags.
 
         Args:
-            source: native array of any shape and layout.
-            factor: 1.0 gives a plain copy, of any dtype.
-            out: array of the same shape, in the same memory space, of any layout: `source`, or one that shares no
-                memory with it. Its dtype may be another one of the same kind: both real, or both complex.
+            source: a native array of any shape and layout.
+            factor: the factor; with 1.0 the elements are only copied, and may have any dtype.
+            out: an array of the same shape and any layout, in host or device memory like `source`: `source` itself, or
+                an array that shares no memory with it. The dtypes may differ, but must both be real or both complex.
         """
 
     def multiply_in_place(self, natives: Any, factor: float) -> None:
-        """Multiplies each of some floating or complex arrays by the factor, as `multiply` does."""
+        """Multiplies each floating or complex array of a list by the factor, in place, as `multiply` does."""
 
     def all_finite(self, flat: Any) -> Any:
-        """Whether a flat array has neither NaN nor infinity; always true for integers and bools.
+        """Whether a flat array has neither NaN nor infinity; always True for integers and bools.
 
         Returns:
-            A bool; on a GPU a 0-d bool array of the device, by work on the current stream: the host does not wait.
+            On the host a bool. On a GPU a 0-d bool array, which the current stream computes: the host does not wait.
         """
 
     def sum_of_squares(self, flat: Any) -> Any:
         """Sums the squares of the absolute values of a flat array; the same array gives the same bits each time.
 
-        Sums are in float64; on the host, sums of 1024 squares of float32 or half precision are in float32. The relative
-        error stays below 1e-6. Only values beyond the range of float64 overflow or underflow.
+        The sum is computed in float64. For float32 and half precision, the host first adds groups of 1024 squares in
+        float32. The relative error is below 1e-6. The sum overflows or underflows only beyond the range of float64.
 
         Returns:
-            A float; on a GPU a 0-d float64 array of the device, by work on the current stream: the host does not wait.
+            On the host a float. On a GPU a 0-d float64 array, which the current stream computes: the host does not
+            wait.
         """
 
     def writeable(self, native: Any) -> bool:
         """Whether the array may be written to."""
 
     def state(self, native: Any) -> Any:
-        """Returns a value that changes if an array with the same identity, shape and dtype needs new checks."""
+        """Returns a value to compare with that of the step before, for an array object that is used again.
+
+        If the value has changed, the array must be checked again, although its shape and dtype are the same: it may
+        have become read-only, or use different memory.
+        """
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
-        """Returns the first address of a non-empty array, and one past its last."""
+        """Returns the address of the first byte of a non-empty array, and the address after its last byte."""
 
     def share_memory(self, first: Any, second: Any) -> bool:
-        """Whether two arrays share an element; True if that is too hard to find out."""
+        """Whether two arrays share an element; True if NumPy would need too long to find out."""
 
 
 class HostArrays:
@@ -134,7 +143,7 @@ class HostArrays:
         return np.empty(shape, dtype)
 
     def empty_like(self, native: Array) -> Array:
-        """See ArrayKind; aligned to a cache line, so that JAX can use the memory without a copy."""
+        """See ArrayKind. The memory is aligned to a cache line, so that JAX can use it without a copy."""
         room = np.empty(native.nbytes + CACHE_LINE_BYTES, np.uint8)
         begin = -room.__array_interface__["data"][0] % CACHE_LINE_BYTES
         return room[begin : begin + native.nbytes].view(native.dtype).reshape(native.shape)
@@ -180,8 +189,8 @@ class HostArrays:
         """See ArrayKind."""
         return native.flags.writeable
 
-    # See ArrayKind. It is called for each gradient, so it is in C. The flag is enough: NumPy refuses to exchange the
-    # memory of an array that has views.
+    # See ArrayKind. attrgetter is in C, because `state` is called for each gradient. The flag is enough: NumPy refuses
+    # to exchange the memory of an array that has views.
     state = staticmethod(attrgetter("flags.writeable"))
 
     def byte_bounds(self, native: Array) -> tuple[int, int]:
@@ -198,7 +207,12 @@ class HostArrays:
 
 
 def span(array: Any, address: int) -> tuple[int, int]:
-    """Returns the first address of a non-empty array and one past its last; `address` is its first element's."""
+    """Returns the address of the first byte of a non-empty array, and the address after its last byte.
+
+    Args:
+        array: an array with strides.
+        address: the address of the element at index 0.
+    """
     if array.flags.c_contiguous or array.flags.f_contiguous:
         return address, address + array.nbytes
     steps = [stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)]
@@ -214,7 +228,7 @@ def as_host_array(array: Any, who: str) -> Array:
         who: the beginning of the error message, e.g. "rank 0/2: all_reduce".
 
     Raises:
-        InvalidArgument: not an array, a masked or sparse array, or not in host memory.
+        InvalidArgument: `array` is not an array, is a masked or sparse array, or is not in host memory.
         UnsupportedDtype: the elements are Python objects.
     """
     if type(array) is np.ndarray:
@@ -233,7 +247,7 @@ def as_host_array(array: Any, who: str) -> Array:
 
 
 def kind_of(array: Any) -> str:
-    """Describes an argument that is not an array, with advice."""
+    """Returns a description of an argument that is not an array, with advice, for errors."""
     if hasattr(array, "tocoo"):
         return "a sparse array"
     if isinstance(array, np.generic):
@@ -268,24 +282,27 @@ def _is_bfloat16(array: Any) -> bool:
 
 
 def _bfloat16_view(array: Any) -> Array:
-    """Returns a view of a JAX bfloat16 array, read-only: NumPy's DLPack does not support bfloat16.
+    """Returns a read-only view of a JAX bfloat16 array, made without DLPack: NumPy's DLPack does not support bfloat16.
 
     Raises:
-        TypeError: the array is of another library, which may give a copy.
+        TypeError: the array comes from another library, whose conversion may return a copy instead of a view.
     """
     native = np.asarray(array)
     if native.flags.writeable:
-        raise TypeError("NumPy supports no bfloat16 through DLPack")
+        raise TypeError("NumPy does not support bfloat16 through DLPack")
     return native
 
 
 def advice(error: Exception) -> str:
-    """Returns advice for the most common refusal of DLPack: a PyTorch parameter."""
+    """Returns advice for the most common error of DLPack, which is about a PyTorch parameter; "" for other errors."""
     return " (PyTorch: hand over p.data or p.grad)" if "require gradient" in str(error) else ""
 
 
 def overlaps_itself(array: Any) -> bool:
-    """Whether two indices may share memory (broadcast views, sliding windows); True if in doubt."""
+    """Whether two elements of an array may share memory, as in broadcast views and sliding windows.
+
+    If the function cannot decide, it returns True.
+    """
     if array.flags.c_contiguous or array.flags.f_contiguous or array.size <= 1:
         return False
     extent = array.itemsize
@@ -297,10 +314,9 @@ def overlaps_itself(array: Any) -> bool:
 
 
 def digest_of_values(arrays: ArrayKind, native: Any) -> str:
-    """Returns the SHA-256 of an array's elements, as bytes in C order, whatever its layout.
+    """Returns the SHA-256, in hexadecimal, of an array's elements as bytes in C order.
 
-    A GPU's array is copied to host memory in pieces, after the current stream's
-    work.
+    An array on a GPU is copied to host memory piece by piece, after the present work of the current stream.
     """
     import hashlib  # imported here to keep the start of a rank short
 

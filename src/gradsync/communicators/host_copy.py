@@ -1,12 +1,14 @@
-"""Fast copies between host arrays, for any addresses.
+"""Copies between host arrays that are fast at every address.
 
-NumPy copies with memcpy, and glibc's memcpy moves 4 KB to about 1 MB with `rep movsb`. On AMD Zen 3 that instruction
-slows down from 40 to 2.8 GB/s (measured) if the destination is 1 to 63 bytes after the source, modulo the page size.
-This is the case for copies from page-aligned slots to large NumPy arrays, which begin 16 bytes into a page. A ufunc
-copies with vector loads and stores and has no such slow case. So on Zen 3 larger pieces are copied by np.positive on
-unsigned integers, which keeps every bit. On other processors memcpy is as fast or faster, so each process measures it.
+NumPy copies with memcpy, and glibc's memcpy copies 4 KB to about 1 MB with the instruction `rep movsb`. On AMD Zen 3
+this instruction slows down from 40 to 2.8 GB/s (measured) if the destination is 1 to 63 bytes after the source, modulo
+the page size. This happens when data are copied from page-aligned slots to large NumPy arrays, which begin 16 bytes
+into a page. A NumPy ufunc copies with vector loads and stores, and is not slower at such addresses. So on Zen 3 pieces
+of 4 KB or more are copied by np.positive on unsigned integers, which keeps every bit. On other processors memcpy is as
+fast or faster, so each process measures both.
 
-Source: glibc bugs 30994 and 30995 (memcpy on Zen 3 and Zen 4 with `rep movsb`); benchmarks/test_copy_speed.py shows it.
+Source: glibc bugs 30994 and 30995 (memcpy on Zen 3 and Zen 4 with `rep movsb`); benchmarks/test_copy_speed.py measures
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from gradsync.reduction import Array
 # Below this size memcpy does not use `rep movsb`, and an assignment costs less than a ufunc call.
 _UFUNC_FROM_BYTES = 4096
 
-# The copies that measure the processor. A slow memcpy takes more than ten times a ufunc's time.
+# The copies that measure memcpy. A slow memcpy takes more than ten times as long as a ufunc.
 _PROBE_BYTES, _PROBES = 128 * 1024, 8
 _PAGE_BYTES = 4096
 
@@ -36,13 +38,16 @@ _WORD_BY_ITEMSIZE: dict[int, np.dtype[Any]] = {
 
 
 def word_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the unsigned integer dtype of the same item size, for copies; `dtype` itself if there is none."""
+    """Returns the unsigned integer dtype with the item size of `dtype`; `dtype` itself if there is none."""
     return _WORD_BY_ITEMSIZE.get(dtype.itemsize, dtype)
 
 
 @cache
 def memcpy_is_slow() -> bool:
-    """Whether memcpy is slow if the target begins just after the source in its page; measures once, in under 1 ms."""
+    """Whether memcpy is slow if the target's offset in its page is just above the source's.
+
+    The first call measures this, in less than 1 ms.
+    """
     memory = np.zeros(2 * _PROBE_BYTES + 3 * _PAGE_BYTES, np.uint8)
     begin = -memory.ctypes.data % _PAGE_BYTES
     source = memory[begin : begin + _PROBE_BYTES]
@@ -61,7 +66,7 @@ def _quickest(copy: Callable[..., Any], *arrays: Array) -> float:
 
 
 def copy_words(source: Array, target: Array) -> None:
-    """Copies a 1-D array of words into another one of the same size."""
+    """Copies a 1-D array of words (see word_dtype) to a second one of the same size."""
     if source.nbytes >= _UFUNC_FROM_BYTES and memcpy_is_slow():
         np.positive(source, target)
     else:
@@ -69,9 +74,10 @@ def copy_words(source: Array, target: Array) -> None:
 
 
 def publish_words(source: Array, target: Array) -> None:
-    """Copies as `copy_words`, up to some hundred KB, into shared memory that other ranks have just read.
+    """Copies words to shared memory that other ranks have just read: at most some hundred KB.
 
-    Here a ufunc is faster on a Xeon too: with memcpy, an all_reduce of 128 KB took a tenth longer.
+    Unlike `copy_words` it uses a ufunc on every processor, because here the ufunc is faster on a Xeon too: with memcpy,
+    an all_reduce of 128 KB took a tenth longer.
     """
     if source.nbytes >= _UFUNC_FROM_BYTES:
         np.positive(source, target)
@@ -80,7 +86,7 @@ def publish_words(source: Array, target: Array) -> None:
 
 
 def pack_words(sources: Sequence[Array], into: Array) -> None:
-    """Copies 1-D arrays of words one after the other into an array of their total size."""
+    """Copies 1-D arrays of words, one after the other, to a single array of their total size."""
     if len(sources) == 1:
         copy_words(sources[0], into)
     elif max([source.nbytes for source in sources]) < _UFUNC_FROM_BYTES:
@@ -90,7 +96,7 @@ def pack_words(sources: Sequence[Array], into: Array) -> None:
 
 
 def split_words(packed: Array, targets: Sequence[Array]) -> None:
-    """Copies an array of words into 1-D arrays that together have its size: the inverse of pack_words."""
+    """Copies one array of words to 1-D arrays whose sizes add up to its size: the inverse of pack_words."""
     if len(targets) == 1:
         copy_words(packed, targets[0])
     else:

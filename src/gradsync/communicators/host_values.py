@@ -1,8 +1,8 @@
-"""Arithmetic on the values of arrays: scale into another dtype, check for NaN and infinity, sum the squares.
+"""Arithmetic on the values of arrays: functions that scale them, check for NaN and infinity, and sum the squares.
 
-ArrayKind (host_arrays.py) says what each function must do. `multiply` also serves a GPU; the others are for host
-arrays, and nccl/device_arrays.py has the GPU's. Each function reads the memory once, in pieces that stay in a core's
-cache while more than one pass goes over them.
+ArrayKind (host_arrays.py) specifies each function. `multiply` works for CuPy arrays too. The other functions are for
+host arrays; those for a GPU are in nccl/device_arrays.py. Each function reads the memory once, in pieces that fit into
+a core's cache, because some functions read a piece more than once.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy as np
 
 from gradsync.reduction import Array, accumulation_dtype, dtype_name, part_dtype, part_pairs, product_dtype
 
-# Half a megabyte of float32. NumPy takes about 1 us to begin with a piece, and some 25 us to go over it.
+# Half a megabyte of float32. For one piece NumPy has a fixed cost of about 1 us, and needs about 25 us to read it.
 _PIECE_ELEMENTS = 2**17
-# For values that are widened first: a step allocates no more than about 64 KB at a time.
+# For values that are first converted to a wider dtype: then no more than about 64 KB are allocated at a time.
 _WIDENED_PIECE_ELEMENTS = 2**14
 # OpenBLAS sums the squares of longer rows in several threads, on cores that other ranks need.
 _UNTHREADED_ELEMENTS = 2**13
-# Short rows round little: a sum of 1024 squares in float32 has an error of 2e-7.
+# The sum of a short row has a small rounding error: 2e-7 for 1024 squares in float32.
 _ROW_ELEMENTS = 2**10
-# Below this sum, squares too small for float32 (which ends at 2**-149) could be a visible part of a row's sum.
+# If a row's sum is smaller, squares too small for float32 (below 2**-149) could be a relevant part of it.
 _LEAST_ROW_SUM = 2.0**-100
 
-# Products of other dtypes are made in a wider dtype, or part by part.
+# Products of other dtypes are computed in a wider dtype, or for real and imaginary parts separately.
 _MULTIPLIED_AS_THEY_ARE = (np.dtype(np.float32), np.dtype(np.float64))
 
-# NaN and infinity in half precision have all exponent bits set. As integers, those with a positive sign are the largest
-# signed ones, and those with a negative sign the largest unsigned ones.
+# NaN and infinity in half precision have all exponent bits set. So if the bits are read as integers, NaN and infinity
+# with a positive sign are the largest int16 values, and those with a negative sign the largest uint16 values.
 _INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80}
 _SIGN_BIT = 0x8000
 
@@ -40,15 +40,15 @@ def multiply(source: Any, factor: float, out: Any, xp: Any = np) -> None:
     """See ArrayKind.
 
     Args:
-        source, factor, out: see ArrayKind.
-        xp: the arrays' module, numpy or cupy.
+        source, factor, out: the arguments of ArrayKind.multiply.
+        xp: the module of the arrays: numpy or cupy.
     """
     with np.errstate(all="ignore"):  # other code checks the values for overflow; the factor itself may overflow
         multiply_quietly(source, factor, out, xp)
 
 
 def multiply_quietly(source: Any, factor: float, out: Any, xp: Any = np) -> None:
-    """Multiplies as `multiply`; call it only where NumPy ignores floating-point errors."""
+    """Does the same as `multiply`. Call it only within np.errstate(all="ignore")."""
     if factor == 1.0:
         if out is not source:
             xp.copyto(out, source, casting="unsafe")
@@ -59,8 +59,8 @@ def multiply_quietly(source: Any, factor: float, out: Any, xp: Any = np) -> None
 
 
 def multiply_in_place(arrays: Sequence[Array], factor: float) -> None:
-    """See ArrayKind. Takes a third of the time of one `multiply` for each of many small arrays."""
-    factors: dict[np.dtype[Any], Any] = {}  # by dtype, for dtypes whose products are made in the dtype itself
+    """See ArrayKind. For many small arrays it takes a third of the time of a call of `multiply` for each."""
+    factors: dict[np.dtype[Any], Any] = {}  # by dtype, for dtypes whose products are computed in the dtype itself
     with np.errstate(all="ignore"):
         for array in arrays:
             scale = factors.get(array.dtype)
@@ -83,10 +83,10 @@ def all_finite(flat: Array) -> bool:
 
 @lru_cache(maxsize=64)
 def finite_test(dtype: np.dtype[Any]) -> Callable[[Array], bool] | None:
-    """Returns the test that a 1-D array of a dtype has neither NaN nor infinity; None if the dtype has neither.
+    """Returns a function that tests whether a 1-D array of the dtype has neither NaN nor infinity.
 
-    The test reads the array once or twice, so an array that fits into a core's cache is best. Call it only where NumPy
-    ignores floating-point errors.
+    Returns None if the dtype has no NaN and no infinity. The function reads the array up to two times, so it is fastest
+    if the array fits into a core's cache. Call it only within np.errstate(all="ignore").
     """
     infinity = _INFINITY_BITS.get(dtype_name(dtype))
     if infinity is not None:
@@ -109,25 +109,25 @@ def sum_of_squares(flat: Array) -> float:
 
 
 class SumOfSquares:
-    """Adds up the squares of flat arrays, as sum_of_squares does, each while it is in the cache."""
+    """Adds up the squares of several flat arrays, as sum_of_squares does, each array while it is in the cache."""
 
     def __init__(self) -> None:
         self._forget()
 
     def add(self, flat: Array) -> None:
-        """Adds the squares of an array of any dtype."""
+        """Adds the squares of a flat array of any dtype."""
         self._sum += sum_of_squares(flat)
 
     def add_rows(self, table: Array) -> None:
-        """Adds the squares of a table from `tables_of`, whose values must not change until `take`.
+        """Adds the squares of a 2-D array that `tables_of` has returned. Its values must not change before `take`.
 
-        Call it only where NumPy ignores floating-point errors.
+        Call it only within np.errstate(all="ignore").
         """
         self._tables.append(table)
         self._sums.append(np.vecdot(table, table))
 
     def take(self) -> float:
-        """Returns the sum since the last call."""
+        """Returns the sum of all squares that were added since the last call of `take`."""
         total = self._sum
         if self._tables:
             sums = np.concatenate(self._sums)
@@ -145,7 +145,7 @@ class SumOfSquares:
 
 
 def tables_of(flat: Array) -> list[Array]:
-    """Returns views of a flat array, as tables of rows that SumOfSquares adds; none if its values are widened first."""
+    """Returns 2-D views of a flat array, for SumOfSquares.add_rows; [] if its dtype needs SumOfSquares.add."""
     parts = flat.view(part_dtype(flat.dtype))
     if parts.dtype not in _MULTIPLIED_AS_THEY_ARE:
         return []
@@ -165,8 +165,8 @@ def _pieces(flat: Array, elements: int = _PIECE_ELEMENTS) -> Iterator[Array]:
 def _finite(piece: Array) -> bool:
     """Whether all values are finite.
 
-    If the sum of the squares is finite, so are the values. Otherwise the sum may have overflowed, and each value is
-    checked. BLAS sums squares several times as fast as NumPy sums values.
+    If the sum of the squares is finite, all values are finite. Otherwise the sum may have overflowed, and each value is
+    checked. The squares are summed because BLAS does this several times as fast as NumPy sums the values.
     """
     size = piece.size
     whole = size - size % _UNTHREADED_ELEMENTS
@@ -187,7 +187,7 @@ def _halves_finite(piece: Array, infinity: int) -> bool:
 
 
 def _sum_of_squares(piece: Array) -> float:
-    """Sums each row in the row's own precision, because BLAS is fastest there, and then the rows' sums in float64."""
+    """Sums the squares of each row in the row's dtype, for which BLAS is fastest, then adds these sums in float64."""
     rows, rest = piece.size // _ROW_ELEMENTS, piece.size % _ROW_ELEMENTS
     table = piece[: piece.size - rest].reshape(rows, _ROW_ELEMENTS)
     tail = piece[piece.size - rest :].astype(np.float64)
@@ -198,7 +198,7 @@ def _sum_of_squares(piece: Array) -> float:
 
 
 def _summed_again(table: Array, sums: Array) -> Array:
-    """Returns the sums of rows in float64; rows whose sums float32 cannot hold are summed again."""
+    """Returns the rows' sums of squares in float64. Rows whose sums are too inexact in float32 are summed again."""
     inexact, sums = _inexact(sums), sums.astype(np.float64)
     if inexact.any():
         again = table[inexact].astype(np.float64)

@@ -1,7 +1,7 @@
-"""The lifetime of a communicator: one collective at a time, until it is closed, aborted, or inherited by a fork.
+"""A communicator's lifetime: it runs one collective at a time, until it is closed, aborted, or inherited by a fork.
 
-Ctrl-C may interrupt a collective between any two steps, and could leave a lock held that no code would release. So the
-lock here is an entry of a dict. One step, which nothing can interrupt, acquires the lock and stores its owner: the
+Ctrl-C may interrupt a collective between any two instructions, and a lock would then stay held for ever. So the lock
+here is an entry of a dict. One instruction, which Ctrl-C cannot interrupt, acquires the lock and stores its owner: the
 frame of the function with the `with` block. If no thread runs that frame any more, the function was interrupted, and
 the lock is free again.
 """
@@ -52,18 +52,18 @@ class Ending(Protocol):
         """Announces to the other ranks that they must stop."""
 
     def release(self) -> None:
-        """Frees descriptors, memory and threads."""
+        """Frees file descriptors, memory and threads."""
 
 
 class Observer(Protocol):
     """An object that is called when a communicator ends."""
 
     def communicator_ended(self, lifetime: Lifetime) -> None:
-        """Handles the end of a communicator. Called on any thread, perhaps more than once; must not raise."""
+        """Handles the end of a communicator. It may be called on any thread, and more than once. It must not raise."""
 
 
 class RaisedFailures:
-    """The failures that calls of a world's communicators have raised; closing does not raise them again.
+    """The failures that calls of a world's communicators have raised. close() does not raise them again.
 
     Attributes:
         was_aborted: whether this rank has aborted one of the communicators.
@@ -74,61 +74,62 @@ class RaisedFailures:
         self._failures: list[_Failure] = []
 
     def add(self, error: BaseException) -> None:
-        """Notes that a call has raised this failure, which may have ended the other communicators of the world too."""
+        """Records a failure that a call has raised. It may also have ended other communicators of the world."""
         if not self.has(error):
             self._failures.append(_failure_of(error))
 
     def has(self, error: BaseException) -> bool:
-        """Whether closing need not raise the failure: a call has raised it, or the program has aborted."""
+        """Whether close() need not raise the failure, because a call has raised it or the program called abort()."""
         return self.was_aborted or _failure_of(error) in self._failures
 
     def copy(self) -> RaisedFailures:
-        """Returns a copy."""
+        """Returns a copy of this object, to which later failures are not added."""
         copied = RaisedFailures()
         copied.was_aborted, copied._failures = self.was_aborted, self._failures.copy()
         return copied
 
 
-#: One failure in all of its copies: the class of the error, and the error's fields.
+#: The identity of a failure, which all copies of its error have in common: the error's class and fields.
 _Failure = tuple[type[BaseException], dict[str, object]]
 
 
 def _failure_of(error: BaseException) -> _Failure:
-    """Returns the failure that an error reports. Copies of an error, and errors for other groups, report the same."""
+    """Returns the identity of the failure that an error reports. Copies of the error have the same identity."""
     return type(error), {name: value for name, value in vars(error).items() if not name.startswith("_")}
 
 
 class Occupancy(dict[None, FrameType]):
-    """The lock of a communicator: empty, or with the frame that holds it.
+    """The lock of a communicator: a dict that is empty, or has as its only value the frame that holds the lock.
 
-    setdefault(None, frame) acquires it if it is free, and returns the frame that holds it; clear() releases it.
+    setdefault(None, frame) acquires the lock if it is free, and returns the frame that then holds it; clear() releases
+    the lock.
     """
 
     __slots__ = ()
 
     def interrupted_frame(self) -> FrameType | None:
-        """Returns the frame that holds the lock if no thread runs it any more; else None."""
+        """Returns the frame that holds the lock if no thread runs this frame any more; else None."""
         frame = self.get(None)
         return None if frame is None or _is_running(frame) else frame
 
 
 class Lifetime:
-    """The state of one communicator between its making and its release; also the context of each collective.
+    """The state of one communicator until its backend is released. It is also the context manager of each collective.
 
-    One context is enough for all collectives of a communicator, because they do not nest: see `collective`.
+    One context manager is enough for all collectives of a communicator, because they do not nest: see `collective`.
 
     Args:
-        backend: the communicator's backend; its flight recorder is written.
-        communicator: the communicator. The reference keeps it alive while e.g. `communicator.objects` is used, because
-            the process group closes only living communicators.
+        backend: the communicator's backend. Each collective is written to its flight recorder.
+        communicator: the communicator. This reference keeps it alive while the program uses only, e.g.,
+            `communicator.objects`, because the process group closes only communicators that are still alive.
 
     Attributes:
-        raised: the failures that calls have raised; shared by all communicators of a tree (see groups.py).
+        raised: the failures that calls have raised; all communicators of a world share this object.
         ended_because: the reason why the communicator cannot be used; None while it can be used.
-        is_inherited: whether the communicator belongs to the parent of this forked process.
-        was_raised: whether a failure was raised to the caller outside of a collective.
-        submitting: a lock, held while a collective of the communicator is submitted.
-        last_job: the last submitted collective, until that is over; see collective_queue.py.
+        is_inherited: whether this process was forked, and the communicator belongs to its parent.
+        was_raised: whether code outside of a collective, e.g. a future, has raised the communicator's failure.
+        submitting: a reentrant lock. A thread holds it while it submits a collective of the communicator.
+        last_job: the communicator's last submitted collective; None if that has ended. See collective_queue.py.
     """
 
     _next_what: str
@@ -141,8 +142,8 @@ class Lifetime:
         self._recorder = backend.recorder
         self._occupancy = Occupancy()
         self._make_locks()
-        self._announcement: Callable[[], None] | None = None  # still to be sent to the other ranks
-        self._is_closed_only = False  # whether it has ended by close() only
+        self._announcement: Callable[[], None] | None = None  # of the end, if it is still to be sent to the other ranks
+        self._is_closed_only = False  # whether close() alone has ended the communicator
         self.was_raised = False
         self.last_job: Job | None = None
         self._what = ""  # the current collective
@@ -156,23 +157,23 @@ class Lifetime:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the communicator has ended other than by close()."""
+        """Whether the communicator has ended, and not only because it was closed."""
         return self.ended_because is not None and not self._is_closed_only
 
     def collective(self, what: str, agreement: Agreement) -> Self:
-        """Returns the context of one collective: `with lifetime.collective("all_reduce", agreement):`.
+        """Returns the context manager of one collective: `with lifetime.collective("all_reduce", agreement):`.
 
-        The call first waits for collectives that were submitted before. The context holds the communicator for this
-        collective, and makes its entry in the flight recorder.
+        The call first waits for collectives that were submitted earlier. The context manager locks the communicator for
+        this collective, and records the collective in the flight recorder.
 
         Args:
             what: the collective's name in errors.
             agreement: the collective's agreement.
 
         Raises:
-            InvalidArgument: this is a done-callback, or one has tried to run a collective; see check_may_call. Or,
-                when the context begins, another thread, or this one, runs a collective already.
-            CommunicatorClosed: when the context begins, the communicator has ended.
+            InvalidArgument: the caller is a done-callback, or an earlier done-callback has tried to run a collective;
+                see check_may_call. __enter__ raises it if a thread already runs a collective of this communicator.
+            CommunicatorClosed: the communicator has ended; __enter__ raises it.
         """
         if pending:  # before `what` is stored, because other collectives run while this one waits
             await_earlier(self, what)
@@ -199,9 +200,10 @@ class Lifetime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends a collective; a failed collective ends the communicator for all ranks.
+        """Ends a collective. If the collective has failed, the communicator ends for all ranks.
 
-        If Ctrl-C interrupts this method, the next call does the rest: see _clean_up_interrupted.
+        If Ctrl-C interrupts this method, the next collective, close() or abort() does the rest: see
+        _clean_up_interrupted.
         """
         if error is not None:
             if self._unraised is not None and _failure_of(error) == _failure_of(self._unraised):
@@ -245,11 +247,11 @@ class Lifetime:
         self._end_use()
 
     def fail(self, error: BaseException, *, is_raised: bool) -> None:
-        """Ends the communicator because of a failure found between collectives, or by another thread.
+        """Ends the communicator because of a failure that was found outside of a collective, or by another thread.
 
         Args:
-            error: the failure; the next call raises it, once.
-            is_raised: whether the failure is being raised already.
+            error: the failure. The next call on the communicator raises it, unless `is_raised`.
+            is_raised: whether the caller raises the failure itself.
         """
         with self._claiming:
             if self.ended_because is None:
@@ -260,14 +262,14 @@ class Lifetime:
         self._end_use()
 
     def note_raised(self, error: BaseException) -> None:
-        """Notes that a future raises the failure, outside of a collective, so that closing does not raise it again."""
+        """Records a failure that code outside of a collective raises, e.g. a future. close() does not raise it again."""
         self.raised.add(error)
         with self._claiming:
             self.was_raised = True
             self._unraised = None
 
     def observe_end(self, observer: Observer) -> None:
-        """Registers an observer of the communicator's end, by a weak reference."""
+        """Registers an object that is called at the communicator's end, and keeps a weak reference to it."""
         with self._claiming:
             self._observers.add(observer)
 
@@ -284,15 +286,15 @@ class Lifetime:
         self.submitting = threading.RLock()
 
     def _claim_end(self, because: str, announcement: Callable[[], None], *, closed_only: bool = False) -> None:
-        """Ends the communicator for new collectives, unless it has ended."""
+        """Sets the reason why the communicator runs no further collectives, unless it has ended already."""
         with self._claiming:
             if self.ended_because is None:
-                self._announcement = announcement  # set first: it prevents the release of the resources that it needs
+                self._announcement = announcement  # set first: until it is sent, the backend is not released
                 self._is_closed_only = closed_only
                 self.ended_because = because
 
     def _announce(self) -> None:
-        """Announces the end to the other ranks, once. If Ctrl-C interrupts the call, the next call does it."""
+        """Announces the end to the other ranks, unless this has been done. After Ctrl-C the next call does it again."""
         with self._announcing:
             if self._announcement is not None:
                 self._announcement()
@@ -302,29 +304,29 @@ class Lifetime:
         """Ends the communicator in a forked child, which has the parent's memory but is not a rank."""
         self.ended_because = "it belongs to the process that this one was forked from"
         self.is_inherited = True
-        self._occupancy = Occupancy()  # a thread of the parent may hold the lock; it does not exist here
+        self._occupancy = Occupancy()  # a thread that exists only in the parent may hold the lock
         self._make_locks()
         self._released = True  # the resources belong to the parent
-        self.last_job = None  # the thread that would run it does not exist here
+        self.last_job = None  # the thread that would run it exists only in the parent
         self._notify_observers()
 
     def _refuse(self, what: str) -> NoReturn:
         if self.ended_because is not None:  # another thread is releasing the communicator
             raise self.ended_error(what)
         is_own = _runs_in(frame_of(), self._occupancy.get(None))
-        who = "this very thread, as from a signal's handler," if is_own else "another thread"
+        who = "this thread itself (e.g. its signal handler)" if is_own else "another thread"
         raise InvalidArgument(
-            f"{self._backend.label}: {what} was called while {who} is inside {self._what} of this communicator: only "
-            "one thread at a time may use a communicator, for one collective"
+            f"{self._backend.label}: {what} was called while {who} is running {self._what} on this communicator: only "
+            "one thread at a time may use a communicator, and only for one collective"
         )
 
     def _clean_up_interrupted(self) -> bool:
-        """Ends a collective that Ctrl-C has interrupted before it could end itself; returns whether there was one."""
+        """Ends a collective whose __exit__ was interrupted by Ctrl-C or not called. Returns whether there was one."""
         frame = self._occupancy.interrupted_frame()
         if frame is None:
             return False
         with self._claiming:
-            if self._occupancy.get(None) is frame:  # no other thread has done it meanwhile
+            if self._occupancy.get(None) is frame:  # no other thread has cleaned up meanwhile
                 has_begun = bool(self._what)
                 if has_begun:
                     self._abort_inside("it was interrupted", None)
@@ -337,8 +339,9 @@ class Lifetime:
         """Raises if the communicator has ended.
 
         Raises:
-            RankFailed, CollectiveTimeout, PlanMismatch, NcclError: the failure that ended it, if no call has raised it.
-            CommunicatorClosed: the communicator has ended, and no failure is left to raise.
+            RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure has ended the communicator, and no call
+                has raised it yet.
+            CommunicatorClosed: the communicator has ended for any other reason.
         """
         if self._unraised is not None:
             error, self._unraised = self._unraised, None
@@ -348,25 +351,25 @@ class Lifetime:
             raise self.ended_error(what)
 
     def ended_error(self, what: str) -> CommunicatorClosed:
-        """Returns the error of a collective, named `what`, that is called after the communicator's end."""
+        """Returns the error for a collective, named `what`, that was called after the communicator's end."""
         return CommunicatorClosed(
             f"{self._backend.label}: {what} was called on a {self._backend.name} communicator that cannot "
             f"be used: {self.ended_because}"
         )
 
     def _abort_inside(self, reason: str, culprit: int | None) -> None:
-        """Ends the communicator because a collective failed midway: the other ranks wait in the collective, or will."""
+        """Ends the communicator because a collective failed after it began: the other ranks must not wait in it."""
         reason = f"in {self._what}: {reason}"
         announcement = partial(self._backend.announce_abort, reason, culprit)
         with self._claiming:
-            # If another thread has closed the communicator, ranks that wait for a third rank ignore the close.
+            # Another thread's close() is not enough here: a rank that waits for a third rank ignores it.
             if self._is_closed_only:
                 self._announcement, self._is_closed_only = announcement, False
             self._claim_end(f"it was aborted: {reason}", announcement)
         self._announce()
 
     def _end_use(self) -> None:
-        """Fails submitted collectives that have not begun, and releases the backend."""
+        """Fails the submitted collectives that have not begun, and releases the backend."""
         self._notify_observers()
         try:
             if pending:
@@ -375,7 +378,7 @@ class Lifetime:
             self._release_when_idle()
 
     def _release_when_idle(self) -> None:
-        """Releases the backend, once. If a thread runs a collective, that thread releases it later."""
+        """Releases the backend, unless this has been done. If a thread runs a collective, that thread does it later."""
         frame = frame_of()
         if self._occupancy.setdefault(None, frame) is frame:
             try:
@@ -387,7 +390,7 @@ class Lifetime:
                 self._occupancy.clear()
 
     def _leave_group(self) -> None:
-        """Closes the client if it is this group's own, and not the world's: this rank leaves the group.
+        """Closes the rendezvous client, unless it is the world's: by this, the rank leaves the group.
 
         When all members have left, the server removes the group's entries.
         """
@@ -412,7 +415,7 @@ def _is_running(frame: FrameType) -> bool:
 
 
 def _runs_in(innermost: FrameType, frame: FrameType | None) -> bool:
-    """Whether `frame` is the innermost frame of a thread, or one of its callers."""
+    """Whether `frame` is on the stack whose innermost frame is `innermost`."""
     caller: FrameType | None = innermost
     while caller is not None:
         if caller is frame:
@@ -422,7 +425,7 @@ def _runs_in(innermost: FrameType, frame: FrameType | None) -> bool:
 
 
 def usable_recorders() -> list[FlightRecorder]:
-    """Returns the recorders of this process's communicators that have not ended; safe in any thread."""
+    """Returns the flight recorders of the communicators of this process that have not ended. Any thread may call it."""
     with _registering:
         return [lifetime._recorder for lifetime in _of_this_process if lifetime.ended_because is None]
 

@@ -1,4 +1,4 @@
-"""The backend for a world of one rank: it moves no data. With forced packing, benchmarks measure packing alone."""
+"""The backend for a world of one rank: it only copies inputs to outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def local_communicator(*, force_packing: bool = False) -> Communicator:
 
 
 def check(place: RankEnvironment) -> None:
-    """See BackendModule; raises InvalidArgument for several ranks."""
+    """See BackendModule. It raises InvalidArgument if the world has several ranks."""
     if place.world_size != 1:
         raise InvalidArgument(f"backend 'local' needs a world_size of 1, got {place.world_size}")
 
@@ -38,11 +38,12 @@ def connect(_client: None, settings: WorldSettings, _group: str) -> LocalBackend
 
 
 class LocalBackend(Backend):
-    """The backend of a world of one rank: every reduction returns its input.
+    """The backend of a world of one rank: the result of every reduction is its input.
 
     Args:
-        timeout_seconds: how long a future in another thread waits for a gradient.
-        force_packing: see Backend.
+        timeout_seconds: the time limit of collectives; here it limits how long a future waits for gradients that
+            another thread is to pass.
+        force_packing: whether all_reduce copies the arrays to a flat buffer and back, see Backend.
     """
 
     name = "local"
@@ -89,7 +90,7 @@ class LocalBackend(Backend):
         _copy(source, target)
 
     def exchange(self, send: Message | None, receive: Message | None) -> None:
-        if send is not None and receive is not None:  # with itself, the only rank
+        if send is not None and receive is not None:  # the only rank exchanges with itself
             _copy(send.flat, receive.flat)
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:

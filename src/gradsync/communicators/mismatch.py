@@ -1,6 +1,6 @@
-"""PlanMismatch: the error that each rank makes from the descriptions of all ranks, with advice on the difference.
+"""PlanMismatch: each rank makes this error from the descriptions of all ranks, with advice on their difference.
 
-The error depends only on the descriptions, so all ranks get the same text.
+The error depends only on the descriptions, so it says the same on all ranks.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _SIZES = ("threshold_bytes", "first_bucket_bytes")  # ranks may differ in these,
 _NO_SITE = CallSite()
 _UNHARMED = "no data was moved"
 _BROKEN = (
-    "some had launched theirs already, as in the steps before: the communicator is broken, and the gradients of this "
-    "step are undefined"
+    "some ranks had already launched their collective, as in the steps before: the communicator is broken, and the "
+    "gradients of this step are undefined"
 )
 
 
 def mismatch(
     label: str, agreement: Agreement | None, descriptions: Mapping[int, Description], *, broken: bool = False
 ) -> PlanMismatch:
-    """Returns the error that every rank raises.
+    """Returns the error that every rank raises if the ranks disagree on a collective.
 
     Args:
-        label: this rank, e.g. "rank 0/2".
+        label: this rank's name in errors, e.g. "rank 0/2".
         agreement: this rank's agreement; None if it is not known any more.
-        descriptions: every rank's description; the items of all begin with the same number.
+        descriptions: the description of each rank. All of them have the same `first`.
         broken: whether a rank had already launched its collective.
     """
     index = None if agreement is None else agreement.event
@@ -59,11 +59,11 @@ def mismatch(
 
 
 def message_mismatch(label: str, descriptions: Mapping[int, Description]) -> PlanMismatch:
-    """Returns the error that both ranks of a message raise.
+    """Returns the error that the two ranks of a message raise if they disagree on it.
 
     Args:
-        label: this rank.
-        descriptions: both ranks' descriptions.
+        label: this rank's name in errors.
+        descriptions: the description of each of the two ranks.
     """
     first, second = sorted(descriptions)
     return PlanMismatch(
@@ -75,7 +75,7 @@ def message_mismatch(label: str, descriptions: Mapping[int, Description]) -> Pla
 
 
 def first_difference(parts: Sequence[Sequence[object]]) -> int:
-    """Returns the first position at which the sequences differ; the shortest length if they do not."""
+    """Returns the first index at which the sequences differ; the length of the shortest one if there is none."""
     for position, values in enumerate(zip(*parts, strict=False)):
         if len(set(values)) > 1:
             return position
@@ -94,21 +94,21 @@ def _each(descriptions: Mapping[int, Description]) -> str:
 
 
 def _advice(descriptions: Mapping[int, Description]) -> str:
-    """Returns the last line of the error: the difference between the ranks, and what to do; "" if nothing is known."""
+    """Returns the last line of the error: the difference between the ranks, and advice; "" if there is no advice."""
     each = list(descriptions.values())
     but_for_rows = {d._replace(shape=(d.shape or ())[1:], call_site=_NO_SITE) for d in each}
     if len(but_for_rows) == 1 and each[0].what in ("all_gather", "gather"):
-        return 'if the numbers of rows may differ, pass sizes="ask" or a list of them'
+        return 'if the numbers of rows may differ, pass sizes="ask" or a list of the numbers'
     are_of_callbacks = all(d.kind or d.callback for d in each)
     are_first_uses = all(d.kind == "first use" for d in each)
     if are_of_callbacks and (are_first_uses or len({d.callback for d in each}) > 1):
         return _ONE_ORDER
     advice = ""
     firsts = {rank: d.items[0] for rank, d in descriptions.items() if d.items and d.items[0].shape is not None}
-    if all(d.kind in ("bucket", "flush") for d in each):  # else a rank runs another part of its program
+    if all(d.kind in ("bucket", "flush") for d in each):  # else a rank runs a different part of its program
         advice = _advice_on_settings(descriptions) or _advice_on_gradients(descriptions)
     elif len(firsts) == len(each) and len({item.name for item in firsts.values()}) == 1 < len(set(firsts.values())):
-        # The memory of buckets, or lists of arrays, differ in one array.
+        # The ranks' lists of arrays, e.g. for the memory of buckets, differ in one array.
         advice = _difference(firsts)
     if not advice and len(descriptions) > 2:
         odd, others = _split({rank: d.headline for rank, d in descriptions.items()})
@@ -117,11 +117,11 @@ def _advice(descriptions: Mapping[int, Description]) -> str:
 
 
 def _advice_on_settings(descriptions: Mapping[int, Description], *, are_sizes: bool = False) -> str:
-    """Returns advice on options of the callback, and numbers of local passes, that differ between ranks; else "".
+    """Returns advice if the callback's options or the numbers of local passes differ between ranks; else "".
 
     Args:
-        descriptions: the descriptions of all ranks.
-        are_sizes: whether to compare only the options for bucket sizes; otherwise only the other options.
+        descriptions: the description of each rank.
+        are_sizes: True compares only the options for bucket sizes; False compares all other options.
     """
     by_rank = {rank: dict(d.settings) for rank, d in descriptions.items()}
     found, passes = [], ""
@@ -141,10 +141,10 @@ def _advice_on_settings(descriptions: Mapping[int, Description], *, are_sizes: b
 
 
 def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
-    """Returns advice on the first gradient that differs between ranks, or that a rank has not handed over."""
+    """Returns advice on the first gradient that differs between ranks, or that a rank has not passed to gradsync."""
     here = {rank: {item.name: item for item in d.items} for rank, d in descriptions.items()}
     known = {rank: {item.name: item for item in d.others} | here[rank] for rank, d in descriptions.items()}
-    if not any(here.values()):  # all are at their flush
+    if not any(here.values()):  # every rank ends its step
         here = known
     numbers = {rank: d.item_count for rank, d in descriptions.items()}
     are_all = all(d.has_ended and not d.is_cut for d in descriptions.values())
@@ -197,13 +197,18 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
 
 
 def _missing(names: Iterable[str], known: Mapping[int, Mapping[str, object]]) -> dict[str, list[int]]:
-    """Returns, by name, the ranks that do not know a gradient; without the names that all ranks know."""
+    """Returns, for each name that is missing on a rank, the ranks on which it is missing.
+
+    Args:
+        names: the names of gradients.
+        known: for each rank its gradients by name.
+    """
     ranks = {name: [rank for rank, specs in known.items() if name not in specs] for name in names}
     return {name: absent for name, absent in ranks.items() if absent}
 
 
 def _difference(items: Mapping[int, Item]) -> str:
-    """Returns e.g. "'b2' has another shape on rank 1 than on ranks 0 and 2"; the items have one name."""
+    """Returns the difference between items with one name, e.g. "'b2' has another shape on rank 1 than on rank 0"."""
     dtypes = {rank: item.dtype for rank, item in items.items()}
     is_dtype = len(set(dtypes.values())) > 1
     values = dtypes if is_dtype else {rank: str(list(item.shape or ())) for rank, item in items.items()}
@@ -214,16 +219,17 @@ def _difference(items: Mapping[int, Item]) -> str:
 
 
 def _may_be_prefixes(descriptions: Mapping[int, Description]) -> bool:
-    """Whether every bucket begins as the longest one does."""
+    """Whether the items of each rank are the first items of the rank with the most items."""
     longest = max([d.items for d in descriptions.values()], key=len)
     return all(d.items == longest[: len(d.items)] for d in descriptions.values())
 
 
 def _split(values: Mapping[int, object]) -> tuple[list[int], list[int]]:
-    """Returns the ranks that differ, and the ranks that they differ from.
+    """Divides the ranks into those that differ from the others, and the others.
 
-    If there are two values, the first list has the ranks with the rarer value; of two lists of equal length, the one
-    with the lowest rank is second. If there are more values, the first list has all ranks, and the second is empty.
+    If there are two values, the first list has the ranks with the rarer value. If both values are equally frequent,
+    rank 0, or the lowest rank, is in the second list. If there are more than two values, the first list has all ranks,
+    and the second list is empty.
     """
     groups = _groups(values)
     if len(groups) != 2:
@@ -233,7 +239,7 @@ def _split(values: Mapping[int, object]) -> tuple[list[int], list[int]]:
 
 
 def _groups(values: Mapping[int, object]) -> dict[object, list[int]]:
-    """Returns the ranks by value, in ascending order."""
+    """Returns, for each value, the ranks that have it, in ascending order."""
     groups: dict[object, list[int]] = {}
     for rank, value in sorted(values.items()):
         groups.setdefault(value, []).append(rank)
@@ -241,7 +247,7 @@ def _groups(values: Mapping[int, object]) -> dict[object, list[int]]:
 
 
 def _by_value(values: Mapping[int, object]) -> str:
-    """Returns e.g. "1.0 on ranks 0 and 2, 2.0 on rank 1"."""
+    """Returns each value with its ranks as text, e.g. "1.0 on ranks 0 and 2, 2.0 on rank 1"."""
     return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in _groups(values).items())
 
 

@@ -1,8 +1,8 @@
-"""Checks of results while they are reduced, because they are then in the cache.
+"""Checks of values during the reduction, while they are in the cache.
 
-NonFiniteFinder finds the ranks that contribute NaN or infinity. If a sum is finite, so are its summands. So it is
-nearly always enough to check the results. If a result is not finite, the contributions are checked before they are
-overwritten, to find the rank.
+NonFiniteFinder finds the ranks that contribute NaN or infinity. If a sum is finite, all its summands are finite. So it
+is nearly always enough to check the results. If a result is not finite, the values of each rank are checked before they
+are overwritten, to find the rank.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 
 from gradsync.reduction import Array
 
-#: The number of the first non-finite element if there is none.
+#: The value of NonFinite.firsts for a rank whose elements are all finite.
 NOWHERE = -1
 
 
 class Checks(enum.Flag):
-    """The checks that a backend makes while it reduces a list or resident memory; the same on all ranks.
+    """The checks that a backend makes while it reduces a list of arrays or resident memory; equal on all ranks.
 
     NONFINITE: the backend's `finder` collects the values that are not finite.
-    SQUARES: the backend's `squares` adds up the squares of this rank's share of the results. Each result is in the
-        share of one rank.
+    SQUARES: the backend's `squares` adds up the squares of this rank's share of the results. Each result belongs to the
+        share of exactly one rank.
     """
 
     NONE = 0
@@ -33,11 +33,11 @@ class Checks(enum.Flag):
 
 
 class NonFinite(NamedTuple):
-    """The non-finite values that this rank has found in the reduction of one list.
+    """The non-finite values that this rank has found in the reduction of one list of arrays.
 
     Attributes:
-        firsts: for each rank the number, in the whole list, of the rank's first element that is not finite; NOWHERE if
-            all are finite.
+        firsts: for each rank the index of its first element that is not finite, counted through all arrays of the list;
+            NOWHERE if this rank has found none.
         has_results: whether a result is not finite.
     """
 
@@ -46,10 +46,10 @@ class NonFinite(NamedTuple):
 
 
 class NonFiniteFinder:
-    """Collects non-finite values, in one reduction after another.
+    """Collects the non-finite values of each reduction; `take` returns them.
 
     Args:
-        world_size: number of ranks.
+        world_size: the number of ranks.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -59,13 +59,13 @@ class NonFiniteFinder:
     def check_section(
         self, is_finite: Callable[[Array], bool], results: Array, contributions: Sequence[Array], at: int
     ) -> None:
-        """Checks a section of the results of a sum or mean; if a result is not finite, checks the contributions too.
+        """Checks a section of the results of a sum or mean. If a result is not finite, checks each rank's values too.
 
         Args:
             is_finite: a function that returns whether all elements of an array of the results' dtype are finite.
-            results: the section, a 1-D array.
-            contributions: by rank, the values that were reduced to the section.
-            at: the number of the section's first element in the whole list.
+            results: the section: a 1-D array of results.
+            contributions: for each rank the values from which the section was reduced.
+            at: the index of the section's first element, counted through all arrays of the list.
         """
         if is_finite(results):
             return
@@ -74,18 +74,24 @@ class NonFiniteFinder:
             self.check_contribution(rank, values, at)
 
     def note_nonfinite_result(self) -> None:
-        """Notes that a result is not finite."""
+        """Records that a result is not finite."""
         self._has_results = True
 
     def check_contribution(self, rank: int, values: Array, at: int) -> None:
-        """Checks a rank's contribution, which begins at element `at` of the whole list."""
+        """Checks the values of one rank and records its first non-finite element.
+
+        Args:
+            rank: the rank that contributed the values.
+            values: a 1-D array of the rank's values.
+            at: the index of the first value, counted through all arrays of the list.
+        """
         found = np.flatnonzero(~np.isfinite(values))
         if found.size:
             first, known = at + int(found[0]), self._firsts[rank]
             self._firsts[rank] = first if known == NOWHERE else min(known, first)
 
     def take(self) -> NonFinite:
-        """Returns the values found since the last call."""
+        """Returns the non-finite values that were found since the last call of `take`."""
         found = NonFinite(self._firsts, self._has_results)
         self._forget()
         return found

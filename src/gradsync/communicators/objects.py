@@ -1,10 +1,11 @@
 """Collectives on Python objects, for settings, metrics and file names; not for gradients.
 
-Objects are sent by pickle, and loading a pickle can run its author's code, so all ranks must trust each other. They do:
-they share the run's secret. With a GPU backend the bytes stay in host memory, see HostPath in backend.py.
+Objects are pickled to be sent. Unpickling can run code of the sender, so all ranks must trust each other: only
+processes that know the run's secret can be ranks. With a GPU backend the pickled bytes stay in host memory, see
+HostPath in backend.py.
 
-If a rank's object cannot be pickled, that rank still takes part and sends the reason instead. So all ranks get the
-error, and none hangs.
+If a rank's object cannot be pickled, that rank still takes part in the collective, and sends the reason instead of the
+object. So all ranks get the error, and none waits for ever.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ T = TypeVar("T")
 
 
 class Objects:
-    """Collectives on Python objects: `communicator.objects`.
+    """The collectives on Python objects of `communicator.objects`.
 
     Every rank must call these methods and the communicator's other collectives in the same order, and with the same
-    root. Any object that can be pickled is allowed, and sizes may differ between ranks. Each rank gets copies, also of
-    its own object; only the root of a broadcast gets its own object back.
+    root. Any object that can be pickled is allowed, and its size may differ between ranks. Each rank gets copies of the
+    objects, also of its own; only the root of a broadcast gets its own object back.
 
-    Unpickling can run code: all ranks must trust each other.
+    Unpickling can run code of the sender, so all ranks must trust each other.
 
     All methods raise:
-        InvalidArgument: an object cannot be pickled: raised on every rank, with that rank's number and the cause. Or an
-            object cannot be unpickled: raised on the ranks where it fails. The communicator stays usable.
-        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
+        InvalidArgument: a rank's object cannot be pickled; then every rank raises this error, which names the rank and
+            the cause. Or an object cannot be unpickled; then the rank that received it raises this error. The
+            communicator stays usable.
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
 
     Args:
         backend: the communicator's backend.
@@ -50,7 +52,7 @@ class Objects:
         self._path: HostPath | None = None
 
     def all_gather(self, obj: Any) -> list[Any]:
-        """Returns every rank's object, by rank.
+        """Returns the objects of all ranks, in rank order.
 
         Args:
             obj: this rank's object.
@@ -58,7 +60,10 @@ class Objects:
         return self.all_gather_for("objects.all_gather", obj)
 
     def all_gather_for(self, what: str, obj: Any) -> list[Any]:
-        """Runs all_gather for the public function `what`; ranks that call different functions get PlanMismatch."""
+        """Runs all_gather under the name of the public function `what`.
+
+        If ranks call functions with different names, they raise PlanMismatch.
+        """
         agreement = agreement_on(what, (), None, "")
         mine = self._parcel([obj])
 
@@ -69,7 +74,7 @@ class Objects:
         return self._unpack(*self._run(agreement, mine, 1, move), agreement)
 
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
-        """Returns every rank's object, by rank, on the root, and None on the other ranks.
+        """Returns, on the root, the objects of all ranks in rank order; on the other ranks None.
 
         Args:
             obj: this rank's object.
@@ -78,7 +83,14 @@ class Objects:
         return self._gather_for("objects.gather", obj, root)
 
     def _gather_for(self, what: str, obj: Any, root: int = 0, argument: str = "root") -> list[Any] | None:
-        """Runs gather for the public function `what`, which calls its root `argument`; see all_gather_for."""
+        """Runs gather under the name of the public function `what`; see all_gather_for.
+
+        Args:
+            what: the name of the public function.
+            obj: this rank's object.
+            root: the rank that gets the objects.
+            argument: the name that `root` has in the public function.
+        """
         root = checked_rank(self._backend, what, argument, root)
         agreement = agreement_on(what, (), None, f"root {root}")
         mine = self._parcel([obj])
@@ -93,16 +105,16 @@ class Objects:
         return None if gathered is None else self._unpack(gathered, bounds, agreement)
 
     def broadcast(self, obj: Any = None, root: int = 0) -> Any:
-        """Returns the root's object.
+        """Returns the root's object, on every rank.
 
         Args:
-            obj: the object, on the root; ignored on other ranks.
+            obj: on the root, the object to send. Ignored on the other ranks.
             root: the rank whose object all ranks get.
         """
         return self.broadcast_for("objects.broadcast", obj, root)
 
     def broadcast_for(self, what: str, obj: Any = None, root: int = 0) -> Any:
-        """Runs broadcast for the public function `what`; see all_gather_for."""
+        """Runs broadcast under the name of the public function `what`; see all_gather_for."""
         root = checked_rank(self._backend, what, "root", root)
         agreement = agreement_on(what, (), None, f"root {root}")
         is_root = self._backend.rank == root
@@ -116,12 +128,12 @@ class Objects:
         return obj if is_root else self._unpickle(data, root, agreement)
 
     def scatter(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
-        """Returns the object for this rank from the root's list.
+        """Returns this rank's object from the root's list.
 
         Args:
-            objs: on the root a list or tuple with one object for each rank; otherwise every rank gets InvalidArgument.
-                Ignored on other ranks.
-            root: the rank that has the objects.
+            objs: on the root, a list or tuple with one object for each rank; if it is anything else, every rank raises
+                InvalidArgument. Ignored on the other ranks.
+            root: the rank that has the list.
         """
         backend = self._backend
         root = checked_rank(backend, "objects.scatter", "root", root)
@@ -144,7 +156,14 @@ class Objects:
         count: int,
         move: Callable[[HostPath, list[list[int]]], T],
     ) -> T:
-        """Runs one collective: exchanges the sizes of up to `count` objects, or refusals, then moves the objects."""
+        """Runs one collective: exchanges the sizes of the objects, then moves the objects.
+
+        Args:
+            agreement: the agreement of the collective.
+            mine: this rank's pickled objects, or the reason why it cannot send them.
+            count: how many objects one rank can send in this collective.
+            move: a function that moves the objects: move(path, the sizes of each rank's objects).
+        """
         refusals: dict[int, str] = {}
         with self._backend.lifetime.collective(agreement.describe().what, agreement):
             if self._path is None:
@@ -154,12 +173,12 @@ class Objects:
                 refusals = _share_refusals(self._path, numbers, mine, agreement)
             else:
                 result = move(self._path, numbers)
-        if refusals:  # outside of the collective: an error within it ends the communicator
+        if refusals:  # after the collective, because an error within it would end the communicator
             raise self._refused(refusals, agreement) from mine.cause
         return result
 
     def _parcel_for_each(self, objs: Any) -> _Parcel:
-        """Pickles a list of one object for each rank."""
+        """Pickles the argument of scatter: a list with one object for each rank."""
         needed = self._backend.world_size
         if not isinstance(objs, (list, tuple)):
             return _Parcel.refuse(f"needs a list of {needed} objects, one for each rank, got {type(objs).__name__}")
@@ -168,14 +187,14 @@ class Objects:
         return self._parcel(objs)
 
     def _parcel(self, objs: Sequence[Any]) -> _Parcel:
-        """Pickles objects, before the collective begins, because this runs the objects' code."""
+        """Pickles objects. Call it before the collective begins, because pickling runs code of the objects."""
         pickles = []
         for number, obj in enumerate(objs):
             try:
                 pickles.append(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # SystemExit of the object's code too: the others wait for this rank
+            except BaseException as error:  # also SystemExit, because the other ranks wait for this rank
                 which = "its object" if len(objs) == 1 else f"its object for rank {self._backend.ranks[number]}"
                 return _Parcel.refuse(f"{which} does not pickle: {describe(error)}", error)
         return _Parcel(pickles)
@@ -195,7 +214,7 @@ class Objects:
             return pickle.loads(data.data)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # SystemExit too
+        except BaseException as error:  # also SystemExit
             raise InvalidArgument(
                 f"{self._backend.label}: {agreement.describe().what} received an object from rank "
                 f"{self._backend.ranks[sender]} that does not unpickle here: {describe(error)}; check that this rank "
@@ -204,12 +223,12 @@ class Objects:
 
 
 class _Parcel(NamedTuple):
-    """One rank's contribution to a collective.
+    """The pickled objects that one rank sends in a collective, or the reason why it cannot send them.
 
     Attributes:
-        pickles: its pickled objects, in order; may be empty.
-        refusal: the reason why it cannot send them, or None.
-        cause: the exception behind the refusal.
+        pickles: the pickled objects, in order; may be empty.
+        refusal: the reason why the rank cannot send its objects, as UTF-8 text; None if it can.
+        cause: the exception that is the reason, if there is one.
     """
 
     pickles: list[bytes]
@@ -222,13 +241,16 @@ class _Parcel(NamedTuple):
         return cls([], reason[:_MAX_REASON_CHARACTERS].encode(errors="backslashreplace"), cause)
 
     def numbers(self, count: int) -> list[int]:
-        """Returns the size of each object; for a refusal, minus the length of its text."""
+        """Returns `count` numbers: the size of each pickled object, then zeros.
+
+        If this rank cannot send its objects, the first number is minus the length of the reason.
+        """
         sizes = [len(data) for data in self.pickles] if self.refusal is None else [-len(self.refusal)]
         return sizes + [0] * (count - len(sizes))
 
 
 def _share_refusals(path: HostPath, numbers: list[list[int]], mine: _Parcel, agreement: Agreement) -> dict[int, str]:
-    """Exchanges the reasons of all refusals; returns them by rank."""
+    """All-gathers the reasons of the ranks that cannot send their objects; returns the reasons by rank."""
     bounds = _bounds([max(0, -sizes[0]) for sizes in numbers])
     texts = _gathered(path, np.frombuffer(mine.refusal or b"", np.uint8), bounds, agreement).tobytes()
     parts = enumerate(pairwise(bounds))
@@ -236,7 +258,7 @@ def _share_refusals(path: HostPath, numbers: list[list[int]], mine: _Parcel, agr
 
 
 def _gathered(path: HostPath, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
-    """Returns the parts of all ranks; `source` is this rank's part."""
+    """Returns the concatenated bytes of all ranks; `source` has the bytes of this rank."""
     target = np.empty(bounds[-1], np.uint8)
     path.all_gather(source, target, bounds, agreement)
     return target

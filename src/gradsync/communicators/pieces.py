@@ -1,6 +1,7 @@
-"""Cuts a list of arrays into pieces, as if it were one flat array: pure arithmetic.
+"""Arithmetic that cuts a list of arrays into pieces, as if the list were one flat array.
 
-For collectives that move many arrays together without first copying them into one array.
+It is for collectives that move many arrays together without first copying them to one array. No function here reads or
+writes an array.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ CACHE_LINE_BYTES = 64
 
 
 class Piece(NamedTuple):
-    """Elements [begin, end) of the array with the number `array` in the list."""
+    """The elements [begin, end) of the array that has the index `array` in the list."""
 
     array: int
     begin: int
@@ -22,12 +23,18 @@ class Piece(NamedTuple):
 
 
 def cuts(total: int, step: int) -> list[tuple[int, int]]:
-    """Cuts `total` elements into sections [begin, end) of `step` elements; the last one may be shorter."""
+    """Cuts `total` elements into sections [begin, end) of `step` elements. The last section may be shorter."""
     return [(begin, min(begin + step, total)) for begin in range(0, total, step)]
 
 
 def pieces_between(sizes: tuple[int, ...], begin: int, end: int) -> tuple[Piece, ...]:
-    """Returns the pieces of arrays that make up elements [begin, end) of the flat sequence."""
+    """Returns the pieces that together are the elements [begin, end) of the flat array.
+
+    Args:
+        sizes: the number of elements of each array in the list.
+        begin: the index of the first element in the flat array.
+        end: the index after the last element in the flat array.
+    """
     starts = _starts(sizes)
     pieces = []
     array = max(bisect_right(starts, begin) - 1, 0)
@@ -40,19 +47,24 @@ def pieces_between(sizes: tuple[int, ...], begin: int, end: int) -> tuple[Piece,
 
 
 def line_bounds(total: int, itemsize: int, world_size: int) -> list[int]:
-    """Divides `total` elements among the ranks: rank r has [bounds[r], bounds[r + 1]). No two share a cache line."""
+    """Divides `total` elements among the ranks, so that no two ranks share a cache line.
+
+    Returns:
+        The bounds of the ranks' parts: rank r has the elements [bounds[r], bounds[r + 1]).
+    """
     line = max(1, CACHE_LINE_BYTES // itemsize)
     return [min(total, -(-total * rank // world_size // line) * line) for rank in range(world_size)] + [total]
 
 
 @lru_cache(maxsize=256)
 def share_of(sizes: tuple[int, ...], itemsize: int, rank: int, world_size: int) -> tuple[Piece, ...]:
-    """Returns one rank's share of the flat array; the shares of all ranks make up the whole.
+    """Returns the pieces that are one rank's share of the flat array. The shares of all ranks make up the whole array.
 
     Args:
-        sizes: elements of each array.
-        itemsize: bytes of an element; shares begin on cache lines.
-        rank, world_size: the rank, and the number of ranks.
+        sizes: the number of elements of each array in the list.
+        itemsize: the size of an element in bytes, from which the elements in a cache line are counted.
+        rank: the rank whose share is returned.
+        world_size: the number of ranks.
     """
     bounds = line_bounds(sum(sizes), itemsize, world_size)
     return pieces_between(sizes, bounds[rank], bounds[rank + 1])

@@ -1,4 +1,4 @@
-"""This rank's status for the other ranks when a collective does not end: its last collectives and its stacks."""
+"""The status of this rank, for the report when a collective does not end: its last collectives and Python stacks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ _LAST_COLLECTIVES = 8
 
 
 def positions() -> dict[str, int]:
-    """Returns the number of collectives that this rank has begun, by group; safe in any thread."""
+    """Returns, for each group, the number of collectives that this rank has begun. Any thread may call it."""
     return {recorder.group: recorder.begun for recorder in _reported_recorders()}
 
 
 def report() -> str:
-    """Returns the last collectives of each group, and the Python stacks of this process; safe in any thread."""
+    """Returns, as text, the last collectives of each group and the Python stacks of this process.
+
+    Any thread may call it.
+    """
     return "\n".join([*map(_collectives, _reported_recorders()), stack_report()])
 
 
 def history() -> dict[str, list[tuple[int, int, str, bool]]]:
-    """Returns the last collectives of each group, to compare ranks: number, digest, title, and whether it runs."""
+    """Returns, for each group, this rank's last collectives, so that they can be compared with those of other ranks.
+
+    A collective is a tuple of its number, its digest, its title, and whether it is still running.
+    """
     recorders = _reported_recorders()
     return {recorder.group: _calls(recorder, MAX_STATUS_CALLS // len(recorders)) for recorder in recorders}
 
@@ -36,7 +42,10 @@ def _calls(recorder: FlightRecorder, last: int) -> list[tuple[int, int, str, boo
 
 
 def _reported_recorders() -> list[FlightRecorder]:
-    """Returns the recorders of groups with several ranks; the last used ones, if a message has no room for all."""
+    """Returns the flight recorders of groups with several ranks.
+
+    If there are more groups than a message to the server has room for, the most recently used groups are chosen.
+    """
     recorders = [r for r in usable_recorders() if r.place is not None and len(r.place.ranks) > 1]
     if len(recorders) <= MAX_STATUS_GROUPS:
         return recorders
@@ -44,7 +53,7 @@ def _reported_recorders() -> list[FlightRecorder]:
 
 
 def _last_used(recorder: FlightRecorder) -> float:
-    """Returns when the group's last collective ended; infinity while one runs."""
+    """Returns the time at which the group's last collective ended; infinity if it still runs, -infinity without one."""
     last = recorder.last
     if last is None:
         return -math.inf

@@ -1,7 +1,8 @@
-"""The world's communicator, as a variable that the layers below process_group.py can read.
+"""The communicator of all ranks (the world), as a variable that the layers below process_group.py can read.
 
-Imports go down only, and bucketing is below process_group.py, so only process_group.py sets it. Within `with
-gs.override_backend(...)` it is another communicator of the same ranks.
+Bucketing is a layer below process_group.py, so it cannot import that module. It reads the variable here, which only
+process_group.py sets. Within `with gs.override_backend(...)` the variable is a different communicator of the same
+ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class _Override:
 
     Attributes:
         backend: the backend's name.
-        communicator: replaces the world's communicator; None if there was no world when the block began.
+        communicator: the communicator that replaces the world's communicator; None if there was no world when the
+            block began.
     """
 
     def __init__(self, backend: str, communicator: Communicator | None) -> None:
@@ -29,37 +31,37 @@ class _Override:
 
 _world: Communicator | None = None
 _overrides: list[_Override] = []
-#: The result of get_world(). A variable, because callbacks read it for each gradient.
+#: The result of get_world(). It is a variable, because callbacks read it for each gradient.
 current: Communicator | None = None
 
 
 def set_world(communicator: Communicator | None) -> None:
-    """Sets the world's communicator. For process_group.py."""
+    """Sets the world's communicator. Only process_group.py calls this function."""
     global _world
     _world = communicator
     for override in _overrides:
-        override.communicator = None  # it replaced the world's communicator before this one
+        override.communicator = None  # it belonged to the world that has been replaced
     _update()
 
 
 def get_initial_world() -> Communicator | None:
-    """Returns the communicator that init_process_group() has made, or None outside init/destroy."""
+    """Returns the communicator that init_process_group() has made; None if there is no process group."""
     return _world
 
 
 def get_world() -> Communicator | None:
-    """Returns the communicator for `group=None`, or None outside init/destroy."""
+    """Returns the communicator that `group=None` means; None if there is no process group."""
     return current
 
 
 def overriding_backend() -> str | None:
-    """Returns the backend's name in the innermost override_backend block, or None outside."""
+    """Returns the name of the backend of the innermost override_backend block; None outside of such a block."""
     return _overrides[-1].backend if _overrides else None
 
 
 @contextmanager
 def overriding(backend: str, communicator: Communicator | None) -> Iterator[Communicator | None]:
-    """Replaces the world's communicator within a block. For process_group.py."""
+    """Replaces the world's communicator within a `with` block. Only process_group.py calls this function."""
     override = _Override(backend, communicator)
     _overrides.append(override)
     _update()
@@ -77,15 +79,16 @@ def _update() -> None:
 
 
 def group_or_world(group: Communicator | None, what: str, argument: str = "group") -> Communicator:
-    """Returns `group`, or the world's communicator for None.
+    """Returns `group`, or the world's communicator if `group` is None.
 
     Args:
-        group: the caller's argument.
-        what: the function that was called, for errors.
-        argument: the argument's name, for errors.
+        group: the argument of a public function.
+        what: the name of that function in errors.
+        argument: the name of the argument in errors.
 
     Raises:
-        InvalidArgument: not a communicator, a group that this rank is not in, or the process group is not initialised.
+        InvalidArgument: `group` is neither a Communicator nor None, this rank is not a member of `group`, or `group` is
+            None and the process group is not initialised.
     """
     if isinstance(group, Communicator):
         return group
