@@ -1,1 +1,1 @@
-"""Communicators: the interface of the backends in backend.py, and one folder for each backend."""
+"""Communicators, which run the collectives. backend.py has the interface of the backends, and each folder a backend."""

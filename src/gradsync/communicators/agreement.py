@@ -54,7 +54,7 @@ class CallSite(NamedTuple):
 
     Attributes:
         line: the file, the line number and the function, e.g. "train.py:41 in step"; "" if the line is not known.
-        relation: the words between the collective and the line in errors: "at" or, e.g., "submitted at".
+        relation: the words before the line in errors, e.g. "at" or "submitted at".
     """
 
     line: str = ""
@@ -103,7 +103,7 @@ class StepSoFar(NamedTuple):
     Attributes:
         others: the gradients that the rank has passed to gradsync but not yet reduced, without those of the event.
         has_ended: whether the rank has passed all of its gradients.
-        sizes: pairs of an option for bucket sizes and its value on the rank.
+        sizes: the rank's options for bucket sizes, as pairs of a name and a value.
     """
 
     others: tuple[Item, ...] = ()
@@ -124,11 +124,11 @@ class Description(NamedTuple):
         item: the words for one item in errors, with {} for its index, e.g. "line {}".
         kind: the kind of an event of AllreduceCallback: "bucket", "flush" (the end of a step) or "first use"; "" for
             every other collective.
-        callback: the callback's name in errors; "" if there is only one callback.
+        callback: the name in errors of the AllreduceCallback; "" if there is only one.
         made_at: the line of the program that made the callback. Errors show it only if `callback` is not "".
-        settings: pairs of an option of the callback and its value.
+        settings: the options of the callback, as pairs of a name and a value.
         others, has_ended: see StepSoFar.
-        item_count: the total of items and others, with those that the message had no room for.
+        item_count: the total number of items and others, including those for which the message had no room.
         call_site: the line of the rank's program that called the collective.
         first: the index of `items[0]` among all items of the collective.
     """

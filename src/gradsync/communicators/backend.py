@@ -91,7 +91,7 @@ class ResidentMemory:
 
 
 def aligned_zeros(arrays: ArrayKind, size_bytes: int, who: str) -> Array:
-    """Returns an array of zero bytes on the communicator's device, aligned to 64 bytes, for ResidentMemory.
+    """Returns a uint8 array of zeros on the communicator's device, aligned to 64 bytes, for ResidentMemory.
 
     Args:
         arrays: the functions for the backend's kind of arrays.
@@ -422,20 +422,23 @@ class Backend(ABC):
         return None
 
     def announce_close(self) -> None:
-        """Announces to the other ranks that this rank has closed the communicator. Must not block nor raise."""
+        """Announces to the other ranks that this rank has closed the communicator. It must neither block nor raise."""
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Announces to the other ranks that they must stop. Must not block nor raise."""
+        """Announces to the other ranks that they must stop. It must neither block nor raise."""
 
     def await_announced(self) -> None:
         """Waits a limited time until the announcement of the end has been sent. It is the last step of close()."""
 
     def release(self) -> None:
-        """Frees file descriptors, memory and threads. Called once, while no collective runs. Must not block."""
+        """Frees file descriptors, memory and threads.
+
+        It is called once, while no collective runs. It must not block.
+        """
 
 
 class HostPath(Protocol):
-    """Moves pickled Python objects between ranks in host memory. For its methods see those of Backend."""
+    """Moves pickled Python objects between ranks in host memory. Backend describes methods with the same names."""
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement, /) -> list[list[int]]:
         """Compares the agreement, and all-gathers a list of numbers; returns the list of each rank, in rank order."""
@@ -451,7 +454,7 @@ class HostPath(Protocol):
 
 
 def checked_rank(backend: Backend, what: str, name: str, rank: object) -> int:
-    """Returns an argument that must be a rank, as an int; `name` is the argument's name for the error.
+    """Returns the argument called `name` as an int, after checking that it is a rank of the communicator.
 
     Raises:
         InvalidArgument: the argument is not a rank of the communicator.
@@ -489,5 +492,5 @@ def bounds_of(sizes: Sequence[int], row: int) -> Bounds:
 
 
 def row_elements(shape: Shape) -> int:
-    """Returns the number of elements in one row of an array with this shape, which is not ()."""
+    """Returns the number of elements in one row of an array with this shape, which has at least one axis."""
     return prod(shape[1:])

@@ -122,7 +122,10 @@ class Job:
         return f"{self.lifetime.label}: {self.what}"
 
     def run(self) -> None:
-        """Runs the collective, unless its future has failed already. Then runs the done-callbacks. Never raises."""
+        """Runs the collective, then the done-callbacks of its future. It never raises.
+
+        If the future has failed already, it runs neither.
+        """
         try:
             if self._previous is not None:
                 self._previous.wait()
@@ -160,7 +163,7 @@ class Job:
             self.end.finish(result, None)
 
     def _prepare_to_raise(self, error: BaseException) -> LostFailure | None:
-        """Removes frames from the error's traceback. Returns the log entry that is used if no code asks the future."""
+        """Removes frames from the error's traceback. Returns the log entry for the case that no code gets the error."""
         traceback.clear_frames(error.__traceback__)  # the frames hold the caller's arrays
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next  # drops this job's frame, which holds the end
@@ -173,7 +176,7 @@ class Job:
 
 
 class LostFailure:
-    """The log entry of a failed future. It is logged when the future is deleted, unless some code has got the failure.
+    """The log entry of a failed future. It is logged when the future is deleted, unless some code has got the error.
 
     Args:
         name: the collective's name in errors.
@@ -193,7 +196,7 @@ class LostFailure:
         _register_exit()
 
     def forget(self) -> None:
-        """Drops the text of the log entry, because some code has got the failure."""
+        """Drops the text of the log entry, because some code has got the error."""
         self._text = ""
 
     def log(self) -> None:
@@ -203,7 +206,7 @@ class LostFailure:
             _log.error("%s", text)
 
     def is_of(self, lifetime: QueuedLifetime) -> bool:
-        """Whether the failed collective was one of the communicator that has this lifetime."""
+        """Whether this is a failure of the communicator with this lifetime."""
         return self._lifetime() is lifetime
 
     def __del__(self) -> None:
@@ -330,7 +333,7 @@ def await_earlier(lifetime: QueuedLifetime, what: str) -> None:
         InvalidArgument: as for submit; also if a done-callback has tried to run a collective during the wait.
     """
     if _this_thread.is_serving and not is_in_callback():
-        return  # the queue has its own order, and refusals of done-callbacks are raised on the program's threads
+        return  # a worker thread runs its queue in order; threads of the program raise the errors of done-callbacks
     check_may_call(lifetime.label, what)
     if _this_thread.queue is not None and (last := _this_thread.queue.last) is not None:
         last.wait()
@@ -348,7 +351,7 @@ def await_submitted(lifetime: QueuedLifetime) -> None:
 
 
 def fail_submitted(lifetime: QueuedLifetime) -> None:
-    """Fails, in order, the futures of an ended communicator whose collectives have not begun.
+    """After a communicator's end, fails the futures of its submitted collectives that have not begun, in order.
 
     In a queue's worker thread it does nothing, because these collectives will fail when the thread runs them.
     """
@@ -362,7 +365,7 @@ def fail_submitted(lifetime: QueuedLifetime) -> None:
 def _register_exit() -> None:
     """Registers the exit handler that ends the queues. It runs before the process group's exit handler.
 
-    The process group's handler closes the communicators one by one. Without the end of the queues it would wait for
+    The process group's handler closes the communicators one by one. If the queues still ran, it would wait for
     collectives that the other ranks never begin.
     """
     global _is_registered

@@ -1,16 +1,16 @@
 """The communicator: every public collective checks its arguments, makes the agreement, and calls the backend.
 
-Each collective is one method, in three steps. First it checks its arguments, before any other rank is involved; the
-errors are the same on every backend. Then it makes the agreement, which the ranks compare. Then `_run` locks the
+Each collective is one method, in three steps. First the method checks its arguments, before any other rank is involved;
+the errors are the same on every backend. Then it makes the agreement, which the ranks compare. Then `_run` locks the
 communicator for this collective and calls the backend, which moves the bytes. The asynchronous collectives are the same
 methods of the subclass `_Submitter`, whose `_run` submits the collective. If a call repeats an earlier one (same
 collective, operator or root, shape and dtype), `_find_known` checks only the flags of the arrays and returns the
 backend's plan for such calls.
 
 Every rank of the communicator must call the same methods in the same order with the same shape, dtype, operator and
-root. If the ranks disagree, all of them get PlanMismatch before data moves, and the communicator stays usable. On NCCL,
-gradsync may find a change in a repeated sequence of collectives too late. Then the error's attribute `broken` is True,
-and the communicator cannot be used any more.
+root. If the ranks disagree, all of them get PlanMismatch before data moves, and the communicator stays usable. But on
+NCCL, if the ranks have repeated a sequence of collectives and one rank then changes it, gradsync may notice this only
+after data has moved. Then the error's attribute `broken` is True, and the communicator cannot be used any more.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Communicator:
 
     Only one thread at a time may use a communicator; a call from a second thread raises InvalidArgument. If a
     collective fails after it has begun (a rank died, a deadline passed, Ctrl-C), the communicator is broken for all its
-    ranks: every later call raises CommunicatorClosed with the first reason. After PlanMismatch the communicator stays
-    usable, unless the error's attribute `broken` is True.
+    ranks: every later call raises CommunicatorClosed with the reason of this failure. After PlanMismatch the
+    communicator stays usable, unless the error's attribute `broken` is True.
 
     Args:
         backend: the backend, which moves the bytes. It belongs to this communicator, and is released with it.
@@ -110,7 +110,7 @@ class Communicator:
     Attributes:
         rank: this process's number in the communicator, 0 <= rank < world_size.
         world_size: the number of ranks of the communicator.
-        ranks: for each rank of this communicator its rank in the world. Errors use the ranks in the world.
+        ranks: for each rank of this communicator its rank in the world. Errors name a rank by its rank in the world.
         label: this rank's name in errors, e.g. "rank 1/4".
         backend: the backend's name: "local", "shm", "nccl" or "mpi".
         device: the device of the communicator's arrays: "cpu", or a CUDA device such as "cuda:0".
@@ -216,7 +216,7 @@ class Communicator:
             On the root `out`, or `array` if `out` is None. On the other ranks None.
 
         Raises:
-            InvalidArgument: `root` is not a rank of the communicator, or an array is wrong as for all_reduce.
+            InvalidArgument: `root` is not a rank of the communicator, or an array is wrong (see all_reduce).
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 all_reduce.
         """
@@ -264,7 +264,7 @@ class Communicator:
 
         Raises:
             InvalidArgument: the rows cannot be divided equally, `sizes` does not add up to the array's rows, or an
-                array is wrong as for all_reduce.
+                array is wrong (see all_reduce).
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 all_reduce.
         """
@@ -372,7 +372,7 @@ class Communicator:
             On the root `out`, or a new array, with the rows of all ranks. On the other ranks None.
 
         Raises:
-            InvalidArgument: `root` is not a rank of the communicator, or another argument is wrong as for all_gather.
+            InvalidArgument: `root` is not a rank of the communicator, or another argument is wrong (see all_gather).
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 broadcast.
         """
@@ -380,7 +380,7 @@ class Communicator:
         return self._run(self._gathering("gather", array, root, sizes, out if self.rank == root else None), stream)
 
     def _gathering(self, what: str, array: Any, root: int | None, sizes: Sizes, out: Any) -> CollectiveCall:
-        """Checks the arguments of a gather, and returns its call; of an all_gather if `root` is None."""
+        """Checks the arguments of gather, or of all_gather if `root` is None, and returns the call to run."""
         source = self._native_array(array, what)
         rows, *rest = source.shape or (1,)
         to_root = "" if root is None else f"root {root}"
@@ -578,7 +578,7 @@ class Communicator:
     def _share_sizes(
         self, sending: Sequence[int], receiving: Sequence[int], agreement: Agreement
     ) -> tuple[tuple[int, ...], int]:
-        """Exchanges the sizes. Returns the number of rows from each rank, and the largest number from any rank to any.
+        """Exchanges the sizes. Returns the number of rows from each rank, and the most that any rank sends to any rank.
 
         Raises:
             PlanMismatch: raised on every rank if any rank expects a different number of rows from a rank than that rank
@@ -633,8 +633,8 @@ class Communicator:
         """Receives an array from one other rank, which must call send.
 
         Args:
-            array: an array that receives the values, with the shape and dtype of the array that was sent, of any
-                layout, on this communicator's device.
+            array: an array for the received values, of any layout, on this communicator's device. Its shape and dtype
+                must be those of the array that was sent.
             source: the rank that sends the array; it must not be this rank.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
@@ -660,14 +660,14 @@ class Communicator:
         """Sends an array to one rank, and at the same time receives an array from the same rank or a different one.
 
         Two ranks that call exchange with each other cannot deadlock. Nor can a ring of ranks in which each rank sends
-        to the next one. But if three or more ranks call exchange with one partner after another, and their orders of
-        partners do not fit together, they wait for each other until CollectiveTimeout. The other rank of a message may
-        also call send or recv.
+        to the next one. But three or more ranks can wait for each other until CollectiveTimeout, if each calls exchange
+        with one partner after another, in orders that do not fit together. The other rank of a message may also call
+        send or recv.
 
         Args:
             array: the array to send, as for send.
             dest: the rank that receives the array. It may be this rank if `source` is this rank too.
-            out: an array for the received values, with their shape and dtype. It may share memory with `array`.
+            out: an array for the received values; it must have their shape and dtype. It may share memory with `array`.
             source: the rank that sends the received values.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
@@ -764,7 +764,7 @@ class Communicator:
             ranks: the members' ranks in this communicator, in any order.
 
         Returns:
-            The group. On a rank that is not a member, a NonMember: bool() of it is False, but it is not None.
+            The group. On a rank that is not a member, a NonMember, which is false in `if group:` but is not None.
 
         Raises:
             InvalidArgument: `ranks` is empty, contains a rank twice, or contains a number that is not a rank of this
@@ -792,7 +792,8 @@ class Communicator:
             key: a 64-bit integer. A group numbers its ranks by ascending key; ranks with equal keys keep their order.
 
         Returns:
-            The group of this rank's color. If `color` is None, a NonMember: bool() of it is False, but it is not None.
+            The group of this rank's color. If `color` is None, a NonMember, which is false in `if group:` but is not
+            None.
 
         Raises:
             InvalidArgument: `color` or `key` is not a 64-bit integer.
@@ -899,7 +900,7 @@ class Communicator:
 
         Args:
             reason: the reason that the errors on all ranks show, e.g. "ValueError in the backward pass".
-            culprit: the rank that RankFailed names as failed on the other ranks; None names this rank.
+            culprit: the rank that has failed, according to the other ranks' RankFailed; None names this rank.
         """
         self._lifetime.raised.was_aborted = True  # the caller knows of the failure, so closing need not raise it
         self._lifetime.abort(reason, culprit)
@@ -1173,8 +1174,8 @@ class Communicator:
             return self._checked_sizes(what, name, sizes, rows)
         if rows % self.world_size:
             raise InvalidArgument(
-                f"{self.label}: {what} needs a multiple of {self.world_size} rows for equal parts, got {rows}: "
-                f"pass {name}="
+                f"{self.label}: {what} needs a multiple of {self.world_size} rows for equal parts, got {rows}; for "
+                f"unequal parts pass {name}="
             )
         return (rows // self.world_size,) * self.world_size
 
@@ -1229,7 +1230,7 @@ _Parameters = ParamSpec("_Parameters")
 
 
 class _Submitter(Communicator):
-    """A copy of a communicator whose collectives are submitted and return futures. It shares backend and lifetime."""
+    """A copy of a communicator, with the same backend and lifetime. Its collectives are submitted and return futures."""
 
     def __init__(self, communicator: Communicator) -> None:
         vars(self).update(vars(communicator))
@@ -1342,7 +1343,7 @@ class _Parts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _parts(shape: Shape, sizes: tuple[int, ...], itemsize: int, rank: int) -> _Parts:
-    """Returns the parts of an array whose rows have the shape of `shape`'s rows; rank r has sizes[r] rows."""
+    """Returns the ranks' parts of an array with rows like those of `shape`; rank r has sizes[r] rows."""
     rest = row_shape(shape)[1:]
     row = row_elements((0, *rest))
     byte_bounds = bounds_of(sizes, row * itemsize)

@@ -123,8 +123,8 @@ def raise_if_left(
 ) -> None:
     """Raises RankFailed if another rank has closed a communicator before the collective with number `position`.
 
-    The backends without shared memory call it. With them, a rank that closes a communicator reports this to the server
-    with `announce_left`.
+    The backends without shared memory call it. On these backends, a rank that closes a communicator reports this to the
+    server with `announce_left`.
 
     Args:
         client: this rank's rendezvous client, whose members are the communicator's ranks.

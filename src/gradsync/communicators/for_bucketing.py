@@ -1,7 +1,8 @@
 """The collectives that only gradient bucketing uses; their arguments are not checked.
 
-They reduce a list of arrays as one collective, with work before and after it on the same stream, or a range of resident
-memory, in which gradients are kept and reduced without a copy. The public collectives are in communicator.py.
+They are the reduction of a list of arrays, with work before and after it on the same stream; the broadcast of a list of
+arrays; and the reduction of a range of resident memory, in which gradients are kept and reduced without a copy. The
+public collectives are in communicator.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gradsync.reduction import Array, ReduceOp, Wire
 
 
 class Stage(Protocol):
-    """Work before and after the reduction of a list of arrays, in the same call. On a GPU it uses the same stream."""
+    """Work before and after the reduction of a list of arrays, in the same call and on the same stream."""
 
     def before(self, given: Sequence[Array]) -> Sequence[Array]:
         """Handles this rank's values before the reduction.
@@ -50,12 +51,12 @@ class ListReduction:
         sources: 1-D contiguous arrays of the same dtype, on the communicator's device.
         targets: the arrays for the results: for each source an array of its size and dtype, or the source itself.
         op: an operator that the dtype supports.
-        write_backs: pairs of a target and a native array; after the reduction the target's values are copied there.
+        write_backs: pairs of a target and a native array; after the reduction the target is copied to this array.
         checks: the checks that the backend makes during the reduction.
         wire: the dtype in which all ranks send and reduce the values, with its scale factors; it needs a backend that
-            `converts`. None: the dtype of the sources.
-        recurs: whether these very arrays will be reduced again. If so, the backend prepares the reduction now. The
-            ranks need not have the same `recurs`.
+            `converts`. None: the values are sent in the dtype of the sources.
+        recurs: whether these very arrays will be reduced again. If so, the backend prepares the reduction now.
+            `recurs` may differ between ranks.
     """
 
     def __init__(
@@ -242,7 +243,7 @@ def all_reduce_resident(
         agreement, producers, agrees_first: as for ListReduction.run.
         stages: the work before and after the reduction, as for ListReduction.run; each stage gets the range as one
             array, and must return this array.
-        mean_over: the number of ranks that contributed values; the sum is divided by it. None: it is not divided.
+        mean_over: the number of ranks that contributed values; the sum is divided by it. None: the sum is not divided.
 
     Returns:
         On the CPU None: the results are complete. On a GPU the Completion of the launched reduction.

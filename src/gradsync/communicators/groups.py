@@ -117,7 +117,7 @@ class NonMember:
 
 @contextmanager
 def reporting_failures(backend: Backend, what: str) -> Iterator[None]:
-    """If the block, which makes a group, fails, reports the error to the other ranks, which wait for this rank.
+    """Reports an error of the `with` block, which makes a group, to the other ranks, because they wait for this rank.
 
     Args:
         backend: the backend of the communicator that makes the group.

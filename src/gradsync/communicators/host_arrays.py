@@ -66,12 +66,12 @@ class ArrayKind(Protocol):
         """Divides the floating or complex elements of `flat` by `count`, in place."""
 
     def multiply(self, source: Any, factor: float, out: Any) -> None:
-        """Writes source * factor to `out`; both arrays are floating or complex. A GPU does it on the current stream.
+        """Writes source * factor to `out`; both arrays are floating or complex. On a GPU it uses the current stream.
 
-        The product is computed in the wider of the two dtypes (half precision in float32) and rounded once. Only from
-        float64 to half precision, the product may first be rounded to float32. The real and imaginary parts of complex
-        numbers are scaled separately. Overflow gives infinity without a warning. A GPU treats subnormal float32 numbers
-        as 0, because of CuPy's compiler flags.
+        The product is computed in the wider of the two dtypes (half precision in float32) and rounded once. There is
+        one exception: a float64 product for an `out` of half precision may first be rounded to float32. The real and
+        imaginary parts of complex numbers are scaled separately. Overflow gives infinity without a warning. A GPU
+        treats subnormal float32 numbers as 0, because of CuPy's compiler flags.
 
         Args:
             source: a native array of any shape and layout.
@@ -105,10 +105,10 @@ class ArrayKind(Protocol):
         """Whether the array may be written to."""
 
     def state(self, native: Any) -> Any:
-        """Returns a value to compare with that of the step before, for an array object that is used again.
+        """Returns a fingerprint of an array object that may be used again.
 
-        If the value has changed, the array must be checked again, although its shape and dtype are the same: it may
-        have become read-only, or use different memory.
+        If the fingerprint has changed since the last use, the array must be checked again: it may have become
+        read-only, or use different memory. The fingerprint does not include the shape and the dtype.
         """
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:

@@ -77,7 +77,7 @@ def publish_words(source: Array, target: Array) -> None:
     """Copies words to shared memory that other ranks have just read: at most some hundred KB.
 
     Unlike `copy_words` it uses a ufunc on every processor, because here the ufunc is faster on a Xeon too: with memcpy,
-    an all_reduce of 128 KB took a tenth longer.
+    an all_reduce of 128 KB took 10% more time.
     """
     if source.nbytes >= _UFUNC_FROM_BYTES:
         np.positive(source, target)

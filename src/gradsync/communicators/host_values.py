@@ -59,7 +59,7 @@ def multiply_quietly(source: Any, factor: float, out: Any, xp: Any = np) -> None
 
 
 def multiply_in_place(arrays: Sequence[Array], factor: float) -> None:
-    """See ArrayKind. For many small arrays it takes a third of the time of a call of `multiply` for each."""
+    """See ArrayKind. For many small arrays it takes a third of the time of one `multiply` call per array."""
     factors: dict[np.dtype[Any], Any] = {}  # by dtype, for dtypes whose products are computed in the dtype itself
     with np.errstate(all="ignore"):
         for array in arrays:

@@ -120,8 +120,8 @@ class Lifetime:
 
     Args:
         backend: the communicator's backend. Each collective is written to its flight recorder.
-        communicator: the communicator. This reference keeps it alive while the program uses only, e.g.,
-            `communicator.objects`, because the process group closes only communicators that are still alive.
+        communicator: the communicator. This reference keeps it alive if the program keeps only, e.g.,
+            `communicator.objects`: the process group closes only communicators that are still alive.
 
     Attributes:
         raised: the failures that calls have raised; all communicators of a world share this object.
@@ -262,7 +262,7 @@ class Lifetime:
         self._end_use()
 
     def note_raised(self, error: BaseException) -> None:
-        """Records a failure that code outside of a collective raises, e.g. a future. close() does not raise it again."""
+        """Records a failure that a future, or other code outside of a collective, raises. close() will not raise it."""
         self.raised.add(error)
         with self._claiming:
             self.was_raised = True
@@ -294,7 +294,7 @@ class Lifetime:
                 self.ended_because = because
 
     def _announce(self) -> None:
-        """Announces the end to the other ranks, unless this has been done. After Ctrl-C the next call does it again."""
+        """Announces the end to the other ranks, unless this has been done. If Ctrl-C interrupts it, call it again."""
         with self._announcing:
             if self._announcement is not None:
                 self._announcement()
@@ -390,7 +390,7 @@ class Lifetime:
                 self._occupancy.clear()
 
     def _leave_group(self) -> None:
-        """Closes the rendezvous client, unless it is the world's: by this, the rank leaves the group.
+        """Closes the rendezvous client if it is this group's and not the world's, so that this rank leaves the group.
 
         When all members have left, the server removes the group's entries.
         """

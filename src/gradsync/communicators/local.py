@@ -41,8 +41,8 @@ class LocalBackend(Backend):
     """The backend of a world of one rank: the result of every reduction is its input.
 
     Args:
-        timeout_seconds: the time limit of collectives; here it limits how long a future waits for gradients that
-            another thread is to pass.
+        timeout_seconds: the time limit of collectives. With one rank it only limits how long a future in a second
+            thread waits for a gradient.
         force_packing: whether all_reduce copies the arrays to a flat buffer and back, see Backend.
     """
 

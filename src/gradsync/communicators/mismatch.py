@@ -75,7 +75,7 @@ def message_mismatch(label: str, descriptions: Mapping[int, Description]) -> Pla
 
 
 def first_difference(parts: Sequence[Sequence[object]]) -> int:
-    """Returns the first index at which the sequences differ; the length of the shortest one if there is none."""
+    """Returns the first index at which the sequences differ; the length of the shortest sequence if none does."""
     for position, values in enumerate(zip(*parts, strict=False)):
         if len(set(values)) > 1:
             return position
@@ -219,17 +219,17 @@ def _difference(items: Mapping[int, Item]) -> str:
 
 
 def _may_be_prefixes(descriptions: Mapping[int, Description]) -> bool:
-    """Whether the items of each rank are the first items of the rank with the most items."""
+    """Whether the items of every rank are equal to the first items of the longest list of items."""
     longest = max([d.items for d in descriptions.values()], key=len)
     return all(d.items == longest[: len(d.items)] for d in descriptions.values())
 
 
 def _split(values: Mapping[int, object]) -> tuple[list[int], list[int]]:
-    """Divides the ranks into those that differ from the others, and the others.
+    """Returns two lists: the ranks that differ, and the ranks from which they differ.
 
-    If there are two values, the first list has the ranks with the rarer value. If both values are equally frequent,
-    rank 0, or the lowest rank, is in the second list. If there are more than two values, the first list has all ranks,
-    and the second list is empty.
+    If there are two values, the first list has the ranks with the rarer value. If both values are equally frequent, the
+    lowest rank is in the second list. If there are more than two values, the first list has all ranks, and the second
+    list is empty.
     """
     groups = _groups(values)
     if len(groups) != 2:

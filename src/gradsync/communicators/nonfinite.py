@@ -36,7 +36,7 @@ class NonFinite(NamedTuple):
     """The non-finite values that this rank has found in the reduction of one list of arrays.
 
     Attributes:
-        firsts: for each rank the index of its first element that is not finite, counted through all arrays of the list;
+        firsts: for each rank the index of its first element that is not finite, counted across all arrays of the list;
             NOWHERE if this rank has found none.
         has_results: whether a result is not finite.
     """
@@ -65,7 +65,7 @@ class NonFiniteFinder:
             is_finite: a function that returns whether all elements of an array of the results' dtype are finite.
             results: the section: a 1-D array of results.
             contributions: for each rank the values from which the section was reduced.
-            at: the index of the section's first element, counted through all arrays of the list.
+            at: the index of the section's first element, counted across all arrays of the list.
         """
         if is_finite(results):
             return
@@ -83,7 +83,7 @@ class NonFiniteFinder:
         Args:
             rank: the rank that contributed the values.
             values: a 1-D array of the rank's values.
-            at: the index of the first value, counted through all arrays of the list.
+            at: the index of the first value, counted across all arrays of the list.
         """
         found = np.flatnonzero(~np.isfinite(values))
         if found.size:

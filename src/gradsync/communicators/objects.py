@@ -237,7 +237,7 @@ class _Parcel(NamedTuple):
 
     @classmethod
     def refuse(cls, reason: str, cause: BaseException | None = None) -> _Parcel:
-        """Makes the parcel of a rank that cannot send its objects."""
+        """Returns the parcel of a rank that cannot send its objects, with the reason."""
         return cls([], reason[:_MAX_REASON_CHARACTERS].encode(errors="backslashreplace"), cause)
 
     def numbers(self, count: int) -> list[int]:

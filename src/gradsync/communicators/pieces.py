@@ -62,7 +62,7 @@ def share_of(sizes: tuple[int, ...], itemsize: int, rank: int, world_size: int) 
 
     Args:
         sizes: the number of elements of each array in the list.
-        itemsize: the size of an element in bytes, from which the elements in a cache line are counted.
+        itemsize: the size of an element in bytes. The array is divided only at the borders of cache lines.
         rank: the rank whose share is returned.
         world_size: the number of ranks.
     """
