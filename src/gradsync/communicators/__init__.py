@@ -1,1 +1,1 @@
-"""Communicators, which run the collectives. backend.py has the interface of the backends, and each folder a backend."""
+"""Communicators run the collectives. backend.py has the interface of a backend, and each subfolder is one backend."""

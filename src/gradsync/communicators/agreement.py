@@ -124,7 +124,7 @@ class Description(NamedTuple):
         item: the words for one item in errors, with {} for its index, e.g. "line {}".
         kind: the kind of an event of AllreduceCallback: "bucket", "flush" (the end of a step) or "first use"; "" for
             every other collective.
-        callback: the name in errors of the AllreduceCallback; "" if there is only one.
+        callback: the name of the AllreduceCallback in errors; "" if the communicator has only one.
         made_at: the line of the program that made the callback. Errors show it only if `callback` is not "".
         settings: the options of the callback, as pairs of a name and a value.
         others, has_ended: see StepSoFar.

@@ -1230,7 +1230,7 @@ _Parameters = ParamSpec("_Parameters")
 
 
 class _Submitter(Communicator):
-    """A copy of a communicator, with the same backend and lifetime. Its collectives are submitted and return futures."""
+    """A copy of a communicator with the same backend and lifetime. Its collectives are submitted and return futures."""
 
     def __init__(self, communicator: Communicator) -> None:
         vars(self).update(vars(communicator))
@@ -1282,8 +1282,8 @@ class Asynchronous:
     They take the same arguments as the methods of Communicator. Every rank must submit and call its collectives in the
     same order. A blocking collective first waits for all collectives that its thread has submitted. Wrong arguments
     raise at once; all other errors are raised by the future's result() and wait(). If the program never asks a failed
-    future for its result, the failure is logged. If a collective fails, only its own future fails. The program must not
-    use a collective's arrays until its future is done.
+    future for its result, the failure is logged. If a failure leaves the communicator usable, only the future of the
+    failed collective fails. The program must not use a collective's arrays until its future is done.
 
     Messages wait in the same queue as other collectives, so `send` is not like MPI's Isend. If each of two ranks
     submits a recv before the send that the other rank needs, they wait for each other until the deadline. Use exchange,

@@ -38,7 +38,7 @@ class FailureMonitor:
 
     Args:
         client: this rank's connection to the rendezvous server.
-        recorder: the communicator's flight recorder. Its last entry is the collective in which this rank waits.
+        recorder: the communicator's flight recorder. It has an entry for the collective in which this rank waits.
 
     Attributes:
         was_raised: whether this object has raised an error that the other ranks get too: the server's error, or the

@@ -87,9 +87,9 @@ class CommunicatorTree:
 class NonMember:
     """The result of new_group and split on a rank that is not a member of the group.
 
-    bool() of it is False, so a program can write `if group: group.all_reduce(array)`. It is not None, because functions
-    with a `group` argument take None as the world, and a non-member must not join the world's collectives by mistake.
-    These functions raise InvalidArgument for a NonMember.
+    It is false, so a program can write `if group: group.all_reduce(array)`. It is not None, because functions that take
+    a communicator treat None as the world, and a non-member must not join the world's collectives by mistake. These
+    functions raise InvalidArgument for a NonMember.
 
     Args:
         label: this rank's name in errors.
