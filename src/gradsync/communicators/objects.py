@@ -74,7 +74,7 @@ class Objects:
         return self._unpack(*self._run(agreement, mine, 1, move), agreement)
 
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
-        """Returns, on the root, the objects of all ranks in rank order; on the other ranks None.
+        """Returns the objects of all ranks, in rank order, on the root; returns None on the other ranks.
 
         Args:
             obj: this rank's object.
