@@ -91,7 +91,7 @@ def test_the_first_difference_is_named_on_every_rank(place: Place, world_size: i
         assert "the ranks' arrays differ" in text
         assert "the next collective" not in text
     assert "\n  rank 1: float32[50, 70] with digest" in by_rank[0][0]
-    assert "\n  rank 0: (none of this name)" in by_rank[0][7]
+    assert "\n  rank 0: (no array of this name)" in by_rank[0][7]
 
 
 def test_misuse_is_told() -> None:

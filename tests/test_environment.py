@@ -222,8 +222,8 @@ def test_first_host_of_a_list(hosts, first):
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK needs to be 0 to LOCAL_WORLD_SIZE - 1 = 3, got 4"),
         ({"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": None}, "LOCAL_RANK needs to be 0 to 7, got 8"),
         ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE needs to be at most WORLD_SIZE=8, got 9"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT needs to be a port of 1 to 65535, got '65536'"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT needs to be a port of 1 to 65535, got 'http'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT needs to be a port from 1 to 65535, got '65536'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT needs to be a port from 1 to 65535, got 'http'"),
         ({"GRADSYNC_ADDRESS": "node0"}, "GRADSYNC_ADDRESS: an address needs the form host:port"),
     ],
 )

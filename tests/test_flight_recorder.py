@@ -16,7 +16,7 @@ from gradsync.communicators.local import local_communicator
 @pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "10000000", "٣"])
 def test_a_wrong_size_is_told(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("GRADSYNC_FLIGHT_RECORDER_ENTRIES", text)
-    with pytest.raises(gs.InvalidArgument, match="GRADSYNC_FLIGHT_RECORDER_ENTRIES needs to be a number of 1 to"):
+    with pytest.raises(gs.InvalidArgument, match="GRADSYNC_FLIGHT_RECORDER_ENTRIES needs to be an integer from 1 to"):
         local_communicator()
 
 

@@ -110,8 +110,8 @@ def test_the_variable_names_the_backend_of_a_process_that_nobody_started(monkeyp
         ({"rank": -1, "world_size": 2}, gs.InvalidArgument, "got -1"),
         ({"rank": "0", "world_size": 1}, gs.InvalidArgument, "got '0'"),
         ({"rank": 0, "world_size": 0}, gs.InvalidArgument, "world_size needs to be"),
-        ({"rank": 0}, gs.InvalidArgument, "rank and world_size need each other"),
-        ({"world_size": 2}, gs.InvalidArgument, "rank and world_size need each other"),
+        ({"rank": 0}, gs.InvalidArgument, "rank and world_size must be given together"),
+        ({"world_size": 2}, gs.InvalidArgument, "rank and world_size must be given together"),
         ({"rank": 0, "world_size": 2}, gs.InvalidArgument, "MASTER_ADDR"),
         ({"rank": 0, "world_size": 2, "address": "nowhere"}, gs.InvalidArgument, "host:port"),
         ({"rank": 0, "world_size": 2, "backend": "local"}, gs.InvalidArgument, "needs a world_size of 1"),
@@ -183,7 +183,7 @@ def test_what_hints_at_a_launcher_is_named(name: str, value: str, monkeypatch: p
     """Else each of N jobs would take itself for the only one, and all would write the same checkpoint."""
     monkeypatch.setenv(name, value)
     with pytest.raises(
-        gs.InvalidArgument, match=f"no rank is known: {name} is set, which hints at a launcher, but RANK"
+        gs.InvalidArgument, match=f"no rank is known: {name} is set, which suggests a launcher, but RANK"
     ):
         gs.init_process_group()
     with gs.init_process_group("local") as comm:  # who says so is believed

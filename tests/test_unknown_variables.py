@@ -70,7 +70,7 @@ def test_one_that_has_gone_is_refused(name: str, command: list[str], variables: 
     ("name", "value", "text"),
     [
         ("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", "soon", "needs to be a number of seconds above 0, got 'soon'"),
-        ("GRADSYNC_FLIGHT_RECORDER_ENTRIES", "0", "needs to be a number of 1 to 1000000, got '0'"),
+        ("GRADSYNC_FLIGHT_RECORDER_ENTRIES", "0", "needs to be an integer from 1 to 1000000, got '0'"),
         ("GRADSYNC_DEBUG", "true", "needs to be 0 or 1, got 'true'"),
         ("GRADSYNC_ALLOW_SHARED_GPU", "yes", "needs to be 0 or 1, got 'yes'"),
         ("GRADSYNC_LOG", "loud", "needs to be debug, info, warning, error or critical, got 'loud'"),

@@ -1,7 +1,7 @@
 """gradsync: gradient synchronisation for training loops on NumPy and CuPy arrays.
 
-Public names load on first use, so that `import gradsync` costs next to nothing and imports neither cupy nor
-multiprocessing nor msgpack.
+gradsync loads each public name on first use. So `import gradsync` is fast, and imports neither cupy nor multiprocessing
+nor msgpack.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from gradsync.reduction import ReduceOp as ReduceOp
     from gradsync.sharding import shard_indices as shard_indices
 
-    # The world's communicator; there is one between init_process_group() and destroy_process_group().
+    # The world's communicator. It exists only between init_process_group() and destroy_process_group().
     WORLD: Communicator
 
 __version__ = "0.2.0"
@@ -138,7 +138,7 @@ _HOME = {
 
 _MODULES = ("comm", "hooks")
 
-# WORLD comes and goes with the process group, so `import *`, help() and hasattr() must do without it.
+# WORLD is not in this list, because it exists only while there is a process group.
 __all__ = ["__version__", *_MODULES, *_HOME]
 
 
@@ -162,7 +162,7 @@ def _load(name: str) -> object:
     return value
 
 
-if not TYPE_CHECKING:  # a type checker must not take every name for granted
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
     __getattr__ = _load
 
 

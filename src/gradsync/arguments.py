@@ -1,7 +1,7 @@
-"""Checks of numbers and addresses that callers pass, with the same errors everywhere.
+"""Checks the numbers and addresses that callers pass, so that all functions raise the same errors.
 
-NumPy's numbers are accepted like Python's; True and False are not numbers. The command line and every rank import this
-file, so it imports very little.
+The checks accept numbers of Python and NumPy, but do not accept True and False as numbers. The command line and every
+rank import this file, so it imports very little.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 from gradsync.errors import InvalidArgument
 
 LARGEST_PORT = 65535
-#: The time between asking ranks to end and killing them.
+#: How long the launcher waits, after it has asked ranks to end, before it kills them.
 DEFAULT_GRACE_SECONDS = 5.0
-#: The deadline for joining the other ranks, and for each request to the rendezvous.
+#: The deadline for joining the other ranks, and for each request to the rendezvous server.
 DEFAULT_TIMEOUT_SECONDS = 120.0
 #: The deadline of a collective.
 DEFAULT_COLLECTIVE_TIMEOUT_SECONDS = 300.0
 
 
 def integer_of(value: object) -> int | None:
-    """Returns an integer of Python, NumPy or another library as an int; None for a bool or any other value."""
+    """Returns the value as an int if it is an integer of any library; None for a bool or any other value."""
     if isinstance(value, bool):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # arrays on a GPU raise ValueError
+    except (TypeError, ValueError):  # index() raises ValueError for arrays on a GPU
         return None
 
 
 def check_integer(who: str, name: str, value: Any, lowest: int, highest: int | None = None) -> int:
-    """Returns a value as an int, if it is an integer in its range.
+    """Checks that a value is an integer in a range, and returns it as an int.
 
     Args:
-        who: the function that got the value, for the error.
-        name: the value's name.
-        value: the value.
+        who: the name of the function that got the value, for the error.
+        name: the name of the argument that has the value.
+        value: the value to check.
         lowest: the smallest allowed value.
-        highest: the largest allowed value; None is no limit.
+        highest: the largest allowed value; None means no limit.
 
     Raises:
         InvalidArgument: the value is not an integer, or is out of range.
@@ -54,7 +54,7 @@ def check_integer(who: str, name: str, value: Any, lowest: int, highest: int | N
 
 
 def check_port(who: str, name: str, value: Any) -> int:
-    """Returns a port as an int, if it is valid; 0 means any free port.
+    """Checks that a value is a port number, and returns it as an int; 0 means any free port.
 
     Raises:
         InvalidArgument: the value is not a port number.
@@ -65,18 +65,18 @@ def check_port(who: str, name: str, value: Any) -> int:
 def refuse_words(
     who: str, given: Mapping[str, object], known: Iterable[str], removed: Mapping[str, str], foreign: Mapping[str, str]
 ) -> None:
-    """Refuses keyword arguments that a function does not have.
+    """Raises an error for keyword arguments that a function does not have.
 
     Args:
-        who: the function, for the error.
-        given: the unknown arguments by name.
+        who: the function's name, for the error.
+        given: the unknown arguments, by name.
         known: the names of the function's arguments.
-        removed: advice for arguments of earlier versions, by name.
-        foreign: the function's argument for each argument of other systems, by the name there.
+        removed: advice for each argument that earlier versions had, by the name of the argument.
+        foreign: the equivalent argument of the function for each argument of other systems, by the other system's name.
 
     Raises:
-        InvalidArgument: an earlier version had the argument.
-        TypeError: no version had the argument.
+        InvalidArgument: an earlier version of the function had the argument.
+        TypeError: no version of the function had the argument.
     """
     for name in given:
         if name in removed:
@@ -86,7 +86,7 @@ def refuse_words(
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns ": did you mean clip_norm?" with the known name that is most similar; "" if none is."""
+    """Returns text such as ": did you mean clip_norm?" with the most similar known name; "" if none is similar."""
     from difflib import get_close_matches  # imported here: only errors need it
 
     close = get_close_matches(name, list(known), n=1, cutoff=0.7)
@@ -94,7 +94,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number of Python or NumPy; a bool is not."""
+    """Returns True for a real number of Python or NumPy, but False for a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -102,17 +102,17 @@ def check_seconds(who: str, name: str, value: Any) -> None:
     """Checks that a value is a finite number of seconds, 0 or more.
 
     Raises:
-        InvalidArgument: the value is not such a number.
+        InvalidArgument: the value is not a finite number of 0 or more.
     """
     if not is_number(value) or not 0 <= value < float("inf"):
         raise InvalidArgument(f"{who} needs {name} to be a number of seconds, 0 or more, got {value!r}")
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Returns host and port of "127.0.0.1:4000", "name:4000" or "[::1]:4000".
+    """Splits an address such as "127.0.0.1:4000", "name:4000" or "[::1]:4000" into host and port.
 
     Raises:
-        InvalidArgument: the text has another form.
+        InvalidArgument: the text is not an address with host and port.
     """
     if not isinstance(address, str):
         raise InvalidArgument(f"an address needs to be text, got {type(address).__name__}")
@@ -129,14 +129,14 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def check_address(text: str, name: str = "address") -> str:
-    """Returns an address, if it has the form host:port.
+    """Checks that a text is an address with host and port, and returns it.
 
     Args:
         text: the address; an IPv6 host needs brackets.
-        name: the address's name in the error.
+        name: the name of the argument or variable that has the address, for the error.
 
     Raises:
-        InvalidArgument: it has another form.
+        InvalidArgument: the text is not an address with host and port.
     """
     try:
         parse_address(text)
@@ -146,10 +146,10 @@ def check_address(text: str, name: str = "address") -> str:
 
 
 def join_address(host: str, port: int) -> str:
-    """Returns an address as text: the inverse of `parse_address`."""
+    """Joins host and port to an address: the inverse of `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def port_beside(port: int) -> int:
-    """Returns the next port, or for the last port the one before: the server's port, next to MASTER_PORT."""
+    """Returns the rendezvous server's port for a MASTER_PORT: the next port, or the previous one for the last port."""
     return port + 1 if port < LARGEST_PORT else port - 1

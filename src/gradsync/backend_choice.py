@@ -1,8 +1,8 @@
-"""Chooses the backend of the ranks, and makes the communicator over it; the backends are in the table of backends.py.
+"""Chooses the backend for all ranks, and makes their communicator. backends.py has the table of all backends.
 
-A named backend is checked before the ranks join. "auto" is decided by rank 0 after they have joined, because one rank
-cannot know whether every other rank has a GPU of its own. An error of one rank is raised on all ranks; the
-other ranks would otherwise wait for that rank.
+If the user names a backend, each rank checks it before joining. For "auto", rank 0 chooses the backend after all ranks
+have joined, because before that no rank knows whether every rank has its own GPU. If one rank has an error, all ranks
+raise it; otherwise the other ranks would wait for that rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from gradsync.machine import count_gpus
 if TYPE_CHECKING:
     from gradsync.rendezvous.client import RendezvousClient
 
-_YES, _NO = "+", "-"  # an offer begins with "+" and then has the GPU's identity, or with "-" and the reason against
+# An offer is "+" and the identity of the rank's GPU, or "-" and the reason why the rank cannot use the backend.
+_YES, _NO = "+", "-"
 _MAX_OFFER_BYTES = 4096
 _MPIEXEC = "mpiexec -n 8 -hosts a,b python train.py"
 _DEVICE = r"cpu|cuda(:\d+)?"
@@ -34,53 +35,58 @@ _log = logging.getLogger("gradsync")
 
 
 class BackendModule(Protocol):
-    """The functions that the module of a backend has."""
+    """The functions that each backend's module defines."""
 
     def check(self, place: RankEnvironment, /) -> None:
         """Checks, before the ranks join, that this process can use the backend.
 
         Raises:
-            BackendUnavailable, InvalidArgument: it cannot; the text has the reason and what to do.
+            BackendUnavailable, InvalidArgument: this process cannot use the backend; the text has the reason and a
+                remedy.
         """
 
     def offer(self, settings: WorldSettings, /) -> str:
-        """Checks, when the ranks have joined, all that this rank can check without the others.
+        """Checks, after the ranks have joined, that this rank can use the backend, as far as it can know this alone.
 
         Returns:
-            The identity of the GPU that this rank will use, which no other rank may use; "" for a backend without GPUs.
+            The identity of the GPU that this rank will use, so that rank 0 can see whether two ranks have the same GPU;
+            "" for a backend without GPUs.
 
         Raises:
             BackendUnavailable: this rank cannot use the backend; the text has the reason.
         """
 
     def connect(self, client: Any, settings: WorldSettings, group: str, /) -> Backend:
-        """Makes the backend of the ranks of a RendezvousClient. Every rank of the client calls it with the same group.
+        """Connects the ranks of a RendezvousClient, and returns their backend. All of them pass the same `group`.
 
         Args:
-            client: the ranks' client; None for a world of one rank.
-            settings: the world's settings.
-            group: the name of the communicator, which must be new.
+            client: the rendezvous client of the ranks; None for a world of one rank.
+            settings: the settings of the world.
+            group: the name of the communicator; no earlier communicator may have had this name.
         """
 
 
 def load(backend: str) -> BackendModule:
-    """Imports the module of a backend of the table."""
+    """Imports the module of a backend that is in the table."""
     return cast("BackendModule", importlib.import_module(TABLE[backend].module))
 
 
-# -- Before the ranks meet --------------------------------------------------------------------------------------------
+# -- Before the ranks join --------------------------------------------------------------------------------------------
 
 
-def choose_before_meeting(wanted: str, settings: WorldSettings) -> str:
-    """Returns the named backend, checked, or the backend for a single rank; else "auto".
+def choose_before_joining(wanted: str, settings: WorldSettings) -> str:
+    """Returns the backend that this process can know before it joins the other ranks; otherwise "auto".
+
+    A process knows the backend if the user has named it, or if the world has only one rank. It checks that it can use
+    this backend.
 
     Args:
-        wanted: one of BACKENDS; "auto" with a CUDA device means "nccl".
-        settings: the world's settings.
+        wanted: the backend that the user asks for, one of BACKENDS; "auto" with a CUDA device means "nccl".
+        settings: the settings of the world.
 
     Raises:
-        InvalidArgument: the backend does not run on the device, or is "local" for several ranks.
-        BackendUnavailable: the backend cannot run here; the text has the reason.
+        InvalidArgument: the backend does not support the device, or is "local" although there are several ranks.
+        BackendUnavailable: this process cannot use the backend; the text has the reason.
     """
     place, device = settings.place, settings.device
     if device is not None and not (isinstance(device, str) and re.fullmatch(_DEVICE, device)):
@@ -100,10 +106,10 @@ def choose_before_meeting(wanted: str, settings: WorldSettings) -> str:
 
 
 def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[str, str]:
-    """Returns the best backend for ranks with these offers of GPUs, and the reason.
+    """Returns the best backend for ranks that have made these offers for NCCL, and the reason for the choice.
 
     Raises:
-        BackendUnavailable: no backend can join these ranks; the text has the reason.
+        BackendUnavailable: no backend can connect these ranks; the text has the reason.
     """
     place = settings.place
     no_gpus = _why_not(offers, settings)
@@ -119,7 +125,7 @@ def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[st
 
 
 def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
-    """Checks that MPI can join ranks on several hosts without a GPU for each; the error has advice."""
+    """Checks that MPI can connect ranks on several hosts, after NCCL was found unusable; the error has advice."""
     instead = f"start them with mpiexec or srun, as in {_MPIEXEC}; if all are on one machine, set {BACKEND}=shm"
     if place.source in SOURCES_WITH_MPI:
         try:
@@ -137,12 +143,12 @@ def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
 
 
 def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSettings) -> str:
-    """Returns the backend for all ranks of the world. Every rank must call it, once in a generation.
+    """Agrees with the other ranks of the world on a backend, and returns it. Every rank must call it after joining.
 
     Raises:
-        InvalidArgument: the ranks ask for different backends, or only some ask for the debug mode; raised on all ranks.
-        BackendUnavailable: no backend can join the ranks; raised on all ranks.
-        RendezvousTimeout, RankFailed: a rank did not call it, or died.
+        InvalidArgument: the ranks ask for different backends, or only some ask for the debug mode; all ranks raise it.
+        BackendUnavailable: no backend can connect the ranks; all ranks raise it.
+        RendezvousTimeout, RankFailed: a rank did not call this function, or died.
     """
 
     def decide(offers: Sequence[str]) -> str:
@@ -169,16 +175,16 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
 
 
 def agree_on_another(client: RendezvousClient, backend: str, settings: WorldSettings) -> None:
-    """Checks that another backend can join the ranks of a client. Every rank must call it, once for each client.
+    """Checks that ranks can also use a backend that is not the world's. Every rank must call it, once for each client.
 
     Args:
-        client: the ranks' client, used for nothing else.
-        backend: a backend of the table for several ranks.
-        settings: the world's settings.
+        client: a rendezvous client of the ranks, made for this call only.
+        backend: the name of a backend for several ranks.
+        settings: the settings of the world.
 
     Raises:
-        BackendUnavailable: a rank cannot use the backend; raised on all ranks.
-        RendezvousTimeout, RankFailed: a rank did not call it, or died.
+        BackendUnavailable: a rank cannot use the backend; all ranks raise it.
+        RendezvousTimeout, RankFailed: a rank did not call this function, or died.
     """
 
     def decide(offers: Sequence[str]) -> str:
@@ -192,7 +198,7 @@ def agree_on_another(client: RendezvousClient, backend: str, settings: WorldSett
 def _decide_together(
     client: RendezvousClient, offer: str, decide: Callable[[Sequence[str]], str], settings: WorldSettings
 ) -> str:
-    """Lets rank 0 decide from the offers of all ranks; returns its decision, or raises its error, on every rank."""
+    """Calls decide() on rank 0 with all ranks' offers; on every rank, returns its result or raises its error."""
     from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES  # imported here: a single rank does not need it
 
     room_bytes = min(_MAX_OFFER_BYTES, MAX_EXCHANGED_BYTES // client.world_size)
@@ -212,7 +218,7 @@ def _decide_together(
 
 
 def _offer(backend: str, settings: WorldSettings) -> str:
-    """Returns whether this rank can use a backend: _YES and the identity of its GPU, or _NO and the reason."""
+    """Returns this rank's offer for a backend: _YES and the identity of its GPU, or _NO and the reason against it."""
     try:
         return f"{_YES}{load(backend).offer(settings)}"
     except GradsyncError as error:
@@ -220,7 +226,7 @@ def _offer(backend: str, settings: WorldSettings) -> str:
 
 
 def _offer_of_gpu(settings: WorldSettings) -> str:
-    """As _offer("nccl"), but loads CuPy, which takes long, only if this rank may have a GPU."""
+    """Returns this rank's offer for NCCL; loads CuPy, which takes long, only if this rank may have a GPU."""
     if settings.device == "cpu":
         return f"{_NO}device='cpu' was asked for"
     if count_gpus() == 0:
@@ -229,7 +235,7 @@ def _offer_of_gpu(settings: WorldSettings) -> str:
 
 
 def _why_not(offers: Sequence[str], settings: WorldSettings) -> str:
-    """Returns the reason why a backend cannot join ranks with these offers; "" if it can."""
+    """Returns the reason why a backend cannot connect ranks that have made these offers; "" if it can."""
     for rank, offer in enumerate(offers):
         if not offer.startswith(_YES):
             reason = offer.removeprefix(_NO)
@@ -241,13 +247,13 @@ def _why_not(offers: Sequence[str], settings: WorldSettings) -> str:
 
 
 def connect(backend: str, client: RendezvousClient | None, settings: WorldSettings, group: str) -> Communicator:
-    """Makes the communicator of a client's ranks over a backend.
+    """Connects the ranks of a client over a backend, and returns their communicator.
 
     Args:
-        backend: a backend that can join the ranks.
-        client: the ranks' client; None for "local".
-        settings: the world's settings.
-        group: the communicator's name, which must be new.
+        backend: the name of a backend that all these ranks can use.
+        client: the rendezvous client of the ranks; None for "local".
+        settings: the settings of the world.
+        group: the name of the communicator; no earlier communicator may have had this name.
 
     Raises:
         BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: the ranks could not connect.
@@ -259,7 +265,7 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
 
 
 def _log_choice(place: RankEnvironment, chosen: str, reason: str) -> None:
-    # An unused GPU is worth a warning; any other choice is logged at level INFO.
+    # Logs a warning if a GPU remains unused; logs any other choice at level INFO.
     unused_gpu = chosen != "nccl" and reason != "asked for" and place.rank == 0 and count_gpus() > 0
     level = logging.WARNING if unused_gpu else logging.INFO
     _log.log(level, "rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)

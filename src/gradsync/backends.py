@@ -1,6 +1,9 @@
-"""The table of backends. Every list of their names is made from it: options, checks of arguments, the doctor.
+"""The table of backends.
 
-A backend is one module with the functions of `BackendModule` in backend_choice.py, and one row here.
+The command line, the checks of arguments and `gradsync doctor` take the names of the backends from this table.
+
+Each backend has one row in the table, and one module, which defines the functions of `BackendModule` in
+backend_choice.py.
 """
 
 from __future__ import annotations
@@ -9,15 +12,16 @@ from typing import NamedTuple
 
 
 class BackendRow(NamedTuple):
-    """A row of the table.
+    """The row of one backend in the table of backends.
 
     Attributes:
-        module: the name of the backend's module. It is imported when the backend is used, because most processes use
-            one backend and should start fast.
-        on_gpus: whether its arrays are on GPUs; each rank needs its own.
-        under_mpiexec: whether the launcher of MPI must start its ranks.
-        single_rank: whether it is for a world of one rank only.
-        doctor_lines: the lines of `gradsync doctor` that must not be "unusable" for the backend to work.
+        module: the name of the backend's module. gradsync imports this module only when it uses the backend, because
+            most processes use one backend and should start fast.
+        on_gpus: whether the backend's arrays are on GPUs; then each rank needs its own GPU.
+        under_mpiexec: whether MPI's launcher must start the ranks of the backend.
+        single_rank: whether the backend is for a world of one rank only.
+        doctor_lines: the lines of `gradsync doctor` on which the backend depends: it works only if none of them says
+            "unusable".
     """
 
     module: str
@@ -34,10 +38,10 @@ TABLE = {
     "mpi": BackendRow("gradsync.communicators.mpi.mpi_backend", under_mpiexec=True, doctor_lines=("MPI",)),
     "nccl": BackendRow("gradsync.communicators.nccl.connect", on_gpus=True, doctor_lines=("GPUs", "CuPy", "NCCL")),
 }
-#: The names that users may pass: "auto" takes the backend that suits all ranks.
+#: The names that users may pass. For "auto", gradsync chooses a backend that works for all ranks.
 BACKENDS = ("auto", *TABLE)
 
 
 def unknown_backend(name: object, where: str = "") -> str:
-    """Returns the text of the error for a name that is not in BACKENDS; `where` is such as " in GRADSYNC_BACKEND"."""
+    """Returns the error text for a name that is not in BACKENDS; `where` is text such as " in GRADSYNC_BACKEND"."""
     return f"unknown backend {name!r}{where}: use one of {', '.join(BACKENDS)}"

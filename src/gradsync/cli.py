@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Failure(click.ClickException):
-    """An error of ours, shown on one line."""
+    """A gradsync error that the command shows on one line."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(" ".join(str(error).split("\n")))
@@ -31,7 +31,7 @@ class _Failure(click.ClickException):
 
 
 class _Commands(click.Group):
-    """A group whose commands may raise our errors."""
+    """The group of commands. It shows errors of gradsync without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -43,7 +43,7 @@ class _Commands(click.Group):
                 raise
             example = "For example: gradsync run -n 2 train.py"
             raise click.MissingParameter(example, error.ctx, error.param) from None
-        except KeyboardInterrupt:  # before or after the supervisor listens: click would exit with 1
+        except KeyboardInterrupt:  # while no supervisor handles it; click would exit with 1
             sys.exit(128 + signal.SIGINT)
 
 
@@ -105,7 +105,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="How many times at most to start all ranks again after a rank has failed.",
+    help="Largest number of times to restart all ranks after a rank has failed.",
 )
 @click.option(
     "--state-dir",
@@ -148,7 +148,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--rendezvous",
     metavar="HOST:PORT",
-    help="An address of node 0, and a port that is free there; the same on every machine.",
+    help="An address of node 0 and a free port on it. Pass the same value on every machine.",
 )
 @click.option(
     "--secret-file",
@@ -179,10 +179,12 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     "--trace",
     "trace_dir",
     metavar="DIR",
-    help="Directory where each rank writes, at its end, when its buckets were packed and reduced; for gradsync trace.",
+    help="Directory where each rank writes, when it ends, the times of its packing and reducing; for gradsync trace.",
 )
 @click.option(
-    "--debug", is_flag=True, help="Compare every collective on all ranks, and find writes to gradients in flight."
+    "--debug",
+    is_flag=True,
+    help="Check that all ranks call the same collectives, and detect writes to gradients during their reduction.",
 )
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
@@ -193,8 +195,8 @@ def run(context: click.Context, /, **options: Any) -> None:
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as
     under torchrun, and calls gradsync.init_process_group() without arguments. When a rank fails, gradsync ends the
-    other ranks, and prints the rank's traceback last. No process that a rank has started outlives the rank. Ctrl-C
-    asks all ranks to end; a second Ctrl-C kills them.
+    other ranks, and prints the failed rank's traceback last. No process that a rank has started outlives the rank.
+    Ctrl-C asks all ranks to end; a second Ctrl-C kills them.
     """
     from gradsync.launching.run import run_command
 
@@ -219,7 +221,7 @@ Exit codes:
 """,
 )
 @click.argument("dumps", nargs=-1, required=True, type=click.Path(exists=True))
-@click.option("--out", metavar="FILE", type=click.Path(dir_okay=False), help="Also writes a Chrome trace to FILE.")
+@click.option("--out", metavar="FILE", type=click.Path(dir_okay=False), help="Also write a Chrome trace to FILE.")
 def trace(dumps: tuple[str, ...], out: str | None) -> None:
     """Compares DUMPS of the flight recorder: files, or folders of files, one file for each rank.
 
@@ -254,7 +256,7 @@ the machine.
     show_default=True,
     help="Time limit of each trial in seconds.",
 )
-@click.option("--try/--no-try", "tries", default=True, show_default=True, help="Run an all-reduce of each backend.")
+@click.option("--try/--no-try", "tries", default=True, show_default=True, help="Run an all-reduce with each backend.")
 @click.option("-v", "--verbose", is_flag=True, help="Also show the lines without a problem.")
 def doctor(**options: Any) -> None:
     """Examines this machine, runs an all-reduce of two ranks over each backend, and shows how to repair problems."""
@@ -300,7 +302,7 @@ def serve(world_size: int, host: str, port: int, secret_file: str | None) -> Non
     try:
         server.serve_forever()
     except RendezvousError:
-        if not signals:  # else the signal came before the server began to serve
+        if not signals:  # this error is expected if a signal came before the server began to serve
             raise
 
 
@@ -318,7 +320,7 @@ def _print_exports(address: str, secret_file: str) -> None:
 
 
 def _stop_on_termination(server: RendezvousServer) -> list[int]:
-    """Makes SIGINT and SIGTERM stop the server; returns a list to which the handler adds their numbers."""
+    """Makes SIGINT and SIGTERM stop the server; returns a list, to which the handler adds each signal's number."""
     import signal
 
     received: list[int] = []

@@ -1,7 +1,7 @@
 """`gs.comm`: the functions of detectron2's `utils.comm`, under the same names.
 
-A detectron2 script works with `from gradsync import comm`. All functions also work before init_process_group(), as in a
-world of one. Python objects are sent by pickle, in host memory; all ranks must trust each other, see
+A detectron2 script works with `from gradsync import comm`. Before init_process_group(), all functions work as in a
+world of one rank. gradsync sends Python objects with pickle, in host memory, so all ranks must trust each other, see
 communicators/objects.py.
 """
 
@@ -22,7 +22,7 @@ from gradsync.futures import check_may_call, pending
 from gradsync.process_group import group_barrier, place_on_machine
 from gradsync.reduction import OPERATIONS_BY_DTYPE
 
-_alone: Communicator | None = None  # the local group of a process without a process group
+_alone: Communicator | None = None  # the local group of a process that has no process group
 
 
 def get_world_size() -> int:
@@ -32,17 +32,17 @@ def get_world_size() -> int:
 
 
 def get_rank() -> int:
-    """Returns this process's number among all ranks; 0 if the process group is not initialised."""
+    """Returns this process's rank in the world; 0 if the process group is not initialised."""
     world = get_world()
     return 0 if world is None else world.rank
 
 
 def get_local_rank() -> int:
-    """Returns this process's number among the ranks of its machine, by which to choose a GPU. 0 if not initialised.
+    """Returns this process's rank on its machine, by which it can choose its GPU; 0 without a process group.
 
-    detectron2 needs create_local_process_group() first. Here it is not needed: without that group the number comes
-    from the launcher, such as LOCAL_RANK of torchrun or `gradsync run` (see environment.py). If the launcher gives
-    none, all ranks count as ranks of one machine.
+    detectron2 requires a call of create_local_process_group() first. gradsync does not: without that group, it takes
+    the local rank from the launcher, for example from LOCAL_RANK of torchrun or `gradsync run` (see environment.py). If
+    the launcher gives no local rank, gradsync assumes that all ranks are on one machine.
     """
     group = _local_group()
     if group is not None:
@@ -51,7 +51,7 @@ def get_local_rank() -> int:
 
 
 def get_local_size() -> int:
-    """Returns the number of ranks on this machine, from the same source as get_local_rank(). 1 if not initialised."""
+    """Returns the number of ranks on this machine; 1 without a process group. See get_local_rank() for its source."""
     group = _local_group()
     if group is not None:
         return group.world_size
@@ -59,16 +59,16 @@ def get_local_size() -> int:
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Makes the group of the ranks of each machine. Every rank must call it, with the same number.
+    """Makes one group for each machine, of the ranks on it. Every rank must call it, with the same number.
 
-    Each machine must have consecutive ranks, as launchers number them: 0 to n - 1 on the first. A second call with the
-    same number does nothing.
+    The ranks of a machine must be consecutive, as launchers number them: 0 to n - 1 are on the first machine, the next
+    n ranks are on the second. A second call with the same number does nothing.
 
     Args:
-        num_workers_per_machine: n; the number of ranks must be a multiple of it.
+        num_workers_per_machine: the number of ranks on each machine, n. The world size must be a multiple of n.
 
     Raises:
-        InvalidArgument: the number of ranks is not a multiple of n, or the group was made with another number.
+        InvalidArgument: the world size is not a multiple of n, or an earlier call has passed a different number.
         PlanMismatch: the ranks pass different numbers.
     """
     global _alone
@@ -76,7 +76,7 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
     who = f"rank {rank}/{world_size}: create_local_process_group"
     if n is None or n < 1 or world_size % n:
         raise InvalidArgument(
-            f"{who} needs a divisor of the world size {world_size}, the number of ranks on each machine, "
+            f"{who} needs the number of ranks on each machine, which divides the world size {world_size}, "
             f"got {num_workers_per_machine!r}"
         )
     made = _local_group()
@@ -97,10 +97,10 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
 
 
 def get_local_process_group() -> Communicator:
-    """Returns the group of this machine's ranks, for arguments named `group`.
+    """Returns the group of this machine's ranks; other functions take it as their argument `group`.
 
     Raises:
-        InvalidArgument: create_local_process_group() was not called.
+        InvalidArgument: this process has not called create_local_process_group().
     """
     group = _local_group()
     if group is None:
@@ -112,42 +112,44 @@ def get_local_process_group() -> Communicator:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, which prints and saves."""
+    """Returns whether this process is rank 0, which usually prints and saves for all ranks."""
     return get_rank() == 0
 
 
 def synchronize() -> None:
-    """Waits until every rank has called it; returns at once in a world of one."""
+    """Waits until every rank has called this function; returns at once in a world of one rank."""
     if _ranks_of(None, "synchronize") is not None:
         group_barrier()
 
 
 def all_gather(data: Any, group: Communicator | None = None) -> list[Any]:
-    """Returns every rank's `data`, by rank. Every rank must call it.
+    """Returns a list of every rank's `data`, in rank order. Every rank must call it.
 
     Args:
-        data: any object that can be pickled. In a world of one the object itself is returned.
-        group: the communicator; None is the world.
+        data: any object that can be pickled. In a world of one rank, the list contains this object itself, not a copy.
+        group: the communicator of the ranks; None means the world's.
 
     Raises:
-        InvalidArgument: a rank's data does not pickle (raised on every rank), or does not unpickle.
-        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
+        InvalidArgument: a rank's data cannot be pickled (then every rank raises the error), or cannot be unpickled.
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     communicator = _ranks_of(group, "all_gather")
     return [data] if communicator is None else communicator.objects.all_gather_for("comm.all_gather", data)
 
 
 def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[Any]:
-    """Returns every rank's `data`, by rank, on rank `dst`; an empty list on other ranks. Every rank must call it.
+    """Returns a list of every rank's `data`, in rank order, on rank `dst`, and an empty list on the other ranks.
+
+    Every rank must call it.
 
     Args:
-        data: any object that can be pickled. In a world of one the object itself is returned.
-        dst: a rank of the group. Ignored in a world of one.
-        group: the communicator; None is the world.
+        data: any object that can be pickled. In a world of one rank, the list contains this object itself, not a copy.
+        dst: the rank in the group that gets the data. A world of one rank ignores it.
+        group: the communicator of the ranks; None means the world's.
 
     Raises:
-        InvalidArgument: there is no rank `dst`, or as for all_gather.
-        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
+        InvalidArgument: there is no rank `dst`, or data cannot be pickled or unpickled, see all_gather.
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     communicator = _ranks_of(group, "gather")
     if communicator is None:
@@ -156,37 +158,39 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
 
 
 def shared_random_seed() -> int:
-    """Returns a random number of 31 bits, equal on all ranks and new at every call. Every rank must call it.
+    """Returns a random number of 31 bits: the same on all ranks, and a new one in each call. Every rank must call it.
 
-    All ranks can seed a generator with it, for example of a shuffling sampler, and then draw the same numbers. It is
-    rank 0's next `np.random.randint(2**31)`, as in detectron2: a program that calls `np.random.seed` gets the same
-    seeds in each run. Every rank draws a number, so that equal generators stay equal.
+    If all ranks seed a generator with this number, for example the generator of a sampler, they then draw the same
+    numbers. The seed is rank 0's next `np.random.randint(2**31)`, as in detectron2, so a program that calls
+    `np.random.seed` gets the same seeds in each run. Every rank draws a number, so that ranks with the same state of
+    `np.random` keep the same state.
     """
-    seed = int(np.random.randint(2**31))  # the global generator, because programs seed that
+    seed = int(np.random.randint(2**31))  # of NumPy's global generator, because programs seed it
     world = _ranks_of(None, "shared_random_seed")
     return seed if world is None else int(world.objects.broadcast_for("shared_random_seed", seed))
 
 
 def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any, Any]:
-    """Reduces scalars by name over all ranks, for logging. Every rank must call it; every rank gets the results.
+    """Reduces a dictionary of scalars over all ranks, for logging. Every rank must call it, and gets the results.
 
-    The results have the same bits on all ranks. In detectron2 only rank 0 has the right results.
+    The results have the same bits on all ranks. In detectron2, only rank 0 gets the right results.
 
     Args:
-        input_dict: scalars by name: numbers of Python or NumPy, or 0-d arrays of NumPy, CuPy or any library with
-            DLPack. All ranks need the same names, in any order.
+        input_dict: the scalars, by name. A scalar is a number of Python or NumPy, or a 0-d array of NumPy, CuPy or any
+            library with DLPack. All ranks need the same names, in any order.
         average: whether to return the mean over the ranks instead of the sum.
 
     Returns:
-        NumPy scalars (`.item()` gives Python's) in the order of input_dict. Floating and complex numbers keep their
-        precision. The sum of integers is a 64-bit integer; their mean is a float64, from the exact sum.
+        The results by name, in the order of input_dict, as NumPy scalars; `.item()` converts one to a Python number.
+        Floating and complex numbers keep their precision. The sum of integers is a 64-bit integer. The mean of integers
+        is a float64, computed from the exact sum.
 
     Raises:
-        PlanMismatch: the ranks have different names, or differ in `average`; raised on every rank, with the names that
-            each rank lacks.
+        PlanMismatch: the ranks have different names, or different values of `average`. All ranks raise it, and its text
+            lists the names that each rank lacks.
         InvalidArgument: a value is not a scalar, a sum of integers needs more than 64 bits, or the ranks' types have no
-            common type; raised on every rank.
-        RankFailed, CollectiveTimeout, CommunicatorClosed: as Communicator.all_reduce.
+            common type; all ranks raise it.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     mine = _contribution(input_dict)
     world = _ranks_of(None, "reduce_dict")
@@ -197,7 +201,7 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
 
 
 def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
-    """Returns the communicator of a group, the world's for None; None if it has only one rank."""
+    """Returns the group's communicator, or the world's if `group` is None; None if it has only one rank."""
     communicator = get_world() if group is None else group_or_world(group, what)
     if pending:
         check_may_call("rank 0/1" if communicator is None else communicator.label, what)
@@ -205,34 +209,34 @@ def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
 
 
 def _local_group() -> Communicator | None:
-    """Returns the group of this machine's ranks, also within override_backend(); None if it was not made."""
+    """Returns the group of this machine's ranks, even within override_backend(); None if there is no such group."""
     world = get_world()
     return _alone if world is None else world._tree.local_group
 
 
 class _Contribution(NamedTuple):
-    """One rank's contribution to reduce_dict: its scalars, or the reason why it has none."""
+    """One rank's contribution to reduce_dict: its scalars, or the reason why they cannot be reduced."""
 
     scalars: dict[Any, np.generic]
     refusal: str = ""
 
 
 def _contribution(input_dict: Mapping[Any, Any]) -> _Contribution:
-    """Returns a rank's contribution to reduce_dict; never raises."""
+    """Returns this rank's contribution to reduce_dict; never raises."""
     if not isinstance(input_dict, Mapping):
         return _Contribution({}, f"got a {type(input_dict).__name__}")
     try:
         return _Contribution({name: _scalar(name, value) for name, value in input_dict.items()})
     except InvalidArgument as error:
         return _Contribution({}, str(error))
-    except Exception as error:  # the others wait for this rank's contribution
+    except Exception as error:  # this rank must still contribute, because the others wait for it
         return _Contribution({}, describe(error))
 
 
 def _reduce_contributions(
     mine: _Contribution, by_rank: Mapping[int, _Contribution], *, average: bool, label: str
 ) -> dict[Any, np.generic]:
-    """Reduces the contributions of all ranks; gives the same results on each, in the order of `mine`.
+    """Reduces the contributions of all ranks; the results are the same on each rank, in the order of `mine`.
 
     Raises:
         PlanMismatch: the ranks have different names.
@@ -252,7 +256,7 @@ def _reduce_contributions(
 
 
 def _scalar(name: Any, value: Any) -> np.generic:
-    """Returns a NumPy scalar of the value's precision; waits for the GPU if the value is there."""
+    """Converts a value to a NumPy scalar of the same precision; waits for the GPU if the value is on a GPU."""
     if isinstance(value, (bool, int, float, complex, np.generic, np.ndarray)):
         array = np.asarray(value)
     elif hasattr(value, "__dlpack__") and not tuple(value.shape):
@@ -268,7 +272,7 @@ def _scalar(name: Any, value: Any) -> np.generic:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
-    """Returns NumPy's dtype of the same name ("torch.float32"); None, which lets NumPy choose, if there is none."""
+    """Returns the NumPy dtype for a dtype such as torch.float32; None, so that NumPy chooses, if there is none."""
     try:
         return np.dtype(str(dtype).rpartition(".")[2])
     except TypeError:
@@ -295,7 +299,7 @@ def _listed(names: Sequence[Any]) -> str:
 
 
 def _reduce(name: Any, by_rank: Mapping[int, np.generic], *, average: bool) -> np.generic:
-    """Reduces one value of each rank, in the order of the ranks, so that the result is the same everywhere."""
+    """Reduces one value of each rank, in rank order, so that the result is the same on all ranks."""
     scalars = list(by_rank.values())
     if all(scalar.dtype.kind in "biu" for scalar in scalars):
         return _reduce_integers(name, scalars, average=average)
@@ -307,14 +311,14 @@ def _reduce(name: Any, by_rank: Mapping[int, np.generic], *, average: bool) -> n
             f"reduce_dict: {name!r} is {types}: these types have no common type; use the same type on all ranks"
         ) from error
     values = np.array(scalars, dtype)
-    with np.errstate(all="ignore"):  # overflow and NaN show in the result
+    with np.errstate(all="ignore"):  # overflow and NaN are visible in the result
         total = np.sum(values, dtype=np.complex128 if dtype.kind == "c" else np.float64)
         result = np.asarray(total / len(values) if average else total).astype(dtype)
     return cast("np.generic", result[()])
 
 
 def _reduce_integers(name: Any, scalars: Sequence[np.generic], *, average: bool) -> np.generic:
-    """Reduces integers as Python integers, which do not overflow: counts of samples or nanoseconds may be large."""
+    """Adds integers, such as counts of samples, as Python integers, which do not overflow; returns sum or mean."""
     total: int = sum(scalar.item() for scalar in scalars)
     if average:
         return cast("np.generic", np.float64(total / len(scalars)))

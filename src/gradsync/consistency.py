@@ -12,8 +12,8 @@ from gradsync.errors import InvalidArgument, PlanMismatch
 from gradsync.reduction import Array
 
 
-class _Print(NamedTuple):
-    """The properties of one array that are compared."""
+class _Fingerprint(NamedTuple):
+    """The properties of one array that check_consistency compares."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -23,30 +23,33 @@ class _Print(NamedTuple):
         return f"{self.dtype}{list(self.shape)} with digest {self.digest[:8]}"
 
 
-_Prints = dict[str, _Print]
+_Fingerprints = dict[str, _Fingerprint]
 
 
 def check_consistency(named_arrays: Any, communicator: Communicator | None = None) -> None:
     """Checks that all ranks have the same arrays: names, shapes, dtypes and values, bit for bit.
 
-    Every rank must call it. Values are compared by their SHA-256 digests, so little data is sent. The digest reads 1 to
-    2 GB/s on processors with SHA instructions, as nearly all have since 2019. -0.0 and 0.0 differ, and so do NaNs with
-    different bits. Names are sent by pickle, so all ranks must trust each other.
+    Every rank must call it. gradsync compares the values by their SHA-256 digests, so it sends little data. A processor
+    with SHA instructions, as nearly all have since 2019, computes digests of 1 to 2 GB/s. -0.0 and 0.0 differ, and so
+    do NaNs with different bits. gradsync sends the names with pickle, so all ranks must trust each other.
 
     Args:
-        named_arrays: a mapping of names to arrays, or (name, array) pairs, in any order; or only arrays, named
-            by their position. Arrays of any shape, layout and dtype, on the communicator's device or the host.
-        communicator: the communicator; None is the world's.
+        named_arrays: a mapping of names to arrays, or a list of (name, array) pairs, in any order; or a list of arrays,
+            which get their positions as names. The arrays may have any shape, layout and dtype, and be on the
+            communicator's device or the host.
+        communicator: the communicator of the ranks; None means the world's.
 
     Raises:
-        PlanMismatch: an array differs; the error is the same on all ranks, and names the first such array and the
-            difference. The communicator stays usable.
-        InvalidArgument: a value is not an array, or a name is used twice.
+        PlanMismatch: an array differs between ranks. All ranks raise the same error, which names the first such array
+            and the difference. The communicator stays usable.
+        InvalidArgument: a value is not an array, or two arrays have the same name.
         RankFailed, CollectiveTimeout, CommunicatorClosed: the exchange of digests failed.
     """
     communicator = group_or_world(communicator, "check_consistency", "communicator")
-    prints = {name: _print_of(native, communicator) for name, native in _named(named_arrays, communicator).items()}
-    by_rank: list[_Prints] = communicator.objects.all_gather(prints)
+    fingerprints = {
+        name: _fingerprint_of(native, communicator) for name, native in _named(named_arrays, communicator).items()
+    }
+    by_rank: list[_Fingerprints] = communicator.objects.all_gather(fingerprints)
     names = list(dict.fromkeys(name for of_rank in by_rank for name in of_rank))
     different = [name for name in names if len({of_rank.get(name) for of_rank in by_rank}) > 1]
     if different:
@@ -54,7 +57,7 @@ def check_consistency(named_arrays: Any, communicator: Communicator | None = Non
 
 
 def _named(named_arrays: Any, communicator: Communicator) -> dict[str, Array]:
-    """Returns the arrays by the text of their names."""
+    """Returns the arrays by their names, which it converts to text."""
     who = f"{communicator.label}: check_consistency"
     if hasattr(named_arrays, "dtype") or isinstance(named_arrays, str) or not isinstance(named_arrays, Iterable):
         raise InvalidArgument(
@@ -71,15 +74,17 @@ def _named(named_arrays: Any, communicator: Communicator) -> dict[str, Array]:
     return natives
 
 
-def _print_of(native: Array, communicator: Communicator) -> _Print:
-    return _Print(native.shape, str(native.dtype), digest_of_values(communicator._arrays, native))
+def _fingerprint_of(native: Array, communicator: Communicator) -> _Fingerprint:
+    return _Fingerprint(native.shape, str(native.dtype), digest_of_values(communicator._arrays, native))
 
 
-def _difference(communicator: Communicator, different: list[str], count: int, by_rank: list[_Prints]) -> PlanMismatch:
-    """Returns the error about the different arrays, the same on all ranks."""
+def _difference(
+    communicator: Communicator, different: list[str], count: int, by_rank: list[_Fingerprints]
+) -> PlanMismatch:
+    """Returns the error for arrays that differ between ranks; it is the same on all ranks."""
     name = different[0]
     shown = {
-        rank_in_world: str(of_rank[name]) if name in of_rank else "(none of this name)"
+        rank_in_world: str(of_rank[name]) if name in of_rank else "(no array of this name)"
         for rank_in_world, of_rank in zip(communicator.ranks, by_rank, strict=True)
     }
     lines = "".join(f"\n  rank {rank}: {text}" for rank, text in shown.items())
@@ -90,8 +95,8 @@ def _difference(communicator: Communicator, different: list[str], count: int, by
     )
 
 
-def _how(name: str, by_rank: list[_Prints]) -> str:
-    """Returns the property in which the first different array differs."""
+def _how(name: str, by_rank: list[_Fingerprints]) -> str:
+    """Returns the property in which the ranks' arrays of this name differ, such as "its shape"."""
     present = [of_rank[name] for of_rank in by_rank if name in of_rank]
     if len(present) < len(by_rank):
         return "its presence"

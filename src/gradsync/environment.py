@@ -1,7 +1,7 @@
 """The environment: a table of all GRADSYNC_* variables, this process's rank, and the run's secret.
 
-Our launcher sets some of these variables for its ranks; `init_process_group` reads them. The run's secret never stays
-in the environment: this module holds it in a private variable.
+gradsync's launcher sets some of these variables for its ranks, and `init_process_group` reads them. The run's secret
+never stays in the environment: this module holds it in a private variable.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _integer(lowest: int, highest: int = 10**9) -> Callable[[str, str], int]:
     def read(name: str, text: str) -> int:
         is_number = text.isascii() and text.isdecimal() and len(text) < 11
         if not is_number or not lowest <= int(text) <= highest:
-            raise InvalidArgument(f"{name} needs to be a number of {lowest} to {highest}, got {text!r}")
+            raise InvalidArgument(f"{name} needs to be an integer from {lowest} to {highest}, got {text!r}")
         return int(text)
 
     return read
@@ -88,14 +88,14 @@ def _address(name: str, text: str) -> str:
 
 
 def parse_secret(origin: str, text: str) -> bytes:
-    """Returns a secret from its hexadecimal text.
+    """Converts a secret from hexadecimal text to bytes.
 
     Args:
-        origin: the variable or file, for the error, which never quotes the text.
-        text: the digits; white space around them is ignored.
+        origin: the variable or file that contains the secret. The error names it, but never quotes the secret.
+        text: the hexadecimal digits. White space around them is ignored.
 
     Raises:
-        InvalidArgument: not hexadecimal, or too short.
+        InvalidArgument: the text is not hexadecimal, or the secret is too short.
     """
     try:
         secret = bytes.fromhex(text.strip())
@@ -117,11 +117,11 @@ def _secret_of_file(_name: str, path: str) -> bytes:
 
 
 class Variable(str, Generic[T]):
-    """A variable of gradsync: its name, with a parser for its value.
+    """An environment variable of gradsync: its name, which is a str, with a parser for its value.
 
     Attributes:
-        default: its value if it is not set.
-        help: its description, as in docs/environment.md.
+        default: the value if the variable is not set.
+        help: the variable's description, as in docs/environment.md.
     """
 
     __slots__ = ("_parse", "default", "help")
@@ -136,7 +136,7 @@ class Variable(str, Generic[T]):
         return self
 
     def read(self, environ: Mapping[str, str] = os.environ) -> T:
-        """Returns its value; the default if it is not set, or empty.
+        """Returns the value of the variable, or the default if the variable is not set or is empty.
 
         Raises:
             InvalidArgument: the value is invalid; the text names the variable.
@@ -145,78 +145,84 @@ class Variable(str, Generic[T]):
         return self.default if text is None else self._parse(self, text)
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)  # only the name is pickled
+        return str, (str(self),)  # pickle stores only the name
 
 
 RANK = Variable(
-    "GRADSYNC_RANK", _integer(0), None, "This process's rank, 0 .. world size - 1; set by our launcher, like RANK."
+    "GRADSYNC_RANK",
+    _integer(0),
+    None,
+    "This process's rank, from 0 to world size - 1. gradsync's launcher sets it, and sets RANK to the same value.",
 )
 WORLD_SIZE = Variable(
-    "GRADSYNC_WORLD_SIZE", _integer(1), None, "Number of ranks of the run; set by our launcher, like WORLD_SIZE."
+    "GRADSYNC_WORLD_SIZE",
+    _integer(1),
+    None,
+    "Number of ranks in the run. gradsync's launcher sets it, like WORLD_SIZE.",
 )
 LOCAL_RANK = Variable(
     "GRADSYNC_LOCAL_RANK",
     _integer(0),
     None,
-    "This process's number among the ranks of its machine; set by our launcher, like LOCAL_RANK.",
+    "This process's rank on its machine, from 0. gradsync's launcher sets it, like LOCAL_RANK.",
 )
 LOCAL_WORLD_SIZE = Variable(
     "GRADSYNC_LOCAL_WORLD_SIZE",
     _integer(1),
     None,
-    "Number of ranks on this machine; set by our launcher, like LOCAL_WORLD_SIZE.",
+    "Number of ranks on this machine. gradsync's launcher sets it, like LOCAL_WORLD_SIZE.",
 )
 ADDRESS = Variable("GRADSYNC_ADDRESS", _address, None, "host:port of the rendezvous server.")
 HOSTED = Variable(
     "GRADSYNC_HOSTED",
     _switch,
     False,
-    '"1" when a server (our launcher\'s, or `gradsync serve`) runs at GRADSYNC_ADDRESS: rank 0 hosts none.',
+    '"1" if a server of `gradsync run` or `gradsync serve` runs at GRADSYNC_ADDRESS. Then rank 0 starts no server.',
 )
 START = Variable(
     "GRADSYNC_START",
     _text,
     None,
-    "Name of the start that this rank belongs to, if launchers of several machines share a server with their ranks.",
+    "Name of the start or restart that made this rank, if the launchers of several machines use one server.",
 )
 BACKEND = Variable(
     "GRADSYNC_BACKEND",
     _backend,
     "auto",
-    f'Backend that `init_process_group("auto")` takes: {", ".join(BACKENDS)}.',
+    f'Backend that `init_process_group("auto")` uses: {", ".join(BACKENDS)}.',
 )
 ALLOW_SHARED_GPU = Variable(
-    "GRADSYNC_ALLOW_SHARED_GPU", _switch, False, '"1" lets several ranks share a GPU through NCCL; for tests.'
+    "GRADSYNC_ALLOW_SHARED_GPU", _switch, False, '"1" lets several ranks use the same GPU through NCCL, for tests.'
 )
 SECRET = Variable(
     "GRADSYNC_SECRET",
     parse_secret,
     None,
-    "Secret of the run in hexadecimal; removed from the environment when it is read.",
+    "Secret of the run in hexadecimal. gradsync removes it from the environment when it reads it.",
 )
 SECRET_FILE = Variable(
     "GRADSYNC_SECRET_FILE",
     _secret_of_file,
     None,
-    "Path of a file that holds the secret in hexadecimal; must be the user's own, mode 0600.",
+    "Path of a file with the secret in hexadecimal. The file must belong to the user, and have mode 0600.",
 )
 RESTART_COUNT = Variable(
-    "GRADSYNC_RESTART_COUNT", _integer(0), 0, "Number of times that our launcher has started all ranks again."
+    "GRADSYNC_RESTART_COUNT", _integer(0), 0, "Number of times that gradsync's launcher has restarted all ranks."
 )
 MAX_RESTARTS = Variable(
-    "GRADSYNC_MAX_RESTARTS", _integer(0), 0, "Number of times at most that our launcher starts all ranks again."
+    "GRADSYNC_MAX_RESTARTS", _integer(0), 0, "Largest number of times that gradsync's launcher restarts all ranks."
 )
 STATE_DIR = Variable(
     "GRADSYNC_STATE_DIR",
     _text,
     None,
-    "Directory that outlives a restart, where a script leaves what it needs to resume.",
+    "Directory that is kept at a restart, for the checkpoints from which a script resumes.",
 )
 COLLECTIVE_TIMEOUT_SECONDS = Variable(
     "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS",
     _seconds,
     None,
-    "How many seconds a collective waits for a rank, whatever the script says; for a long stay in a debugger.",
+    "Seconds that a collective waits for a rank. It overrides the script's value, for example for use with a debugger.",
 )
 LOG = Variable(
     "GRADSYNC_LOG", _log_level, None, "Level of the `gradsync` logger: debug, info, warning, error or critical."
@@ -225,40 +231,41 @@ FLIGHT_RECORDER_ENTRIES = Variable(
     "GRADSYNC_FLIGHT_RECORDER_ENTRIES",
     _integer(1, _MAX_RECORDER_ENTRIES),
     64,
-    "How many collectives the flight recorder of each communicator remembers.",
+    "Number of collectives that the flight recorder of each communicator keeps.",
 )
 DUMP_DIR = Variable(
     "GRADSYNC_DUMP_DIR",
     _text,
     None,
-    "Folder for dumps of the flight recorder: when a collective fails, when a rank raises, when another rank misses "
-    "this one, at Ctrl-C, and on SIGUSR2.",
+    "Folder for dumps of the flight recorder. A rank writes a dump when a collective fails, when the rank raises an "
+    "exception, when another rank waits too long for this rank, at Ctrl-C, and on SIGUSR2.",
 )
 TRACE = Variable(
     "GRADSYNC_TRACE",
     _text,
     None,
-    "Folder into which each rank writes, at its end, when its collectives packed, waited, reduced and split.",
+    "Folder for traces. Each rank writes, when it ends, when its collectives packed, waited, reduced and split.",
 )
 DEBUG = Variable(
     "GRADSYNC_DEBUG",
     _switch,
     False,
-    '"1" makes ranks agree on every collective before it, and finds writes to gradients while gradsync has them.',
+    '"1" makes ranks check before each collective that all call the same one, and detects writes to gradients that '
+    "gradsync is reducing.",
 )
 
 #: All variables, in the order of the documentation.
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
-#: The variables that a launcher sets for each run; earlier values are removed.
+#: The variables that describe one run. A launcher sets them for its own ranks, and removes earlier values.
 OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, START, BACKEND, SECRET, SECRET_FILE)
 _OURS = LauncherVariables("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, (ADDRESS, HOSTED))
-# Further variables that torchrun and our launcher set for a rank.
+# Other variables that torchrun and gradsync's launcher set for a rank.
 _BESIDE_TORCHRUN = {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 _NO_TLS = (
     "the rendezvous has no TLS any more: unset it, and use a private network or an SSH tunnel instead "
     "(docs/security.md)"
 )
-_REMOVED = {f"{_PREFIX}{name}": _NO_TLS for name in ("TLS_CERTIFICATE", "TLS_KEY", "TLS_CA")}  # with advice
+_REMOVED = {f"{_PREFIX}{name}": _NO_TLS for name in ("TLS_CERTIFICATE", "TLS_KEY", "TLS_CA")}  # name -> advice
 _OF_TESTS = (f"{_PREFIX}STAND_IN_", f"{_PREFIX}TEST_")  # variables of this project's tests
 _warned: set[str] = set()
 
@@ -269,7 +276,7 @@ _warned: set[str] = set()
 def refused_variables(
     environ: Mapping[str, str] = os.environ, variables: Iterable[Variable[object]] = VARIABLES
 ) -> Iterator[tuple[str, InvalidArgument]]:
-    """Yields removed variables that are set, and those of `variables` with an invalid value, each with its error."""
+    """Yields the name and error of each removed variable that is set, and of each invalid one of `variables`."""
     for name, advice in _REMOVED.items():
         if value_of(environ, name) is not None:
             yield name, InvalidArgument(f"{name} is set, but {advice}")
@@ -281,21 +288,21 @@ def refused_variables(
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
-    """Returns the set GRADSYNC_ variables that do not exist, each with the name that was probably meant, or None."""
+    """Returns the unknown variables that begin with GRADSYNC_, each with the name that was probably meant, or None."""
     known = {*VARIABLES, *_REMOVED}
     found = sorted(n for n in environ if n.startswith(_PREFIX) and n not in known and not n.startswith(_OF_TESTS))
     return {name: _nearest_variable(name) for name in found}
 
 
 def describe_unknown(meant: str | None) -> str:
-    """Returns the text of the warning about an unknown variable; `meant` is the name that was probably meant."""
+    """Returns the warning about an unknown variable; `meant` is the name that the user probably meant, or None."""
     if meant is None:
         return "no such variable, so it does nothing; docs/environment.md lists all variables"
     return f"no such variable, so it does nothing: did you mean {meant}?"
 
 
 def check_removed_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuses variables that earlier versions had.
+    """Checks that no variable is set that only earlier versions of gradsync had.
 
     Raises:
         InvalidArgument: a removed variable is set; the text has advice.
@@ -305,7 +312,7 @@ def check_removed_variables(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def check_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """Checks all variables in a launcher, before it starts ranks that would all report the same.
+    """Checks all variables in the launcher, because otherwise each rank would report the same error.
 
     Raises:
         InvalidArgument: a variable that ranks inherit is invalid or removed.
@@ -316,7 +323,7 @@ def check_variables(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def warn_of_unknown_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """Logs each unknown variable, once in this process; not in ranks of our launcher, which has logged them."""
+    """Logs each unknown variable once in this process, but not in ranks of gradsync's launcher, which has logged it."""
     if RANK in environ:
         return
     for name, meant in unknown_variables(environ).items():
@@ -326,19 +333,19 @@ def warn_of_unknown_variables(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _warn(text: str) -> None:
-    import logging  # imported here to keep the start of a rank short
+    import logging  # imported here, so that ranks start fast
 
     logging.getLogger("gradsync").warning("gradsync: %s", text)
 
 
 def _nearest_variable(name: str) -> str | None:
-    """Returns the variable that was probably meant: similar in spelling, longer or shorter, or of similar words."""
+    """Returns the variable that the user probably meant: similar in spelling or words, or longer or shorter."""
     from difflib import get_close_matches  # imported here: hardly any process needs it
 
     def has_words_like(known: str) -> bool:
         return all(get_close_matches(word, known.split("_"), n=1, cutoff=0.75) for word in own.split("_"))
 
-    own = name.removeprefix(_PREFIX)  # the common prefix would make any two names similar
+    own = name.removeprefix(_PREFIX)  # without the prefix, which would make any two names similar
     known = sorted(each.removeprefix(_PREFIX) for each in VARIABLES)
     kin = [each for each in known if own and (own in each or each in own)]
     for candidates, cutoff in ((known, 0.8), (kin, 0.0), (list(filter(has_words_like, known)), 0.0), (known, 0.6)):
@@ -349,7 +356,7 @@ def _nearest_variable(name: str) -> str | None:
 
 
 def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
-    """Logs the `gradsync` logger to standard error at the level of GRADSYNC_LOG, if that is set.
+    """Makes the `gradsync` logger write to standard error at the level of GRADSYNC_LOG, if this variable is set.
 
     Raises:
         InvalidArgument: GRADSYNC_LOG is not a level.
@@ -357,7 +364,7 @@ def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
     level = LOG.read(environ)
     if level is None:
         return
-    import logging  # imported here to keep the start of a rank short
+    import logging  # imported here, so that ranks start fast
 
     logger = logging.getLogger("gradsync")
     logger.setLevel(level)
@@ -371,23 +378,26 @@ def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
 
 
 class RankEnvironment(NamedTuple):
-    """This process's rank and its launcher's other variables.
+    """This process's rank, and the other values that its launcher has set.
 
     Attributes:
-        rank: number of this process in the run, 0 .. world_size - 1.
-        world_size: number of processes in the run.
-        local_rank: number of this process on its machine; the rank if no variable gives it.
-        local_world_size: number of processes on this machine; the world size if no variable gives it.
-        address: host:port of the rendezvous server, or None.
-        secret: secret of the run, or None. Never shown in the repr.
-        hosted: whether a server of our launcher or of `gradsync serve` runs at `address`.
-        master_addr: MASTER_ADDR; if not set, the first host of a Slurm step over several hosts, else None.
-        master_port: MASTER_PORT; if not set, a port from such a step's number, else None. It belongs to the user, not
-            to the rendezvous server.
-        source: the origin of the rank: "gradsync", "RANK" (torchrun or by hand), "Open MPI", "PMI" or "Slurm"; "MPI"
-            for MPI itself, "arguments" for arguments and for a process without a launcher.
-        run_name: name of the run on this machine; only if all ranks are on it, and mpiexec or srun has set no address.
-        start: name of the start that this rank belongs to, if several launchers share the server; else None.
+        rank: the rank of this process, from 0 to world_size - 1.
+        world_size: the number of ranks in the run.
+        local_rank: the rank of this process on its machine; equal to `rank` if no variable gives it.
+        local_world_size: the number of ranks on this machine; equal to `world_size` if no variable gives it.
+        address: the address of the rendezvous server, as host:port, or None.
+        secret: the secret of the run, or None. repr() never shows it.
+        hosted: whether a server of gradsync's launcher or of `gradsync serve` runs at `address`.
+        master_addr: the value of MASTER_ADDR. If it is not set, the first host of a Slurm step on several hosts, or
+            None.
+        master_port: the value of MASTER_PORT. If it is not set, a port computed from the number of a Slurm step on
+            several hosts, or None. The port belongs to the user, not to the rendezvous server.
+        source: where the rank comes from: "gradsync", "RANK" (set by torchrun or by hand), "Open MPI", "PMI" or "Slurm"
+            for variables, "MPI" for a query to MPI, and "arguments" for arguments or a process without a launcher.
+        run_name: the name of the run on this machine, if all ranks are on it and mpiexec or srun has set no address;
+            otherwise None.
+        start: the name of the start or restart that made this rank, if several launchers use one server; otherwise
+            None.
     """
 
     rank: int
@@ -412,8 +422,9 @@ class WorldSettings(NamedTuple):
     """The arguments of init_process_group(), completed from the environment.
 
     Attributes:
-        place: this process's rank and its launcher's variables.
-        address, device, timeout_seconds, collective_timeout_seconds, allow_shared_gpu, debug: see init_process_group.
+        place: this process's rank, and the other values that its launcher has set.
+        address, device, timeout_seconds, collective_timeout_seconds, allow_shared_gpu, debug: the arguments of
+            init_process_group with these names.
     """
 
     place: RankEnvironment
@@ -426,7 +437,7 @@ class WorldSettings(NamedTuple):
 
 
 def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvironment | None:
-    """Reads this process's rank from the first launcher below that has set its variables.
+    """Reads this process's rank from the first launcher in this table that has set its variables.
 
     | precedence | launcher | variables |
     | --- | --- | --- |
@@ -436,13 +447,14 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
     | 4 | mpiexec of MPICH or Intel MPI (PMI) | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
     | 5 | srun (Slurm) | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID` |
 
-    If several of 1 to 4 are set, they must agree on rank and world size: otherwise one launcher was started with
-    another's variables set, and the right one cannot be determined. There are two exceptions. Slurm's variables are
-    inherited by all processes of a step, so they are used alone, or to complete another launcher's. If mpiexec started
-    torchrun's agents, one on each machine, torchrun's variables are used.
+    If several of the launchers 1 to 4 have set their variables, all must give the same rank and world size. Otherwise
+    one launcher has inherited the variables of another one, and gradsync cannot know which of them is right. There are
+    two exceptions. All processes of a Slurm step inherit Slurm's variables, so gradsync uses them only if no other
+    launcher has set its variables, or to add what that launcher has not set. If mpiexec has started torchrun's agents,
+    one on each machine, gradsync uses torchrun's variables.
 
-    MASTER_ADDR, MASTER_PORT and the other GRADSYNC_* variables are read for all launchers. GRADSYNC_SECRET is removed
-    from `environ`.
+    gradsync reads MASTER_ADDR, MASTER_PORT and the other GRADSYNC_* variables under every launcher. It removes
+    GRADSYNC_SECRET from `environ`.
 
     Args:
         environ: the variables.
@@ -451,8 +463,8 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
         The rank environment of this process, or None if no launcher has set its variables.
 
     Raises:
-        InvalidArgument: a variable is malformed, out of range, or lacks its counterpart, or two launchers name
-            different places; the text names the variables.
+        InvalidArgument: a variable is malformed or out of range, its counterpart is not set, or two launchers give this
+            process different ranks; the text names the variables.
     """
     place = find_place(environ, _OURS)
     return None if place is None else _complete(environ, place)
@@ -462,23 +474,23 @@ def launched_world_size(environ: Mapping[str, str] = os.environ) -> int | None:
     """Returns the world size that this process's launcher has set; None without a launcher.
 
     Raises:
-        InvalidArgument: as `read_environment`.
+        InvalidArgument: the variables are wrong, see `read_environment`.
     """
     place = find_place(environ, _OURS)
     return None if place is None else place.world_size
 
 
 def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables without those that a launcher sets for a rank."""
+    """Returns a copy of the variables, without those that launchers set for a rank."""
     inherited = {*OF_A_RUN, *TORCHRUN.set_in(environ), *variables_of_mpi(environ), *_BESIDE_TORCHRUN}
     prefixes = ("TORCHELASTIC_", "SLURM_")
     return {name: value for name, value in environ.items() if name not in inherited and not name.startswith(prefixes)}
 
 
 def is_launched() -> bool:
-    """Whether a launcher has given this process a rank: gradsync's, torchrun, mpiexec or srun.
+    """Returns whether a launcher (gradsync's, torchrun, mpiexec or srun) has given this process a rank.
 
-    A script that also runs without a launcher can use the backend `"auto" if gs.is_launched() else "local"`.
+    A script that must also run without a launcher can pass the backend `"auto" if gs.is_launched() else "local"`.
 
     Raises:
         InvalidArgument: the variables of launchers are malformed, or contradict each other.
@@ -487,20 +499,20 @@ def is_launched() -> bool:
 
 
 def alone() -> RankEnvironment:
-    """Returns the rank environment of a world of one."""
+    """Returns the rank environment of a world of one rank."""
     return RankEnvironment(0, 1, 0, 1, source="arguments")
 
 
 def alone_without_launcher(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Returns the rank environment of a process without a launcher, a world of one; logs this in one line.
+    """Returns the rank environment of a process without a launcher: a world of one rank. Logs one line about this.
 
     Raises:
-        InvalidArgument: a variable hints at a launcher; the text names it.
+        InvalidArgument: a variable suggests that a launcher has started this process; the text names the variable.
     """
     hints: list[str] = [name for name in OF_A_RUN if name != BACKEND and value_of(environ, name) is not None]
     hints += hints_of_launcher(environ)
     if hints:
-        raise no_rank_is_known(f"{hints[0]} is set, which hints at a launcher, but RANK and WORLD_SIZE are not")
+        raise no_rank_is_known(f"{hints[0]} is set, which suggests a launcher, but RANK and WORLD_SIZE are not set")
     unknown = unknown_variables(environ)
     _warned.update(unknown)
     _warn(
@@ -511,7 +523,7 @@ def alone_without_launcher(environ: Mapping[str, str] = os.environ) -> RankEnvir
 
 
 def no_rank_is_known(reason: str) -> InvalidArgument:
-    """Returns the error for a process that should be a rank, but does not know its number."""
+    """Returns the error for a process that should be one of several ranks, but does not know its rank."""
     return InvalidArgument(
         f"no rank is known: {reason}. Start the script with `gradsync run -n 2 script.py` or `mpiexec -n 2 python "
         'script.py`, pass rank= and world_size=, or, for one process, use GRADSYNC_BACKEND=local or backend="local"'
@@ -519,7 +531,7 @@ def no_rank_is_known(reason: str) -> InvalidArgument:
 
 
 def _complete(environ: MutableMapping[str, str], place: Place) -> RankEnvironment:
-    """Completes a place by the variables common to all launchers, and by an address from the launcher if needed."""
+    """Adds to a place the variables common to all launchers, and, if needed, the address from Slurm or a run name."""
     address = ADDRESS.read(environ)
     master_addr, master_port, run_name = value_of(environ, "MASTER_ADDR"), read_port(environ, "MASTER_PORT"), None
     if place.world_size > 1 and not address and not (master_addr and master_port):
@@ -549,7 +561,7 @@ _secret: bytes | None = None
 
 
 def hold_secret(secret: bytes) -> None:
-    """Stores the secret of this run for `take_secret`; for ranks whose launcher sends it over a pipe."""
+    """Stores the secret of this run for `take_secret`, in ranks whose launcher sends the secret over a pipe."""
     global _secret
     _secret = secret
 
@@ -557,11 +569,11 @@ def hold_secret(secret: bytes) -> None:
 def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
     """Returns the secret of this run, and removes it from the environment.
 
-    GRADSYNC_SECRET takes precedence over GRADSYNC_SECRET_FILE. The secret found here, or passed to `hold_secret`, is
-    stored privately, so that later calls return it again.
+    GRADSYNC_SECRET takes precedence over GRADSYNC_SECRET_FILE. The function keeps the secret that it finds, or that
+    `hold_secret` got, in a private variable, so that later calls return it again.
 
     Args:
-        environ: the variables; GRADSYNC_SECRET is removed from them.
+        environ: the environment variables; the function removes GRADSYNC_SECRET from them.
 
     Returns:
         The secret, or None if there is none.
@@ -579,27 +591,27 @@ def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
 
 
 def read_secret_file(path: str) -> bytes:
-    """Reads a secret in hexadecimal from a file that other users can neither have read nor written.
+    """Reads a hexadecimal secret from a file that other users can neither read nor write.
 
     Args:
-        path: the file; a symbolic link is refused, because another user may have made it.
+        path: the path of the file. A symbolic link is an error, because another user may have made it.
 
     Raises:
-        InvalidArgument: the file is missing, not a regular file, not owned by this user, open to others, or
+        InvalidArgument: the file is missing, not a regular file, not owned by this user, accessible to other users, or
             contains no secret.
     """
     return parse_secret(f"secret file {path!r}", read_private_file(path))
 
 
 def read_secret_option(path: str) -> bytes:
-    """Reads the secret of the option `--secret-file`: from a file, or for "-" from a line of standard input.
+    """Reads the secret for the option `--secret-file`: from the file, or for "-" from one line of standard input.
 
     Raises:
         InvalidArgument: see `read_secret_file`.
     """
     if path != "-":
         return read_secret_file(path)
-    line = b""  # read no more than one line: a rank may read the rest
+    line = b""  # reads no more than one line, because a rank may read the rest
     try:
         while len(line) < _MAX_FILE_BYTES and not line.endswith(b"\n") and (byte := os.read(0, 1)):
             line += byte
@@ -612,25 +624,26 @@ def read_private_file(path: str) -> str:
     """Reads a short text from a file that only this user can read.
 
     Args:
-        path: the file; a symbolic link is refused.
+        path: the path of the file. A symbolic link is an error.
 
     Raises:
-        InvalidArgument: the file is missing, not a regular file, not owned by this user, open to others, or too long.
+        InvalidArgument: the file is missing, not a regular file, not owned by this user, accessible to other users, or
+            too long.
     """
-    import errno  # imported here, like the next: our launcher's ranks need no file
+    import errno  # imported here, like stat: ranks of gradsync's launcher read no file
     import stat
 
     # O_NONBLOCK: opening a FIFO must not wait for a writer.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno == errno.ELOOP:  # O_NOFOLLOW
+        if error.errno == errno.ELOOP:  # the error of O_NOFOLLOW for a symbolic link
             raise InvalidArgument(f"secret file {path!r} is a symbolic link; name the file itself") from None
         raise InvalidArgument(
             f"secret file {path!r} cannot be opened: {error.strerror}; make one with: {HOW_TO_MAKE_A_SECRET_FILE}"
         ) from None
     try:
-        # Checks the descriptor, not the path, because another file may be moved to the path meanwhile.
+        # Checks the open file, not its path, because a different file may meanwhile have this path.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise InvalidArgument(f"secret file {path!r} needs to be a regular file")

@@ -1,8 +1,8 @@
 """The exceptions of gradsync.
 
-Each class also derives from the matching built-in (ValueError, TimeoutError, ...). Each can be pickled, because errors
-are sent between processes. `WorkerError` and `MainProcessError` are in `launching/launch.py`: they derive from
-`multiprocessing.ProcessError`, and importing gradsync must not import multiprocessing.
+Each class also derives from the matching built-in exception (ValueError, TimeoutError, ...). All errors can be pickled,
+because gradsync sends errors between processes. `WorkerError` and `MainProcessError` are in `launching/launch.py`: they
+derive from `multiprocessing.ProcessError`, and importing gradsync must not import multiprocessing.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-#: The number of ranks that an error names. Of further ranks it gives only the number.
+#: The largest number of ranks that an error lists. If there are more, the error says only how many more.
 MAX_NAMED_RANKS = 16
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
-_PLACE_CHARACTERS = 160  # of a file's name, and of a function's
+_MAX_NAME_CHARACTERS = 160  # for the name of a file, and for the name of a function
 
 _earlier_error: BaseException | None = None  # the value of sys.last_value before the process group began
 
 
 class GradsyncError(Exception):
-    """Base of all errors raised by gradsync.
+    """The base class of all errors that gradsync raises.
 
-    The constructor of a subclass takes the message first, and everything else by keyword with a default. This is
-    needed for pickle, which calls the class with the message and then restores the attributes.
+    The constructor of a subclass takes the message as its first argument. All its other arguments are keywords with
+    defaults, because pickle calls the class with the message only, and then restores the attributes.
     """
 
 
@@ -38,11 +38,11 @@ class InvalidArgument(GradsyncError, ValueError):
 
 
 class UnsupportedDtype(GradsyncError, TypeError):
-    """The operation is not defined, or not implemented, for this dtype."""
+    """The operation is not defined or not implemented for the dtype of an array."""
 
 
 class BackendUnavailable(GradsyncError, RuntimeError):
-    """The wanted backend cannot run here; the text has the reason."""
+    """This process cannot use the requested backend; the text has the reason."""
 
 
 class RendezvousError(GradsyncError, RuntimeError):
@@ -50,12 +50,12 @@ class RendezvousError(GradsyncError, RuntimeError):
 
 
 class RendezvousTimeout(RendezvousError, TimeoutError):
-    """A rendezvous wait reached its deadline.
+    """A wait for the rendezvous server, or for other ranks to join there, has reached its deadline.
 
     Attributes:
-        missing_ranks: the missing ranks, if the server knows them.
-        missing: the missing ranks and their states in words: "rank 1 (not joined)".
-        cause: the reason why no server answered; "" if one did.
+        missing_ranks: the ranks that were missing, if the server knows them.
+        missing: the missing ranks and their states in words, such as "rank 1 (not joined)".
+        cause: the reason why no rendezvous server answered; "" if a server answered.
     """
 
     def __init__(
@@ -74,14 +74,17 @@ class AuthenticationError(RendezvousError):
 class PlanMismatch(GradsyncError, RuntimeError):
     """The ranks disagree on the collective they are about to run.
 
-    Raised on every rank. No data was moved, and the communicator stays usable. An exception is NCCL: ranks that leave a
-    repeated sequence of collectives may notice too late; then the communicator is broken.
+    Every rank raises this error. The collective has moved no data, and the communicator stays usable. There is one
+    exception: if ranks on NCCL have repeated a sequence of collectives, and one rank then calls a different collective,
+    the ranks may detect the mismatch too late. Then the communicator is broken.
 
     Attributes:
-        index: position of the first different collective (for gradients, in the step), or None.
-        descriptions: the collective of each rank in words, by rank.
-        places: the line of code that called it, by rank: "train.py:41 in step". For an asynchronous collective, the
-            line that submitted it; for a rank that had continued already, its current line.
+        index: the position of the first collective that differs between ranks (for gradients, its position in the
+            step), or None.
+        descriptions: a description of each rank's collective in words, by rank.
+        places: the line of code that called the collective, by rank, such as "train.py:41 in step". For an asynchronous
+            collective, it is the line that submitted the collective; if the rank had already continued, it is the
+            current line of that rank.
         broken: whether the communicator is broken; then the gradients of this step are undefined.
     """
 
@@ -102,9 +105,9 @@ class PlanMismatch(GradsyncError, RuntimeError):
 
 
 class MissingGradient(PlanMismatch):
-    """A step has ended without gradients for some of the callback's `parameters`. All ranks lack the same ones.
+    """A step has ended, and all ranks lack the gradients of the same `parameters` of the callback.
 
-    It derives from PlanMismatch. If only some ranks lack gradients, all ranks get a PlanMismatch itself.
+    This error derives from PlanMismatch. If only some ranks lack a gradient, all ranks raise PlanMismatch itself.
     """
 
 
@@ -112,7 +115,8 @@ class CollectiveTimeout(GradsyncError, TimeoutError):
     """A collective reached its deadline.
 
     Attributes:
-        missing_ranks: the ranks that had not arrived; a rank that does not itself wait for others comes first.
+        missing_ranks: the ranks that had not called the collective. A rank that does not wait for other ranks comes
+            first.
     """
 
     def __init__(self, message: str, *, missing_ranks: tuple[int, ...] = ()) -> None:
@@ -121,16 +125,18 @@ class CollectiveTimeout(GradsyncError, TimeoutError):
 
 
 class RankFailed(GradsyncError, RuntimeError):
-    """Another rank died, aborted, or left while this one needed it.
+    """Another rank died, aborted, or left the process group while this rank needed it.
 
     Attributes:
         rank: the rank that failed, or None if it is not known.
-        phase: the failed rank's phase: "joining" until all ranks have joined, then "running", or "left"; "collective"
-            if the failure was found through shared memory; "function" if a launched function raised.
+        phase: the phase of the failed rank: "joining" until all ranks have joined, then "running", and "left" if it has
+            left. It is "collective" if this rank found the failure through shared memory, and "function" if a launched
+            function raised an exception.
         exit_code: the failed rank's exit code, if known; a negative number is the signal that killed it.
         traceback_text: the failed rank's traceback, if known.
         results: the results of a launched function on other ranks, by rank.
-        was_silent: whether the rank was silent for seconds and was found stopped (SIGSTOP), gone or unreachable.
+        was_silent: whether the rank sent nothing for seconds, and gradsync found it stopped (SIGSTOP), gone or
+            unreachable.
     """
 
     def __init__(
@@ -154,7 +160,7 @@ class RankFailed(GradsyncError, RuntimeError):
 
 
 class CommunicatorClosed(GradsyncError, RuntimeError):
-    """The communicator was closed or aborted, or belongs to the parent of a forked process."""
+    """The communicator was closed or aborted, or this process is a forked child of the process that made it."""
 
 
 class NcclError(GradsyncError, RuntimeError):
@@ -162,7 +168,7 @@ class NcclError(GradsyncError, RuntimeError):
 
     Attributes:
         code: the ncclResult_t value; 0 if NCCL gave none.
-        name: the name of that value, e.g. "ncclUnhandledCudaError".
+        name: the name of the ncclResult_t value, such as "ncclUnhandledCudaError".
     """
 
     def __init__(self, message: str, *, code: int = 0, name: str = "") -> None:
@@ -175,7 +181,7 @@ class MpiError(GradsyncError, RuntimeError):
     """MPI reported an error.
 
     Attributes:
-        code: the error class, e.g. 15 for MPI_ERR_TRUNCATE in MPICH; 0 if MPI gave none.
+        code: MPI's error class, such as 15 for MPI_ERR_TRUNCATE in MPICH; 0 if MPI gave none.
     """
 
     def __init__(self, message: str, *, code: int = 0) -> None:
@@ -184,12 +190,14 @@ class MpiError(GradsyncError, RuntimeError):
 
 
 class NonFiniteGradient(GradsyncError, ArithmeticError):
-    """A gradient contains NaN or infinity, and the callback has nonfinite="raise". The same on every rank.
+    """A gradient contains NaN or infinity, and the callback has nonfinite="raise". All ranks raise the same error.
 
     Attributes:
-        rank: the first rank with such a gradient; None if all gradients are finite and their sum overflowed.
-        parameter: that rank's first parameter with such a gradient, in the order of reduction; "" if `rank` is None.
-        parameters: the first such parameter of every rank that has one, by rank.
+        rank: the first rank with a gradient that contains NaN or infinity; None if all gradients are finite but their
+            sum overflowed.
+        parameter: the first parameter of rank `rank` with such a gradient, in the order of reduction; "" if `rank` is
+            None.
+        parameters: the first parameter with such a gradient on each rank that has one, by rank.
     """
 
     def __init__(
@@ -207,19 +215,19 @@ class NonFiniteGradient(GradsyncError, ArithmeticError):
 
 
 class FutureNotReady(GradsyncError, RuntimeError):
-    """A gradient was asked for before its bucket was reduced."""
+    """The program read a future that was not done, such as that of a gradient whose bucket was not reduced yet."""
 
 
 class GradientCancelled(GradsyncError, RuntimeError):
-    """The backward pass that this gradient belongs to ended with an exception; the gradient was not reduced."""
+    """The backward pass of this gradient ended with an exception, so gradsync has not reduced the gradient."""
 
 
 class GradientChanged(GradsyncError, RuntimeError):
-    """In debug mode: a gradient was written to between its hand-over and the end of its reduction.
+    """In debug mode: the program has written to a gradient after handing it over and before the end of its reduction.
 
     Attributes:
         rank: the rank whose program wrote to the gradient.
-        parameter: the gradient's parameter.
+        parameter: the name of the gradient's parameter.
         handed_over_at: "file:line" of the call that handed the gradient over.
     """
 
@@ -231,37 +239,37 @@ class GradientChanged(GradsyncError, RuntimeError):
 
 
 class Caller(NamedTuple):
-    """A line of the user's program; it holds a reference only to the code object."""
+    """A line of the user's program. It keeps no frame alive, because it refers only to the frame's code object."""
 
     code: CodeType
     instruction: int
 
     @property
     def line(self) -> int:
-        """The line's number; looked up here, because that takes long in long files."""
+        """The number of the line. The property computes it only when needed, because that takes long in long files."""
         lines = (line for begin, end, line in self.code.co_lines() if begin <= self.instruction < end)
         return next(lines, None) or self.code.co_firstlineno
 
     def __str__(self) -> str:
-        """Returns "train.py:41 in step", in one line of bounded length."""
+        """Returns a text such as "train.py:41 in step", on one line of limited length."""
         return self._in(self.code.co_filename)
 
     def short(self) -> str:
-        """Returns the same text without the file's folder, which may differ between machines."""
+        """Returns the text of str() without the file's folder, which may differ between machines."""
         return self._in(os.path.basename(self.code.co_filename))
 
     def _in(self, file: str) -> str:
-        return f"{_within(file)}:{self.line} in {_within(self.code.co_name)}"
+        return f"{_shortened(file)}:{self.line} in {_shortened(self.code.co_name)}"
 
 
 def caller(thread: int | None = None) -> Caller | None:
-    """Returns the line of the user's program that a thread executes: its innermost frame outside of gradsync.
+    """Returns the line of the user's program that a thread is executing: its innermost frame outside gradsync.
 
-    Frames of installed packages, such as torch in its backward pass, are skipped, unless there are no others. On
-    gradsync's own threads the result is None.
+    The function skips frames of installed packages, such as torch in its backward pass, unless the stack has no other
+    frames. On gradsync's own threads it returns None.
 
     Args:
-        thread: the thread's ident; None is the calling thread.
+        thread: the identifier of the thread; None means the calling thread.
     """
     frame = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
     of_package: FrameType | None = None
@@ -270,7 +278,7 @@ def caller(thread: int | None = None) -> Caller | None:
         kind = _kind_of(code.co_filename)
         if kind == "program":
             return Caller(code, frame.f_lasti)
-        if kind == "launching":  # the outer frames have called the user's code
+        if kind == "launching":  # its outer frames called the user's code, and are not its lines
             break
         if kind == "package":
             of_package = of_package or frame
@@ -279,7 +287,7 @@ def caller(thread: int | None = None) -> Caller | None:
 
 
 def callers() -> list[Caller]:
-    """Returns the lines of the user's program on this thread's stack, the innermost first, chosen as in `caller`."""
+    """Returns the lines of the user's program on this thread's stack, the innermost first; see `caller`."""
     found: dict[str, list[Caller]] = {"program": [], "package": []}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -293,7 +301,7 @@ def callers() -> list[Caller]:
 
 
 def raised_at(error: BaseException) -> Caller | None:
-    """Returns the innermost line of the user's program in an error's traceback; without one, the innermost line."""
+    """Returns the innermost line of the user's program in an error's traceback; if it has none, its innermost line."""
     trace = error.__traceback__
     innermost = found = None
     while trace is not None:
@@ -306,7 +314,7 @@ def raised_at(error: BaseException) -> Caller | None:
 
 @lru_cache(maxsize=1024)
 def _kind_of(file: str) -> str:
-    """Returns the kind of a source file: "gradsync", its "launching", "python", a "package", or the "program"."""
+    """Returns the software that a source file belongs to: "gradsync", "launching", "python", "package" or "program"."""
     if file.startswith(_PACKAGE):
         return "launching" if file.startswith(_LAUNCHING) else "gradsync"
     if any(folder in file for folder in _PACKAGES):
@@ -314,34 +322,34 @@ def _kind_of(file: str) -> str:
     return "python" if file.startswith((_STANDARD_LIBRARY, "<frozen ")) else "program"
 
 
-def _within(name: str) -> str:
-    """Returns a name without line breaks; of a long name only its end."""
-    shown = "".join(c if c.isprintable() else "?" for c in name[-_PLACE_CHARACTERS:])
-    return shown if len(name) <= _PLACE_CHARACTERS else f"...{shown}"
+def _shortened(name: str) -> str:
+    """Returns a name without line breaks; of a long name, it returns only the end."""
+    shown = "".join(c if c.isprintable() else "?" for c in name[-_MAX_NAME_CHARACTERS:])
+    return shown if len(name) <= _MAX_NAME_CHARACTERS else f"...{shown}"
 
 
 def shown(value: object) -> str:
-    """Returns a wrong argument for an error: its repr; for an array advice instead of the elements."""
+    """Returns the text by which an error shows a wrong argument: its repr, or, for an array, advice."""
     return "an array: pass out= by name" if hasattr(value, "shape") and hasattr(value, "dtype") else repr(value)
 
 
 def uncaught_error() -> BaseException | None:
-    """Returns the exception that ends this program, which is about to exit; None if it ends without one.
+    """Returns the exception that ends this program, which is about to exit; None if no exception ends it.
 
-    In an interactive session it returns None, because exceptions do not end the program.
+    In an interactive session the function returns None, because exceptions do not end the session.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     return None if hasattr(sys, "ps1") or error is _earlier_error else error
 
 
 def forget_earlier_error() -> None:
-    """Ignores the current sys.last_value in `uncaught_error`: test runners, for example, set it."""
+    """Makes `uncaught_error` ignore the current sys.last_value, which a test runner, for example, may have set."""
     global _earlier_error
     _earlier_error = getattr(sys, "last_value", None)
 
 
 def describe(error: BaseException) -> str:
-    """Returns "ValueError: text", for reports to other ranks; never raises, even if the error's __str__ does."""
+    """Returns a text such as "ValueError: no such file", for reports to other ranks; never raises an exception."""
     try:
         text = str(error)
     except Exception as broken:
@@ -350,7 +358,7 @@ def describe(error: BaseException) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Returns "rank 2", "ranks 0, 1 and 3", or the first sixteen "and 40 more"."""
+    """Returns a text such as "rank 2" or "ranks 0, 1 and 3"; after sixteen ranks, it ends with "and 40 more"."""
     named = [str(rank) for rank in ranks[:MAX_NAMED_RANKS]]
     more = len(ranks) - len(named)
     if more:
@@ -360,5 +368,5 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def headline(error: BaseException) -> str:
-    """Returns the first line of `describe`, without the reports of other ranks."""
+    """Returns the first line of `describe`, which leaves out the reports of other ranks."""
     return describe(error).partition("\n")[0]

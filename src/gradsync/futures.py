@@ -1,9 +1,9 @@
-"""Futures: the end of a collective, and the objects that wait for it.
+"""Futures of collectives and of gradients, and the end of a collective, for which futures wait.
 
-A Completion is the end of launched work on a device. On the CPU there is none, because a collective has ended when its
-call returns. A CollectiveEnd is the end of one collective. A single collective has one future; the gradients of a
-bucket have one each, all with the same end, so that a bucket of ten thousand gradients ends once, not ten thousand
-times.
+A Completion is the end of a collective that was launched on a GPU. A collective on the CPU has no Completion, because
+it has ended when its call returns. A CollectiveEnd is the end of one collective on the CPU or on a GPU. A single
+collective has one future. Each gradient of a bucket has a future of its own, but all these futures share one
+CollectiveEnd, so that a bucket of ten thousand gradients ends once, not ten thousand times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Completion(Protocol):
-    """The end of one launched collective. If it has failed, order() and wait() raise its error."""
+    """The end of one collective on a GPU. If the collective has failed, order() and wait() raise its error."""
 
     @property
     def has_host_results(self) -> bool:
@@ -42,23 +42,23 @@ class Completion(Protocol):
         If the collective has results in host memory, the host waits until they are complete.
 
         Args:
-            stream: a CUDA stream; None is the current one.
+            stream: a CUDA stream; None means the current stream.
         """
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Blocks the host until the collective has ended.
 
         Args:
-            timeout_seconds: bounds this wait only; None leaves it to the collective's own deadline.
+            timeout_seconds: the deadline of this wait only; None means the collective's own deadline.
 
         Raises:
             CollectiveTimeout: the wait reached its deadline.
         """
 
     def before_done(self, function: Callable[[], None]) -> None:
-        """Calls function() once the collective has ended, before done() is True, on any thread; at once if it is done.
+        """Calls function() on any thread after the collective, before done() returns True; at once if it is done.
 
-        An exception of the function becomes the collective's failure.
+        If the function raises an exception, the collective fails with this exception.
         """
 
     def when_done(self, function: Callable[[], None]) -> None:
@@ -67,45 +67,47 @@ class Completion(Protocol):
 
 _log = logging.getLogger("gradsync")
 
-#: The reasons why a collective cannot begin at once, in any thread; nearly always empty. It has submitted jobs that
-#: are not over, in order; the running done-callbacks; and the error of a done-callback that called a collective, to be
-#: raised again. It is a variable because every collective checks it, and a function call would take too long.
+#: The reasons why a collective cannot begin at once, for all threads; nearly always empty. It contains the submitted
+#: jobs that have not ended, in order; the running done-callbacks; and the error of a done-callback that called a
+#: collective, which gradsync will raise again. It is a variable, because every collective checks it and a function call
+#: would take too long.
 pending: dict[object, Any] = {}
 _REFUSED = "error of a done-callback"
-_lock = threading.Lock()  # one for all: held for a few assignments, and a training step makes hundreds
+# One lock for all CollectiveEnds: threads hold it only for a few assignments, and a step makes hundreds of ends.
+_lock = threading.Lock()
 
 
-class _Here(threading.local):
-    """The state of each thread.
+class _ThreadState(threading.local):
+    """The state of one thread.
 
     Attributes:
-        is_in_callback: whether the thread runs a done-callback.
+        is_in_callback: whether the thread is running a done-callback.
     """
 
     is_in_callback = False
 
 
-_here = _Here()
+_thread_state = _ThreadState()
 
 
 def check_may_call(label: str, what: str) -> None:
-    """Refuses a collective in a done-callback, because ranks would run it at different places in their order.
+    """Raises an error if a done-callback calls a collective, because ranks would run collectives in different orders.
 
     Call it only if `pending` is not empty.
 
     Args:
-        label: this rank, e.g. "rank 0/2".
+        label: the name of this rank in errors, such as "rank 0/2".
         what: the collective's name.
 
     Raises:
-        InvalidArgument: the calling thread is in a done-callback, or a done-callback was refused a collective and no
-            call has raised that error yet.
+        InvalidArgument: the calling thread is running a done-callback; or an earlier done-callback called a collective,
+            and no call has raised the error of this again.
     """
-    if _here.is_in_callback:
+    if _thread_state.is_in_callback:
         place = caller()
         error = InvalidArgument(
             f"{label}: {what} in a done-callback{'' if place is None else f', at {place}'}: done-callbacks must not "
-            "call collectives: ranks would run them at different places in their order; call it once flush() or "
+            f"call collectives, because ranks would run them in different orders: call {what} once flush() or "
             "result() has returned"
         )
         pending.setdefault(_REFUSED, error)
@@ -114,42 +116,43 @@ def check_may_call(label: str, what: str) -> None:
 
 
 def is_in_callback() -> bool:
-    """Whether the calling thread runs a done-callback."""
-    return _here.is_in_callback
+    """Returns whether the calling thread is running a done-callback."""
+    return _thread_state.is_in_callback
 
 
 def raise_refused() -> None:
-    """Raises again, once, the error of a done-callback that called a collective, which was only logged there.
+    """Raises again, once, the error of a done-callback that called a collective; the first time it was only logged.
 
     Raises:
-        InvalidArgument: as for check_may_call. Inside of a done-callback it raises nothing.
+        InvalidArgument: a done-callback called a collective. Within a done-callback, the function raises nothing.
     """
-    if not _here.is_in_callback:
+    if not _thread_state.is_in_callback:
         error = pending.pop(_REFUSED, None)
         if error is not None:
             raise _again(error).with_traceback(None) from error
 
 
 class LogEntry(Protocol):
-    """The log entry of a failure, which is written unless some code gets the failure."""
+    """The log entry of a failure. gradsync writes it only if the program does not get the failure from a future."""
 
     def forget(self) -> None:
-        """Drops the log entry: some code has got the failure."""
+        """Drops the log entry, because the program has got the failure."""
 
 
 class CollectiveEnd:
     """The end of a collective.
 
     Args:
-        timeout_seconds: how long a future without a timeout waits; None waits for the collective's own deadline.
+        timeout_seconds: how long a future waits if its caller passes no timeout; None means until the collective's own
+            deadline.
 
     Attributes:
-        timeout_seconds: see above.
+        timeout_seconds: the argument of this name.
         value: the collective's result.
-        completion: the completion of a launched collective on a GPU.
-        has_result: whether it has succeeded and its result is complete, so that no wait is needed.
-        was_asked: whether some code has learnt from a future that the collective is over.
-        has_begun: whether the collective (for gradients, that of their bucket) has begun, so that its own deadline
+        completion: the Completion of a collective that was launched on a GPU; otherwise None.
+        has_result: whether the collective has succeeded and its result is complete, so that a future need not wait.
+        was_asked: whether the program has learnt from a future that the collective is over.
+        has_begun: whether the collective (for gradients, their bucket's collective) has begun, so that its own deadline
             applies.
     """
 
@@ -177,14 +180,14 @@ class CollectiveEnd:
         self.has_begun = False
         self._error: BaseException | None = None
         self._log_entry: LogEntry | None = None
-        # A lock for each waiting thread, released at the end. Not one Event for all: its inner lock stays held if
-        # Ctrl-C arrives as a wait begins, and then the thread that ends the collective would block for ever.
+        # One lock for each waiting thread, which finish() releases. One Event for all threads would be unsafe: if
+        # Ctrl-C arrives as a wait begins, the inner lock of the Event stays held, and finish() would block for ever.
         self._waiting: tuple[threading.Lock, ...] = ()
-        self._callbacks: list[Callable[[], None]] | None = []  # None once it was launched or has failed
+        self._callbacks: list[Callable[[], None]] | None = []  # None once launched or failed
 
     @property
     def is_pending(self) -> bool:
-        """Whether the collective was not launched yet, and has not failed."""
+        """Whether the collective has neither been launched nor failed."""
         return self._callbacks is not None
 
     def is_over(self) -> bool:
@@ -192,11 +195,11 @@ class CollectiveEnd:
         return self._callbacks is None and (self.completion is None or self.completion.done())
 
     def is_of_caller(self) -> bool:
-        """Whether the calling thread has made this end; only that thread can launch a bucket."""
+        """Returns whether the calling thread made this CollectiveEnd; only that thread can launch a bucket."""
         return threading.get_ident() == self._made_by
 
     def await_launch(self, seconds: float | None) -> bool:
-        """Waits until the collective was launched or has failed; returns False after `seconds`."""
+        """Waits until the collective is launched or has failed; returns False if that takes longer than `seconds`."""
         at_the_end = threading.Lock()
         at_the_end.acquire()
         with _lock:
@@ -205,12 +208,12 @@ class CollectiveEnd:
             self._waiting = (*self._waiting, at_the_end)
         if at_the_end.acquire(timeout=-1 if seconds is None else min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
             return True
-        with _lock:  # removed, because a future may be asked many times
+        with _lock:  # removes the lock, because a program may wait for one future many times
             self._waiting = tuple([other for other in self._waiting if other is not at_the_end])
             return self._callbacks is None
 
     def add_callback(self, function: Callable[[Any], None], future: Any) -> None:
-        """Calls function(future) once the collective is over; at once, in the calling thread, if it is over already."""
+        """Calls function(future) once the collective is over; if it is over already, at once in the calling thread."""
         call = partial(_run, function, future)
         with _lock:
             if self._callbacks is not None:
@@ -225,13 +228,13 @@ class CollectiveEnd:
         completion: Completion | None = None,
         log_entry: LogEntry | None = None,
     ) -> None:
-        """Ends the collective, unless it has ended: with a value, with an error, or for a launch with its completion.
+        """Ends the collective with a value, an error, or the Completion of its launch; does nothing if it has ended.
 
         Args:
             value: the collective's result.
-            error: the failure, or None.
-            completion: the completion of a launch, or None.
-            log_entry: logs the error if no code asks for it.
+            error: the collective's error, or None.
+            completion: the Completion of the launch on a GPU, or None.
+            log_entry: the log entry of the error, or None. It is dropped if the program asks for the error.
         """
         with _lock:
             callbacks, waiting = self._callbacks, self._waiting
@@ -248,35 +251,35 @@ class CollectiveEnd:
         for call in callbacks:
             try:
                 self._run_when_over(call)
-            except BaseException as left:  # SystemExit or Ctrl-C: the other callbacks must still be called
+            except BaseException as left:  # SystemExit or Ctrl-C must not skip the other callbacks
                 leaving = leaving or left
         if leaving is not None:
             raise leaving
 
     def disown(self, error: BaseException) -> None:
-        """Fails in the child of a fork, without callbacks: no thread would complete it there."""
-        self._waiting = ()  # the parent's threads do not exist here
+        """Makes the collective fail in a forked child, where no thread would complete it; calls no callbacks."""
+        self._waiting = ()  # the parent's threads do not exist in the child
         if self._callbacks is not None:
             self._error = error
             self._callbacks = None
 
     def failure(self) -> BaseException | None:
-        """Returns the error of a collective that is over, or None."""
+        """Returns the error of a collective that is over; None if the collective succeeded."""
         if self._error is None and self.completion is not None:
             try:
-                self.completion.wait()  # it is over: returns or raises at once
+                self.completion.wait()  # returns or raises at once, because the collective is over
             except GradsyncError as error:
                 return error
         return self._error
 
     def take_failure(self) -> BaseException | None:
-        """Returns the error as `failure` does, for code that asks a future; then the error is not logged any more."""
+        """Returns failure() to a program that asks a future for it, and so drops the log entry."""
         if self._log_entry is not None:
             self._log_entry.forget()
         return self.failure()
 
     def raise_error(self) -> None:
-        """Raises the error of the launch, if there is one."""
+        """Raises the error of the collective or of its launch, if there is one; waits for no GPU."""
         if self._error is not None:
             if self._log_entry is not None:
                 self._log_entry.forget()
@@ -290,22 +293,22 @@ class CollectiveEnd:
 
 
 def _run(function: Callable[[Any], None], future: Any) -> None:
-    was_in_callback, mark = _here.is_in_callback, object()
-    pending[mark], _here.is_in_callback = None, True
+    was_in_callback, mark = _thread_state.is_in_callback, object()
+    pending[mark], _thread_state.is_in_callback = None, True
     try:
         function(future)
     except Exception:
         _log.exception("a done-callback of %s raised", future.name)
     finally:
-        _here.is_in_callback = was_in_callback
+        _thread_state.is_in_callback = was_in_callback
         pending.pop(mark, None)
 
 
 def _again(error: BaseException) -> BaseException:
-    """Returns a copy of an error to raise: the original would collect the frames of every call that raises it."""
+    """Returns a copy of an error, to be raised. The original would collect the frames of every call that raises it."""
     try:
         fresh = copy.copy(error)
-    except Exception:  # a class of another library that cannot be copied
+    except Exception:  # an error of another library may not be copyable
         return error
     if type(fresh) is not type(error):
         return error
@@ -316,8 +319,8 @@ def _again(error: BaseException) -> BaseException:
 
 def _begin_anew_after_fork() -> None:
     global _lock
-    _lock = threading.Lock()  # a thread of the parent may have held it
-    _here.is_in_callback = False
+    _lock = threading.Lock()  # a thread of the parent may have held the old lock
+    _thread_state.is_in_callback = False
 
 
 os.register_at_fork(after_in_child=_begin_anew_after_fork)
@@ -326,20 +329,20 @@ os.register_at_fork(after_in_child=_begin_anew_after_fork)
 class CollectiveFuture:
     """The future of an asynchronous collective: it gives the collective's result.
 
-    Until it is done, the collective's arrays belong to gradsync: do not write to them, and do not read the arrays that
-    receive results. On a GPU the future has its value as soon as the collective is launched; result() then makes the
-    current stream, not the host, wait for it. A collective that has begun cannot be cancelled, because other ranks take
-    part.
+    Until the future is done, the arrays of the collective belong to gradsync: do not write to them, and do not read the
+    arrays that receive results. On a GPU the future has its value as soon as the collective is launched; result() then
+    makes the current stream, not the host, wait for the collective. A collective that has begun cannot be cancelled,
+    because other ranks take part in it.
 
     Args:
         name: the collective's name in errors.
-        end: the collective's end.
+        end: the CollectiveEnd of the collective.
     """
 
     __slots__ = ("_end", "_name")
 
     _PENDING: ClassVar[str] = "it has not ended yet"
-    _LATE: ClassVar[str] = "did not end within {:g} s; it goes on: ask again, or use a longer timeout"
+    _LATE: ClassVar[str] = "did not end within {:g} s; it continues: call result() again, or use a longer timeout"
 
     def __init__(self, name: str, end: CollectiveEnd) -> None:
         self._name = name
@@ -359,53 +362,55 @@ class CollectiveFuture:
         return True
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns the collective's result; waits for it.
+        """Waits for the collective, and returns its result.
 
-        On a GPU the current stream waits for it, not the host: work queued afterwards sees the result. The host waits
-        only for results in host memory.
+        On a GPU the current stream, not the host, waits for the collective, so that work queued afterwards sees the
+        result. The host waits only for results in host memory.
 
         Args:
-            timeout: seconds that the host waits for the end, on a GPU for the launch; None leaves it to the
-                collective's own deadline.
+            timeout: the seconds that the host waits for the end of the collective, or on a GPU for its launch; None
+                means until the collective's own deadline.
 
         Raises:
-            FutureNotReady: only the calling thread can complete it, or a done-callback asks before its end.
-            CollectiveTimeout: the wait reached its deadline; the collective goes on.
-            InvalidArgument: the timeout is not a number of seconds, or a done-callback has called a collective, which
-                was only logged there.
-            PlanMismatch, RankFailed, ...: the error of the collective.
+            FutureNotReady: the future is not done, and the wait would never end, because only the calling thread can
+                complete the future, or because a done-callback waits.
+            CollectiveTimeout: the wait reached its deadline; the collective continues.
+            InvalidArgument: the timeout is not a number of seconds, or a done-callback has called a collective, and
+                gradsync has only logged the error so far.
+            PlanMismatch, RankFailed, ...: the collective failed with this error.
         """
         self._wait(None, timeout)
         return self._end.value
 
     def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
-        """Waits and raises as result(), without returning the result.
+        """Waits and raises errors as result() does, but returns nothing.
 
         Args:
-            stream: CUDA stream that waits; None is the current stream. Unused on the CPU.
-            timeout: as for result().
+            stream: the CUDA stream that waits; None means the current stream. The CPU ignores it.
+            timeout: the timeout, see result().
 
         Raises:
-            FutureNotReady, CollectiveTimeout, PlanMismatch, RankFailed, ...: as for result().
+            FutureNotReady, CollectiveTimeout, PlanMismatch, RankFailed, ...: see result().
         """
         self._wait(stream, timeout)
 
     def exception(self) -> BaseException | None:
-        """Returns the collective's error, or None if it succeeded; raises FutureNotReady before it is done."""
+        """Returns the error of the collective, or None if it succeeded; raises FutureNotReady if it has not ended."""
         if not self.done():
             raise self._not_ready("exception()")
         return self._end.take_failure()
 
     def add_done_callback(self, function: Callable[[Self], None]) -> None:
-        """Calls function(self) once the future is done; if it is done, at once in the calling thread.
+        """Calls function(self) once the future is done; if it is done already, at once in the calling thread.
 
-        Otherwise the function runs in the thread that completes the future: on the CPU the thread that ran the
-        collective, on a GPU one of the communicator's threads. Its exceptions are logged, not raised. The function must
-        not call collectives, on any backend, nor hand over gradients: that raises InvalidArgument there, and again in
-        this rank's next flush(), result() or collective. Nor can it wait for a future that is not done: FutureNotReady.
+        Otherwise the thread that completes the future calls the function: on the CPU the thread that ran the
+        collective, on a GPU one of the communicator's threads. gradsync logs the exceptions of the function, and does
+        not raise them. The function must not call collectives on any backend, and must not hand over gradients. Such a
+        call raises InvalidArgument in the function, and this rank's next flush(), result() or collective raises the
+        error again. If the function waits for a future that is not done, the wait raises FutureNotReady.
 
         Args:
-            function: called with this future.
+            function: the function to call. Its argument is this future.
 
         Raises:
             InvalidArgument: `function` is not callable.
@@ -413,7 +418,7 @@ class CollectiveFuture:
         if not callable(function):
             given = type(function).__name__
             raise InvalidArgument(f"{self.name}: add_done_callback needs a function of the future, got {given}")
-        self._end.was_asked = True  # the function may run at any moment from now on
+        self._end.was_asked = True  # from now on, the function may run at any time
         self._end.add_callback(function, self)
 
     def __repr__(self) -> str:
@@ -435,8 +440,8 @@ class CollectiveFuture:
             end.completion.order(stream)
 
     def _launched(self, timeout: float | None) -> CollectiveEnd:
-        """Returns the end, once the collective was launched or has failed."""
-        if timeout is not None:  # checked even if no wait is needed, which differs from run to run
+        """Waits until the collective is launched or has failed, and returns its CollectiveEnd."""
+        if timeout is not None:  # checked even without a wait, so that timing makes no difference
             check_seconds(f"the wait for {self.name}", "timeout", timeout)
         if pending:
             raise_refused()
@@ -449,8 +454,8 @@ class CollectiveFuture:
         return end
 
     def _check_may_wait(self, completion: Completion | None) -> None:
-        """Refuses a wait in a done-callback, whose thread may be the one that ends the collective."""
-        if _here.is_in_callback and (completion is None or not completion.done()):
+        """Raises an error for a wait in a done-callback, because its thread may be the one that ends the collective."""
+        if _thread_state.is_in_callback and (completion is None or not completion.done()):
             raise FutureNotReady(
                 f"{self.name} is not ready: a done-callback cannot wait for it, because it may end only after the "
                 "callback; return from the callback first"
@@ -462,7 +467,7 @@ class CollectiveFuture:
         seconds = end.timeout_seconds if timeout is None else timeout
         is_launched = end.await_launch(seconds)
         if not is_launched and timeout is None and end.has_begun:
-            is_launched = end.await_launch(None)  # the collective's own error names the missing ranks
+            is_launched = end.await_launch(None)  # to get the collective's own error, which names the missing ranks
         if not is_launched:
             raise CollectiveTimeout(f"{self.name} {self._LATE.format(seconds)}")
 
@@ -471,19 +476,19 @@ class CollectiveFuture:
 
 
 class GradientFuture(CollectiveFuture):
-    """The future of a gradient: it gives the reduced gradient once its bucket is reduced. Made by AllreduceCallback.
+    """The future of a gradient, made by AllreduceCallback: it gives the reduced gradient once its bucket is reduced.
 
-    Until then the gradient belongs to gradsync: do not write to it. The result is the array that was handed over, with
-    the reduced values; a new array if that one is read-only; a view of the bucket with gradient_as_bucket_view. On a
-    GPU the future has its value as soon as the bucket is launched; result() then makes the current stream, not the
-    host, wait for the reduction. Before the launch, result() raises FutureNotReady in the thread that hands over
-    gradients, because only that thread can launch the bucket. GradientCancelled means that the backward pass ended with
-    an exception.
+    Until the future is done, the gradient belongs to gradsync: do not write to it. The result is the array that the
+    program handed over, with the reduced values. If that array is read-only, the result is a new array. With
+    gradient_as_bucket_view, the result is a view of the bucket. On a GPU the future has its value as soon as the bucket
+    is launched; result() then makes the current stream, not the host, wait for the reduction. Before the launch,
+    result() raises FutureNotReady in the thread that hands over gradients, because only that thread can launch the
+    bucket. result() raises GradientCancelled if the backward pass ended with an exception.
 
     Args:
         name: the gradient's name, the same on all ranks.
-        end: the end of the bucket's reduction.
-        value: the result.
+        end: the CollectiveEnd of the bucket's reduction.
+        value: the array that result() returns.
     """
 
     __slots__ = ("_value",)
@@ -494,7 +499,8 @@ class GradientFuture(CollectiveFuture):
         "gradients calls flush()"
     )
 
-    # Called up to ten thousand times a step, so it only stores its arguments; the name is made when it is needed.
+    # gradsync makes up to ten thousand of these futures in a step, so __init__ only stores its arguments. The property
+    # `name` makes the name when it is needed.
     def __init__(self, name: str, end: CollectiveEnd, value: Any) -> None:
         self._name = name
         self._end = end
@@ -506,7 +512,7 @@ class GradientFuture(CollectiveFuture):
         return f"the gradient of {self._name}"
 
     def result(self, timeout: float | None = None) -> Any:
-        """See CollectiveFuture; returns the reduced gradient."""
+        """Returns the reduced gradient; see CollectiveFuture.result()."""
         end = self._end
         if pending or timeout is not None or not end.has_result:
             self._wait(None, timeout)
@@ -514,14 +520,14 @@ class GradientFuture(CollectiveFuture):
         return self._value
 
     def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
-        """Waits as result(), but does not raise the reduction's error, which the step's flush() has raised.
+        """Waits as result() does, but does not raise the error of the reduction, because the step's flush() raises it.
 
         Args:
-            stream: CUDA stream that waits; None is the current stream. Unused on the CPU.
-            timeout: as for result().
+            stream: the CUDA stream that waits; None means the current stream. The CPU ignores it.
+            timeout: the timeout, see result().
 
         Raises:
-            FutureNotReady, CollectiveTimeout, InvalidArgument: as for result().
+            FutureNotReady, CollectiveTimeout, InvalidArgument: see result().
         """
         end = self._launched(timeout)
         if end.completion is not None:
@@ -547,8 +553,8 @@ class GradientFuture(CollectiveFuture):
         """Returns the reduced gradient in host memory.
 
         Raises:
-            FutureNotReady: the bucket is not reduced yet.
-            PlanMismatch, RankFailed, ...: the error of the reduction.
+            FutureNotReady: the bucket of the gradient is not reduced yet.
+            PlanMismatch, RankFailed, ...: the reduction failed with this error.
         """
         value = self._ready_value("numpy()")
         completion = self._end.completion
@@ -572,7 +578,7 @@ class GradientFuture(CollectiveFuture):
         return self._value
 
     def _await_launch(self, timeout: float | None) -> None:
-        if self._end.is_of_caller() and not _here.is_in_callback:
+        if self._end.is_of_caller() and not _thread_state.is_in_callback:
             raise FutureNotReady(
                 f"{self.name} is not ready: its bucket is not full yet; call flush(), or leave the "
                 "`with callback.backward()` block, before asking for it"

@@ -1,14 +1,14 @@
 """`gs.hooks`: compressed reductions of gradient buckets, which move fewer bytes than an all-reduce.
 
 Both hooks use error feedback: each rank keeps the error that compression has made in a step, and adds it to the
-gradients of the next step. So over many steps the results add up to the true sum or mean, but for one step's error.
-Sources: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of
-speech DNNs", Interspeech 2014 (section 3.1). On the rate of convergence, which stays that of SGD: Karimireddy et al.,
-"Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
+gradients of the next step. So over many steps, the sum of the results differs from the true sum only by the error of
+one step. Sources: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed
+training of speech DNNs", Interspeech 2014 (section 3.1). For the proof that the rate of convergence stays that of SGD:
+Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
 
-A hook keeps one error for each bucket, so each callback needs its own hook. If the gradients of a bucket change (in the
-first steps, or with another threshold), its error is reset. NaN and infinity affect the result of their own step, and
-no later one.
+A hook keeps one error for each bucket, so each callback needs its own hook. If a bucket gets different gradients (in
+the first steps, or because of a new threshold), the hook resets its error. NaN and infinity affect the result of the
+step in which they occur, and no later result.
 """
 
 from __future__ import annotations
@@ -48,30 +48,31 @@ _INT8, _UINT8, _FLOAT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.flo
 class Int8Hook:
     """Sends gradients as int8, with one float32 scale for each 256 elements: about a quarter of float32's bytes.
 
-    Each rank divides every block by 1/127 of its largest absolute value and rounds. All ranks gather these numbers, and
-    add them up in rank order in float32 (float64 gradients in float64), so every rank gets the same bits. The error of
-    one step is at most 1/254 of the block's largest value on each rank.
+    The scale of a block of 256 elements is 1/127 of its largest absolute value. Each rank divides each block by its
+    scale, and rounds the quotients to int8. All ranks gather quotients and scales, and add their products in rank order
+    in float32 (for float64 gradients, in float64), so every rank gets the same bits. The error that a rank adds in one
+    step is at most 1/254 of the largest absolute value in the block.
 
-    With p ranks, each rank receives (p - 1) / 4 times the bytes of the gradients; an all-reduce moves about twice their
-    bytes. So the hook saves bytes on up to 8 ranks, most on two. Integers and complex numbers are all-reduced without
-    compression.
+    With p ranks, each rank receives (p - 1) / 4 times the bytes of the gradients. An all-reduce moves about twice the
+    bytes of the gradients. So the hook saves bytes with up to 8 ranks, and most with two. The hook all-reduces integers
+    and complex numbers without compression.
 
-    Source: blocks with scales as in QSGD (Alistarh et al., NeurIPS 2017, section 4), rounded to nearest, with error
-    feedback.
+    Source: QSGD (Alistarh et al., NeurIPS 2017, section 4) has blocks with scales. This hook rounds to nearest, and
+    adds error feedback.
     """
 
     def __init__(self) -> None:
         self._errors: dict[int, tuple[_Signature, Array]] = {}
 
     def reset(self) -> None:
-        """Resets the kept errors to zero."""
+        """Sets the kept errors to zero."""
         self._errors.clear()
 
     def __call__(self, bucket: GradientBucket) -> Any:
-        """Returns the reduced values in `bucket.flat`. Every rank must call it, for the same buckets in one order.
+        """Reduces a bucket into `bucket.flat`. Every rank must call the hook for the same buckets in the same order.
 
         Args:
-            bucket: gradients of any floating dtype, on the host or a GPU; its flat buffer is overwritten.
+            bucket: a bucket of gradients, on the host or a GPU. The hook overwrites its flat buffer.
         """
         flat, communicator = bucket.flat, bucket.communicator
         if not _is_compressible(bucket):
@@ -83,27 +84,27 @@ class Int8Hook:
             error = xp.zeros((blocks, _BLOCK_ELEMENTS), wide)
             self._errors[bucket.index] = _signature(bucket), error
         message = xp.empty(blocks * (_FLOAT32.itemsize + _BLOCK_ELEMENTS), _UINT8)
-        with np.errstate(all="ignore"):  # NaN and infinity show in the result
+        with np.errstate(all="ignore"):  # NaN and infinity are visible in the result
             error.reshape(-1)[:n] += flat
             own = _views(message, blocks)
-            for some in _stretches(blocks, xp):
-                _quantise(error[some], own.scales[some], own.steps[some], xp)
+            for some in _block_ranges(blocks, xp):
+                _quantise(error[some], own.scales[some], own.quotients[some], xp)
             gathered = communicator.all_gather(message).reshape(communicator.world_size, -1)
             parts = [_views(part, blocks) for part in gathered]
-            for some in _stretches(blocks, xp):
+            for some in _block_ranges(blocks, xp):
                 total = xp.zeros(error[some].shape, wide)
                 for part in parts:
-                    total += part.steps[some].astype(wide) * part.scales[some]
+                    total += part.quotients[some].astype(wide) * part.scales[some]
                 begin, end = some.start * _BLOCK_ELEMENTS, min(some.stop * _BLOCK_ELEMENTS, n)
-                _deliver(total.reshape(-1)[: end - begin], flat[begin:end], bucket, is_mean=False)
+                _write_result(total.reshape(-1)[: end - begin], flat[begin:end], bucket, is_mean=False)
         return flat
 
 
 class _Blocks(NamedTuple):
-    """Views of a message: the scales, float32 of shape (blocks, 1), and the steps, int8 of shape (blocks, 256)."""
+    """Views of a message: float32 scales of shape (blocks, 1), and int8 quotients of shape (blocks, 256)."""
 
     scales: Array
-    steps: Array
+    quotients: Array
 
 
 def _views(message: Array, blocks: int) -> _Blocks:
@@ -111,21 +112,21 @@ def _views(message: Array, blocks: int) -> _Blocks:
     return _Blocks(message[:end].view(_FLOAT32).reshape(-1, 1), message[end:].view(_INT8).reshape(blocks, -1))
 
 
-def _stretches(blocks: int, xp: Any) -> list[slice]:
-    """Returns the blocks to process at a time: on a GPU all, on the host as many as fit a core's cache."""
+def _block_ranges(blocks: int, xp: Any) -> list[slice]:
+    """Returns ranges of blocks to process together: all on a GPU; on the host, as many as fit into a core's cache."""
     step = 128 if xp is np else blocks
     return [slice(begin, min(begin + step, blocks)) for begin in range(0, blocks, step)]
 
 
-def _quantise(values: Array, scales: Array, steps: Array, xp: Any) -> None:
-    """Rounds blocks to steps of their scales, and leaves the rounding errors in `values`."""
+def _quantise(values: Array, scales: Array, quotients: Array, xp: Any) -> None:
+    """Rounds blocks to multiples of their scales, and leaves the rounding errors in `values`."""
     scales[...] = abs(values).max(axis=1).reshape(-1, 1) / _LARGEST
-    # A block of zeros has scale 0, and subnormal scales are too coarse for 127 steps. A block with NaN or infinity has
-    # such a scale too, so its product is not finite either, on all ranks.
+    # Quotients are 0 where a scale is unusable: it is 0 for a block of zeros, and a subnormal scale is too inexact. In
+    # a block with NaN or infinity, the scale is not finite either, so the products are not finite on any rank.
     usable = xp.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)
     rounded = values / xp.where(usable, scales, _FLOAT32.type(np.inf))
     xp.rint(rounded, out=rounded)
-    steps[...] = rounded.astype(_INT8)
+    quotients[...] = rounded.astype(_INT8)
     rounded *= scales
     values -= rounded
     values[...] = xp.where(xp.isfinite(values), values, values.dtype.type(0))
@@ -133,39 +134,40 @@ def _quantise(values: Array, scales: Array, steps: Array, xp: Any) -> None:
 
 @dataclass(eq=False, slots=True)
 class _LowRankState:
-    """The state of one bucket.
+    """The state that PowerSGDHook keeps for one bucket.
 
     Attributes:
-        signature: the bucket's gradients, see _signature.
-        error: the kept error, as a square matrix, padded with zeros.
-        begin: the initial right factor.
+        signature: the names, shapes and types of the bucket's gradients, see _signature.
+        error: the error of the last step, as a square matrix that is padded with zeros.
+        initial: the right factor before the first step.
         right: the right factor of the last step.
     """
 
     signature: _Signature
     error: Array
-    begin: Array
+    initial: Array
     right: Array
 
 
 class PowerSGDHook:
-    """PowerSGD: sends a bucket, as a square matrix, as two thin factors of `rank` columns each.
+    """PowerSGD: treats a bucket as a square matrix, and sends two thin factors of it, with `rank` columns each.
 
-    One step of power iteration improves the factors of the step before towards the matrix's largest singular vectors:
-    P = M Q, averaged and made orthonormal; Q = M^T P, averaged; the result is P Q^T. Every rank gets the same bits if
-    all ranks have the same processor and libraries. For n elements, 2 rank sqrt(n) are sent. If that is more than half
-    of them, or the numbers are integers or complex, the bucket is all-reduced without compression.
+    Each step does one power iteration, which moves the factors of the last step towards the largest singular vectors of
+    the matrix M. P = M Q is averaged over the ranks and made orthonormal, Q = M^T P is averaged, and the result is P
+    Q^T. Every rank gets the same bits if all ranks have the same processor and libraries. Of n elements, the hook sends
+    2 * rank * sqrt(n). If that is more than n / 2, or if the numbers are integers or complex, the hook all-reduces the
+    bucket without compression.
 
     Args:
-        rank: columns of the factors; more columns give a smaller error, and are slower.
-        start_after: number of steps before compression begins, because gradients change most in the first steps.
+        rank: the number of columns of each factor. More columns make the error smaller and the hook slower.
+        start_after: the number of steps before compression begins. Gradients change most in the first steps.
 
     Raises:
-        InvalidArgument: rank below 1, start_after below 0, or not integers.
+        InvalidArgument: `rank` is below 1, `start_after` is below 0, or one of them is not an integer.
 
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
-    optimization", NeurIPS 2019, algorithm 1, with error feedback and warm start; on whole buckets, as PyTorch's
-    batched_powerSGD_hook.
+    optimization", NeurIPS 2019, algorithm 1, with error feedback and warm start. It is applied to whole buckets, as in
+    PyTorch's batched_powerSGD_hook.
     """
 
     def __init__(self, rank: int = 4, start_after: int = 0) -> None:
@@ -173,7 +175,7 @@ class PowerSGDHook:
         self.start_after = _natural("start_after", start_after, 0)
         self._states: dict[int, _LowRankState] = {}
         self._steps: dict[int, int] = {}
-        self.settings = f"PowerSGDHook(rank={rank}, start_after={start_after})"  # must be equal on all ranks
+        self.settings = f"PowerSGDHook(rank={rank}, start_after={start_after})"  # these must be equal on all ranks
 
     def reset(self) -> None:
         """Resets the kept errors, the factors and the number of steps."""
@@ -181,10 +183,10 @@ class PowerSGDHook:
         self._steps.clear()
 
     def __call__(self, bucket: GradientBucket) -> Any:
-        """Returns the reduced values in `bucket.flat`. Every rank must call it, for the same buckets in one order.
+        """Reduces a bucket into `bucket.flat`. Every rank must call the hook for the same buckets in the same order.
 
         Args:
-            bucket: gradients of any floating dtype, on the host or a GPU; its flat buffer is overwritten.
+            bucket: a bucket of gradients, on the host or a GPU. The hook overwrites its flat buffer.
         """
         flat, communicator = bucket.flat, bucket.communicator
         step = self._steps[bucket.index] = self._steps.get(bucket.index, 0) + 1
@@ -193,7 +195,7 @@ class PowerSGDHook:
         if step <= self.start_after or not saves or not _is_compressible(bucket):
             return communicator.asynchronous.all_reduce(flat, bucket.op)
         xp, state = array_module(flat), self._state_of(bucket, side)
-        with np.errstate(all="ignore"):  # NaN and infinity show in the result
+        with np.errstate(all="ignore"):  # NaN and infinity are visible in the result
             matrix = state.error
             matrix.reshape(-1)[: flat.size] += flat
             left = xp.matmul(matrix, state.right)
@@ -205,8 +207,8 @@ class PowerSGDHook:
             matrix -= result
             matrix.reshape(-1)[flat.size :] = 0
             matrix[...] = xp.where(xp.isfinite(matrix), matrix, matrix.dtype.type(0))
-            state.right = xp.where(xp.isfinite(right), right, state.begin)
-            _deliver(result.reshape(-1)[: flat.size], flat, bucket, is_mean=True)
+            state.right = xp.where(xp.isfinite(right), right, state.initial)
+            _write_result(result.reshape(-1)[: flat.size], flat, bucket, is_mean=True)
         return flat
 
     def _state_of(self, bucket: GradientBucket, side: int) -> _LowRankState:
@@ -221,7 +223,7 @@ class PowerSGDHook:
 
 
 def _signature(bucket: GradientBucket) -> _Signature:
-    """Returns a bucket's names, shapes, dtype and array type; if they change, the kept error is reset."""
+    """Returns a bucket's names, shapes, dtype and array type. If they change, the hook resets the kept error."""
     return bucket.names, bucket.shapes, bucket.flat.dtype, type(bucket.flat)
 
 
@@ -229,8 +231,8 @@ def _is_compressible(bucket: GradientBucket) -> bool:
     return bucket.communicator.world_size > 1 and bucket.flat.size > 0 and dtype_name(bucket.flat.dtype) in _REAL
 
 
-def _deliver(reduced: Array, target: Array, bucket: GradientBucket, *, is_mean: bool) -> None:
-    """Writes a mean or sum into the bucket, converted to the bucket's operator."""
+def _write_result(reduced: Array, target: Array, bucket: GradientBucket, *, is_mean: bool) -> None:
+    """Converts a mean or sum to the bucket's operator, and writes it into a part of the bucket."""
     world_size = bucket.communicator.world_size
     if is_mean and bucket.op is ReduceOp.SUM:
         reduced *= world_size
@@ -240,7 +242,7 @@ def _deliver(reduced: Array, target: Array, bucket: GradientBucket, *, is_mean: 
 
 
 def _seeded(shape: tuple[int, int], seed: int) -> Array:
-    """Returns numbers from -1 to 1, the same on every rank and in any version of NumPy.
+    """Returns random numbers from -1 to 1 that are the same on every rank and in any version of NumPy.
 
     Source: NumPy's NEP 19, which guarantees the bits of PCG64, but not the results of distributions.
     """

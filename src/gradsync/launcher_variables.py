@@ -1,7 +1,8 @@
 """Reads the environment variables of launchers: torchrun, MPI's mpiexec, PMI and Slurm.
 
-The first launcher with variables gives this process its rank. If it gives no address for the rendezvous, a Slurm step
-provides a host and a port, and ranks of one machine find a common name for their run here. Errors name the variable.
+This process takes its rank from the first launcher that has set its variables. If the launcher gives no address for the
+rendezvous, this module takes a host and a port from the Slurm step, or computes a name for the run that is the same for
+all ranks on one machine. Errors name the variable.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class Place(NamedTuple):
 
     Attributes:
         source: the launcher's name.
-        rank, world_size: its rank, and the number of ranks.
-        local_rank, local_world_size: its number among the ranks of its machine, and their number; None if unknown.
+        rank, world_size: the rank of the process, and the number of ranks.
+        local_rank, local_world_size: the rank of the process on its machine, and the number of ranks on this machine;
+            None if unknown.
     """
 
     source: str
@@ -36,12 +38,12 @@ class Place(NamedTuple):
 
 
 class LauncherVariables(NamedTuple):
-    """The variables by which one launcher gives a process its rank.
+    """The environment variables by which one launcher gives a process its rank.
 
     Attributes:
         name: the launcher's name in messages.
-        rank, world_size, local_rank, local_world_size: names of the variables for a Place.
-        companions: other variables that the launcher sets, to be removed with them.
+        rank, world_size, local_rank, local_world_size: the names of the variables for these attributes of a Place.
+        companions: the names of other variables of the launcher. Who unsets the variables above must unset these too.
     """
 
     name: str
@@ -52,7 +54,7 @@ class LauncherVariables(NamedTuple):
     companions: tuple[str, ...] = ()
 
     def set_in(self, environ: Mapping[str, str]) -> list[str]:
-        """Returns the names of the variables that are set."""
+        """Returns the names of this launcher's variables that are set."""
         names = (self.rank, self.world_size, self.local_rank, self.local_world_size, *self.companions)
         return [name for name in names if value_of(environ, name) is not None]
 
@@ -60,7 +62,8 @@ class LauncherVariables(NamedTuple):
 TORCHRUN = LauncherVariables(
     "RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT")
 )
-# PMI_RANK is listed twice: Cray's launcher has other names for the local rank than MPICH's and Intel's.
+# PMI_RANK is listed twice, because Cray's launcher names the variable of the local rank differently from MPICH's and
+# Intel's.
 MPI_LAUNCHERS = (
     LauncherVariables(
         "Open MPI",
@@ -73,17 +76,17 @@ MPI_LAUNCHERS = (
     LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_FD",)),
     LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-#: The values of `RankEnvironment.source` for ranks of an MPI job; "MPI" if the rank is known from MPI itself.
+#: The values of `RankEnvironment.source` for ranks of an MPI job. "MPI" means that a query to MPI gave the rank.
 SOURCES_WITH_MPI = (*dict.fromkeys(launcher.name for launcher in MPI_LAUNCHERS), SLURM, "MPI")
 _PREFIXES_OF_MPI = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_")
 _HINTS_OF_MPI = ("OMPI_", "PMI", "MPI_LOCAL", "HYDI_", "MV2_COMM_WORLD_")
-# Slurm's variables for a single task. A container may have got only the task's number from its step.
+# Slurm's variables, with their values for a single task. A container may inherit only the last one from its step.
 _SLURM_ALONE = (("SLURM_NTASKS", "1"), ("SLURM_NPROCS", "1"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_PROCID", "0"))
 
-# Slurm numbers the steps that no `srun` made from here on: batch scripts, shells of salloc, and others.
+# Steps that were not made by `srun`, such as batch scripts and shells of salloc, have numbers from this one on.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 _TASKS_OF_NODES = r"[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?(,[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?)*"
-# Below the ports that Linux uses for outgoing connections, 32768 and up.
+# These ports are below those that Linux uses for outgoing connections, 32768 and up.
 _FIRST_PORT = 15_000
 _PORTS = 15_000
 
@@ -92,13 +95,13 @@ _PORTS = 15_000
 
 
 def find_place(environ: Mapping[str, str], ours: LauncherVariables) -> Place | None:
-    """Returns the place from the first launcher with variables: `ours`, torchrun, MPI's, then Slurm.
+    """Returns the place from the first of these launchers that has set its variables: `ours`, torchrun, MPI's, Slurm.
 
-    If that launcher gives no local rank, it is taken from the next launcher that does.
+    If that launcher gives no local rank, the local rank comes from the next launcher that gives one.
 
     Raises:
-        InvalidArgument: a variable is malformed, out of range, or lacks its counterpart, or two launchers name
-            different places; the text names the variables.
+        InvalidArgument: a variable is malformed or out of range, its counterpart is not set, or two launchers give this
+            process different ranks; the text names the variables.
     """
     launchers = [
         launcher
@@ -115,31 +118,31 @@ def find_place(environ: Mapping[str, str], ours: LauncherVariables) -> Place | N
             same.append(place)
         elif not _started_agents(environ, launcher, place):
             raise _contradiction(environ, launchers[0], launcher)
-    return _complete(environ, same)
+    return _with_local_rank(environ, same)
 
 
 def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
     """Returns the names of the variables that mpiexec sets for a rank.
 
-    If mpiexec has started our launcher, the launcher removes them for its own ranks: otherwise each would use the
-    launcher's own MPI rank.
+    If mpiexec has started gradsync's launcher, the launcher removes these variables for its own ranks. Otherwise each
+    rank would use the launcher's MPI rank.
     """
     return {name for name in environ if name.startswith(_PREFIXES_OF_MPI)}
 
 
 def find_mpiexec(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns mpiexec's path: next to this Python, where wheels of MPI install it, or on the PATH."""
-    import shutil  # imported here, because it takes a millisecond of each rank's start
+    """Returns the path of mpiexec: next to this Python, where MPI's wheels install it, or else from the PATH."""
+    import shutil  # imported here, because the import takes a millisecond
 
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec", path=environ.get("PATH"))
 
 
 def hints_of_launcher(environ: Mapping[str, str]) -> list[str]:
-    """Returns the names of variables that hint at a launcher, for a process without a place.
+    """Returns the names of variables which suggest that a launcher has started a process without a known rank.
 
-    A process that should be one of several ranks must not run as a world of one: N such processes would overwrite one
-    checkpoint.
+    A process that should be one of several ranks must not run as a world of one rank, because N such processes would
+    all write the same checkpoint.
     """
     found = TORCHRUN.set_in(environ) + [name for name in sorted(environ) if name.startswith(_HINTS_OF_MPI)]
     return found + [name for name, alone in _SLURM_ALONE if value_of(environ, name) not in (None, alone)]
@@ -160,8 +163,8 @@ def _read_place(environ: Mapping[str, str], launcher: LauncherVariables) -> Plac
     return Place(launcher.name, rank, world_size, local_rank, local_world_size)
 
 
-def _complete(environ: Mapping[str, str], same: Sequence[Place]) -> Place:
-    """Returns the first place; if it has no local rank, with the local rank and size of the first other that has."""
+def _with_local_rank(environ: Mapping[str, str], same: Sequence[Place]) -> Place:
+    """Returns the first place. If it has no local rank, adds that of the first other place or of Slurm."""
     first = same[0]
     if first.local_rank is not None:
         return first
@@ -170,7 +173,7 @@ def _complete(environ: Mapping[str, str], same: Sequence[Place]) -> Place:
             return place._replace(source=first.source)
     try:
         slurm = None if value_of(environ, "SLURM_PROCID") is None else _slurm_place(environ)
-    except InvalidArgument:  # Slurm's variables may belong to the other launcher's daemons
+    except InvalidArgument:  # Slurm may have set its variables for the daemons of the other launcher
         slurm = None
     if slurm is not None and (slurm.rank, slurm.world_size) == (first.rank, first.world_size):
         return slurm._replace(source=first.source)
@@ -202,7 +205,7 @@ def _contradiction(environ: Mapping[str, str], first: LauncherVariables, second:
 
 
 def _slurm_place(environ: Mapping[str, str]) -> Place | None:
-    """Returns the place in a step of `srun`; None for a plain command in a batch script, which has SLURM_PROCID=0."""
+    """Returns the place in a step of `srun`; None for a command in a batch script, although SLURM_PROCID is 0 there."""
     step = _step_of(environ)
     is_special = step is not None and step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
     if value_of(environ, "SLURM_PROCID") is None or step is None or is_special:
@@ -218,13 +221,13 @@ def _slurm_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Returns this node's entry of SLURM_STEP_TASKS_PER_NODE, such as "4(x2),1"; None if it is not set."""
+    """Returns this node's tasks from SLURM_STEP_TASKS_PER_NODE, such as "4(x2),1"; None if that is not set."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = value_of(environ, name)
     if text is None:
         return None
     if not re.fullmatch(_TASKS_OF_NODES, text):
-        raise InvalidArgument(f"{name} needs the form 4(x2),1, got {text!r}")
+        raise InvalidArgument(f"{name} needs to be a list such as 4(x2),1, got {text!r}")
     node = _read_integer(environ, "SLURM_NODEID") if value_of(environ, "SLURM_NODEID") else 0
     for entry in text.split(","):
         tasks, _, repeat = entry.rstrip(")").partition("(x")
@@ -235,9 +238,9 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def first_host(environ: Mapping[str, str]) -> str | None:
-    """Returns the step's first host, on which Slurm starts rank 0 by default.
+    """Returns the first host of the Slurm step, on which Slurm starts rank 0 by default.
 
-    Reads lists such as "rack[1-2]node[03-04,7],login" as `scontrol show hostnames` would.
+    The function expands a list such as "rack[1-2]node[03-04,7],login" as `scontrol show hostnames` does.
     """
     hosts = value_of(environ, "SLURM_STEP_NODELIST") or value_of(environ, "SLURM_JOB_NODELIST") or ""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
@@ -245,14 +248,14 @@ def first_host(environ: Mapping[str, str]) -> str | None:
 
 
 def step_port(environ: Mapping[str, str]) -> int:
-    """Returns a port, the same for all tasks of a step, and most likely another one for other steps."""
+    """Returns a port that is the same for all tasks of a Slurm step, and most likely differs between steps."""
     import zlib  # imported here: only steps on several machines need it
 
     return _FIRST_PORT + zlib.crc32(_step_name(environ).encode()) % _PORTS
 
 
 def _step_name(environ: Mapping[str, str]) -> str:
-    """Returns a name, unique among the steps on its hosts; a requeued job gets another name."""
+    """Returns a name that is unique among the Slurm steps on its hosts. A requeued job gets a new name."""
     job = value_of(environ, "SLURM_JOB_ID") or value_of(environ, "SLURM_JOBID") or ""
     again = value_of(environ, "SLURM_RESTART_COUNT") or "0"
     return f"slurm-{job}.{_step_of(environ)}.{again}"
@@ -268,15 +271,17 @@ def _step_of(environ: Mapping[str, str]) -> str | None:
 def name_run(environ: Mapping[str, str], source: str) -> str | None:
     """Returns a name for this run: the same for all its ranks on this machine, and different for other runs.
 
-    A Slurm step has a number. MPI's launchers set no variable that is common to all ranks. But all ranks of a machine
-    descend from one process, the launcher or its daemon, so its pid and start time are the name.
+    For a Slurm step, the name contains the number of the step. MPI's launchers set no variable that is common to all
+    ranks. But all ranks on a machine descend from one process, the launcher or its daemon. So for MPI, the name
+    contains the pid and the start time of this ancestor.
 
     Args:
         environ: the variables.
-        source: the launcher's name, as `Place.source`.
+        source: the launcher's name, see `Place.source`.
 
     Returns:
-        The name, valid in a file name; None if the ranks were started by hand, or each in its own container.
+        The name, which can be part of a file name; None if the user started the ranks by hand, or if each rank is in
+        its own container.
     """
     if source == SLURM:
         return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in _step_name(environ))
@@ -288,10 +293,10 @@ def name_run(environ: Mapping[str, str], source: str) -> str | None:
 
 
 def _launcher_process(own: set[bytes]) -> tuple[int, str] | None:
-    """Returns pid and start time of the closest ancestor that is not part of a rank, as a shell in between may be.
+    """Returns pid and start time of the closest ancestor that does not belong to this rank, as a shell may do.
 
     Args:
-        own: variables of this rank, which all processes of a rank inherit.
+        own: variables of this rank, as NAME=value. All processes that belong to the rank inherit them.
     """
     process = read_stat(os.getpid())
     while process is not None and process.parent > 0:
@@ -303,7 +308,7 @@ def _launcher_process(own: set[bytes]) -> tuple[int, str] | None:
 
 
 def _variables_of(pid: int) -> set[bytes]:
-    """Returns the variables that a process was started with; empty if it belongs to another user."""
+    """Returns the variables with which a process was started, as NAME=value; empty if another user owns the process."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return set(file.read().split(b"\0"))
@@ -315,12 +320,12 @@ def _variables_of(pid: int) -> set[bytes]:
 
 
 def value_of(environ: Mapping[str, str], name: str) -> str | None:
-    """Returns a variable's text; an empty one counts as not set."""
+    """Returns the text of a variable; None if it is not set or is empty."""
     return environ.get(name, "").strip() or None
 
 
 def read_port(environ: Mapping[str, str], name: str) -> int | None:
-    """Returns a port, or None if the variable is not set.
+    """Returns the port in a variable, or None if the variable is not set.
 
     Raises:
         InvalidArgument: the variable is not a port number.
@@ -329,7 +334,7 @@ def read_port(environ: Mapping[str, str], name: str) -> int | None:
     if text is None:
         return None
     if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= LARGEST_PORT:
-        raise InvalidArgument(f"{name} needs to be a port of 1 to {LARGEST_PORT}, got {text!r}")
+        raise InvalidArgument(f"{name} needs to be a port from 1 to {LARGEST_PORT}, got {text!r}")
     return int(text)
 
 
@@ -341,7 +346,7 @@ def _read_integer(environ: Mapping[str, str], name: str) -> int:
 
 
 def _read_below(environ: Mapping[str, str], name: str, limit: int, limit_text: str = "") -> int:
-    """Returns an integer of 0 .. limit - 1; `limit_text` is the limit's origin, for the error."""
+    """Returns an integer from 0 to limit - 1; `limit_text` says in the error where the limit comes from."""
     value = _read_integer(environ, name)
     if not 0 <= value < limit:
         raise InvalidArgument(f"{name} needs to be 0 to {limit_text}{limit - 1}, got {value}")
@@ -349,7 +354,7 @@ def _read_below(environ: Mapping[str, str], name: str, limit: int, limit_text: s
 
 
 def _read_pair(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
-    """Returns a rank and its world size."""
+    """Returns a rank and its world size, from two variables."""
     for name, other in ((rank_name, size_name), (size_name, rank_name)):
         if value_of(environ, name) is None:
             raise InvalidArgument(f"{other}={environ[other]!r} is set, but {name} is not; set both or neither")

@@ -1,4 +1,7 @@
-"""This machine: identity, processes, cores, GPUs, memory, addresses; calls with a timeout, interruptible waits."""
+"""Describes this machine: its identity, processes, cores, GPUs, memory and addresses.
+
+The module also has calls with a timeout, and a flag for waits that Ctrl-C may interrupt.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ BLAS_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-_LOOK_EVERY_SECONDS = 0.02
-# Source: netdevice(7), SIOCGIFCONF; the size of struct ifreq on 64-bit Linux.
+_CHECK_EVERY_SECONDS = 0.02
+# Source: netdevice(7) on SIOCGIFCONF. _IFREQ_BYTES is the size of struct ifreq on 64-bit Linux.
 _SIOCGIFCONF, _IFREQ_BYTES, _MOST_ADDRESSES = 0x8912, 40, 1000
 _OF_CONTAINERS = ("docker", "br-", "virbr", "cni", "flannel", "veth", "podman")
 
@@ -37,9 +40,11 @@ class ProcessStat(NamedTuple):
     """A process's entry in /proc.
 
     Attributes:
-        state: one letter: "R" running, "S" sleeping, "T" stopped, "Z" ended and not waited for.
-        parent: its parent's pid; 0 if the parent is not in this pid namespace.
-        start_time: its start in clock ticks since the boot; it differs between processes that had the same pid.
+        state: the state of the process as one letter: "R" for running, "S" for sleeping, "T" for stopped, "Z" if it has
+            ended but its parent has not waited for it.
+        parent: the pid of the process's parent; 0 if the parent is not in this pid namespace.
+        start_time: the start of the process, in clock ticks since the boot. It differs between processes that have had
+            the same pid.
     """
 
     state: str
@@ -48,7 +53,7 @@ class ProcessStat(NamedTuple):
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """Returns a process's entry in /proc; None if there is none, or /proc hides it."""
+    """Returns a process's entry in /proc; None if there is no such process, or /proc hides it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()  # the process's name before ")" may contain any character
@@ -58,7 +63,7 @@ def read_stat(pid: int) -> ProcessStat | None:
 
 
 def boot_id() -> str:
-    """Returns the kernel's boot id, which differs between hosts with the same name; "" if there is none."""
+    """Returns the kernel's boot id, which differs between hosts with the same name; "" if it cannot be read."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -67,9 +72,9 @@ def boot_id() -> str:
 
 
 def machine_identity() -> str:
-    """Returns a text that is equal for two processes if they can see each other's pids; "" if it is unknown.
+    """Returns a text that is the same for all processes in one pid namespace of this machine; "" if unknown.
 
-    A container has its host's boot id, but its own pids, so the text includes the pid namespace.
+    A container has the boot id of its host, but its own pids, so the text includes the pid namespace.
     """
     boot = boot_id()
     try:
@@ -81,8 +86,8 @@ def machine_identity() -> str:
 class Latch:
     """A flag that threads can wait for, and that can be set and cleared.
 
-    It is used instead of an Event, whose inner lock stays held if Ctrl-C comes as a wait begins; the thread that sets
-    the Event would then wait for ever. Here each wait has a lock of its own.
+    gradsync uses it instead of threading.Event. If Ctrl-C arrives as a wait begins, the inner lock of an Event stays
+    held, and the thread that sets the Event would wait for ever. In a Latch, each wait has its own lock.
     """
 
     def __init__(self, *, is_set: bool = False) -> None:
@@ -92,7 +97,7 @@ class Latch:
     def set(self) -> None:
         """Sets the flag, and wakes all waiting threads."""
         self.is_set = True
-        with contextlib.suppress(IndexError):  # none is left
+        with contextlib.suppress(IndexError):  # no waiting thread is left
             while True:
                 self._waiting.pop().release()
 
@@ -101,12 +106,13 @@ class Latch:
         self.is_set = False
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until the flag is set; returns False after `seconds`."""
+        """Waits until the flag is set; returns False if that takes longer than `seconds`."""
         waiting = threading.Lock()
         waiting.acquire()
         self._waiting.append(waiting)
         limit = -1 if seconds is None else min(max(seconds, 0.0), threading.TIMEOUT_MAX)
-        was_set = self.is_set or waiting.acquire(timeout=limit)  # in this order: who sets it releases what was added
+        # Checks the flag after adding the lock: set() first sets the flag, and then releases the locks.
+        was_set = self.is_set or waiting.acquire(timeout=limit)
         with contextlib.suppress(ValueError):
             self._waiting.remove(waiting)
         return was_set or self.is_set
@@ -115,16 +121,16 @@ class Latch:
 def run_with_timeout(
     function: Callable[[], _Result], name: str, seconds: float, check: Callable[[], None] | None = None
 ) -> _Result:
-    """Calls a function that may hang in C, with a deadline, on a daemon thread; a hanging thread is left behind.
+    """Calls a function that may hang in C code on a daemon thread, with a deadline. A thread that hangs is abandoned.
 
     Args:
-        function: the function.
+        function: the function to call.
         name: the thread's name.
-        seconds: the deadline.
-        check: called while waiting; an exception from it ends the wait.
+        seconds: the number of seconds that the function may take.
+        check: a function that is called repeatedly during the wait. If it raises an exception, the wait ends.
 
     Raises:
-        TimeoutError: the deadline came first.
+        TimeoutError: the function did not return in time.
     """
     outcome: list[_Result] = []
     errors: list[BaseException] = []
@@ -140,7 +146,7 @@ def run_with_timeout(
 
     deadline = time.monotonic() + seconds
     threading.Thread(target=run, name=name, daemon=True).start()
-    while not ended.wait(_LOOK_EVERY_SECONDS):
+    while not ended.wait(_CHECK_EVERY_SECONDS):
         if check is not None:
             check()
         if time.monotonic() >= deadline:
@@ -162,27 +168,28 @@ def usable_cores() -> int:
 
 
 def blas_thread_variables(n_processes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns variables that divide the cores among the linear algebra threads of `n_processes` ranks.
+    """Returns environment variables that divide the cores among the linear algebra threads of `n_processes` ranks.
 
     Args:
         n_processes: number of ranks on this machine.
-        environ: the environment; variables that the user has set are not changed.
+        environ: the environment. The result leaves out variables that are set there.
 
     Returns:
-        The variables to add, each with max(1, usable cores // n_processes).
+        The variables to add. Each has the value max(1, usable cores // n_processes).
     """
     threads = str(max(1, usable_cores() // max(1, n_processes)))
     return {name: threads for name in BLAS_VARIABLES if name not in environ}
 
 
 def begin_on_core(number: int) -> None:
-    """Moves the calling thread to one of its allowed cores, then allows all of them again.
+    """Moves the calling thread to one of its allowed cores, and then allows all these cores again.
 
-    Ranks that started together often share a core. If every core is busy, the kernel does not move them: then each
-    collective waits until the other rank is scheduled, 26 us instead of 5 for 4 KB on two ranks.
+    Ranks that start together often share a core, and the kernel does not move them if every core is busy. Then each
+    collective waits until the kernel schedules the other rank. On two ranks, a collective of 4 KB takes 26 us then,
+    instead of 5 us.
 
     Args:
-        number: the rank's number on this machine, modulo the number of cores.
+        number: the rank on this machine. The function uses it modulo the number of cores.
     """
     with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed
         usable = os.sched_getaffinity(0)
@@ -191,11 +198,11 @@ def begin_on_core(number: int) -> None:
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ, device_folder: str = "/dev") -> int:
-    """Returns the number of NVIDIA GPUs that a process with this environment may use, without initialising CUDA.
+    """Returns the number of NVIDIA GPUs that a process with this environment may use. Does not initialise CUDA.
 
     Args:
-        environ: the variables; CUDA_VISIBLE_DEVICES limits the count.
-        device_folder: the folder of the driver's device files.
+        environ: the environment variables. CUDA_VISIBLE_DEVICES limits the number.
+        device_folder: the folder with the device files of the driver.
     """
     try:
         present = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in os.listdir(device_folder))
@@ -220,10 +227,10 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def default_process_count(device_type: str = "auto") -> int:
-    """Returns the number of visible GPUs, or of usable cores if there is no GPU.
+    """Returns the default number of ranks: the number of visible GPUs, or of usable cores if there is no GPU.
 
     Args:
-        device_type: "auto", "cpu" (cores) or "gpu".
+        device_type: "cpu" to count cores, "gpu" to count GPUs, or "auto" to count cores only if there is no GPU.
 
     Raises:
         BackendUnavailable: device_type is "gpu", and there is no GPU.
@@ -238,38 +245,38 @@ def default_process_count(device_type: str = "auto") -> int:
 
 
 class MemoryGroup(NamedTuple):
-    """A memory control group (cgroup). Values that cannot be read are None. Its counts include the groups inside it.
+    """A memory control group (cgroup). A value that cannot be read is None. Counts include the groups inside it.
 
     Attributes:
-        directory: the folder of its files.
-        is_v1: whether it belongs to cgroup version 1.
+        directory: the path of the folder with the files of the group.
+        is_v1: whether the group belongs to cgroup version 1.
     """
 
     directory: str
     is_v1: bool
 
     def kills(self) -> int | None:
-        """Returns the number of its processes that the kernel has killed because memory ran out."""
+        """Returns the number of the group's processes that the kernel has killed because memory ran out."""
         return numbered_line(f"{self.directory}/{'memory.oom_control' if self.is_v1 else 'memory.events'}", "oom_kill")
 
     def limit_hits(self) -> int | None:
-        """Returns how often its limit was reached."""
+        """Returns how often the group has reached its memory limit."""
         if self.is_v1:
             return _number(f"{self.directory}/memory.failcnt")
         return numbered_line(f"{self.directory}/memory.events", "oom")
 
     def limit(self) -> int | None:
-        """Returns its limit in bytes, or None."""
+        """Returns the group's memory limit in bytes, or None if there is no limit."""
         limit = _number(f"{self.directory}/{'memory.limit_in_bytes' if self.is_v1 else 'memory.max'}")
         return None if limit is None or limit >= 1 << 60 else limit  # in version 1 a value near 2**63 means no limit
 
     def available(self) -> int | None:
-        """Returns the number of bytes that its processes can still allocate; None without a limit."""
+        """Returns the number of bytes that the group's processes can still allocate; None if there is no limit."""
         limit = self.limit()
         used = _number(f"{self.directory}/{'memory.usage_in_bytes' if self.is_v1 else 'memory.current'}")
         if limit is None or used is None:
             return None
-        # The cache of files not used lately, which the kernel drops first.
+        # This memory is available too: it caches files that were not used recently, and the kernel drops it first.
         cached = numbered_line(
             f"{self.directory}/memory.stat", "total_inactive_file" if self.is_v1 else "inactive_file"
         )
@@ -288,17 +295,17 @@ def memory_groups(proc: str = "/proc") -> list[MemoryGroup]:
             continue
         for root, mount_point in _mounts(f"{proc}/self/mountinfo", kind):
             groups = [MemoryGroup(directory, kind == "cgroup") for directory in _upwards(root, mount_point, path)]
-            # Hierarchies without the memory controller have no such files.
+            # A hierarchy without the memory controller has no file with this number.
             if groups := [group for group in groups if group.kills() is not None]:
                 return groups
     return []
 
 
 def available_memory_bytes(proc: str = "/proc") -> float:
-    """Returns the kernel's estimate of the memory that can be allocated without swapping, within the cgroups' limits.
+    """Returns an estimate of the bytes that this process can allocate without swapping, within the limits of cgroups.
 
     Returns infinity if there is no estimate. If a process allocates more, the kernel does not refuse the allocation,
-    but kills the process when it first uses the memory.
+    but may kill the process when it uses the memory.
 
     Args:
         proc: the mount point of the proc file system.
@@ -312,7 +319,7 @@ def available_memory_bytes(proc: str = "/proc") -> float:
 
 
 def numbered_line(path: str, name: str) -> int | None:
-    """Returns the number after a name, in a file with lines "name number"; None if there is none."""
+    """Returns the number after a name, in a file with lines "name number"; None if the file has no such line."""
     for line in _lines(path):
         key, _, value = line.partition(" ")
         if key == name and value.isdigit():
@@ -321,7 +328,7 @@ def numbered_line(path: str, name: str) -> int | None:
 
 
 def _group_paths(file: str) -> dict[str, str]:
-    """Reads /proc/self/cgroup: the group's path by controller; the controller of version 2 is ""."""
+    """Reads the paths of this process's groups by controller from /proc/self/cgroup; version 2 has controller ""."""
     paths: dict[str, str] = {}
     for line in _lines(file):
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "")
@@ -330,7 +337,7 @@ def _group_paths(file: str) -> dict[str, str]:
 
 
 def _mounts(file: str, kind: str) -> Iterator[tuple[str, str]]:
-    """Reads /proc/self/mountinfo: root and mount point of the mounts of one kind."""
+    """Yields root and mount point of each mount with a file system of this kind, from /proc/self/mountinfo."""
     for line in _lines(file):
         mount, _, system = line.partition(" - ")
         fields = mount.split()
@@ -339,7 +346,7 @@ def _mounts(file: str, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def _upwards(root: str, mount_point: str, path: str) -> list[str]:
-    """Returns the directories of a group and its parents, as far as they are mounted here."""
+    """Returns the directories of a group and of its parents, as far as this process can see them."""
     # In a container only a part of the hierarchy may be mounted, and the path may be outside of it.
     is_inside = ".." not in path.split("/") and f"{path}/".startswith(f"{root.rstrip('/')}/")
     names = [name for name in path[len(root.rstrip("/")) :].split("/") if name] if is_inside else []
@@ -347,12 +354,12 @@ def _upwards(root: str, mount_point: str, path: str) -> list[str]:
 
 
 def _unescaped(field: str) -> str:
-    """Returns a path without the kernel's octal escapes for blanks."""
+    """Replaces the octal escapes that the kernel writes for blanks in a path."""
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
 
 
 def _number(path: str) -> int | None:
-    """Reads a file with a single number; None for "max", which is no limit in version 2."""
+    """Returns the single number in a file; None for "max", which means no limit in cgroup version 2."""
     lines = _lines(path)
     return int(lines[0]) if lines and lines[0].isdigit() else None
 
@@ -369,7 +376,7 @@ def _lines(path: str) -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of the interface with an address, e.g. "eth0"; None if no interface has it.
+    """Returns the name of the network interface with an address, such as "eth0"; None if no interface has it.
 
     Args:
         address: a numeric IPv4 or IPv6 address.
@@ -386,9 +393,9 @@ def interface_of(address: str) -> str | None:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """Returns the address from which this machine reaches a host, which may be itself; None if there is no route.
+    """Returns this machine's own address on the route to a host; None if there is no route.
 
-    No data is sent: the kernel only looks up the route.
+    The function sends no data: the kernel only determines the route. The host may be this machine.
 
     Args:
         host: the host's name or address.
@@ -408,7 +415,8 @@ def address_towards(host: str, port: int) -> str | None:
 def own_addresses() -> list[str]:
     """Returns the numeric addresses at which other machines may reach this one, IPv4 first.
 
-    Loopback and link-local addresses and those of container bridges are left out: they are equal on many machines.
+    The list leaves out loopback addresses, link-local addresses and addresses of container bridges, because many
+    machines have the same ones.
     """
     import ipaddress
 
@@ -422,7 +430,7 @@ def own_addresses() -> list[str]:
 
 
 def addresses() -> Iterator[tuple[str, bytes]]:
-    """Yields this machine's addresses as (name of the interface, packed address); none if the kernel gives none."""
+    """Yields this machine's addresses as pairs (name of the interface, packed address), if the kernel gives any."""
     import fcntl
     import socket
     import struct
@@ -434,7 +442,7 @@ def addresses() -> Iterator[tuple[str, bytes]]:
         fcntl.ioctl(kernel, _SIOCGIFCONF, request)
         for at in range(0, struct.unpack_from("i", request)[0], _IFREQ_BYTES):
             name, packed = struct.unpack_from("16s4x4s", records, at)
-            yield name.partition(b"\0")[0].decode().partition(":")[0], packed  # an alias is called "eth0:1"
+            yield name.partition(b"\0")[0].decode().partition(":")[0], packed  # "eth0:1" is an alias of eth0
     for line in _lines("/proc/net/if_inet6"):
         address, *_, name = line.split()
         yield name, bytes.fromhex(address)

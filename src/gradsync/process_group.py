@@ -1,7 +1,8 @@
 """The process group: joins the ranks of the world, makes its communicator, and ends it.
 
-Holds the rendezvous client, the server if this rank hosts it, and the world's communicator (in communicators/world.py).
-backend_choice.py chooses the backend, rendezvous/hosting.py the address of the rendezvous.
+This module holds the rendezvous client, and the rendezvous server if this rank hosts it. communicators/world.py holds
+the world's communicator. backend_choice.py chooses the backend, and rendezvous/hosting.py the address of the rendezvous
+server.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from gradsync.arguments import DEFAULT_COLLECTIVE_TIMEOUT_SECONDS, DEFAULT_TIMEOUT_SECONDS, integer_of, is_number
-from gradsync.backend_choice import agree_on_another, agree_on_backend, choose_before_meeting, connect
+from gradsync.backend_choice import agree_on_another, agree_on_backend, choose_before_joining, connect
 from gradsync.backends import BACKENDS, TABLE, unknown_backend
 from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
 from gradsync.communicators.communicator import Communicator
@@ -63,15 +64,15 @@ if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need
     from gradsync.rendezvous.client import RendezvousClient
     from gradsync.rendezvous.hosting import JoinedRendezvous
 
-_LEAVING_SECONDS = 5.0  # how long a hosting rank's exit waits for the others to leave first
+_LEAVING_SECONDS = 5.0  # how long a rank that hosts the server waits at exit for other ranks to leave
 _FAILED_JOB_SECONDS = 0.5  # the wait before MPI ends all ranks, so that the other ranks can receive and print the cause
 
 _client: RendezvousClient | None = None
 _rendezvous: JoinedRendezvous | None = (
-    None  # kept for the next generation: other ranks may join it before this rank does
+    None  # kept for the next init_process_group(), which other ranks may call before this rank does
 )
 _settings: WorldSettings | None = None
-_siblings: dict[str, Communicator] = {}  # the world's ranks over other backends, by backend
+_siblings: dict[str, Communicator] = {}  # communicators of all ranks over other backends, by backend
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -91,37 +92,39 @@ def init_process_group(
 ) -> Communicator:
     """Joins the other ranks and makes the world's communicator. Every rank must call it.
 
-    It can be used in a `with` statement: leaving the block destroys the group; leaving it by an exception also makes
-    the other ranks fail.
+    The result can be used in a `with` statement. Then the end of the block destroys the process group, and an exception
+    that leaves the block also makes the other ranks fail.
 
     Args:
-        backend: "auto", "nccl", "shm", "mpi" or "local". "auto" takes "nccl" if each rank has a GPU. Otherwise it takes
-            "local" for a world of one, "shm" if all ranks are on one host, and "mpi" if mpiexec or srun has started
-            them on several. The choice and its reason are logged. `with gs.override_backend(name)` or else
-            GRADSYNC_BACKEND replaces "auto".
+        backend: "auto", "nccl", "shm", "mpi" or "local". "auto" means "nccl" if each rank has a GPU. Otherwise it means
+            "local" for a world of one rank, "shm" if all ranks are on one host, and "mpi" if mpiexec or srun has
+            started them on several hosts. gradsync logs the choice and its reason. `with gs.override_backend(name)`
+            replaces "auto", and otherwise GRADSYNC_BACKEND does.
         rank: this process's rank, 0 to world_size - 1. If rank and world_size are None, both are read from the
-            environment. If nothing there hints at a launcher, this process is a world of one, and a line on standard
+            environment. If no variable suggests a launcher, this process is a world of one rank, and a line on standard
             error says so.
-        world_size: number of ranks.
-        address: host:port at which rank 0 hosts the rendezvous; None takes the address from the environment.
-        device: the device of the arrays: "cpu", or for "nccl" "cuda:N" as this process numbers its GPUs. None takes
-            the visible GPU of the rank's LOCAL_RANK, or the only visible one. The GPU becomes CuPy's current device.
-        timeout_seconds: the deadline for joining the others.
+        world_size: the number of ranks.
+        address: the address, as host:port, at which rank 0 hosts the rendezvous server. None takes it from the
+            environment.
+        device: the device of the arrays: "cpu", or "cuda:N" for "nccl", where N is the GPU's number in this process.
+            With None, "nccl" takes the visible GPU whose number is the rank's LOCAL_RANK, or the only visible GPU. This
+            GPU becomes CuPy's current device.
+        timeout_seconds: the deadline for joining the other ranks.
         collective_timeout_seconds: how long a collective waits for a rank; GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS, if set,
             takes precedence.
-        allow_shared_gpu: whether several ranks may use one GPU through NCCL: for tests, and slow. The variable
-            GRADSYNC_ALLOW_SHARED_GPU=1 allows it too.
-        debug: the debug mode, the same on all ranks: they agree on every collective before it, and a write to a
-            gradient while gradsync has it raises GradientChanged. None takes GRADSYNC_DEBUG. See docs/tracing.md.
+        allow_shared_gpu: whether several ranks may use one GPU through NCCL. This is slow, and meant for tests. The
+            variable GRADSYNC_ALLOW_SHARED_GPU=1 allows it too.
+        debug: whether to use the debug mode, the same on all ranks. In this mode, ranks check before every collective
+            that they all call the same one, and a write to a gradient that gradsync is reducing raises GradientChanged.
+            None takes the value of GRADSYNC_DEBUG. See docs/tracing.md.
 
     Returns:
         The world's communicator; gs.get_communicator() returns it too.
 
     Raises:
         InvalidArgument: the process group is initialised already, the backend is unknown, the rank is outside the
-        world,
-            or no rank is known.
-        BackendUnavailable: the backend cannot run here; the text has the reason.
+            world, or no rank is known.
+        BackendUnavailable: this process cannot use the backend; the text has the reason.
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks could not join.
     """
     global _settings
@@ -141,7 +144,7 @@ def init_process_group(
         allow_shared_gpu=allow_shared_gpu,
         debug=debug,
     )
-    wanted = choose_before_meeting(backend, settings)
+    wanted = choose_before_joining(backend, settings)
     if wanted == "local":
         communicator = connect(wanted, None, settings, "world")
     else:
@@ -163,15 +166,16 @@ def init_process_group(
 
 
 def destroy_process_group() -> None:
-    """Leaves the process group, and closes all groups made from it. Idempotent.
+    """Leaves the process group, and closes all groups made from it. A second call does nothing.
 
-    A later init_process_group() forms a new generation. A rank that hosts the rendezvous goes on hosting until its
+    A later init_process_group() makes a new process group. A rank that hosts the rendezvous server hosts it until its
     process ends.
 
     Raises:
-        InvalidArgument: gradients were handed over and never reduced, because their backward pass was not ended with
-            flush() or `with callback.backward()`; or a done-callback called a collective, and no call has raised that
-            error yet. Also after this error and those below, the group has been left.
+        InvalidArgument: gradsync has never reduced some gradients, because the program did not end their backward pass
+            with flush() or `with callback.backward()`; or a done-callback called a collective, and no call has raised
+            the error of this yet. This rank has left the process group even if this error or one of the errors below is
+            raised.
         RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
     """
     global _settings
@@ -194,7 +198,7 @@ def destroy_process_group() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether the process group is initialised: after init_process_group(), until destroy_process_group()."""
+    """Returns whether there is a process group: after init_process_group(), until destroy_process_group()."""
     return get_world() is not None
 
 
@@ -208,13 +212,13 @@ def get_communicator() -> Communicator:
 
 
 def new_group(ranks: Iterable[int]) -> Communicator | NonMember:
-    """Makes a group of some ranks of the world: `gs.get_communicator().new_group(ranks)`, see there.
+    """Makes a group of some ranks of the world; see Communicator.new_group().
 
     Args:
-        ranks: the members' numbers in the world, in any order.
+        ranks: the members' ranks in the world, in any order.
 
     Returns:
-        The group; on a rank that is not a member a NonMember, which is false.
+        The communicator of the group; on a rank that is not a member, a NonMember, which is false.
 
     Raises:
         InvalidArgument: the process group is not initialised, or a rank does not exist.
@@ -224,27 +228,27 @@ def new_group(ranks: Iterable[int]) -> Communicator | NonMember:
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several ranks."""
+    """Returns whether this process is one of several ranks."""
     communicator = get_world()
     return communicator is not None and communicator.world_size > 1
 
 
 def group_barrier(communicator: Communicator | None = None) -> None:
-    """Waits until every rank has called it; returns at once if the process group is not initialised.
+    """Waits until every rank has called this function; returns at once without a process group.
 
     Args:
-        communicator: the communicator; None is the world's.
+        communicator: the communicator of the ranks; None means the world's.
 
     Raises:
         InvalidArgument: `communicator` is not a communicator.
-        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     if communicator is not None or get_world() is not None:
         group_or_world(communicator, "group_barrier", "communicator").barrier()
 
 
 def place_on_machine() -> tuple[int, int]:
-    """Returns local rank and local world size from the launcher's variables.
+    """Returns this process's local rank and local world size, from the launcher's variables.
 
     Raises:
         InvalidArgument: the process group is not initialised.
@@ -255,19 +259,20 @@ def place_on_machine() -> tuple[int, int]:
 
 
 def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorates a function with a barrier after it, for example for a download of data or for a checkpoint.
+    """Decorates a function so that all ranks wait for each other after it, for example after a download of data.
 
     Every rank must call the decorated function. With one rank, or without a process group, there is no barrier. If the
-    function raises, this rank does not wait; the others get an error when the process group ends.
+    function raises an exception, this rank does not wait, and the other ranks get an error when this rank leaves the
+    process group.
 
     Args:
-        func: any function.
+        func: the function to decorate.
 
     Returns:
         The decorated function; it returns the result of `func`.
 
     Raises:
-        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: from the barrier.
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: the barrier failed.
     """
 
     @wraps(func)
@@ -284,9 +289,10 @@ def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 def override_backend(name: str) -> Iterator[Communicator | None]:
     """Replaces the world's backend within a `with` block.
 
-    Before init_process_group() the name replaces "auto". Afterwards every rank must enter the block; inside it,
-    gs.WORLD, gs.get_communicator() and `group=None` mean the world's ranks over that backend. Their communicator is
-    made in the first such block, and kept until destroy_process_group(). Blocks may be nested.
+    If the block contains init_process_group(), the name replaces "auto" there. If the process group exists already,
+    every rank must enter the block. Inside the block, gs.WORLD, gs.get_communicator() and `group=None` then mean a
+    communicator of all ranks over the named backend. gradsync makes this communicator in the first such block, and
+    keeps it until destroy_process_group(). Blocks may be nested.
 
     Args:
         name: "nccl", "shm", "mpi" or "local".
@@ -296,8 +302,9 @@ def override_backend(name: str) -> Iterator[Communicator | None]:
 
     Raises:
         InvalidArgument: the backend is unknown, or is "local" for several ranks.
-        BackendUnavailable: the backend cannot join these ranks; raised on all of them. The process group stays usable.
-        CommunicatorClosed: the communicator of an earlier block was closed or aborted, or has failed.
+        BackendUnavailable: the backend cannot connect these ranks. All of them raise this error, and the process group
+            stays usable.
+        CommunicatorClosed: an earlier block has made the communicator, but it was closed or aborted, or has failed.
         BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: connecting failed after the ranks had agreed on
             the backend; then the process group has failed.
     """
@@ -308,7 +315,7 @@ def override_backend(name: str) -> Iterator[Communicator | None]:
 
 
 def world_attribute() -> Communicator:
-    """Returns gs.WORLD; raises AttributeError if there is none, so that hasattr() and inspection work."""
+    """Returns gs.WORLD. Without a process group, raises AttributeError, which hasattr() needs."""
     communicator = get_world()
     if communicator is None:
         raise AttributeError("gs.WORLD exists only between gs.init_process_group() and gs.destroy_process_group()")
@@ -327,7 +334,7 @@ def _read_settings(
     allow_shared_gpu: bool,
     debug: bool | None,
 ) -> tuple[WorldSettings, str]:
-    """Returns the checked arguments of init_process_group(), completed from the environment, and the backend."""
+    """Checks the arguments of init_process_group(), completes them from variables, and returns them and the backend."""
     if backend not in BACKENDS:
         raise InvalidArgument(unknown_backend(backend))
     if backend == "auto":
@@ -338,7 +345,7 @@ def _read_settings(
         if not is_number(value) or not value > 0:
             raise InvalidArgument(f"{name} needs to be a number of seconds above 0, got {value!r}")
     place = _find_place(backend, rank, world_size, address)
-    if place.local_rank == 0:  # once on each machine
+    if place.local_rank == 0:  # one warning on each machine is enough
         warn_of_unknown_variables()
     settings = WorldSettings(
         place,
@@ -353,9 +360,11 @@ def _read_settings(
 
 
 def _find_place(backend: str, rank: int | None, world_size: int | None, address: str | None) -> RankEnvironment:
-    """Returns this process's rank environment, from the arguments or the environment."""
+    """Returns this process's rank environment, from the arguments of init_process_group() or from variables."""
     if (rank is None) != (world_size is None):
-        raise InvalidArgument(f"rank and world_size need each other, got rank={rank!r}, world_size={world_size!r}")
+        raise InvalidArgument(
+            f"rank and world_size must be given together, got rank={rank!r}, world_size={world_size!r}"
+        )
     environment = read_environment()
     if rank is None or world_size is None:
         return _place_without_launcher(backend, address) if environment is None else environment
@@ -377,7 +386,7 @@ def _place_without_launcher(backend: str, address: str | None) -> RankEnvironmen
     if backend == "mpi":
         from gradsync.communicators.mpi.mpi_job import mpi_place
 
-        place = mpi_place()  # for a launcher whose variables we do not know
+        place = mpi_place()  # the launcher may have variables that gradsync does not know
         if place is not None:
             return place
         raise InvalidArgument(
@@ -393,21 +402,21 @@ def _place_without_launcher(backend: str, address: str | None) -> RankEnvironmen
 def _agree_and_connect(
     where: str, client: RendezvousClient, agree: Callable[[], str], connect_over: Callable[[str], Communicator]
 ) -> Communicator:
-    """Makes a communicator over the backend that all ranks agree on; reports a failure of this rank to the others."""
+    """Calls `agree`, then `connect_over` with its result; reports a failure of this rank to the other ranks."""
     have_agreed = False
     try:
         backend = agree()
         have_agreed = True
         return connect_over(backend)
     except BaseException as error:
-        # Until the ranks have agreed, these two errors are raised on all ranks.
+        # Before the ranks have agreed, all ranks raise these two errors, so no rank needs a report.
         if have_agreed or not isinstance(error, InvalidArgument | BackendUnavailable):
             client.report_failure(f"in {where}: {describe(error)}", culprit=culprit_of(error))
         raise
 
 
 def _world_over(backend: str) -> Communicator | None:
-    """Returns the world's communicator over a backend; all ranks make it at the first use. None without a world."""
+    """Returns the world's communicator over a backend, made by all ranks at its first use; None without a world."""
     world, settings = get_initial_world(), _settings
     if world is None or settings is None or world.backend == backend:
         return world
@@ -416,7 +425,8 @@ def _world_over(backend: str) -> Communicator | None:
         sibling = _siblings[backend] = _connect_sibling(backend, world, settings)
         sibling._tree = world._tree
         world._tree.add(sibling)
-    # An ended communicator is not made again: a rank that does not know yet that it has ended would not join.
+    # gradsync does not replace a closed communicator, because ranks that do not know yet that it is closed would not
+    # take part.
     if sibling.closed:
         raise CommunicatorClosed(
             f"{world.label}: override_backend({backend!r}): its communicator cannot be used any more: "
@@ -433,7 +443,7 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
                 f"{world.label}: override_backend('local') needs a world of one rank, this one has {world.world_size}"
             )
         return connect(backend, None, settings, backend)
-    if _client is None and world.closed:  # e.g. in the child of a fork, which must not join as this rank
+    if _client is None and world.closed:  # e.g. in a forked child, which must not join with its parent's rank
         raise CommunicatorClosed(f"{world.label}: override_backend({backend!r}): {world._lifetime.ended_because}")
     from gradsync.communicators.groups import whom
 
@@ -478,10 +488,10 @@ def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
 
 
 def _destroy_because_of(error: BaseException | None) -> None:
-    """Ends the group at the end of its `with` block; `error` has ended the block, or None."""
+    """Ends the process group at the end of its `with` block; `error` is the exception that ended the block, or None."""
     communicator = get_initial_world()
     try:
-        # PlanMismatch is raised on every rank already.
+        # All ranks have raised PlanMismatch already, so no rank needs a report.
         if error is not None and not isinstance(error, PlanMismatch) and _client is not None:
             reason, culprit = describe(error), culprit_of(error)
             if communicator is not None:
@@ -489,7 +499,7 @@ def _destroy_because_of(error: BaseException | None) -> None:
             _client.report_failure(reason, culprit=culprit)
             dump_at_exception(error)
     finally:
-        with contextlib.suppress(*([] if error is None else [GradsyncError])):  # only the first error is raised
+        with contextlib.suppress(*([] if error is None else [GradsyncError])):  # raises only the first error
             destroy_process_group()
 
 
@@ -501,7 +511,7 @@ def _leave() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leaves at interpreter exit; reports an uncaught exception to the other ranks."""
+    """Leaves the process group at interpreter exit, and reports an uncaught exception to the other ranks."""
     try:
         report_forgotten_at_exit()
         try:
@@ -520,7 +530,7 @@ def _leave_at_exit() -> None:
 
 
 def _forget_after_fork() -> None:
-    """Closes the copies of descriptors in the child of a fork: they would hide the parent's death from other ranks."""
+    """Closes the copies of connections in a forked child: they would hide the parent's death from other ranks."""
     global _client, _rendezvous
     client, _client = _client, None
     rendezvous, _rendezvous = _rendezvous, None

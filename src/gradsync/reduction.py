@@ -1,7 +1,7 @@
 """Reductions: the operators, the dtypes that they support, and their reference implementation in NumPy.
 
-Pure arithmetic on host arrays, without communication. The shared-memory backend reduces with `reduce_into`; the tests
-compare every backend with it and with float64 NumPy.
+This module computes with host arrays, and does not communicate. The shared-memory backend reduces with `reduce_into`.
+The tests compare every backend with `reduce_into` and with NumPy's float64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ else:  # importing numpy.typing would take time at every start
 
 
 class ReduceOp(str, enum.Enum):
-    """The operators that reduce the values of all ranks to one, element by element."""
+    """An operator that reduces the arrays of all ranks to one array, element by element."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -35,7 +35,7 @@ class ReduceOp(str, enum.Enum):
 
     @classmethod
     def parse(cls, value: str | ReduceOp) -> ReduceOp:
-        """Returns the operator with this name, in upper or lower case.
+        """Returns the operator with a name, which may be in upper or lower case.
 
         Raises:
             InvalidArgument: no operator has this name.
@@ -56,10 +56,10 @@ def _find(value: object) -> ReduceOp | None:
 
 
 def parse_reduce_method(value: str | ReduceOp) -> ReduceOp:
-    """Returns the operator for gradients: "sum" or "mean", in upper or lower case.
+    """Returns the operator for gradients from its name: "sum" or "mean", in upper or lower case.
 
     Raises:
-        InvalidArgument: any other value.
+        InvalidArgument: the value is neither "sum" nor "mean".
     """
     op = _find(value)
     if op is not ReduceOp.SUM and op is not ReduceOp.MEAN:
@@ -68,12 +68,12 @@ def parse_reduce_method(value: str | ReduceOp) -> ReduceOp:
 
 
 class Wire(NamedTuple):
-    """The form in which the values of a list travel; their results are converted back.
+    """How gradsync converts the arrays of a list before their reduction. It converts the results back.
 
     Attributes:
-        dtype: the dtype in which the values travel and are reduced.
-        prescale: the factor of the values before the reduction.
-        postscale: the factor of the results.
+        dtype: the dtype in which gradsync sends and reduces the values.
+        prescale: the factor by which gradsync multiplies the values before the reduction.
+        postscale: the factor by which gradsync multiplies the results.
     """
 
     dtype: np.dtype[Any]
@@ -93,16 +93,17 @@ OPERATIONS_BY_DTYPE: dict[str, frozenset[ReduceOp]] = {
     "bool": frozenset({ReduceOp.MIN, ReduceOp.MAX}),
 }
 
-# Half precision is accumulated in float32, so that a sum over many ranks rounds once.
+# gradsync adds values of half precision in float32, so that it rounds a sum over many ranks only once.
 _HALF_PRECISION = ("float16", "bfloat16")
 _FLOAT32 = np.dtype(np.float32)
 
-# Half precision is reduced in blocks of this size, whose float32 values stay in a core's second cache.
+# gradsync reduces arrays of half precision in blocks of this size, because their float32 values fit into a core's L2
+# cache.
 _BLOCK_ELEMENTS = 2**16
 
 
 class _Block(threading.local):
-    """This thread's memory for one block in float32."""
+    """Memory of one thread for one block in float32."""
 
     def __init__(self) -> None:
         self.total = np.empty(_BLOCK_ELEMENTS, np.float32)
@@ -122,7 +123,7 @@ def _maximum_into(first: Array, second: Array, out: Array) -> None:
     np.maximum(first, second, out=out)
 
 
-# The ufunc that reduces two values to one; a mean is divided afterwards.
+# For each operator, the ufunc that reduces two values to one. gradsync divides a mean afterwards.
 _UFUNCS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
@@ -130,8 +131,8 @@ _UFUNCS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
 }
-# The same for calls as (first, second, out), which take a third less time than with `out=`. NumPy 2.4 and later warn
-# about such calls of np.minimum and np.maximum.
+# The same functions for calls with the positional arguments (first, second, out), which take a third less time than
+# calls with `out=`. NumPy 2.4 and later warn about such calls of np.minimum and np.maximum.
 _UFUNCS_INTO = {**_UFUNCS, ReduceOp.MIN: _minimum_into, ReduceOp.MAX: _maximum_into}
 
 
@@ -161,8 +162,8 @@ def dtype_of(name: str) -> np.dtype[Any]:
     """Returns the dtype with this name.
 
     Raises:
-        TypeError: there is none.
-        InvalidArgument: "bfloat16", and ml_dtypes is not installed.
+        TypeError: there is no such dtype.
+        InvalidArgument: the name is "bfloat16", and ml_dtypes is not installed.
     """
     try:
         return np.dtype(name)
@@ -170,7 +171,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
         if name != "bfloat16":
             raise
     try:
-        import ml_dtypes  # adds the name to NumPy
+        import ml_dtypes  # the import adds bfloat16 to NumPy
     except ImportError:
         raise InvalidArgument("bfloat16 in NumPy needs ml_dtypes: pip install ml_dtypes") from None
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
@@ -179,19 +180,19 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 @lru_cache(maxsize=64)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Returns dtype.name; cached, because NumPy takes several microseconds for it each time."""
+    """Returns dtype.name from a cache, because NumPy takes several microseconds to compute it."""
     return str(dtype.name)
 
 
 @lru_cache(maxsize=64)
 def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype in which values of `dtype` are added up."""
+    """Returns the dtype in which gradsync adds values of `dtype`."""
     return _FLOAT32 if dtype.name in _HALF_PRECISION else dtype
 
 
 @lru_cache(maxsize=64)
 def product_dtype(first: np.dtype[Any], second: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype for products of values of the first dtype with results of the second: float32 or wider."""
+    """Returns the dtype in which to multiply an array of the first dtype into one of the second: float32 or wider."""
     return np.promote_types(accumulation_dtype(first), accumulation_dtype(second))
 
 
@@ -199,23 +200,23 @@ Reduce = Callable[[Sequence[Array], Array], None]
 
 
 def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array) -> None:
-    """Reduces the contributions, in the given order, into `out`.
+    """Reduces the arrays of all ranks, in the given order, into `out`.
 
-    The order of the operands is fixed, so equal contributions give the same bits every time, on every rank. Half
-    precision is added up in float32, divided there for a mean, and rounded once.
+    The order of the operands is fixed, so equal contributions give the same bits every time, on every rank. For half
+    precision, the function computes in float32, and rounds the result once.
 
     Args:
         op: an operator that check_operation has accepted for the dtype.
-        contributions: one array for each rank, in rank order, all of one shape and dtype; only the first or the second
-            may be `out` itself.
-        out: contiguous array for the result, of the same shape and dtype.
+        contributions: one array of each rank, in rank order, all with the same shape and dtype. Only the first or the
+            second may be `out` itself.
+        out: a contiguous array for the result, with the same shape and dtype.
     """
     reduction_of(op, out.dtype, len(contributions))(contributions, out)
 
 
 @lru_cache(maxsize=256)
 def reduction_of(op: ReduceOp, dtype: np.dtype[Any], count: int) -> Reduce:
-    """Returns the function that does the work of `reduce_into` for `count` contributions of a dtype."""
+    """Returns the function with which `reduce_into` reduces `count` arrays of a dtype."""
     if accumulation_dtype(dtype) != dtype:
         return partial(_reduce_halves, op)
     ufunc, divides = _UFUNCS_INTO[op], op is ReduceOp.MEAN
@@ -234,7 +235,7 @@ def reduction_of(op: ReduceOp, dtype: np.dtype[Any], count: int) -> Reduce:
 
 
 def _reduce_halves(op: ReduceOp, contributions: Sequence[Array], out: Array) -> None:
-    """Reduces half precision, block by block."""
+    """Reduces arrays of half precision in float32, block by block."""
     ufunc, out = _UFUNCS[op], out.reshape(-1)
     flats = [contribution.reshape(-1) for contribution in contributions]
     for begin in range(0, out.size, _BLOCK_ELEMENTS):
@@ -252,19 +253,19 @@ def _reduce_halves(op: ReduceOp, contributions: Sequence[Array], out: Array) -> 
 
 
 def divide_into(values: Array, count: int, out: Array) -> None:
-    """Divides by the number of ranks; multiplies instead, which is several times faster, if the bits are the same.
+    """Divides values by the number of ranks. Multiplies instead, several times faster, if the result has the same bits.
 
     Args:
-        values: floating or complex array; a complex array must be contiguous.
-        count: number of ranks.
-        out: array for the quotients; may be `values`.
+        values: a floating or complex array. A complex array must be contiguous.
+        count: the number of ranks.
+        out: the array for the quotients, which may be `values` itself.
     """
     function, arguments = division_call(values, count, out)
     function(*arguments)
 
 
 def division_call(values: Array, count: int, out: Array) -> Call:
-    """Returns the call of `divide_into`."""
+    """Returns the function that `divide_into` calls, and its arguments."""
     part = part_dtype(values.dtype)
     if part is not values.dtype:
         values, out = values.reshape(-1).view(part), out.reshape(-1).view(part)
@@ -274,9 +275,9 @@ def division_call(values: Array, count: int, out: Array) -> Call:
 
 @lru_cache(maxsize=64)
 def _division(dtype: np.dtype[Any], count: int) -> tuple[Callable[..., Any], Array]:
-    """Returns the ufunc and its second operand that divide values of a floating dtype by `count`.
+    """Returns the ufunc that divides values of a floating dtype by `count`, and its second operand.
 
-    The operand is a 0-d array, because NumPy would convert a scalar in each call, for 0.2 us.
+    The operand is a 0-d array, because NumPy would convert a scalar in each call, which takes 0.2 us.
     """
     by_multiplication = _is_power_of_two(count)
     operand = np.array(1.0 / count if by_multiplication else count, dtype)
@@ -285,12 +286,12 @@ def _division(dtype: np.dtype[Any], count: int) -> tuple[Callable[..., Any], Arr
 
 
 def part_pairs(source: Any, out: Any) -> list[tuple[Any, Any]]:
-    """Returns the real and imaginary parts of two complex arrays as pairs; real arrays as one pair.
+    """Returns pairs of real views of two complex arrays, or the arrays themselves if they are real.
 
-    The parts are multiplied separately, because infinity times a complex number is NaN.
+    gradsync multiplies real and imaginary parts separately, because infinity times a complex number is NaN.
 
     Args:
-        source, out: NumPy or CuPy arrays of one shape; both complex, or both real.
+        source, out: NumPy or CuPy arrays of the same shape, which are both complex or both real.
     """
     part, out_part = part_dtype(source.dtype), part_dtype(out.dtype)
     if part is source.dtype:
@@ -302,9 +303,9 @@ def part_pairs(source: Any, out: Any) -> list[tuple[Any, Any]]:
 
 @lru_cache(maxsize=64)
 def part_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype of the real and imaginary parts of a complex dtype; any other dtype unchanged.
+    """Returns the dtype of the real and imaginary parts of a complex dtype. Returns any other dtype unchanged.
 
-    Complex numbers are divided part by part, because infinity divided by a complex number is NaN.
+    gradsync divides real and imaginary parts separately, because infinity divided by a complex number is NaN.
     """
     return np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype
 

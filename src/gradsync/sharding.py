@@ -11,7 +11,7 @@ from gradsync.communicators.world import get_world, group_or_world
 from gradsync.errors import InvalidArgument
 
 _UNEVEN = ("pad", "drop", "keep")
-_MAX_SAMPLES = 2**59  # an array cannot hold the order of more
+_MAX_SAMPLES = 2**59  # an array cannot hold the indices of more samples
 
 
 def shard_indices(
@@ -23,28 +23,31 @@ def shard_indices(
     uneven: str = "pad",
     communicator: Communicator | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Returns this rank's sample indices of an epoch. It does not communicate, and works before init_process_group().
+    """Returns the indices of this rank's samples in an epoch. Needs no communication, and no init_process_group().
 
-    Rank r gets every world_size-th sample of a common order, from the r-th on; so the ranks together have every sample.
-    The order depends only on `n`, `seed` and `epoch`: it is the same for any number of ranks and any version of NumPy.
+    All ranks put the samples into the same order. Rank r gets the samples at positions r, r + world_size, r + 2 *
+    world_size and so on. So the ranks together have every sample (see `uneven`). The order depends only on `n`, `seed`
+    and `epoch`: it is the same for any number of ranks and any version of NumPy.
 
     Args:
-        n: number of samples in the data set; may be less than the number of ranks.
+        n: the number of samples in the data set. It may be less than the number of ranks.
         epoch: the epoch, 0 or more; each epoch has its own order.
         seed: the training's seed, 0 or more; the same on all ranks.
-        shuffle: False keeps the data set's own order.
-        uneven: if `n` is not a multiple of the number of ranks: "pad" repeats samples from the beginning of the order;
-            "drop" leaves out the last samples; "keep" gives the first ranks one sample more (see
-            AllreduceCallback.join).
-        communicator: None is the world's; before init_process_group() a world of one.
+        shuffle: whether to shuffle the samples. False keeps the order of the data set.
+        uneven: the rule for an `n` that is not a multiple of the number of ranks. "pad" repeats samples from the
+            beginning of the order, "drop" leaves out the last samples, and "keep" gives the first ranks one sample more
+            (see AllreduceCallback.join).
+        communicator: the communicator of the ranks. None means the world's, or a world of one rank before
+            init_process_group().
 
     Returns:
-        The indices, 1-D int64, in the order of use. Ranks share no index, but for padding.
+        The indices in the order of use, as a 1-D int64 array. Two ranks have the same index only because of padding.
 
     Raises:
-        InvalidArgument: not an integer of 0 or more, too large, or an unknown word for `uneven`.
+        InvalidArgument: a number is not an integer of 0 or more, `n` is too large, or `uneven` is not one of its three
+            values.
 
-    Source: the division of torch.utils.data.DistributedSampler.
+    Source: torch.utils.data.DistributedSampler divides the samples in the same way.
     """
     n, epoch, seed = _natural("n", n), _natural("epoch", epoch), _natural("seed", seed)
     if n > _MAX_SAMPLES:
@@ -57,12 +60,12 @@ def shard_indices(
         order = np.resize(order, -(-n // world_size) * world_size)
     elif uneven == "drop":
         order = order[: n // world_size * world_size]
-    mine: npt.NDArray[np.int64] = order[rank::world_size].copy()  # the order of all samples need not stay in memory
+    mine: npt.NDArray[np.int64] = order[rank::world_size].copy()  # the whole order need not stay in memory
     return mine
 
 
 def _shuffled(n: int, epoch: int, seed: int) -> npt.NDArray[np.int64]:
-    """Returns a permutation from random bits: NumPy never changes those, but may change Generator.permutation().
+    """Returns a random permutation. NumPy never changes the bits of PCG64, but may change Generator.permutation().
 
     Source: NumPy's NEP 19, "Random number generator policy".
     """
@@ -79,7 +82,7 @@ def _natural(name: str, value: int) -> int:
 
 
 def _place(communicator: Communicator | None) -> tuple[int, int]:
-    """Returns this process's rank, and the number of ranks."""
+    """Returns this process's rank and the number of ranks."""
     if communicator is None and get_world() is None:
         return 0, 1
     communicator = group_or_world(communicator, "shard_indices", "communicator")
