@@ -71,8 +71,8 @@ def refuse_words(
         who: the function's name, for the error.
         given: the unknown arguments, by name.
         known: the names of the function's arguments.
-        removed: advice for each argument that earlier versions had, by the name of the argument.
-        foreign: the equivalent argument of the function for each argument of other systems, by the other system's name.
+        removed: a mapping of arguments that earlier versions had to advice for users.
+        foreign: a mapping of argument names in other systems to the function's own argument names.
 
     Raises:
         InvalidArgument: an earlier version of the function had the argument.
@@ -146,7 +146,7 @@ def check_address(text: str, name: str = "address") -> str:
 
 
 def join_address(host: str, port: int) -> str:
-    """Joins host and port to an address: the inverse of `parse_address`."""
+    """Returns the address for a host and a port: the inverse of `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -46,7 +46,7 @@ class BackendModule(Protocol):
         """
 
     def offer(self, settings: WorldSettings, /) -> str:
-        """Checks, after the ranks have joined, that this rank can use the backend, as far as it can know this alone.
+        """Checks, after the ranks have joined, that this rank can use the backend, as far as one rank can know.
 
         Returns:
             The identity of the GPU that this rank will use, so that rank 0 can see whether two ranks have the same GPU;
@@ -57,7 +57,7 @@ class BackendModule(Protocol):
         """
 
     def connect(self, client: Any, settings: WorldSettings, group: str, /) -> Backend:
-        """Connects the ranks of a RendezvousClient, and returns their backend. All of them pass the same `group`.
+        """Connects the ranks of a RendezvousClient, and returns their backend. All ranks pass the same `group`.
 
         Args:
             client: the rendezvous client of the ranks; None for a world of one rank.
@@ -155,13 +155,13 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
         for rank, (its_wanted, debug, _) in enumerate(offer.split("\n", 2) for offer in offers):
             if debug != str(settings.debug):
                 raise InvalidArgument(
-                    f"rank 0 has debug={settings.debug}, rank {rank} has debug={debug}: all ranks need the same, by "
-                    f"init_process_group or {DEBUG}"
+                    f"rank 0 has debug={settings.debug}, rank {rank} has debug={debug}: all ranks need the same "
+                    f"value, set by init_process_group or {DEBUG}"
                 )
             if its_wanted != wanted:
                 raise InvalidArgument(
-                    f"rank {rank} asks for backend {its_wanted!r}, rank 0 for {wanted!r}: all ranks need the same, by "
-                    f"init_process_group or {BACKEND}"
+                    f"rank {rank} asks for backend {its_wanted!r}, rank 0 for {wanted!r}: all ranks need the same "
+                    f"value, set by init_process_group or {BACKEND}"
                 )
         if wanted != "auto":
             return f"{wanted}\nasked for"

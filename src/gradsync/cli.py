@@ -43,7 +43,7 @@ class _Commands(click.Group):
                 raise
             example = "For example: gradsync run -n 2 train.py"
             raise click.MissingParameter(example, error.ctx, error.param) from None
-        except KeyboardInterrupt:  # while no supervisor handles it; click would exit with 1
+        except KeyboardInterrupt:  # click would exit with 1 if no supervisor handles Ctrl-C
             sys.exit(128 + signal.SIGINT)
 
 
@@ -98,7 +98,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     envvar=BACKEND,
     show_default=True,
     show_envvar=True,
-    help="How data moves: shm on one host, nccl with a GPU for each rank; mpi needs mpiexec.",
+    help="Backend of the collectives: shm on one host, nccl if each rank has a GPU, mpi under mpiexec.",
 )
 @click.option(
     "--max-restarts",
@@ -153,7 +153,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--secret-file",
     metavar="FILE",
-    help=f"File of mode 0600 with the secret that all machines share; - reads a line of standard input.  "
+    help=f"File of mode 0600 with the secret that all machines share, or - for a line of standard input.  "
     f"[default: {SECRET_FILE}]",
 )
 @click.option(
@@ -179,7 +179,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     "--trace",
     "trace_dir",
     metavar="DIR",
-    help="Directory where each rank writes, when it ends, the times of its packing and reducing; for gradsync trace.",
+    help="Directory for files that show when each rank packed and reduced its buckets; for gradsync trace.",
 )
 @click.option(
     "--debug",
@@ -205,7 +205,7 @@ def run(context: click.Context, /, **options: Any) -> None:
 
 
 @main.command(
-    short_help="Shows in dumps where ranks differ or wait, and makes a Chrome trace.",
+    short_help="Shows from dumps where ranks differ or wait, and makes a Chrome trace.",
     epilog="""\b
 Examples:
   gradsync run -n 2 --dump-dir dumps train.py       a failure leaves a dump of each rank in dumps
@@ -277,7 +277,7 @@ def doctor(**options: Any) -> None:
 @click.option(
     "--secret-file",
     metavar="FILE",
-    help="File with the secret of the run, with mode 0600; - reads a line of standard input.  [required]",
+    help="File of mode 0600 with the secret of the run, or - for a line of standard input.  [required]",
 )
 def serve(world_size: int, host: str, port: int, secret_file: str | None) -> None:
     """Runs a rendezvous server by itself, for ranks that gradsync did not start.

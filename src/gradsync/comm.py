@@ -51,7 +51,10 @@ def get_local_rank() -> int:
 
 
 def get_local_size() -> int:
-    """Returns the number of ranks on this machine; 1 without a process group. See get_local_rank() for its source."""
+    """Returns the number of ranks on this machine; 1 without a process group.
+
+    The number has the same source as the result of get_local_rank().
+    """
     group = _local_group()
     if group is not None:
         return group.world_size
@@ -59,7 +62,7 @@ def get_local_size() -> int:
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Makes one group for each machine, of the ranks on it. Every rank must call it, with the same number.
+    """Makes a group of the ranks on each machine. Every rank must call it, with the same number.
 
     The ranks of a machine must be consecutive, as launchers number them: 0 to n - 1 are on the first machine, the next
     n ranks are on the second. A second call with the same number does nothing.
@@ -76,7 +79,7 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
     who = f"rank {rank}/{world_size}: create_local_process_group"
     if n is None or n < 1 or world_size % n:
         raise InvalidArgument(
-            f"{who} needs the number of ranks on each machine, which divides the world size {world_size}, "
+            f"{who} needs a number of ranks per machine that divides the world size {world_size}, "
             f"got {num_workers_per_machine!r}"
         )
     made = _local_group()

@@ -92,7 +92,7 @@ def parse_secret(origin: str, text: str) -> bytes:
 
     Args:
         origin: the variable or file that contains the secret. The error names it, but never quotes the secret.
-        text: the hexadecimal digits. White space around them is ignored.
+        text: the hexadecimal digits. White space before and after the digits is ignored.
 
     Raises:
         InvalidArgument: the text is not hexadecimal, or the secret is too short.
@@ -117,7 +117,7 @@ def _secret_of_file(_name: str, path: str) -> bytes:
 
 
 class Variable(str, Generic[T]):
-    """An environment variable of gradsync: its name, which is a str, with a parser for its value.
+    """An environment variable of gradsync: a str with the name, and a parser for the value.
 
     Attributes:
         default: the value if the variable is not set.
@@ -152,38 +152,39 @@ RANK = Variable(
     "GRADSYNC_RANK",
     _integer(0),
     None,
-    "This process's rank, from 0 to world size - 1. gradsync's launcher sets it, and sets RANK to the same value.",
+    "This process's rank, from 0 to world size - 1. gradsync's launcher sets it, together with RANK.",
 )
 WORLD_SIZE = Variable(
     "GRADSYNC_WORLD_SIZE",
     _integer(1),
     None,
-    "Number of ranks in the run. gradsync's launcher sets it, like WORLD_SIZE.",
+    "Number of ranks in the run. gradsync's launcher sets it, together with WORLD_SIZE.",
 )
 LOCAL_RANK = Variable(
     "GRADSYNC_LOCAL_RANK",
     _integer(0),
     None,
-    "This process's rank on its machine, from 0. gradsync's launcher sets it, like LOCAL_RANK.",
+    "This process's rank on its machine, from 0. gradsync's launcher sets it, together with LOCAL_RANK.",
 )
 LOCAL_WORLD_SIZE = Variable(
     "GRADSYNC_LOCAL_WORLD_SIZE",
     _integer(1),
     None,
-    "Number of ranks on this machine. gradsync's launcher sets it, like LOCAL_WORLD_SIZE.",
+    "Number of ranks on this machine. gradsync's launcher sets it, together with LOCAL_WORLD_SIZE.",
 )
 ADDRESS = Variable("GRADSYNC_ADDRESS", _address, None, "host:port of the rendezvous server.")
 HOSTED = Variable(
     "GRADSYNC_HOSTED",
     _switch,
     False,
-    '"1" if a server of `gradsync run` or `gradsync serve` runs at GRADSYNC_ADDRESS. Then rank 0 starts no server.',
+    '"1" if a server of gradsync\'s launcher or of `gradsync serve` runs at GRADSYNC_ADDRESS. Then rank 0 starts no '
+    "server.",
 )
 START = Variable(
     "GRADSYNC_START",
     _text,
     None,
-    "Name of the start or restart that made this rank, if the launchers of several machines use one server.",
+    "Name of the start or restart to which this rank belongs, if the launchers of several machines use one server.",
 )
 BACKEND = Variable(
     "GRADSYNC_BACKEND",
@@ -216,13 +217,13 @@ STATE_DIR = Variable(
     "GRADSYNC_STATE_DIR",
     _text,
     None,
-    "Directory that is kept at a restart, for the checkpoints from which a script resumes.",
+    "Directory for checkpoints, which is kept when ranks restart.",
 )
 COLLECTIVE_TIMEOUT_SECONDS = Variable(
     "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS",
     _seconds,
     None,
-    "Seconds that a collective waits for a rank. It overrides the script's value, for example for use with a debugger.",
+    "Seconds that a collective waits for a rank. This value overrides that of the script, for example for a debugger.",
 )
 LOG = Variable(
     "GRADSYNC_LOG", _log_level, None, "Level of the `gradsync` logger: debug, info, warning, error or critical."
@@ -244,14 +245,14 @@ TRACE = Variable(
     "GRADSYNC_TRACE",
     _text,
     None,
-    "Folder for traces. Each rank writes, when it ends, when its collectives packed, waited, reduced and split.",
+    "Folder for traces. The files show when the collectives of each rank packed, waited, reduced and split.",
 )
 DEBUG = Variable(
     "GRADSYNC_DEBUG",
     _switch,
     False,
-    '"1" makes ranks check before each collective that all call the same one, and detects writes to gradients that '
-    "gradsync is reducing.",
+    '"1" makes ranks check before each collective that all ranks call the same one, and detects writes to '
+    "gradients that gradsync is reducing.",
 )
 
 #: All variables, in the order of the documentation.
@@ -276,7 +277,7 @@ _warned: set[str] = set()
 def refused_variables(
     environ: Mapping[str, str] = os.environ, variables: Iterable[Variable[object]] = VARIABLES
 ) -> Iterator[tuple[str, InvalidArgument]]:
-    """Yields the name and error of each removed variable that is set, and of each invalid one of `variables`."""
+    """Yields name and error of each removed variable that is set, and of each of `variables` with an invalid value."""
     for name, advice in _REMOVED.items():
         if value_of(environ, name) is not None:
             yield name, InvalidArgument(f"{name} is set, but {advice}")
@@ -302,7 +303,7 @@ def describe_unknown(meant: str | None) -> str:
 
 
 def check_removed_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """Checks that no variable is set that only earlier versions of gradsync had.
+    """Checks that no variable is set that gradsync has removed.
 
     Raises:
         InvalidArgument: a removed variable is set; the text has advice.
@@ -339,7 +340,7 @@ def _warn(text: str) -> None:
 
 
 def _nearest_variable(name: str) -> str | None:
-    """Returns the variable that the user probably meant: similar in spelling or words, or longer or shorter."""
+    """Returns the variable that is most similar to an unknown one; None if none is similar."""
     from difflib import get_close_matches  # imported here: hardly any process needs it
 
     def has_words_like(known: str) -> bool:
@@ -396,8 +397,8 @@ class RankEnvironment(NamedTuple):
             for variables, "MPI" for a query to MPI, and "arguments" for arguments or a process without a launcher.
         run_name: the name of the run on this machine, if all ranks are on it and mpiexec or srun has set no address;
             otherwise None.
-        start: the name of the start or restart that made this rank, if several launchers use one server; otherwise
-            None.
+        start: the name of the start or restart to which this rank belongs, if several launchers use one server;
+            otherwise None.
     """
 
     rank: int
@@ -447,17 +448,17 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
     | 4 | mpiexec of MPICH or Intel MPI (PMI) | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
     | 5 | srun (Slurm) | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID` |
 
-    If several of the launchers 1 to 4 have set their variables, all must give the same rank and world size. Otherwise
-    one launcher has inherited the variables of another one, and gradsync cannot know which of them is right. There are
-    two exceptions. All processes of a Slurm step inherit Slurm's variables, so gradsync uses them only if no other
-    launcher has set its variables, or to add what that launcher has not set. If mpiexec has started torchrun's agents,
-    one on each machine, gradsync uses torchrun's variables.
+    If several of the first four launchers have set their variables, all must give the same rank and world size.
+    Otherwise one launcher has inherited the variables of another one, and gradsync cannot know which of them is right.
+    There are two exceptions. All processes of a Slurm step inherit Slurm's variables, so gradsync uses them only if no
+    other launcher has set its variables, or to add what that launcher has not set. If mpiexec has started torchrun's
+    agents, one on each machine, gradsync uses torchrun's variables.
 
     gradsync reads MASTER_ADDR, MASTER_PORT and the other GRADSYNC_* variables under every launcher. It removes
     GRADSYNC_SECRET from `environ`.
 
     Args:
-        environ: the variables.
+        environ: the environment variables.
 
     Returns:
         The rank environment of this process, or None if no launcher has set its variables.
@@ -531,7 +532,7 @@ def no_rank_is_known(reason: str) -> InvalidArgument:
 
 
 def _complete(environ: MutableMapping[str, str], place: Place) -> RankEnvironment:
-    """Adds to a place the variables common to all launchers, and, if needed, the address from Slurm or a run name."""
+    """Returns the rank environment of a process at this place, with an address or a run name if it needs one."""
     address = ADDRESS.read(environ)
     master_addr, master_port, run_name = value_of(environ, "MASTER_ADDR"), read_port(environ, "MASTER_PORT"), None
     if place.world_size > 1 and not address and not (master_addr and master_port):

@@ -74,9 +74,9 @@ class AuthenticationError(RendezvousError):
 class PlanMismatch(GradsyncError, RuntimeError):
     """The ranks disagree on the collective they are about to run.
 
-    Every rank raises this error. The collective has moved no data, and the communicator stays usable. There is one
-    exception: if ranks on NCCL have repeated a sequence of collectives, and one rank then calls a different collective,
-    the ranks may detect the mismatch too late. Then the communicator is broken.
+    Every rank raises this error. The collective has moved no data, and the communicator stays usable. NCCL is an
+    exception: if ranks repeat a sequence of collectives, and then one rank calls a different collective, the ranks may
+    detect the mismatch too late. Then the communicator is broken.
 
     Attributes:
         index: the position of the first collective that differs between ranks (for gradients, its position in the
@@ -278,7 +278,7 @@ def caller(thread: int | None = None) -> Caller | None:
         kind = _kind_of(code.co_filename)
         if kind == "program":
             return Caller(code, frame.f_lasti)
-        if kind == "launching":  # its outer frames called the user's code, and are not its lines
+        if kind == "launching":  # the outer frames belong to the launcher
             break
         if kind == "package":
             of_package = of_package or frame
@@ -301,7 +301,7 @@ def callers() -> list[Caller]:
 
 
 def raised_at(error: BaseException) -> Caller | None:
-    """Returns the innermost line of the user's program in an error's traceback; if it has none, its innermost line."""
+    """Returns the innermost line of the user's program in an error's traceback, or else its innermost line."""
     trace = error.__traceback__
     innermost = found = None
     while trace is not None:
@@ -323,13 +323,13 @@ def _kind_of(file: str) -> str:
 
 
 def _shortened(name: str) -> str:
-    """Returns a name without line breaks; of a long name, it returns only the end."""
+    """Returns a name without line breaks, and without the beginning if the name is long."""
     shown = "".join(c if c.isprintable() else "?" for c in name[-_MAX_NAME_CHARACTERS:])
     return shown if len(name) <= _MAX_NAME_CHARACTERS else f"...{shown}"
 
 
 def shown(value: object) -> str:
-    """Returns the text by which an error shows a wrong argument: its repr, or, for an array, advice."""
+    """Returns the text by which an error shows a wrong argument: its repr, or advice if it is an array."""
     return "an array: pass out= by name" if hasattr(value, "shape") and hasattr(value, "dtype") else repr(value)
 
 

@@ -56,7 +56,9 @@ class Completion(Protocol):
         """
 
     def before_done(self, function: Callable[[], None]) -> None:
-        """Calls function() on any thread after the collective, before done() returns True; at once if it is done.
+        """Calls function() once the collective has ended, before done() returns True.
+
+        The function may run on any thread. It runs at once if the collective is done already.
 
         If the function raises an exception, the collective fails with this exception.
         """
@@ -101,7 +103,7 @@ def check_may_call(label: str, what: str) -> None:
 
     Raises:
         InvalidArgument: the calling thread is running a done-callback; or an earlier done-callback called a collective,
-            and no call has raised the error of this again.
+            and gradsync has not raised that error again yet.
     """
     if _thread_state.is_in_callback:
         place = caller()
@@ -147,7 +149,7 @@ class CollectiveEnd:
             deadline.
 
     Attributes:
-        timeout_seconds: the argument of this name.
+        timeout_seconds: the constructor's argument of this name.
         value: the collective's result.
         completion: the Completion of a collective that was launched on a GPU; otherwise None.
         has_result: whether the collective has succeeded and its result is complete, so that a future need not wait.
@@ -183,7 +185,7 @@ class CollectiveEnd:
         # One lock for each waiting thread, which finish() releases. One Event for all threads would be unsafe: if
         # Ctrl-C arrives as a wait begins, the inner lock of the Event stays held, and finish() would block for ever.
         self._waiting: tuple[threading.Lock, ...] = ()
-        self._callbacks: list[Callable[[], None]] | None = []  # None once launched or failed
+        self._callbacks: list[Callable[[], None]] | None = []  # None once the collective is launched or has failed
 
     @property
     def is_pending(self) -> bool:
@@ -273,7 +275,7 @@ class CollectiveEnd:
         return self._error
 
     def take_failure(self) -> BaseException | None:
-        """Returns failure() to a program that asks a future for it, and so drops the log entry."""
+        """Returns failure(), and drops the log entry, because the program has asked a future for the error."""
         if self._log_entry is not None:
             self._log_entry.forget()
         return self.failure()
@@ -372,8 +374,8 @@ class CollectiveFuture:
                 means until the collective's own deadline.
 
         Raises:
-            FutureNotReady: the future is not done, and the wait would never end, because only the calling thread can
-                complete the future, or because a done-callback waits.
+            FutureNotReady: the wait might never end, because only the calling thread can complete the future, or
+                because the caller is a done-callback.
             CollectiveTimeout: the wait reached its deadline; the collective continues.
             InvalidArgument: the timeout is not a number of seconds, or a done-callback has called a collective, and
                 gradsync has only logged the error so far.
@@ -441,7 +443,7 @@ class CollectiveFuture:
 
     def _launched(self, timeout: float | None) -> CollectiveEnd:
         """Waits until the collective is launched or has failed, and returns its CollectiveEnd."""
-        if timeout is not None:  # checked even without a wait, so that timing makes no difference
+        if timeout is not None:  # checked even if no wait is needed, so that a wrong value always raises
             check_seconds(f"the wait for {self.name}", "timeout", timeout)
         if pending:
             raise_refused()

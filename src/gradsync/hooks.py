@@ -121,8 +121,8 @@ def _block_ranges(blocks: int, xp: Any) -> list[slice]:
 def _quantise(values: Array, scales: Array, quotients: Array, xp: Any) -> None:
     """Rounds blocks to multiples of their scales, and leaves the rounding errors in `values`."""
     scales[...] = abs(values).max(axis=1).reshape(-1, 1) / _LARGEST
-    # Quotients are 0 where a scale is unusable: it is 0 for a block of zeros, and a subnormal scale is too inexact. In
-    # a block with NaN or infinity, the scale is not finite either, so the products are not finite on any rank.
+    # The quotients are 0 if the scale is unusable: a block of zeros has scale 0, and a subnormal scale is too inexact.
+    # In a block with NaN or infinity, the scale is not finite either, so the products are not finite on any rank.
     usable = xp.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)
     rounded = values / xp.where(usable, scales, _FLOAT32.type(np.inf))
     xp.rint(rounded, out=rounded)
@@ -154,9 +154,9 @@ class PowerSGDHook:
 
     Each step does one power iteration, which moves the factors of the last step towards the largest singular vectors of
     the matrix M. P = M Q is averaged over the ranks and made orthonormal, Q = M^T P is averaged, and the result is P
-    Q^T. Every rank gets the same bits if all ranks have the same processor and libraries. Of n elements, the hook sends
-    2 * rank * sqrt(n). If that is more than n / 2, or if the numbers are integers or complex, the hook all-reduces the
-    bucket without compression.
+    Q^T. Every rank gets the same bits if all ranks have the same processor and libraries. For a bucket of n elements,
+    the hook sends 2 * rank * sqrt(n) elements. If that is more than n / 2, or if the numbers are integers or complex,
+    the hook all-reduces the bucket without compression.
 
     Args:
         rank: the number of columns of each factor. More columns make the error smaller and the hook slower.

@@ -43,7 +43,8 @@ class LauncherVariables(NamedTuple):
     Attributes:
         name: the launcher's name in messages.
         rank, world_size, local_rank, local_world_size: the names of the variables for these attributes of a Place.
-        companions: the names of other variables of the launcher. Who unsets the variables above must unset these too.
+        companions: the names of other variables of the launcher. A user who unsets the variables above must unset these
+            too.
     """
 
     name: str
@@ -83,7 +84,7 @@ _HINTS_OF_MPI = ("OMPI_", "PMI", "MPI_LOCAL", "HYDI_", "MV2_COMM_WORLD_")
 # Slurm's variables, with their values for a single task. A container may inherit only the last one from its step.
 _SLURM_ALONE = (("SLURM_NTASKS", "1"), ("SLURM_NPROCS", "1"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_PROCID", "0"))
 
-# Steps that were not made by `srun`, such as batch scripts and shells of salloc, have numbers from this one on.
+# Steps that were not made by `srun`, such as batch scripts and shells of salloc, have this number or a larger one.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 _TASKS_OF_NODES = r"[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?(,[1-9]\d{0,6}(\(x[1-9]\d{0,6}\))?)*"
 # These ports are below those that Linux uses for outgoing connections, 32768 and up.
@@ -164,7 +165,7 @@ def _read_place(environ: Mapping[str, str], launcher: LauncherVariables) -> Plac
 
 
 def _with_local_rank(environ: Mapping[str, str], same: Sequence[Place]) -> Place:
-    """Returns the first place. If it has no local rank, adds that of the first other place or of Slurm."""
+    """Returns the first place. If it has no local rank, adds the local rank of the first other place or of Slurm."""
     first = same[0]
     if first.local_rank is not None:
         return first
@@ -276,7 +277,7 @@ def name_run(environ: Mapping[str, str], source: str) -> str | None:
     contains the pid and the start time of this ancestor.
 
     Args:
-        environ: the variables.
+        environ: the environment variables.
         source: the launcher's name, see `Place.source`.
 
     Returns:
@@ -293,7 +294,7 @@ def name_run(environ: Mapping[str, str], source: str) -> str | None:
 
 
 def _launcher_process(own: set[bytes]) -> tuple[int, str] | None:
-    """Returns pid and start time of the closest ancestor that does not belong to this rank, as a shell may do.
+    """Returns pid and start time of the closest ancestor that is not part of this rank. A shell may be part of it.
 
     Args:
         own: variables of this rank, as NAME=value. All processes that belong to the rank inherit them.

@@ -121,7 +121,7 @@ class Latch:
 def run_with_timeout(
     function: Callable[[], _Result], name: str, seconds: float, check: Callable[[], None] | None = None
 ) -> _Result:
-    """Calls a function that may hang in C code on a daemon thread, with a deadline. A thread that hangs is abandoned.
+    """Calls a function that may hang in C code on a daemon thread, with a deadline. If it hangs, it is abandoned.
 
     Args:
         function: the function to call.
@@ -189,7 +189,7 @@ def begin_on_core(number: int) -> None:
     instead of 5 us.
 
     Args:
-        number: the rank on this machine. The function uses it modulo the number of cores.
+        number: the local rank. The function uses it modulo the number of cores.
     """
     with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed
         usable = os.sched_getaffinity(0)
@@ -213,7 +213,7 @@ def count_gpus(environ: Mapping[str, str] = os.environ, device_folder: str = "/d
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Returns the GPUs that CUDA_VISIBLE_DEVICES names, or None if it is not set."""
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names, or None if this variable is not set."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None
@@ -245,7 +245,9 @@ def default_process_count(device_type: str = "auto") -> int:
 
 
 class MemoryGroup(NamedTuple):
-    """A memory control group (cgroup). A value that cannot be read is None. Counts include the groups inside it.
+    """A memory control group (cgroup). Its methods return None for values that cannot be read.
+
+    Counts include the groups inside this group.
 
     Attributes:
         directory: the path of the folder with the files of the group.
@@ -295,7 +297,7 @@ def memory_groups(proc: str = "/proc") -> list[MemoryGroup]:
             continue
         for root, mount_point in _mounts(f"{proc}/self/mountinfo", kind):
             groups = [MemoryGroup(directory, kind == "cgroup") for directory in _upwards(root, mount_point, path)]
-            # A hierarchy without the memory controller has no file with this number.
+            # A hierarchy without the memory controller has no file with the number of kills.
             if groups := [group for group in groups if group.kills() is not None]:
                 return groups
     return []

@@ -174,8 +174,7 @@ def destroy_process_group() -> None:
     Raises:
         InvalidArgument: gradsync has never reduced some gradients, because the program did not end their backward pass
             with flush() or `with callback.backward()`; or a done-callback called a collective, and no call has raised
-            the error of this yet. This rank has left the process group even if this error or one of the errors below is
-            raised.
+            its error yet. This rank has left the process group even if this error or one of the errors below is raised.
         RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
     """
     global _settings
@@ -218,7 +217,7 @@ def new_group(ranks: Iterable[int]) -> Communicator | NonMember:
         ranks: the members' ranks in the world, in any order.
 
     Returns:
-        The communicator of the group; on a rank that is not a member, a NonMember, which is false.
+        The communicator of the group; on a rank that is not a member, a NonMember, whose truth value is False.
 
     Raises:
         InvalidArgument: the process group is not initialised, or a rank does not exist.

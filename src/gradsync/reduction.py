@@ -35,7 +35,7 @@ class ReduceOp(str, enum.Enum):
 
     @classmethod
     def parse(cls, value: str | ReduceOp) -> ReduceOp:
-        """Returns the operator with a name, which may be in upper or lower case.
+        """Returns the operator that has this name, in upper or lower case.
 
         Raises:
             InvalidArgument: no operator has this name.
@@ -123,7 +123,7 @@ def _maximum_into(first: Array, second: Array, out: Array) -> None:
     np.maximum(first, second, out=out)
 
 
-# For each operator, the ufunc that reduces two values to one. gradsync divides a mean afterwards.
+# For each operator, the ufunc that reduces two values to one. For a mean, gradsync divides the sum afterwards.
 _UFUNCS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
@@ -192,7 +192,7 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @lru_cache(maxsize=64)
 def product_dtype(first: np.dtype[Any], second: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype in which to multiply an array of the first dtype into one of the second: float32 or wider."""
+    """Returns the dtype, float32 or wider, for a multiplication of values of `first` with a result of `second`."""
     return np.promote_types(accumulation_dtype(first), accumulation_dtype(second))
 
 

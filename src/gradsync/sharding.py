@@ -65,7 +65,7 @@ def shard_indices(
 
 
 def _shuffled(n: int, epoch: int, seed: int) -> npt.NDArray[np.int64]:
-    """Returns a random permutation. NumPy never changes the bits of PCG64, but may change Generator.permutation().
+    """Returns a random permutation, made from the bits of PCG64, which NumPy never changes.
 
     Source: NumPy's NEP 19, "Random number generator policy".
     """
