@@ -364,7 +364,7 @@ class CollectiveFuture:
         return True
 
     def result(self, timeout: float | None = None) -> Any:
-        """Waits for the collective, and returns its result.
+        """Returns the result of the collective, and waits for it if necessary.
 
         On a GPU the current stream, not the host, waits for the collective, so that work queued afterwards sees the
         result. The host waits only for results in host memory.

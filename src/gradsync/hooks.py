@@ -69,7 +69,9 @@ class Int8Hook:
         self._errors.clear()
 
     def __call__(self, bucket: GradientBucket) -> Any:
-        """Reduces a bucket into `bucket.flat`. Every rank must call the hook for the same buckets in the same order.
+        """Returns `bucket.flat` with the reduced values, or the future of an all-reduce into it.
+
+        Every rank must call the hook for the same buckets in the same order.
 
         Args:
             bucket: a bucket of gradients, on the host or a GPU. The hook overwrites its flat buffer.
@@ -183,7 +185,9 @@ class PowerSGDHook:
         self._steps.clear()
 
     def __call__(self, bucket: GradientBucket) -> Any:
-        """Reduces a bucket into `bucket.flat`. Every rank must call the hook for the same buckets in the same order.
+        """Returns `bucket.flat` with the reduced values, or the future of an all-reduce into it.
+
+        Every rank must call the hook for the same buckets in the same order.
 
         Args:
             bucket: a bucket of gradients, on the host or a GPU. The hook overwrites its flat buffer.
