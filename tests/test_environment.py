@@ -236,7 +236,7 @@ def test_malformed_values_are_named(change, text):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(2)"}, r"needs the form 4\(x2\),1, got '4\(2\)'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(2)"}, r"needs to be a list such as 4\(x2\),1, got '4\(2\)'"),
         ({"SLURM_NODEID": "3"}, "SLURM_NODEID=3 has no entry"),
         ({"SLURM_LOCALID": "4"}, "SLURM_LOCALID needs to be 0 to 3, got 4"),
         ({"SLURM_STEP_NUM_TASKS": "7"}, "SLURM_PROCID needs to be 0 to SLURM_STEP_NUM_TASKS - 1 = 6, got 7"),

@@ -514,7 +514,7 @@ class GradientFuture(CollectiveFuture):
         return f"the gradient of {self._name}"
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns the reduced gradient; see CollectiveFuture.result()."""
+        """See CollectiveFuture.result(); returns the reduced gradient."""
         end = self._end
         if pending or timeout is not None or not end.has_result:
             self._wait(None, timeout)
