@@ -109,7 +109,7 @@ def check_may_call(label: str, what: str) -> None:
         place = caller()
         error = InvalidArgument(
             f"{label}: {what} in a done-callback{'' if place is None else f', at {place}'}: done-callbacks must not "
-            f"call collectives, because ranks would run them in different orders: call {what} once flush() or "
+            "call collectives, because ranks would run them in different orders; call it once flush() or "
             "result() has returned"
         )
         pending.setdefault(_REFUSED, error)
