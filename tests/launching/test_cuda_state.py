@@ -49,8 +49,8 @@ def test_the_library_is_asked_only_if_it_is_loaded(tmp_path):
         text=True,
     )
     assert done.stdout.splitlines() == [
-        f"{who} cannot fork ranks: CUDA is initialised in this process, and forked ranks could not use it; keep "
-        "CUDA out of the parent before forking, or use start method 'spawn'"
+        f"{who} cannot fork ranks: CUDA is initialised in this process, and forked ranks could not use it; "
+        "do not use CUDA before the fork, or use start method 'spawn'"
         for who in ("launch", "launcher", "spawn")
     ]
 

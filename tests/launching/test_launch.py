@@ -79,7 +79,7 @@ def test_error_is_told_although_a_thread_keeps_the_rank_alive():
 
 
 def test_return_value_that_does_not_pickle_is_that_ranks_error():
-    with pytest.raises(WorkerError, match=r"the return value of rank 1 needs to pickle.*got lock") as caught:
+    with pytest.raises(WorkerError, match=r"the return value of rank 1 needs to be picklable.*got lock") as caught:
         gs.launch(rank_functions.return_unpicklable_on_rank_1, (), 2)
     assert caught.value.worker_id == 1
     assert caught.value.results == {0: 0}
@@ -87,7 +87,7 @@ def test_return_value_that_does_not_pickle_is_that_ranks_error():
 
 def test_a_result_that_does_not_pickle_ends_nobody_elses_work(tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(WorkerError, match=r"the return value of rank 1 needs to pickle") as caught:
+    with pytest.raises(WorkerError, match=r"the return value of rank 1 needs to be picklable") as caught:
         gs.launch(rank_functions.work_on_beside_an_unpicklable_result, str(tmp_path / "fifo"), 2)
     assert caught.value.results == {0: False}
 
@@ -118,9 +118,9 @@ def test_large_results_do_not_deadlock():
 def test_what_does_not_pickle_is_refused_before_any_process_starts(monkeypatch):
     monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
     lock = threading.Lock()
-    with pytest.raises(gs.InvalidArgument, match=r"<lambda> needs to pickle.*define it at the top level"):
+    with pytest.raises(gs.InvalidArgument, match=r"<lambda> needs to be picklable.*define it at the top level"):
         gs.launch(lambda: lock, (), 2)
-    with pytest.raises(gs.InvalidArgument, match=r"^args\[0\] of place needs to pickle to reach the ranks: "):
+    with pytest.raises(gs.InvalidArgument, match=r"^args\[0\] of place needs to be picklable to reach the ranks: "):
         gs.launch(rank_functions.place, lock, 2)
 
 
@@ -160,7 +160,7 @@ def test_arguments_and_number_of_ranks_have_defaults(monkeypatch):
         ),
         (
             (rank_functions.start_method_and_rank, (5, 6), 2),
-            r"launch calls start_.*\(args\), and args is a tuple of 2: ",
+            r"launch calls start_.*\(args\), and args is a tuple of length 2: ",
         ),
         ((rank_functions.place, (), 0), "at least 1, got 0"),
         ((rank_functions.place, (), True), "at least 1, got True"),

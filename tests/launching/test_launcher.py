@@ -20,11 +20,11 @@ def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatc
         pass
 
     advice = "define it at the top level of a module or script, pip install cloudpickle, or start ranks by fork"
-    with pytest.raises(gs.InvalidArgument, match=rf"inner needs to pickle.*{advice}"):
+    with pytest.raises(gs.InvalidArgument, match=rf"inner needs to be picklable.*{advice}"):
         inner()
-    with pytest.raises(gs.InvalidArgument, match=rf"<lambda> needs to pickle.*{advice}"):
+    with pytest.raises(gs.InvalidArgument, match=rf"<lambda> needs to be picklable.*{advice}"):
         gs.launcher(lambda: 0)()
-    with pytest.raises(gs.InvalidArgument, match=r"args\[0\] of rank_in_group needs to pickle"):
+    with pytest.raises(gs.InvalidArgument, match=r"args\[0\] of rank_in_group needs to be picklable"):
         rank_functions.rank_in_group(sys.stdout)
 
 
@@ -40,8 +40,8 @@ def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatc
         ({"rank_start": 2, "world_size": 4}, "needs the port of the node with rank_start 0, got port 0"),
         ({"master_ip": ""}, "master_ip to be an address or a host's name, got ''"),
         ({"port": -1}, "port to be an integer of 0 to 65535"),
-        ({"backend": "ucc"}, "launcher needs a backend of auto, .*, got 'ucc'"),
-        ({"start_method": "thread"}, "launcher needs a start method of 'spawn', 'fork', 'forkserver', got 'thread'"),
+        ({"backend": "ucc"}, "launcher needs backend to be one of auto, .*, got 'ucc'"),
+        ({"start_method": "thread"}, "the start method to be one of 'spawn', 'fork', 'forkserver', got 'thread'"),
         ({"device_type": "tpu"}, "device_type 'auto', 'cpu' or 'gpu', got 'tpu'"),
         ({"device_type": "cpu", "backend": "nccl"}, "NCCL moves GPU arrays only"),
     ],

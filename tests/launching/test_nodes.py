@@ -44,8 +44,8 @@ def nodes(tmp_path):
         (("--nnodes", 2, "--node-rank", 0), "--nnodes 2 needs --rendezvous HOST:PORT, the same on every machine"),
         (("--nnodes", 2, "--node-rank", 0, "--rendezvous", "h:0"), "--rendezvous: .* port from 1 to 65535, got 'h:0'"),
         (("--nnodes", 2, "--node-rank", 0, "--rendezvous", "head"), "--rendezvous: an address needs the form"),
-        (("--nnodes", 2, "--node-rank", 0, "--rendezvous", "0.0.0.0:1"), "which names no particular machine"),
-        (("--nnodes", 2, "--node-rank", 0, "--rendezvous", "[fe80::1]:1"), "which names no particular machine"),
+        (("--nnodes", 2, "--node-rank", 0, "--rendezvous", "0.0.0.0:1"), "needs an address of one particular machine"),
+        (("--nnodes", 2, "--node-rank", 0, "--rendezvous", "[fe80::1]:1"), "address of one particular machine"),
         (("--nnodes", 2, "--node-rank", 0, "--rendezvous", "10.0.0.1:1"), "needs --secret-file .*make one with"),
         (("--nnodes", 2, "--node-rank", 0, "--rendezvous", "h:1", "--secret-file", "/none"), "cannot be opened"),
     ],
@@ -314,7 +314,7 @@ def test_another_secret_is_refused(nodes, tmp_path):
     _, secret = write(other)
     code, _, err = command.run(*arguments(1, 2, run.rendezvous, secret), run.script, "none")
     assert code == 1
-    assert "--secret-file needs to hold the same on every machine" in err
+    assert "--secret-file needs the same secret on every machine" in err
     assert run.processes[0].poll() is None
 
 
@@ -327,7 +327,7 @@ def test_a_node_that_is_there_already_is_refused(nodes):
     assert code == 1
     assert "node 1/3 has joined already and is alive (joining); each node joins once" in err
     code, _, err = command.run(*arguments(1, 2, run.rendezvous, run.secret), run.script, "none")
-    assert "world_size 3, node 1 joined with world_size 2 (--nnodes, --node-rank, --rendezvous)" in err
+    assert "world_size 3, node 1 joined with world_size 2 (see --nnodes, --node-rank, --rendezvous)" in err
 
 
 def test_a_taken_port_names_its_holder(tmp_path):
@@ -374,7 +374,7 @@ def test_different_restarts_are_refused(nodes):
     run.start(1, "none")
     ends = run.end_all()
     assert [code for code, _ in ends] == [2, 2]
-    assert all("all machines need the same --max-restarts, node 0 has 1, node 1 (" in err for _, err in ends)
+    assert all("all machines need the same --max-restarts; node 0 has 1, node 1 (" in err for _, err in ends)
 
 
 def test_launchers_may_share_a_log_directory(nodes, tmp_path):
@@ -417,7 +417,7 @@ def test_which_backend_joins_launchers_of_one_machine(nodes, tmp_path, backend, 
 
 
 def mpi_line(script, *arguments):
-    return "type once: " + shlex.join(
+    return "run on one node only: " + shlex.join(
         ("mpiexec", "-n", "3", "--host", "127.0.0.1:1,127.0.0.1:2", "python", script, *arguments)
     )
 
@@ -427,7 +427,7 @@ def test_ranks_that_need_mpi_are_not_started(nodes):
     run.start_all("a b", options=("--backend", "mpi"), ranks=(1, 2))
     ends = run.end_all()
     assert [code for code, _ in ends] == [2, 2]
-    needed = "gradsync: error: --backend mpi needs ranks that MPI's own launcher starts; "
+    needed = "gradsync: error: --backend mpi needs MPI's own launcher; "
     for _, err in ends:
         assert needed + mpi_line(run.script, "a b") in err.splitlines()[-1]
 

@@ -308,7 +308,7 @@ def test_launcher_large_results_do_not_deadlock():
 def test_cuda_is_checked_before_processes_start(monkeypatch, start):
     monkeypatch.setattr("gradsync.launching.supervisor.RankProcess", None)
     touch_cuda(monkeypatch)
-    with pytest.raises(gs.InvalidArgument, match="keep CUDA out of the parent before forking"):
+    with pytest.raises(gs.InvalidArgument, match="do not use CUDA before the fork"):
         start()
 
 

@@ -353,7 +353,7 @@ def test_a_large_number_of_ranks_that_nobody_has_named_is_told(tmp_path, monkeyp
     monkeypatch.setattr("gradsync.launching.run.supervise", lambda *_, **__: Outcome(()))
     code, _, err = command.refused("run", *options, command.write_script(tmp_path, ""))
     assert code == 0
-    assert ("starting 16 ranks, one for each GPU or usable core; -n takes another number" in err) == is_told
+    assert ("starting 16 ranks, one for each GPU or usable core; -n sets the number" in err) == is_told
 
 
 def test_ranks_over_mpi_are_refused_with_what_to_type(tmp_path, monkeypatch):
@@ -363,5 +363,5 @@ def test_ranks_over_mpi_are_refused_with_what_to_type(tmp_path, monkeypatch):
             monkeypatch.setenv(name, value)
         code, _, err = command.refused("run", *options, "-n", 3, script, "an argument")
         assert code == 2
-        needed = "gradsync: error: --backend mpi needs ranks that MPI's own launcher starts; "
-        assert err.startswith(f"{needed}type: mpiexec -n 3 python {script} 'an argument'")
+        needed = "gradsync: error: --backend mpi needs MPI's own launcher; "
+        assert err.startswith(f"{needed}run: mpiexec -n 3 python {script} 'an argument'")

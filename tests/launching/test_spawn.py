@@ -73,7 +73,7 @@ def test_a_process_that_the_caller_ends(method, number):
 
 def test_result_that_does_not_unpickle_here():
     context = gs.spawn(rank_functions.return_stubborn, (), 1)
-    with pytest.raises(gs.InvalidArgument, match="return value of rank 0 does not unpickle in the launching process"):
+    with pytest.raises(gs.InvalidArgument, match="return value of rank 0 cannot be unpickled in the launching process"):
         context.return_queues[0].get()
 
 
@@ -264,11 +264,11 @@ def test_sigterm_while_spawn_waits(tmp_path):
         ((rank_functions.place, (), True), {}, "got True"),
         ((rank_functions.place,), {"start_metod": "fork"}, "no option 'start_metod': did you mean start_method?"),
         ((rank_functions.place,), {"zzz": 1}, r"no option 'zzz' \(it has start_method, gpus, ips, backend"),
-        ((rank_functions.place,), {"start_method": "thread"}, "spawn needs a start method of 'spawn', 'fork'"),
-        ((rank_functions.place,), {"backend": "ucc"}, "spawn needs a backend of auto, .*, got 'ucc'"),
+        ((rank_functions.place,), {"start_method": "thread"}, "the start method to be one of 'spawn', 'fork'"),
+        ((rank_functions.place,), {"backend": "ucc"}, "spawn needs backend to be one of auto, .*, got 'ucc'"),
         ((rank_functions.place, (), 2), {"gpus": "1"}, "gpus needs one GPU for each of 2 ranks, got 1"),
-        ((rank_functions.place, (), 1), {"ips": "127.0.0.1,192.0.2.7"}, "names another one: '192.0.2.7'"),
-        ((rank_functions.place, (), 1), {"ips": [""]}, "names another one: ''"),
+        ((rank_functions.place, (), 1), {"ips": "127.0.0.1,192.0.2.7"}, "has a different machine: '192.0.2.7'"),
+        ((rank_functions.place, (), 1), {"ips": [""]}, "has a different machine: ''"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_process_starts(monkeypatch, arguments, options, text):

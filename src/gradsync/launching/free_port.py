@@ -1,4 +1,4 @@
-"""Finds a free port for a server of the user, and keeps other programs from taking it before that server binds it."""
+"""Finds a free port for the user's server, and keeps the port free until that server binds it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ _ENOUGH_PORTS = 1000
 _MOST_PORTS = 4096
 _MOST_KEPT = 64
 
-# Raw descriptors that stay open until the process ends; socket objects would print a warning then.
+# The descriptors that reserve the newest ports, as integers: a socket object that is still open at exit prints a
+# warning.
 _kept: deque[int] = deque()
 
 
 def free_port() -> int:
-    """Returns a TCP port that nobody uses, for a server on any interface of this machine.
+    """Returns a TCP port that is not in use, for a server on any interface of this machine.
 
-    No socket is bound to the port, so that every kind of server can bind it, with or without SO_REUSEADDR. Until then
-    the port stays free, unless a program asks for this very number: the kernel chooses other ports, both for a server
-    that binds port 0 and for an outgoing connection. While this process lives, no other call of this function, in any
-    process of this machine or container, returns the same port; this holds for the newest 64 ports of a process. If
-    the kernel is configured to choose from all ports, it may take the port before the server does.
+    No socket is bound to the port, so that every kind of server can bind it, with or without SO_REUSEADDR. The port
+    stays free until the server binds it, unless another program asks for this very number: the kernel chooses other
+    ports, both for a server that binds port 0 and for an outgoing connection. No other call of `free_port`, in any
+    process of this machine or container, returns the same port while the calling process lives; this holds for the 64
+    newest ports of a process. If the kernel is configured to choose from all ports, it may give the port to another
+    program first.
 
     Raises:
         OSError: no port is free.
@@ -43,7 +45,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yields a port as `free_port` does, and releases it when the context ends."""
+    """Yields a free port that stays reserved until the context ends; see `free_port`."""
     port, reservation = _take_port()
     try:
         yield port
@@ -67,7 +69,7 @@ def _take_port() -> tuple[int, int]:
 
 
 def _ports_to_try() -> range:
-    """Returns the ports outside the range from which the kernel chooses; if these are too few, the ports inside it."""
+    """Returns ports outside the kernel's ephemeral range; if too few ports are outside, the ports inside that range."""
     try:
         with open(_KERNEL_RANGE) as file:
             low, high = map(int, file.read().split())
@@ -82,7 +84,7 @@ def _ports_to_try() -> range:
 
 
 def _reserve(port: int) -> int | None:
-    """Binds the abstract socket name that reserves the port; returns None if another call has bound it.
+    """Reserves a port: binds an abstract socket name, and returns its descriptor; None if the name is already bound.
 
     An abstract name belongs to a network namespace, as ports do, and disappears with the process that holds it.
     """
@@ -104,6 +106,6 @@ def _is_free(port: int) -> bool:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.bind(("", port))
         except OSError as error:
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # the machine has this address family
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # this machine has the address family
                 return False
     return True

@@ -1,7 +1,8 @@
-"""Prepares a function call for the ranks before any process starts, and gives its results or error to the caller.
+"""Prepares a function call for the ranks before any process starts, and gives the results or the error to the caller.
 
-The launcher sends the call as bytes, made by pickle, or by cloudpickle if pickle refuses. A rank only needs
-`pickle.loads`: bytes of cloudpickle make it import cloudpickle. Forked ranks inherit the call, so nothing is sent.
+The launcher sends the call as bytes, made by pickle, or by cloudpickle if pickle refuses. A rank reads both kinds of
+bytes with `pickle.loads`, which imports cloudpickle if the bytes need it. Forked ranks inherit the call, so nothing is
+sent.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ def set_start_method(method: str) -> None:
     """Sets the start method of `gs.launch`, and the default of `gs.launcher` and `gs.spawn`.
 
     Args:
-        method: "spawn" (the default) starts fresh interpreters: the function and its arguments must pickle, and a
-            script needs the `if __name__ == "__main__":` guard. "forkserver" does the same, for programs that use
-            this method of multiprocessing. "fork" copies this process with its memory: closures and notebook functions
-            work, but CUDA must not be initialised, and locks that other threads hold are never released in the copies.
+        method: "spawn" (the default) starts fresh interpreters: the function and its arguments must be picklable, and a
+            script needs the `if __name__ == "__main__":` guard. "forkserver" does the same as "spawn", for programs
+            that use this name with multiprocessing. "fork" copies this process with its memory: closures and notebook
+            functions work, but CUDA must not be initialised, and locks that other threads hold at that moment are never
+            released in the copies.
 
     Raises:
         InvalidArgument: there is no such method.
@@ -55,11 +57,11 @@ def set_start_method(method: str) -> None:
 
 
 def chosen_start_method(who: str, method: str | None) -> str:
-    """Returns the start method of a call: the one that the call names, or that of `set_start_method`.
+    """Returns the start method of a call: the method that the call names, or else the one from `set_start_method`.
 
     Args:
-        who: the caller, for the error.
-        method: the one that the call names, or None.
+        who: the name of the public function, for the error.
+        method: the start method that the call names, or None.
 
     Raises:
         InvalidArgument: there is no such method.
@@ -71,7 +73,7 @@ def _checked(who: str, method: object) -> str:
     if isinstance(method, str) and method in START_METHODS:
         return method
     names = ", ".join(map(repr, START_METHODS))
-    raise InvalidArgument(f"{who} needs a start method of {names}, got {method!r}")
+    raise InvalidArgument(f"{who} needs the start method to be one of {names}, got {method!r}")
 
 
 def function_target(
@@ -83,20 +85,20 @@ def function_target(
     who: str = "the launch",
     start_method: str = "spawn",
 ) -> Target:
-    """Prepares a call for ranks that are children of this process.
+    """Prepares a function call for ranks that are children of this process.
 
     Args:
         function: the function that each rank calls.
-        arguments: positional arguments.
-        keywords: keyword arguments.
+        arguments: the function's positional arguments.
+        keywords: the function's keyword arguments.
         name: the function's name in errors and `ps`; by default its own name.
-        who: the caller, for errors.
-        start_method: with "fork" ranks inherit the call, and nothing needs to pickle; with "spawn" and "forkserver" the
-            call is pickled.
+        who: the name of the public function, for errors.
+        start_method: the start method. With "fork" the ranks inherit the call; with "spawn" and "forkserver" the call
+            is pickled.
 
     Raises:
-        InvalidArgument: `function` is not callable, the arguments are not a sequence, one of them does not pickle, this
-            process is itself a rank, or ranks are to be forked and this process has initialised CUDA.
+        InvalidArgument: `function` is not callable, the arguments are not a sequence, one of them cannot be pickled,
+            this process is itself a rank, or the start method is "fork" and this process has initialised CUDA.
     """
     if not callable(function):
         raise InvalidArgument(f"{who} needs a function, got {function!r}")
@@ -112,7 +114,7 @@ def function_target(
 
 
 def own_backend(who: str, backend: str) -> str:
-    """Returns our name of a backend: "gloo", of other systems, becomes "shm", with a warning in the log."""
+    """Returns gradsync's name of a backend: "gloo", a backend of PyTorch, becomes "shm", with a warning in the log."""
     if backend != "gloo":
         return backend
     _log.warning("%s: gradsync has no backend gloo; the ranks use shm, which joins ranks of one host", who)
@@ -133,7 +135,8 @@ def _pickled_target(call: Call, name: str) -> Target:
     ranks_import_main = _has_main(preparation)
     if not ranks_import_main:
         preparation.pop("init_main_from_path", None)
-    # Queues and locks of multiprocessing pickle only while it spawns a process, so make it believe that it does.
+    # Queues and locks of multiprocessing can be pickled only while multiprocessing spawns a process, so pretend that it
+    # does.
     context.set_spawning_popen(inherited)  # type: ignore[arg-type]
     try:
         record = {
@@ -163,7 +166,7 @@ def _refuse_inside_rank(name: str) -> None:
 
 
 class _InheritedDescriptors:
-    """Stands for the process to be spawned, while objects of multiprocessing are pickled."""
+    """A stand-in for multiprocessing's process during pickling; collects descriptors that the ranks must inherit."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
@@ -178,7 +181,7 @@ class _InheritedDescriptors:
 
 @dataclass(frozen=True)
 class _InheritedDescriptor:
-    """A descriptor that has the same number in the rank."""
+    """A descriptor that keeps its number in the rank."""
 
     descriptor: int
 
@@ -187,16 +190,17 @@ class _InheritedDescriptor:
 
 
 def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None:
-    """Returns the descriptor of this process's resource tracker for the ranks, or None if it has no tracker.
+    """Returns the descriptor of this process's resource tracker, which the ranks inherit; None without a tracker.
 
-    The ranks must share this tracker: a tracker of a rank would unlink shared memory that the rank only attaches to.
+    The ranks must share this tracker: a rank's own tracker would unlink shared memory to which the rank has only
+    attached.
     """
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     return None if tracker is None else inherited.duplicate_for_child(tracker.getfd())
 
 
 def ranks_can_import_main() -> bool:
-    """Returns whether fresh ranks can import this process's `__main__`; they cannot if it is an interactive session."""
+    """Returns whether a fresh interpreter can import this process's `__main__`; False in an interactive session."""
     from multiprocessing import spawn
 
     return _has_main(spawn.get_preparation_data("main"))
@@ -208,16 +212,16 @@ def _has_main(preparation: Mapping[str, Any]) -> bool:
 
 
 def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
-    """Pickles a call as one object, so that an object that is part of two arguments stays one object.
+    """Pickles a call in one piece, so that two arguments that share an object still share it in the rank.
 
     Args:
-        call: the call.
+        call: the function and its arguments.
         name: the function's name, for errors.
-        ranks_import_main: whether ranks can import this process's `__main__`. They cannot import an interactive
-            session; its functions and classes are then pickled with their code, not by name.
+        ranks_import_main: whether ranks can import this process's `__main__`. If not, as in an interactive session,
+            functions and classes of `__main__` are pickled with their code, not by name.
 
     Raises:
-        InvalidArgument: the function or an argument does not pickle.
+        InvalidArgument: the function or an argument cannot be pickled.
     """
 
     def plain(thing: Any) -> bytes:
@@ -237,7 +241,7 @@ def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
 
 
 class _PlainPickler(ForkingPickler):
-    """Refuses objects of a `__main__` that ranks cannot import."""
+    """A pickler that refuses functions and classes of `__main__`, used if ranks cannot import `__main__`."""
 
     def reducer_override(self, thing: Any) -> Any:
         if _is_of_main(thing):
@@ -252,20 +256,22 @@ def _plain_dumps(thing: Any, ranks_import_main: bool) -> bytes:
 
 
 def _find_cloudpickle(ranks_import_main: bool) -> _Dumps | None:
-    """Returns a function that pickles code where a name is not enough; None if cloudpickle is not installed."""
+    """Returns a function that pickles with cloudpickle; None if cloudpickle is not installed."""
     try:
         import cloudpickle
     except ImportError:
         return None
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        # The functions that pickle connections and locks of multiprocessing; a new pickler reads this attribute.
+        # A new pickler reads this attribute. It holds the functions that pickle connections and locks of
+        # multiprocessing.
         dispatch_table: ClassVar = ChainMap(
             ForkingPickler(io.BytesIO()).dispatch_table, cloudpickle.Pickler.dispatch_table
         )
 
         def reducer_override(self, thing: Any) -> Any:
-            # By default cloudpickle copies such classes too; an instance would then not be of the rank's own class.
+            # Pickles by name. cloudpickle would copy a class of `__main__`, and an instance of the copy would not be an
+            # instance of the class that the rank imports.
             if ranks_import_main and _is_of_main(thing) and _is_found_by_name(thing):
                 return NotImplemented
             return super().reducer_override(thing)
@@ -290,55 +296,55 @@ def _is_found_by_name(thing: Any) -> bool:
 
 
 def _explain(call: Call, name: str, dumps: _Dumps, error: Exception, remedies: tuple[str, ...]) -> str:
-    """Returns the text of an error: the part of a call that does not pickle, the reason, and advice."""
+    """Returns the error text for a call that cannot be pickled: the part that fails, the reason, and advice."""
     for part, thing, remedy in _parts_of(call, name):
         try:
             dumps(thing)
         except Exception as part_error:
-            helps = () if isinstance(part_error, TypeError) else remedies  # no pickler can pickle it
+            helps = () if isinstance(part_error, TypeError) else remedies  # no pickler can pickle the part
             *first, last = remedy, *helps, 'start ranks by fork (gs.set_start_method("fork"))'
             advice = f"{', '.join(first)}, or {last}"
-            return f"{part} needs to pickle to reach the ranks: {part_error}; {advice}"
-    return f"the call of {name} needs to pickle to reach the ranks: {error}"
+            return f"{part} needs to be picklable to reach the ranks: {part_error}; {advice}"
+    return f"the call of {name} needs to be picklable to reach the ranks: {error}"
 
 
 def _parts_of(call: Call, name: str) -> Iterator[tuple[str, Any, str]]:
-    """Yields each part of a call: its name, the part itself, and advice in case it does not pickle."""
+    """Yields each part of a call: its name, the part itself, and advice if it cannot be pickled."""
     function, arguments, keywords = call
     yield name, function, "define it at the top level of a module or script"
     for position, value in enumerate(arguments):
-        yield f"args[{position}] of {name}", value, "make it inside the function"
+        yield f"args[{position}] of {name}", value, "create it inside the function"
     for key, value in keywords.items():
-        yield f"argument {key} of {name}", value, "make it inside the function"
+        yield f"argument {key} of {name}", value, "create it inside the function"
 
 
 def load_result(rank: int, value: ReturnValue) -> Any:
     """Returns the return value of one rank.
 
     Raises:
-        InvalidArgument: the value does not unpickle in this process.
+        InvalidArgument: the value cannot be unpickled in this process.
     """
     try:
         return value.load()
     except Exception as error:
         raise InvalidArgument(
-            f"the return value of rank {rank} does not unpickle in the launching process: {error!r}"
+            f"the return value of rank {rank} cannot be unpickled in the launching process: {error!r}"
         ) from None
 
 
 def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
-    """Returns the return values, by rank, after a run without a failure. Can be called only once for an outcome.
+    """Returns the return values, by rank, after a run without a failure. Call it only once for an outcome.
 
     Args:
-        outcome: the outcome of the run. This function releases its results one by one, so that large results are not
-            in memory twice.
-        stacklevel: the `stacklevel` of the warning, as seen from the caller.
+        outcome: the outcome of the run. `take_results` releases the outcome's results one by one, so that large results
+            are not in memory twice.
+        stacklevel: the `stacklevel` of a warning, as the caller would give it to `warnings.warn`.
 
     Returns:
-        The values; None, with a RuntimeWarning, for a rank that exited without returning one.
+        The return values; None, with a RuntimeWarning, for a rank that exited before its function returned.
 
     Raises:
-        InvalidArgument: a value does not unpickle in this process.
+        InvalidArgument: a value cannot be unpickled in this process.
     """
     results: list[Any] = []
     for rank in outcome.ranks:
@@ -352,9 +358,9 @@ def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
 
 
 def returned_values(outcome: Outcome) -> dict[int, Any]:
-    """Returns the return values of the ranks that have one, for the error about another rank.
+    """Returns the return values that have arrived, by rank, for the error about a failed rank.
 
-    A value that does not unpickle in this process is left out, because the error is about another rank.
+    A value that cannot be unpickled in this process is left out, because the error has to report the failed rank.
     """
     values = {}
     for rank in outcome.ranks:
@@ -395,7 +401,7 @@ def raise_for_signal(outcome: Outcome) -> None:
 
     Raises:
         KeyboardInterrupt: the signal was SIGINT.
-        SystemExit: it was another signal; the exit code is 128 + its number.
+        SystemExit: a different signal ended the run; the exit code is 128 + the signal's number.
     """
     if outcome.signal_number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -414,20 +420,20 @@ def _warn_of_no_result(rank: RankOutcome, stacklevel: int) -> None:
 def _refuse_fork_after_cuda(who: str) -> None:
     if cuda_is_initialised():
         raise InvalidArgument(
-            f"{who} cannot fork ranks: CUDA is initialised in this process, and forked ranks could not use it; keep "
-            "CUDA out of the parent before forking, or use start method 'spawn'"
+            f"{who} cannot fork ranks: CUDA is initialised in this process, and forked ranks could not use it; "
+            "do not use CUDA before the fork, or use start method 'spawn'"
         )
 
 
 def cuda_is_initialised() -> bool:
-    """Returns whether this process has initialised CUDA. Does not initialise or load it.
+    """Returns whether this process has initialised CUDA. This function neither initialises nor loads CUDA.
 
-    Source: CUDA Driver API, page of cuInit: before it, every function returns CUDA_ERROR_NOT_INITIALIZED.
+    Source: CUDA Driver API, cuInit: before cuInit is called, every function returns CUDA_ERROR_NOT_INITIALIZED.
     """
     import ctypes
 
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
-    except (OSError, AttributeError):  # not loaded, or not Linux
+    except (OSError, AttributeError):  # the driver is not loaded, or the system is not Linux
         return False
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_SUCCESS)

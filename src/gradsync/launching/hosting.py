@@ -1,8 +1,8 @@
-"""The rendezvous server's address and secret for a launch: the socket of this process, or of another launcher.
+"""The address and secret of a launch's rendezvous server, which this launcher or another launcher hosts.
 
 Several launchers need a common secret, from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback neither
-needs to be set: the first launcher then makes a secret and writes it to a file of mode 0600 in the user's runtime
-directory, as rank 0 does if gradsync did not launch the ranks (`rendezvous/hosting.py`).
+variable needs to be set: the first launcher makes a secret and writes it to a file of mode 0600 in the user's runtime
+directory. Rank 0 does the same if gradsync did not launch the ranks (`rendezvous/hosting.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def own_listener(host: str, port: int, *, if_taken: str = "use port 0 for a free
 
 @contextlib.contextmanager
 def own_endpoint(port: int) -> Iterator[tuple[Endpoint, socket.socket]]:
-    """Yields an endpoint with a new secret for one start of the ranks, and its socket, bound to loopback.
+    """Yields an endpoint on loopback, with a new secret for one start of the ranks, and its bound socket.
 
     Ranks of an earlier start cannot join, because they do not know this secret.
     """
@@ -57,13 +57,14 @@ def own_endpoint(port: int) -> Iterator[tuple[Endpoint, socket.socket]]:
 def launcher_endpoint(
     host: str, port: int, rank_start: int, *, has_others: bool
 ) -> Iterator[tuple[Endpoint | None, socket.socket | None]]:
-    """Yields the endpoint of the server for one call of `launcher`, and the bound socket if this process hosts it.
+    """Yields the rendezvous server's endpoint for a call of `launcher`, and its socket if this process hosts it.
 
-    Both are None if this call starts all ranks, on loopback: then the supervisor makes an endpoint.
+    The endpoint and the socket are None if this call starts all ranks and `host` is loopback: the supervisor then makes
+    an endpoint.
 
     Args:
         host, port: the address at which the first launcher hosts the server.
-        rank_start: rank of this launcher's first process.
+        rank_start: the rank of this launcher's first process.
         has_others: whether other launchers start ranks of the same run.
 
     Raises:
@@ -79,7 +80,7 @@ def launcher_endpoint(
     if secret is None and not is_on_loopback:
         raise AuthenticationError(
             f"launcher at {host}, which other machines can reach, needs a secret: put one into a file of "
-            f"mode 0600 and name it in {SECRET_FILE} on every node, or set {SECRET}; with master_ip='localhost' "
+            f"mode 0600 and set {SECRET_FILE} to its path on every node, or set {SECRET}; with master_ip='localhost' "
             "the launchers of one machine need none"
         )
     if rank_start > 0:
@@ -113,7 +114,7 @@ def _is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def _published_secret(address: str) -> Iterator[bytes]:
-    """Publishes a new secret, which other launchers of this machine find while the context lasts."""
+    """Writes a new secret to a file, in which this machine's other launchers find it until the context ends."""
     secret = os.urandom(32)
     path = secret_path(address)
     publish(path, Endpoint(address, secret))
@@ -133,8 +134,8 @@ def _find_secret(address: str, rank_start: int) -> bytes:
         stale = found  # an earlier run has left this file: the first launcher binds the port before it writes a file
     raise RendezvousTimeout(
         f"launcher with rank_start {rank_start}: the node with rank_start 0 did not start hosting {address} "
-        f"within {_FIRST_LAUNCHER_SECONDS:g} s (no new file {path}); start it on this machine, or name a file with the "
-        f"secret of both nodes in {SECRET_FILE}",
+        f"within {_FIRST_LAUNCHER_SECONDS:g} s (no new file {path}); start it on this machine, or set {SECRET_FILE} on "
+        "both nodes to the path of a file with the same secret",
         missing_ranks=(0,),
     )
 

@@ -1,4 +1,4 @@
-"""The request of a launch: the program, the number of processes, and the options."""
+"""The description of a launch: the program, the number of processes, and the options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Target(NamedTuple):
         record: the start record, made of types that `marshal` can write.
         command_line: the arguments that `ps` shows for the rank.
         descriptors: file descriptors that the ranks inherit.
-        call: the function with its positional and keyword arguments, if the ranks are forked and inherit the call.
+        call: the function with its positional and keyword arguments, if the ranks are forked and inherit the call; else
+            None.
     """
 
     record: dict[str, Any]
@@ -35,7 +36,7 @@ class Target(NamedTuple):
     call: Call | None = None
 
     def mpi_command(self, world_size: int, hosts: Sequence[str] = ()) -> str:
-        """Returns the command that starts the ranks over MPI; only MPI's own launcher can do that.
+        """Returns the `mpiexec` command that starts these ranks; ranks that use MPI need MPI's own launcher.
 
         Args:
             world_size: the number of ranks.
@@ -53,29 +54,31 @@ class Target(NamedTuple):
 
 @dataclass
 class Job:
-    """The request of a launch.
+    """The description of a launch.
 
     Attributes:
         target: the program of each rank.
-        n_ranks: number of processes on this machine.
-        world_size: number of ranks of the run; 0 means that the last rank of this machine is the last of the run.
-        rank_start: rank of the first process on this machine.
-        backend: the backend that `init_process_group("auto")` takes in the ranks.
-        master_addr: MASTER_ADDR in the ranks, for the user's own use.
-        master_port: MASTER_PORT in the ranks, for the user's own use; None, like 0, takes a free one.
-        rendezvous_port: port of the rendezvous server on 127.0.0.1; 0 takes a free one.
-        endpoint: the rendezvous server, if several launchers start the ranks; by default this launcher hosts one.
-        listener: the bound socket of the endpoint, if this process runs the server.
+        n_ranks: the number of processes on this machine.
+        world_size: the number of ranks of the run; 0 means that no other machine has ranks after those of this machine.
+        rank_start: the rank of the first process on this machine.
+        backend: the backend that `init_process_group("auto")` chooses in the ranks.
+        master_addr: the value of MASTER_ADDR in the ranks, for the user's own use.
+        master_port: the value of MASTER_PORT in the ranks, for the user's own use; None or 0 chooses a free port.
+        rendezvous_port: the port of the rendezvous server on 127.0.0.1; 0 chooses a free port.
+        endpoint: the address and secret of a rendezvous server that several launchers share; by default this launcher
+            hosts its own server.
+        listener: the endpoint's bound socket, if this process runs the server.
         start_method: "spawn", "fork" or "forkserver".
-        gpus: CUDA_VISIBLE_DEVICES of each process; by default every process inherits this process's value.
+        gpus: the value of CUDA_VISIBLE_DEVICES for each process; by default each inherits this process's value.
         stdin_rank: the rank that gets this process's standard input; the others read /dev/null.
         grace_seconds: the time between SIGTERM and SIGKILL.
-        max_restarts: how many times at most all ranks are started again after a failure.
-        state_dir: folder where ranks keep their state across restarts; GRADSYNC_STATE_DIR in the ranks.
-        removed_variables: names of variables of this process that ranks do not inherit.
+        max_restarts: the limit of restarts; a restart starts all ranks again after a failure.
+        state_dir: the folder where ranks keep their state across restarts; the ranks find its path in
+            GRADSYNC_STATE_DIR.
+        removed_variables: the names of variables of this process that ranks do not inherit.
         variables: further environment variables of the ranks.
-        own_address: this machine's address on the way to the other machines; None if there are none, or the address
-            is not known.
+        own_address: the address of this machine's interface towards the other machines; None if there are no other
+            machines, or the address is not known.
 
     Raises:
         InvalidArgument: a number is out of its range, or the start method is unknown.

@@ -1,4 +1,4 @@
-"""`gs.launch`: calls a function in several rank processes of this machine, over the supervisor."""
+"""`gs.launch`: calls a function in several rank processes on this machine."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from gradsync.machine import default_process_count
 
 
 class WorkerError(GradsyncError, ProcessError):
-    """A worker of `launch` failed; all others were ended.
+    """A worker of `launch` failed; no other worker runs any more.
 
-    Its first line reads "worker[1] failed with exitcode=2".
+    The first line of the error reads "worker[1] failed with exitcode=2".
 
     Attributes:
         msg: the failure in words, and the worker's traceback if there is one.
-        exitcode: the worker's exit code; a negative number is the signal that killed it.
+        exitcode: the worker's exit code; -n if signal n killed it; None if it could not be killed.
         worker_id: the worker's rank.
-        results: the return values of other workers, by rank.
+        results: the return values that other workers had sent, by rank.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class WorkerError(GradsyncError, ProcessError):
 
 
 class MainProcessError(GradsyncError, ProcessError):
-    """A signal to the launching process ended the run; all workers were ended first.
+    """A signal to the launching process ended the run; all workers have ended.
 
     Attributes:
         signal_no: the signal's number.
@@ -63,31 +63,32 @@ def launch(
     master_addr: str = "localhost",
     master_port: int | None = None,
 ) -> list[Any]:
-    """Calls `func(args)`, or `func()` without args, in `nprocs` processes on this machine, and waits for them.
+    """Calls `func(args)`, or `func()` if `args` is (), in `nprocs` processes on this machine, and waits for them.
 
     Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
     and the variables that `init_process_group()` needs. The function must call `init_process_group()` itself. The
-    environment of the calling process does not change. Processes are spawned unless `gs.set_start_method` has chosen
-    another method; with "spawn" and "forkserver" a script that calls `launch` needs the `if __name__ == "__main__":`
-    guard.
+    environment of the calling process does not change. The start method is "spawn" unless `gs.set_start_method` has
+    chosen a different one; with "spawn" and "forkserver" a script that calls `launch` needs the `if __name__ ==
+    "__main__":` guard.
 
     Args:
         func: a function at the top level of a module or script. Any other function needs cloudpickle, or the start
             method "fork".
-        args: the one argument of the function, of any type. It must pickle, unless the start method is "fork". For
-            several arguments write `gs.launch(functools.partial(func, a, b), nprocs=2)`.
-        nprocs: number of processes; by default one per visible GPU, or per usable core where there is no GPU.
-        master_addr: MASTER_ADDR, for the function's own use.
-        master_port: MASTER_PORT, for the function's own use; a free port by default.
+        args: the one argument of the function, of any type. It must be picklable, unless the start method is "fork".
+            For several arguments write `gs.launch(functools.partial(func, a, b), nprocs=2)`.
+        nprocs: the number of processes; by default one per visible GPU, or per usable core where there is no GPU.
+        master_addr: the value of MASTER_ADDR in the processes, for the function's own use.
+        master_port: the value of MASTER_PORT in the processes, for the function's own use; a free port by default.
 
     Returns:
-        The return values, by rank. A process that exits with code 0 without returning has None, with a RuntimeWarning.
+        The return values, by rank. The value is None, with a RuntimeWarning, for a process that exits with code 0
+        before the function returns.
 
     Raises:
-        InvalidArgument: args is a tuple that seems meant as several arguments (before 0.2 this was allowed; a tuple of
-            one, or of as many as func needs), the function or its argument does not pickle, `nprocs` is not a positive
-            integer, the `__main__` guard is missing, or ranks would be forked although this process has initialised
-            CUDA.
+        InvalidArgument: `args` is a tuple that `func` may expect as separate arguments, as before 0.2 (a tuple of
+            length 1, or of as many items as `func` has required parameters), the function or its argument cannot be
+            pickled, `nprocs` is not a positive integer, the `__main__` guard is missing, or ranks would be forked
+            although this process has initialised CUDA.
         WorkerError: a worker failed.
         MainProcessError: this process received SIGINT, SIGTERM or SIGHUP (only if its main thread called `launch`).
     """
@@ -108,17 +109,17 @@ def launch(
 
 
 def _arguments(func: object, args: Any) -> tuple[Any, ...]:
-    """Returns the arguments of the call: `args` as one argument, or none without `args`.
+    """Returns the positional arguments of the call: `args` as the only one, or none if `args` is an empty tuple.
 
     Raises:
-        InvalidArgument: args is a tuple, which `launch` passed as `func(*args)` before 0.2.
+        InvalidArgument: `args` is a tuple that `func` may expect as separate arguments, as before 0.2.
     """
     if not isinstance(args, tuple):
         return (args,)
     if args and callable(func) and len(args) in (1, _count_required(func)):
         name = function_name(func)
         raise InvalidArgument(
-            f"launch calls {name}(args), and args is a tuple of {len(args)}: for {name}(*args) write "
+            f"launch calls {name}(args), and args is a tuple of length {len(args)}: for {name}(*args) write "
             f"gs.launch(functools.partial({name}, *args)), for {name}(args) gs.launch(functools.partial({name}, args))"
         )
     return (args,) if args else ()
@@ -128,7 +129,7 @@ def _count_required(func: Callable[..., Any]) -> int:
     """Counts the positional parameters without a default; returns 0 if the parameters are not known."""
     try:
         parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):  # some builtins
+    except (TypeError, ValueError):  # some builtins have no signature
         return 0
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(each.kind in positional and each.default is each.empty for each in parameters)

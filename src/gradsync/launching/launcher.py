@@ -1,6 +1,7 @@
-"""`gs.launcher`: a decorator; a call of the decorated function runs it on several ranks, over the supervisor.
+"""`gs.launcher`: a decorator that makes each call of a function run it on several ranks.
 
-Ranks import a script's decorated functions too, so the modules that start ranks are imported only at such a call.
+Ranks import scripts with decorated functions too, so the modules that start ranks are imported only when a decorated
+function is called.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gradsync.errors import InvalidArgument
 from gradsync.machine import address_towards, default_process_count
 
 _DEVICE_BACKENDS = {"auto": "auto", "cpu": "shm", "gpu": "nccl"}
-_MARK = "_gradsync_launcher"
+_DECORATED = "_gradsync_launcher"
 
 _Result = TypeVar("_Result")
 
@@ -64,39 +65,43 @@ def launcher(
     *,
     start_method: str | None = None,
 ) -> Callable[..., Any]:
-    """Makes a call of the decorated function run it in `n_gpus` processes of this machine, one per rank.
+    """Decorates a function, so that a call runs it in `n_gpus` processes on this machine, one per rank.
 
     It can be used as `@gs.launcher`, as `@gs.launcher(n_gpus=2)`, or as a call: `gs.launcher(func, 2)`. In each rank
-    the process group is initialised before the function runs (`gs.get_communicator()` gives it) and destroyed after it.
-    With the start methods "spawn" and "forkserver" a script that calls the function needs the `if __name__ ==
-    "__main__":` guard. Nothing starts, and no port is bound, before the call.
+    the process group is initialised before the function runs (`gs.get_communicator()` returns its communicator), and
+    destroyed when the function has ended. With the start methods "spawn" and "forkserver" a script that calls the
+    function needs the `if __name__ == "__main__":` guard. Nothing starts, and no port is bound, before the call.
 
     For a run on several machines, every machine calls the function with the same `world_size`, `master_ip` and `port`,
-    and its own `rank_start`. All ranks wait for each other after the group is initialised and before they leave it.
-    The machine with rank_start 0 hosts the rendezvous server at `master_ip`:`port`. If other machines can reach this
-    address, every machine needs the secret of the run: a file of mode 0600, named in GRADSYNC_SECRET_FILE.
+    and its own `rank_start`. All ranks wait for each other after the group is initialised and before they leave it. The
+    machine with rank_start 0 hosts the rendezvous server at `master_ip`:`port`. If other machines can reach this
+    address, every machine needs the secret of the run, in a file of mode 0600 whose path is in GRADSYNC_SECRET_FILE.
 
     Args:
-        func: the function. Lambdas, closures and functions of a notebook work with cloudpickle installed, or with the
-            start method "fork".
-        n_gpus: number of processes on this machine; by default one per visible GPU, or per usable core where there is
-            no GPU, and at most `world_size` - `rank_start`.
-        world_size: number of ranks in the run; by default `n_gpus`.
-        rank_start: rank of this machine's first process.
-        master_ip: address or name of the machine with rank_start 0; "localhost" is loopback.
-        port: port of the rendezvous server; 0, on the machine with rank_start 0 only, takes a free one.
-        device_type: "auto", "cpu" or "gpu". If `backend` is "auto", "cpu" selects shm and "gpu" selects nccl.
-        backend: the backend for `init_process_group`; "gloo", of other systems, becomes "shm", with a warning.
-        start_method: "spawn", "fork" or "forkserver"; by default that of `gs.set_start_method`, initially "spawn".
+        func: the function to decorate. Lambdas, closures and functions of a notebook need cloudpickle, or the start
+            method "fork".
+        n_gpus: the number of processes on this machine; by default one per visible GPU, or per usable core where there
+            is no GPU, and at most `world_size` - `rank_start`.
+        world_size: the number of ranks in the run; by default `n_gpus`.
+        rank_start: the rank of this machine's first process.
+        master_ip: the address or name of the machine with rank_start 0; "localhost" is loopback.
+        port: the port of the rendezvous server; 0 chooses a free port, and is allowed only on the machine with
+            rank_start 0.
+        device_type: the type of the devices, "auto", "cpu" or "gpu". If `backend` is "auto", "cpu" selects shm and
+            "gpu" selects nccl.
+        backend: the backend for `init_process_group`; "gloo", a backend of PyTorch, becomes "shm", with a warning.
+        start_method: "spawn", "fork" or "forkserver"; by default the method of `gs.set_start_method`, initially
+            "spawn".
 
     Returns:
-        The decorated function. A call of it returns the return values of the ranks of this machine, by local rank; a
-        process that exits with code 0 without returning has None, with a RuntimeWarning. The call raises
-        InvalidArgument if the function or an argument does not pickle, or forked ranks could not use CUDA; RankFailed
-        if a rank fails (with its rank, exit code and traceback, and the values that other ranks had returned);
-        AuthenticationError if the secret is missing; RendezvousError if the port is taken; RendezvousTimeout if the
-        machine with rank_start 0 does not host the server in time; KeyboardInterrupt after Ctrl-C; and
-        SystemExit(128 + n) after SIGTERM or SIGHUP, with the signal's number n.
+        The decorated function. A call of it returns the return values of this machine's ranks, by local rank. The value
+        is None, with a RuntimeWarning, for a process that exits with code 0 before the function returns. The call
+        raises InvalidArgument if the function or an argument cannot be pickled, or if forked ranks could not use CUDA.
+        It raises RankFailed if a rank fails; this error has the rank, its exit code and traceback, and the values that
+        other ranks had returned. The call raises AuthenticationError if the secret is missing, RendezvousError if the
+        port is taken, and RendezvousTimeout if the machine with rank_start 0 does not host the server in time. After
+        Ctrl-C it raises KeyboardInterrupt; after SIGTERM or SIGHUP it raises SystemExit(128 + n), where n is the
+        signal's number.
 
     Raises:
         InvalidArgument: an argument is out of its range, or does not fit the others.
@@ -104,11 +109,11 @@ def launcher(
     rank_start, port = check_integer("launcher", "rank_start", rank_start, 0), check_port("launcher", "port", port)
     n_gpus = None if n_gpus is None else check_integer("launcher", "n_gpus", n_gpus, 1)
     world_size = None if world_size is None else check_integer("launcher", "world_size", world_size, 1)
-    _check_place(n_gpus, world_size, rank_start, master_ip, port)
+    _check_node(n_gpus, world_size, rank_start, master_ip, port)
     if device_type not in _DEVICE_BACKENDS:
         raise InvalidArgument(f"launcher needs device_type 'auto', 'cpu' or 'gpu', got {device_type!r}")
     if backend not in (*BACKENDS, "gloo"):
-        raise InvalidArgument(f"launcher needs a backend of {', '.join(BACKENDS)}, got {backend!r}")
+        raise InvalidArgument(f"launcher needs backend to be one of {', '.join(BACKENDS)}, got {backend!r}")
     if device_type == "cpu" and backend == "nccl":
         raise InvalidArgument("launcher got backend 'nccl' with device_type 'cpu'; NCCL moves GPU arrays only")
     if start_method is not None:
@@ -125,20 +130,20 @@ def launcher(
         def run(*args: Any, **kwargs: Any) -> list[Any]:
             return _run_on_ranks(
                 *(function, args, kwargs, n_gpus or default_process_count(device_type), world_size, rank_start),
-                host="127.0.0.1" if master_ip == "localhost" else master_ip,  # every rank then uses the same address
+                host="127.0.0.1" if master_ip == "localhost" else master_ip,  # localhost may have several addresses
                 port=port,
                 backend=_DEVICE_BACKENDS[device_type] if backend == "auto" else backend,
                 start_method=start_method,
             )
 
-        setattr(run, _MARK, True)
+        setattr(run, _DECORATED, True)
         return run
 
     return decorate if func is None else decorate(func)
 
 
-def _check_place(n_gpus: int | None, world_size: int | None, rank_start: int, master_ip: object, port: int) -> None:
-    """Checks that this node's ranks are within world_size, and that a node other than the first knows the port."""
+def _check_node(n_gpus: int | None, world_size: int | None, rank_start: int, master_ip: object, port: int) -> None:
+    """Checks that this node's ranks are within world_size, and that every node but the first is given a port."""
     if not isinstance(master_ip, str) or not master_ip:
         raise InvalidArgument(f"launcher needs master_ip to be an address or a host's name, got {master_ip!r}")
     if rank_start > 0 and world_size is None:
@@ -170,7 +175,7 @@ def _run_on_ranks(
     backend: str,
     start_method: str | None,
 ) -> list[Any]:
-    """Runs a function on the ranks of this node; returns and raises as `launcher` says."""
+    """Runs a function on the ranks of this node; see `launcher` for the results and errors."""
     from gradsync.launching import function_call
     from gradsync.launching.hosting import launcher_endpoint
     from gradsync.launching.job import Job
@@ -209,7 +214,7 @@ def _run_on_ranks(
     function_call.raise_for_signal(outcome)
     root = outcome.root_cause
     if root is not None:
-        others = "the other ranks ended in order" if root.is_unsendable else "all other ranks were ended"
+        others = "the other ranks ended normally" if root.is_unsendable else "all other ranks were ended"
         has_others = len(outcome.failed_alike) < len(outcome.ranks)
         message = f"{outcome.describe_cause()}; {others}" if has_others else outcome.describe_cause()
         raise function_call.failure(outcome, root, message)
@@ -217,7 +222,7 @@ def _run_on_ranks(
 
 
 def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., Any]:
-    """Returns the name by which a fresh rank finds the function; the function itself if it has no such name."""
+    """Returns the name by which a rank can import the function; the function itself if it has no such name."""
     from gradsync.launching.function_call import ranks_can_import_main
 
     named = NamedFunction(getattr(function, "__module__", ""), getattr(function, "__qualname__", ""))
@@ -230,11 +235,11 @@ class NamedFunction(NamedTuple):
     """The name by which a rank finds a function, even if the name is bound to a decorated version of the function.
 
     A decorator binds the name to its own result, so pickle refuses the function itself. A rank imports the decorated
-    version and takes the function out of it.
+    version and takes the original function from it.
 
     Attributes:
-        module: the module.
-        name: the name in the module, with dots for members of a class.
+        module: the name of the function's module.
+        name: the function's name in the module, with dots for members of a class.
     """
 
     module: str
@@ -255,7 +260,7 @@ class NamedFunction(NamedTuple):
             raise InvalidArgument(f"{self.name} is not found in {self.module} of this rank; {HOW_TO_DEFINE}") from None
 
     def is_found_as(self, function: Callable[..., Any]) -> bool:
-        """Returns whether the name leads to this function in this process."""
+        """Returns whether this name refers to the given function in this process."""
         try:
             return self._look_up() is function
         except (AttributeError, KeyError):
@@ -266,9 +271,9 @@ class NamedFunction(NamedTuple):
         for part in self.name.split("."):
             found = getattr(found, part)
         layer = found
-        while layer is not None and _MARK not in getattr(layer, "__dict__", {}):
+        while layer is not None and _DECORATED not in getattr(layer, "__dict__", {}):
             layer = getattr(layer, "__wrapped__", None)
-        # `run = launcher(function)` leaves the name bound to the plain function, which has no mark.
+        # After `run = launcher(function)` the name `function` refers to the plain function, which lacks the attribute.
         function: Callable[..., Any] = found if layer is None else layer.__wrapped__
         return function
 
@@ -276,7 +281,7 @@ class NamedFunction(NamedTuple):
 def call_in_group(
     function: NamedFunction | Callable[..., Any], backend: str, has_others: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a function as one rank of a process group, then destroys the group. Runs in a rank.
+    """In a rank: initialises the process group, calls the function, and destroys the group.
 
     Args:
         function: the function, or the name by which to find it.
@@ -301,5 +306,5 @@ def call_in_group(
                 group_barrier()  # does nothing if the function has destroyed the group itself
         return result
     finally:
-        if is_initialized():  # the function may have made another group
+        if is_initialized():  # the function may have made a new group
             destroy_process_group()

@@ -3,14 +3,15 @@
 Node 0 hosts one server, for the launchers and for their ranks. Each start of the ranks has four steps:
 
 1. The launchers join a new generation at the server and exchange their records (`_NodeRun._join`). A launcher that was
-   lost, and that the user has started again, takes part in the next start.
-2. Each launcher starts its ranks and watches them (`Supervisor`).
-3. The first launcher whose ranks fail reports that to the others, which then end their ranks (`NodeLink`).
-4. When its ranks have ended, each launcher sends a report and waits for the others' reports. All launchers find the
-   same cause in these reports, so they print the same cause and return the same exit code, or start the ranks again.
+lost, and that the user has started again, takes part in the next start. 2. Each launcher starts its ranks and watches
+them (`Supervisor`). 3. The first launcher whose ranks fail reports the failure to the others, which then end their
+ranks (`NodeLink`). 4. When its ranks have ended, each launcher sends a report and waits for the others' reports. All
+launchers find the same cause in these reports, so they print the same cause and return the same exit code, or start the
+ranks again.
 
-The server reports a launcher that dies, or whose machine is cut off. Threads wait for the other launchers, and put
-numbers into the inbox of signals, so that the supervisor's loop never waits for the network.
+If a launcher dies, or its machine is cut off, the server reports this to the other launchers. Threads wait for the
+other launchers, and put numbers into the signal inbox (`SignalInbox`), so that the supervisor's loop never waits for
+the network.
 """
 
 from __future__ import annotations
@@ -57,21 +58,22 @@ from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.server import RendezvousServer
 from gradsync.rendezvous.sockets import ConnectionLost, look_up
 
-_JOIN_NOTICE_SECONDS = 4.0  # not 5 s, as between the server's notices: these would name a launcher that is asking again
+# Less than the 5 s between the server's notices, which could otherwise name a launcher that is about to connect again.
+_JOIN_NOTICE_SECONDS = 4.0
 _RETRY_SECONDS = 0.5
-_EXCHANGE_SECONDS = 30.0  # to wait for the records of all launchers that have joined
-_LEAVING_SECONDS = 5.0  # node 0 waits this long for the other launchers to leave after all reports have come
+_EXCHANGE_SECONDS = 30.0  # how long to wait for the records of all launchers that have joined
+_LEAVING_SECONDS = 5.0  # how long node 0 waits until the other launchers have left, at the end
 _LEAVING_AFTER_LOSS_SECONDS = 0.5
-_TERMINAL_SECONDS = 1.0  # to wait for a blocked terminal
-_REPORTS_SECONDS = 60.0  # to wait for reports after a failure; ranks that have to be killed take less
+_TERMINAL_SECONDS = 1.0  # how long to wait for a blocked terminal
+_REPORTS_SECONDS = 60.0  # how long to wait for reports after a failure; killing ranks takes less time
 _CHECK_SECONDS = 5.0  # how often a launcher that waits for reports checks whether the run has failed
 _TEXT_SECONDS = 5.0
-_NO_LIMIT_SECONDS = 1e8  # the heartbeats end a wait for a launcher that is gone
-_MAX_TEXT_BYTES = 40 * 1024  # the text is part of a value of at most 60 KiB
+_NO_LIMIT_SECONDS = 1e8  # no limit is needed: heartbeats detect a launcher that is gone
+_MAX_TEXT_BYTES = 40 * 1024  # less than the 60 KiB that a value on the server may have
 _START_BYTES = 8
 
-# Levels of `NodeReport` nearer to the cause than any failure of a rank, because no such failure causes them: a signal
-# to a launcher, then the loss of a launcher.
+# Levels of `NodeReport` for a launcher that received a signal, and for a lost launcher. Both are lower than the levels
+# of failed ranks, because a failed rank cannot be their cause.
 _SIGNALLED, _LOST = -2, -1
 
 _Message = TypeVar("_Message")
@@ -85,9 +87,9 @@ class NodeOptions:
     """This machine's options in a run on several machines; made by `check_node_options`.
 
     Attributes:
-        nnodes: number of machines.
-        node_rank: number of this machine.
-        rendezvous: host:port of the server, as the user wrote it.
+        nnodes: the number of machines.
+        node_rank: the number of this machine, from 0.
+        rendezvous: host:port of the rendezvous server, as the user wrote it.
         secret: the secret of the run.
         join_timeout_seconds: how long a launcher waits for the others.
         node_address: this machine's address, if the user gave it; else None.
@@ -148,12 +150,12 @@ def check_node_options(
 
 
 def _check_particular(option: str, given: str, address: str) -> None:
-    """Refuses an address that does not belong to one particular machine, such as 0.0.0.0; a name passes.
+    """Raises InvalidArgument for an address that belongs to no particular machine, such as 0.0.0.0.
 
     Args:
-        option: the option, for the error.
+        option: the name of the option, for the error.
         given: the value of the option, for the error.
-        address: the IP address, if it is known; else as `given`.
+        address: the IP address that `given` stands for; `given` itself if the address is not known.
     """
     try:
         known = ipaddress.ip_address(address.partition("%")[0])
@@ -162,8 +164,7 @@ def _check_particular(option: str, given: str, address: str) -> None:
     if known.is_unspecified or (known.version == 6 and known.is_link_local):
         shown = repr(given) if given == address else f"{given!r} ({address})"
         raise InvalidArgument(
-            f"{option} needs an address by which other machines reach this machine or node 0, got {shown}, which names "
-            "no particular machine"
+            f"{option} needs an address of one particular machine, by which the other machines reach it, got {shown}"
         )
 
 
@@ -172,7 +173,7 @@ def _check_own(node_address: str) -> str:
     try:
         address = str(look_up(node_address, 0)[0][4][0])
     except OSError as error:
-        raise InvalidArgument(f"--node-address {node_address!r} is not known on this machine: {error}") from None
+        raise InvalidArgument(f"--node-address {node_address!r} cannot be resolved on this machine: {error}") from None
     if interface_of(address) is None:
         raise InvalidArgument(f"--node-address {node_address!r} is no address of this machine; see: ip address")
     return address
@@ -186,16 +187,16 @@ class NodeRecord:
     """The record that a launcher sends to the others before a start.
 
     Attributes:
-        node: the launcher's number.
-        host: the name of its host.
-        address: its machine's address on the way to the rendezvous.
+        node: the number of the launcher's machine.
+        host: the machine's host name.
+        address: the machine's address, as the other machines reach it.
         interface: the network interface that has this address; None if it is not known.
-        n_ranks: the number of ranks that it starts.
-        n_gpus: the number of GPUs that it may use.
-        restart: the number of this restart, as far as this launcher knows; 0 is the first start.
+        n_ranks: the number of ranks that the launcher starts.
+        n_gpus: the number of GPUs that the launcher may use.
+        restart: the number of restarts so far, as far as this launcher knows; 0 at the first start.
         max_restarts: the limit of restarts.
-        master_port: MASTER_PORT. All launchers use the port in node 0's record.
-        start: the name of the start. All launchers use the name in node 0's record.
+        master_port: the value of MASTER_PORT. All launchers use the value in node 0's record.
+        start: a random name for this start of the ranks. All launchers use the name in node 0's record.
     """
 
     node: int
@@ -216,7 +217,7 @@ class NodeRecord:
 
     @classmethod
     def from_bytes(cls, node: int, data: bytes) -> NodeRecord:
-        """Returns the record of a node's launcher.
+        """Decodes the record of a node's launcher.
 
         Raises:
             RendezvousError: the data is not a record of this node.
@@ -234,10 +235,10 @@ class NodeReport:
 
     Attributes:
         node: the machine's number.
-        level: the distance from the cause, see `distance_from_cause`; also `_SIGNALLED` or `_LOST`. None if nothing
-            failed, or it is not known yet what failed.
-        how: how the node ended, in words that follow its name.
-        exit_code: the exit code of all launchers if this report has the cause.
+        level: the distance from the cause, see `distance_from_cause`; or `_SIGNALLED` or `_LOST`. None if nothing
+            failed, or the cause is not known yet.
+        how: how the node ended, in words that follow the node's name.
+        exit_code: the exit code of all launchers if the cause was on this machine.
         may_retry: whether the ranks may be started again.
     """
 
@@ -249,7 +250,7 @@ class NodeReport:
 
 
 def report_of(node: int, outcome: Outcome) -> NodeReport:
-    """Returns the report on the outcome of a machine's ranks."""
+    """Returns a machine's report on how its ranks ended."""
     root = outcome.root_cause
     if outcome.signal_number is not None:
         return signal_report(node, outcome.signal_number)
@@ -269,11 +270,11 @@ def loss_report(node: int, how: str) -> NodeReport:
 
 
 def cause_of(reports: Iterable[NodeReport], first_node: int | None) -> NodeReport | None:
-    """Returns the report that has the cause; None if nothing failed.
+    """Returns the report of the machine where the cause was; None if no machine reported a failure.
 
     Args:
         reports: the reports of all machines, as far as they are known.
-        first_node: the node that reported a failure first, if one did.
+        first_node: the first node that reported a failure; None if no node did.
     """
     failed = [report for report in reports if report.level is not None]
     return min(failed, key=lambda report: (report.level, report.node != first_node, report.node), default=None)
@@ -281,11 +282,11 @@ def cause_of(reports: Iterable[NodeReport], first_node: int | None) -> NodeRepor
 
 def encode(message: NodeRecord | NodeReport) -> bytes:
     """Returns a record or report as bytes for another launcher."""
-    return json.dumps(asdict(message), separators=(",", ":")).encode()  # short, for exchanges of thousands of nodes
+    return json.dumps(asdict(message), separators=(",", ":")).encode()  # compact, for exchanges of thousands of nodes
 
 
 def decode(kind: type[_Message], data: bytes, what: str) -> _Message:
-    """Returns a record or report that another launcher has encoded.
+    """Decodes a record or report that another launcher has encoded.
 
     Raises:
         RendezvousError: the bytes are not such a record or report.
@@ -308,8 +309,8 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
 
     Args:
         options: this machine's options in the run.
-        job: the job of this machine, as it would be if the machine were alone.
-        make_output: see `Supervisor`.
+        job: the job of this machine, made as for a run on this machine alone.
+        make_output: see `supervise`.
         notices: prints the launcher's notices.
 
     Returns:
@@ -325,9 +326,10 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Makes signals raise an exception in this launcher, also while it waits for the other launchers.
+    """Makes SIGTERM and SIGHUP raise SystemExit in this launcher, also while it waits for the other launchers.
 
-    By default a signal would end it at once, and its files, such as the state directory, would stay behind.
+    By default such a signal would end the launcher at once, and its files, such as the state directory, would stay
+    behind.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -336,7 +338,7 @@ def _ended_by_signals() -> Iterator[None]:
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # otherwise it is ignored, or the program has a handler
+            if signal.getsignal(number) == signal.SIG_DFL:  # not if it is ignored or has a handler
                 previous[number] = signal.signal(number, end)
     try:
         yield
@@ -347,7 +349,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServer | None]:
-    """Runs the server of the launchers and the ranks if this is node 0; yields None on other nodes.
+    """On node 0, runs and yields the server of the launchers and the ranks; on other nodes, yields None.
 
     Raises:
         InvalidArgument: the address in --rendezvous belongs to no particular machine.
@@ -396,7 +398,7 @@ class NodeStart:
     """One start of the ranks: the launchers that take part in it.
 
     Attributes:
-        client: this launcher's client of the server.
+        client: this launcher's connection to the server.
         own: this launcher's record.
         nodes: the records of all launchers, by node.
     """
@@ -407,7 +409,7 @@ class NodeStart:
 
     @property
     def restart(self) -> int:
-        """The number of restarts, from all records: a launcher that was lost and started again does not know it."""
+        """The number of restarts: the largest in all records, because a launcher that was lost starts again from 0."""
         return max(record.restart for record in self.nodes)
 
     @property
@@ -416,15 +418,15 @@ class NodeStart:
         return sum(record.n_ranks for record in self.nodes)
 
     def mpi_command(self, job: Job) -> str:
-        """Returns the command that starts the same ranks over MPI."""
+        """Returns the `mpiexec` command that starts the same ranks."""
         hosts = [f"{node.host if ':' in node.address else node.address}:{node.n_ranks}" for node in self.nodes]
         return job.target.mpi_command(self.world_size, hosts)
 
     def job(self, job: Job, secret: bytes) -> Job:
-        """Returns the job of this machine's ranks within the run.
+        """Returns the job of this machine as a part of the run.
 
         Args:
-            job: the job as it would be if this machine were alone.
+            job: the job of this machine, made as for a run on this machine alone.
             secret: the secret of the run.
         """
         own, first = self.own, self.nodes[0]
@@ -446,7 +448,7 @@ class NodeStart:
 
 
 class _NodeRun:
-    """The starts of one run, one after the other."""
+    """One run: starts the ranks, and restarts them after failures."""
 
     def __init__(
         self,
@@ -482,7 +484,7 @@ class _NodeRun:
             self._notices.print(f"gradsync: starting all ranks again{when} ({how_often})")
 
     def _leave(self, verdict: Verdict) -> None:
-        """Lets the other launchers leave before node 0, but not for long after a loss: a lost launcher never leaves."""
+        """On node 0, waits until the other launchers have left; only briefly if a launcher was lost."""
         if self._server is not None:
             self._server.wait_until_empty(_LEAVING_AFTER_LOSS_SECONDS if verdict.is_lost else _LEAVING_SECONDS)
 
@@ -514,7 +516,7 @@ class _NodeRun:
         Raises:
             RendezvousTimeout: not all launchers joined in time; the text names the missing ones.
             AuthenticationError: the secrets differ.
-            RendezvousError: the rendezvous refused this launcher, or is gone.
+            RendezvousError: the rendezvous server refused this launcher, or is gone.
             InvalidArgument: the options of the launchers differ.
         """
         node_address = self._options.node_address
@@ -542,7 +544,7 @@ class _NodeRun:
     def _connect(self) -> RendezvousClient:
         """Waits until all launchers have joined; prints every few seconds which are missing.
 
-        On node 0 the server prints this.
+        On node 0 the server prints the missing launchers.
         """
         options = self._options
         deadline = time.monotonic() + options.join_timeout_seconds
@@ -558,7 +560,7 @@ class _NodeRun:
                     noun="node",
                 )
             except AuthenticationError as error:
-                raise AuthenticationError(f"{error}; --secret-file needs to hold the same on every machine") from None
+                raise AuthenticationError(f"{error}; --secret-file needs the same secret on every machine") from None
             except RendezvousTimeout as error:
                 reason = f"missing: {error.missing or f'node 0 ({error.cause or error})'}"
             except RankFailed as error:
@@ -566,7 +568,7 @@ class _NodeRun:
                 time.sleep(_RETRY_SECONDS)
             except RendezvousError as error:
                 if not self._restart and not isinstance(error.__cause__, ConnectionLost):
-                    raise RendezvousError(f"{error} (--nnodes, --node-rank, --rendezvous)") from None
+                    raise RendezvousError(f"{error} (see --nnodes, --node-rank, --rendezvous)") from None
                 reason = str(error)
                 time.sleep(_RETRY_SECONDS)
             if time.monotonic() + _RETRY_SECONDS >= deadline:
@@ -591,17 +593,17 @@ class _NodeRun:
         )
 
     def _check_start(self, start: NodeStart) -> None:
-        """Refuses options that differ between the launchers, and the backend that needs MPI's own launcher."""
+        """Raises InvalidArgument if the launchers' options differ, or if the backend needs MPI's own launcher."""
         first = start.nodes[0]
         for record in start.nodes:
             if record.max_restarts != first.max_restarts:
                 raise InvalidArgument(
-                    f"all machines need the same --max-restarts, node 0 has {first.max_restarts}, "
+                    f"all machines need the same --max-restarts; node 0 has {first.max_restarts}, "
                     f"{record.name} {record.max_restarts}"
                 )
         if self._job.backend == "mpi":
             command = start.mpi_command(self._job)
-            raise InvalidArgument(f"--backend mpi needs ranks that MPI's own launcher starts; type once: {command}")
+            raise InvalidArgument(f"--backend mpi needs MPI's own launcher; run on one node only: {command}")
 
     def _job_of(self, start: NodeStart) -> Job:
         """Returns the job of this machine's ranks in this start, and prints which ranks these are."""
@@ -618,18 +620,18 @@ class _NodeRun:
         if job.backend == "auto" and without_gpu and own.node == 0:
             self._notices.print(
                 f"gradsync: no GPU on {without_gpu[0]}: gs.init_process_group() will fail, because ranks of several "
-                f"machines need a GPU each, or MPI; for MPI type once: {start.mpi_command(job)}"
+                f"machines need a GPU each, or MPI; for MPI run on one node only: {start.mpi_command(job)}"
             )
         return job
 
 
 def _report(verdict: Verdict, outcome: Outcome, start: NodeStart) -> str:
-    """Returns the other failures on this machine, then the cause of the failed start, the same on all machines."""
+    """Returns the text to print after a failed start: the other failures on this machine, then the cause."""
     cause = verdict.cause
     if cause is None:
         return ""
-    is_told_below = cause.node == start.own.node and not verdict.is_lost
-    before = "" if is_told_below else lines_on_others(outcome)
+    is_shown_below = cause.node == start.own.node and not verdict.is_lost
+    before = "" if is_shown_below else lines_on_others(outcome)
     head = f"gradsync: {start.nodes[cause.node].name} {cause.how}"
     return f"{before}{head}{':' if verdict.text else ''}\n{verdict.text}".rstrip("\n")
 
@@ -642,8 +644,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         cause: the report of the machine where the cause was; None if all ranks ended well.
-        text: that machine's report on its ranks, in whole lines; "" if there is none.
-        is_lost: whether a launcher is gone, or has not reported.
+        text: the text of the machine where the cause was, in whole lines; "" if there is none.
+        is_lost: whether a launcher is gone, or has not reported how its ranks ended.
         may_retry: whether the ranks may be started again.
     """
 
@@ -654,12 +656,12 @@ class Verdict(NamedTuple):
 
 
 class NodeLink:
-    """This launcher's connection to the others during one start. It is a context manager; leaving it disconnects.
+    """This launcher's connection to the others during one start; a context manager that disconnects at its end.
 
     Args:
-        start: the start.
-        signals: the inbox of this launcher, which is entered already.
-        notices: prints the answer to a Ctrl-C.
+        start: the start of the ranks.
+        signals: the signal inbox of this launcher, which the caller has entered.
+        notices: prints a notice after a Ctrl-C.
     """
 
     def __init__(self, start: NodeStart, signals: SignalInbox, notices: Notices) -> None:
@@ -668,7 +670,8 @@ class NodeLink:
         self._node = start.own.node
         self._signals = signals
         self._notices = notices
-        # The first report that a launcher ends its ranks. It has a level only if a signal came after they had ended.
+        # The report of the first launcher that ends its ranks. Its level is None, unless a signal came after the ranks
+        # had ended.
         self._first: NodeReport | None = None
         self._loss: NodeReport | None = None
         self._reports: list[NodeReport] = []
@@ -690,18 +693,18 @@ class NodeLink:
             self._client.abandon()
 
     def report_ending(self) -> None:
-        """Reports to the other launchers that the ranks here fail and will end; returns at once."""
+        """Reports to the other launchers that the ranks on this machine fail and will end; returns at once."""
         _run_in_thread(lambda: self._report_first(NodeReport(self._node)))
 
     def gather(self, report: NodeReport, text: str) -> Verdict:
-        """Reports how the ranks here have ended, and waits until all other launchers have reported, or one is lost.
+        """Reports how this machine's ranks ended, and waits until all other launchers have reported, or one is lost.
 
-        A signal meanwhile ends the ranks on the other machines; a second one ends the wait. After a failure the wait
-        lasts a minute at most.
+        A signal during the wait ends the ranks on the other machines; a second signal ends the wait. After a failure
+        the wait lasts a minute at most.
 
         Args:
-            report: how the ranks here have ended.
-            text: the report on these ranks, in whole lines.
+            report: how the ranks of this machine ended.
+            text: the text of this machine's report, in whole lines.
         """
         _run_in_thread(lambda: self._exchange_reports(report, text))
         interrupted: NodeReport | None = None
@@ -720,7 +723,7 @@ class NodeLink:
         return self._judge([one for one in known if one is not None], text)
 
     def _interrupt(self, number: int) -> NodeReport:
-        """Ends the ranks of the other machines; the ranks of this machine have ended."""
+        """Ends the ranks of the other machines, after the ranks of this machine have ended."""
         report = signal_report(self._node, number)
         self._notices.print("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
         _run_in_thread(lambda: self._report_first(report))
@@ -736,7 +739,7 @@ class NodeLink:
         return Verdict(cause, text, is_lost, may_retry)
 
     def _text_of(self, node: int) -> str:
-        """Returns another machine's report on its ranks; "" if it cannot be had."""
+        """Returns another machine's report on its ranks; "" if the server cannot deliver it."""
         try:
             return self._client.get(f"text/{node}", timeout_seconds=_TEXT_SECONDS).decode(errors="replace")
         except GradsyncError:
@@ -745,7 +748,7 @@ class NodeLink:
     # The following methods run in threads.
 
     def _listen(self) -> None:
-        """Waits until a launcher reports that its ranks fail, or is lost."""
+        """Waits until a launcher reports that its ranks fail, or until a launcher is lost."""
         try:
             data = self._client.get("first", timeout_seconds=_NO_LIMIT_SECONDS)
             self._first = decode(NodeReport, data, "the report of another launcher")
@@ -759,13 +762,13 @@ class NodeLink:
             self._signals.put(FAILED_ELSEWHERE)
 
     def _report_first(self, report: NodeReport) -> None:
-        """Reports that the ranks here fail, unless another launcher has: one report ends all ranks."""
+        """Reports that this machine's ranks fail, unless another launcher was first: one report ends all ranks."""
         with contextlib.suppress(GradsyncError):  # the thread of `_listen` gets the same error, and handles it
             self._client.set("first", encode(report), replace=False)
 
     def _exchange_reports(self, report: NodeReport, text: str) -> None:
         """Sends the report and the text, and waits for the reports of the others."""
-        waited_seconds = 0.0  # since the first failure
+        waited_seconds = 0.0  # how long this thread has waited since the first failure
         try:
             if report.level is not None:
                 self._report_first(NodeReport(self._node))
@@ -786,11 +789,11 @@ class NodeLink:
         self._signals.put(FAILED_ELSEWHERE)  # to end the poll of `gather`
 
     def _stop_waiting(self, missing: tuple[int, ...]) -> None:
-        """Goes on without the missing reports: a launcher may be paused (SIGSTOP), or its terminal blocked."""
+        """Stops waiting for missing reports: a launcher may be paused (SIGSTOP), or its terminal may be blocked."""
         silent = self._nodes[missing[0] if missing else 0]
         self._notices.print(
             f"gradsync: {silent.name} has not reported how its ranks ended within {_REPORTS_SECONDS:g} s of a failure; "
-            "not waiting for it any more"
+            "this launcher no longer waits for the report"
         )
         self._is_incomplete = True
 

@@ -1,8 +1,8 @@
-"""Recognises failures by lack of memory: the kernel's out-of-memory killer, and exceptions that mean the same.
+"""Recognises ranks that ran out of memory, by the kernel's out-of-memory killer or by the rank's exception.
 
-That killer sends SIGKILL, and other programs may send this signal too. But the kernel counts the processes that this
-killer ends: for each control group (memory.events in version 2, memory.oom_control in version 1), and for the whole
-machine (/proc/vmstat).
+The out-of-memory killer sends SIGKILL, which other programs may send too. To distinguish the two, this module reads the
+kernel's counts of processes that the killer has ended: for each control group (memory.events in version 2,
+memory.oom_control in version 1), and for the whole machine (/proc/vmstat).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _GPU_MEMORY = re.compile(
 
 
 class OomWatch:
-    """Counts the processes that the kernel's out-of-memory killer ends from now on; 0 if the counts cannot be read.
+    """Counts the processes that the kernel's out-of-memory killer has ended since this object was made.
 
     Args:
-        proc: where the proc file system is mounted.
+        proc: the directory where the proc file system is mounted.
     """
 
     def __init__(self, proc: str = "/proc") -> None:
@@ -34,20 +34,20 @@ class OomWatch:
         self._hits_before = [group.limit_hits() or 0 for group in self._groups]
 
     def kills(self) -> int:
-        """Returns how many processes that killer has ended in this process's control group, or on the machine.
+        """Returns how many processes the killer has ended in this process's control group; 0 if this cannot be read.
 
-        The machine counts only if this process is in no group. The groups above this process's own do not count,
-        because they include other programs.
+        If this process is in no control group, returns the count of the whole machine. Counts of parent groups are not
+        used, because they include other programs.
         """
         return max(0, self._killed() - self._killed_before)
 
     def describe(self) -> str:
-        """Returns the reason that follows "rank 1 was killed by SIGKILL: "; "" if the killer has ended no process."""
+        """Returns the words that follow "rank 1 was killed by SIGKILL: "; "" if the killer has ended no process."""
         if self.kills() == 0:
             return ""
         if not self._groups:
             return "perhaps the kernel's out-of-memory killer: it has ended a process on this machine meanwhile"
-        # The innermost group at its limit is the one that needs more.
+        # The innermost group that has reached its limit needs more memory.
         for group, before in zip(self._groups, self._hits_before, strict=True):
             limit = group.limit()
             if limit is not None and (group.limit_hits() or 0) > before:
@@ -59,13 +59,13 @@ class OomWatch:
 
 
 def kind_of_memory(summary: str) -> str | None:
-    """Returns the kind of memory that was too small, according to an exception.
+    """Returns the kind of memory that ran out, according to an exception.
 
     Args:
         summary: the last line of the exception's traceback: its type, with or without the module, and its message.
 
     Returns:
-        "host memory", "GPU memory", or None if the exception is about neither.
+        "host memory", "GPU memory", or None if the exception does not mean lack of memory.
     """
     type_name, _, message = summary.partition(": ")
     name = type_name.strip().rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""How a run ended: each rank's end, the rank that was the cause, and the report for the user."""
+"""How a run ended: how each rank ended, which rank was the cause, and the report for the user."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class RankOutcome(NamedTuple):
     """How one rank ended.
 
     Attributes:
-        rank: the rank.
+        rank: the number of the rank.
         pid: the rank's process id.
-        exit_code: the rank's exit code; a negative number is the signal that killed it; None if it could not be killed.
+        exit_code: the rank's exit code; -n if signal n killed the rank; None if it could not be killed.
         result: the return value, if the rank ran a function.
         error: the exception that ended the rank, if it reported one.
         order: the rank's position among the failures, in the order of their detection; None if it did not fail.
         was_asked_to_end: whether the rank failed only after the supervisor had asked it to end.
-        memory_kill: how the kernel's out-of-memory killer ended the rank; None if it did not.
+        memory_kill: the reason, in words, if the kernel's out-of-memory killer ended the rank; else None.
         was_paused: whether a signal such as SIGSTOP had paused the rank when the first rank failed.
-        peak_bytes: the rank's peak memory.
-        last_lines: the end of the rank's output, if the launcher shows the output.
+        peak_bytes: the rank's peak memory, in bytes.
+        last_lines: the last lines of the rank's output, if the launcher shows the output.
     """
 
     rank: int
@@ -78,8 +78,9 @@ class Outcome(NamedTuple):
     """How a run ended.
 
     Attributes:
-        ranks: each rank's end, by rank.
-        signal_number: the number of the signal to the launcher that ended the run; None if none did.
+        ranks: how each rank ended, by rank.
+        signal_number: the number of the signal that the launcher received, and that ended the run; None without a
+            signal.
     """
 
     ranks: tuple[RankOutcome, ...]
@@ -87,13 +88,13 @@ class Outcome(NamedTuple):
 
     @property
     def root_cause(self) -> RankOutcome | None:
-        """The rank whose failure came first and did not follow from another rank's; None if no rank failed."""
+        """The rank whose failure came first and did not follow from another rank's failure; None if no rank failed."""
         failed = [rank for rank in self.ranks if rank.order is not None]
         return min(failed, key=distance_from_cause, default=None)
 
     @property
     def failed_alike(self) -> list[RankOutcome]:
-        """The root cause, and the ranks that raised the same error by themselves, as all ranks do with PlanMismatch."""
+        """The root cause, and the ranks that raised the same error independently, as all ranks do with PlanMismatch."""
         root = self.root_cause
         return [rank for rank in self.ranks if root is not None and (rank is root or _raised_the_same(rank, root))]
 
@@ -109,13 +110,13 @@ class Outcome(NamedTuple):
 
     @property
     def may_be_tried_again(self) -> bool:
-        """Whether a rank failed and all ranks have ended; a rank that cannot be killed may still hold files or GPUs."""
+        """Whether a restart is possible: a rank failed, and all ranks have ended, so that none still holds a GPU."""
         root = self.root_cause
         return self.signal_number is None and root is not None and all(r.exit_code is not None for r in self.ranks)
 
     @property
     def exit_code(self) -> int:
-        """The exit code for the launcher: 128 + n after signal n, else that of the failed rank, or 0."""
+        """The launcher's exit code: 128 + n after signal n, else the root cause's exit code; 0 if no rank failed."""
         if self.signal_number is not None:
             return 128 + self.signal_number
         root = self.root_cause
@@ -127,7 +128,7 @@ class Outcome(NamedTuple):
 
 
 def signal_name(number: int) -> str:
-    """Returns "SIGKILL" for 9."""
+    """Returns the name of a signal, such as "SIGKILL" for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -138,9 +139,9 @@ def distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
     """Returns the sort key of a failure: failures nearest to the cause come first.
 
     Returns:
-        The level, and the position among the failures. Level 0 is a failure of the rank itself, 1 such a failure that
-        came after the launcher had asked the ranks to end, 2 a consequence of another rank's failure, 3 an end that the
-        launcher asked for, 4 a result that cannot be sent.
+        The level, and the position among the failures. Level 0 is a failure of the rank itself; level 1 is the same,
+        after the launcher had asked the ranks to end; level 2 is a consequence of another rank's failure; level 3 is an
+        end that the launcher asked for; level 4 is a result that cannot be sent.
     """
     if rank.is_unsendable:
         return 4, rank.order or 0
@@ -153,10 +154,11 @@ def distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
 
 
 def failure_text(outcome: Outcome) -> str:
-    """Returns the report of a failed run: other failures, one line for equal errors, then the cause with its traceback.
+    """Returns the report of a failed run: other failures, each different error once, then the cause with its traceback.
 
     Returns:
-        The report in whole lines; "" if nothing failed, or the ranks only ended because a signal asked them to.
+        The report in whole lines; "" if nothing failed, or if the ranks ended only because the launcher received a
+        signal.
     """
     root = outcome.root_cause
     if root is None:
@@ -165,7 +167,7 @@ def failure_text(outcome: Outcome) -> str:
     others = [rank for rank in outcome.ranks if rank not in alike]
     hanging = [f"gradsync: {rank.describe()}\n" for rank in others if rank.exit_code is None]
     if outcome.signal_number is not None and root.was_asked_to_end and root.exit_code is not None:
-        return "".join(hanging)  # the other ranks ended because they were asked to
+        return "".join(hanging)  # the ranks ended because the launcher asked them to
     lines = [f"gradsync: {line}\n" for line in _also_failed(others)] + hanging
     lines += [
         f"gradsync: rank {rank.rank} (pid {rank.pid}) had ended with exit code 0\n"
@@ -191,18 +193,18 @@ def _raised_the_same(rank: RankOutcome, root: RankOutcome) -> bool:
 
 
 def _error_text(rank: RankOutcome, error: ErrorReport) -> str:
-    """Returns an error's first line without the rank that raised it."""
+    """Returns an error's type and message, without the number of the rank that raised it."""
     return re.sub(rf"\brank {rank.rank}/\d+: ", "", error.summary, count=1).rstrip(": ")
 
 
 def lines_on_others(outcome: Outcome) -> str:
-    """Returns the failures on this machine in whole lines, without tracebacks. The cause is on another machine."""
+    """Returns this machine's failures in whole lines, without tracebacks, if the cause is on another machine."""
     hanging = [f"gradsync: {rank.describe()}\n" for rank in outcome.ranks if rank.exit_code is None]
     return "".join([f"gradsync: {line}\n" for line in _also_failed(outcome.ranks)] + hanging)
 
 
 def _last_output(rank: RankOutcome) -> list[str]:
-    """Returns the end of a rank's output, because it may be far above, among the output of other ranks."""
+    """Returns a rank's last lines of output, which may be far above the report, among the output of other ranks."""
     if not rank.last_lines:
         return []
     shown = [f"    {line}\n" for line in rank.last_lines[-_LAST_LINES:]]
@@ -210,21 +212,21 @@ def _last_output(rank: RankOutcome) -> list[str]:
 
 
 def _how_to_see_where(rank: RankOutcome) -> str:
-    """Returns advice for getting the Python stack of a crash in machine code; "" if faulthandler has printed it."""
+    """Returns advice to get the Python stack of a crash outside Python; "" if faulthandler has printed the stack."""
     is_fault = rank.exit_code is not None and -rank.exit_code in _FAULTS
     was_shown = any(_FAULTHANDLER_SAYS in line for line in rank.last_lines)
     return "; with PYTHONFAULTHANDLER=1 Python prints where" if is_fault and not was_shown else ""
 
 
 def _because_of(rank: RankOutcome) -> str:
-    """Returns, in words, the rank whose absence made this rank fail; "" if there is none."""
+    """Returns words for the rank whose absence made this rank fail; "" if there is no such rank."""
     if rank.error is None or not rank.error.is_consequence or rank.error.missed_rank in (None, rank.rank):
         return ""
     return f", because of rank {rank.error.missed_rank}"
 
 
 def _also_failed(ranks: Iterable[RankOutcome]) -> list[str]:
-    """Returns a line for each different error, with the ranks that raised it."""
+    """Returns a line for each different error, with the ranks that raised this error."""
     by_text: dict[str, list[RankOutcome]] = {}
     for rank in ranks:
         if rank.error is not None:

@@ -2,7 +2,7 @@
 
 Each stream of the launcher has a thread that reads the ranks' pipes and writes to the stream. A blocked terminal blocks
 this thread, and never the supervisor; ranks then wait in print(), as they would without a launcher. All output is
-handled as bytes, so that bytes that are not text pass unchanged.
+handled as bytes, so that bytes that are not valid text are written unchanged.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 64 * 1024
 _TAIL_LINES = 20
-# If a line has no end and no more of it arrives for this long, it is shown: it may be a question to the user.
+# An incomplete line is shown if no more of it arrives for this long: it may be a question to the user.
 _PARTIAL_LINE_SECONDS = 0.1
-# The time for a thread to notice that its deadline has passed.
+# The time that a thread needs to detect that its deadline has passed.
 _JOIN_SECONDS = 0.1
 
 _ERASE_LINE = b"\r\x1b[K"
 
-# A line up to this length stays whole; a longer line passes in pieces, so that memory stays bounded.
+# A line up to this length is written whole; a longer line is written in pieces, so that memory stays bounded.
 MAX_LINE_BYTES = 256 * 1024
 _MAX_TAIL_LINE_BYTES = 4096
 
@@ -45,13 +45,13 @@ _MAX_TAIL_LINE_BYTES = 4096
 # no red, because readers expect it for failures.
 RANK_COLOURS = (31, 130, 133, 64, 63, 162, 29, 97)
 
-# A line end directly before a lone \r does not count, because no line is between the two.
+# The end of a line. An end that is followed by a lone \r does not match, because there is no text between the two.
 _LINE_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?!\r(?!\n))")
 _LONE_RETURNS = re.compile(rb"\r+(?!\n)")
 
 
 class Notices:
-    """Prints the launcher's notices. `print` does not wait for a blocked terminal. A lost terminal is no error.
+    """Prints the launcher's notices; drops them without an error if the terminal is gone.
 
     Args:
         stream: the stream to print to; None prints nothing.
@@ -61,14 +61,14 @@ class Notices:
         self._stream = stream
 
     def print(self, text: str, *, wait_seconds: float = 0.0) -> None:
-        """Writes lines, if the stream takes them in time."""
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        """Writes lines; drops them if the stream is blocked for longer than `wait_seconds`."""
+        with contextlib.suppress(OSError, ValueError):  # the stream has no reader
             if self._stream is not None and _takes_text(self._stream, wait_seconds):
                 self.print_all(text)
 
     def print_all(self, text: str) -> None:
         """Writes lines that must not be lost, and waits for a blocked terminal as long as needed."""
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        with contextlib.suppress(OSError, ValueError):  # the stream has no reader
             if self._stream is not None:
                 self._stream.write(f"{text}\n")
                 self._stream.flush()
@@ -86,13 +86,13 @@ def _takes_text(stream: TextIO, wait_seconds: float) -> bool:
 
 
 class OutputPump:
-    """Passes the output of ranks on, in a thread for each stream of the launcher.
+    """Writes the ranks' output to the launcher's streams, with a thread for each stream.
 
     Args:
         stdout: the stream for the ranks' stdout; None, Python's value for a closed stream, drops this output.
-        stderr: the stream for the ranks' stderr, likewise.
-        prefix: whether each line begins with its rank; otherwise lines pass unchanged.
-        log_dir: the folder for a log file of each rank, see `prepare_log_directory`.
+        stderr: the stream for the ranks' stderr; None drops this output.
+        prefix: whether each line begins with its rank; otherwise lines are written unchanged.
+        log_dir: the folder for the ranks' log files, one for each rank; see `prepare_log_directory`.
         restart, ranks_elsewhere: see `prepare_log_directory`.
 
     Raises:
@@ -112,21 +112,21 @@ class OutputPump:
         self._logs: Path | None = None
         self._restart = restart
         if log_dir is not None:
-            from gradsync.launching.rank_logs import prepare_log_directory  # here: start-up counts
+            from gradsync.launching.rank_logs import prepare_log_directory  # imported here to keep the start short
 
             self._logs = prepare_log_directory(log_dir, restart, ranks_elsewhere)
-        first, last = _screens_for(stdout, stderr)
-        self._writers = [_Writer(screen, prefix, warnings=last) for screen in dict.fromkeys((first, last))]
-        self._writers[0].prints_loss = True  # only for stdout: ranks see only that nobody reads their pipe
+        first, last = _destinations_for(stdout, stderr)
+        self._writers = [_Writer(destination, prefix, warnings=last) for destination in dict.fromkeys((first, last))]
+        self._writers[0].prints_loss = True  # ranks see only that their pipe has no reader, not why
         self._tails: dict[int, Tail] = {}
 
     def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
-        """Adds the read ends of a rank's output, and closes them at the end. Call this before `start`.
+        """Adds the pipes of a rank's output; the pump closes their read ends. Call this before `start`.
 
         Args:
-            rank: the rank, which is added only once.
-            stdout_fd: read end of the rank's stdout.
-            stderr_fd: read end of the rank's stderr.
+            rank: the rank; add each rank only once.
+            stdout_fd: the read end of the pipe for the rank's stdout.
+            stderr_fd: the read end of the pipe for the rank's stderr.
         """
         log = None
         if self._logs is not None:
@@ -147,10 +147,10 @@ class OutputPump:
         return self._tails[rank].lines()
 
     def close(self, timeout_seconds: float) -> bool:
-        """Passes on the output so far, and ends the threads.
+        """Writes all output that has arrived, and ends the threads.
 
         Args:
-            timeout_seconds: how long to wait for a blocked terminal; then the rest is dropped.
+            timeout_seconds: how long to wait for a blocked terminal before the rest of the output is dropped.
 
         Returns:
             Whether the threads have ended. A thread that is blocked in a write ends when the write returns.
@@ -158,7 +158,7 @@ class OutputPump:
         return self._end(time.monotonic() + timeout_seconds, timeout_seconds + _JOIN_SECONDS)
 
     def drain(self, wait_seconds: float) -> bool:
-        """Waits as `close` does, but drops nothing, because a reader may be slow. May be called again, then `close`."""
+        """Does the same as `close`, but drops nothing, because a reader may be slow. Call `close` at the end."""
         return self._end(math.inf, wait_seconds)
 
     def _end(self, deadline: float, wait_seconds: float) -> bool:
@@ -181,7 +181,7 @@ class _RankStream:
         self.tail = tail
         self.log = log
         self.lines = LineCutter()
-        self.due: float | None = None  # when to show a line without an end
+        self.due: float | None = None  # when to show an incomplete line
 
     def read(self) -> bytes | None:
         """Returns the bytes that have arrived; b"" at the stream's end; None if there is nothing to read yet."""
@@ -193,7 +193,7 @@ class _RankStream:
             return b""
 
     def close(self) -> None:
-        """Closes the read end: the rank's next write fails, as it would if it wrote to the screen itself."""
+        """Closes the read end of the pipe, so that the rank's next write fails."""
         own_descriptors.discard(self.descriptor)
         with contextlib.suppress(OSError):
             os.close(self.descriptor)
@@ -202,15 +202,15 @@ class _RankStream:
 
 
 class _Writer(threading.Thread):
-    """The thread of one screen. It reads the ranks' pipes and writes to the screen, where it may block.
+    """A thread that reads the ranks' pipes and writes to one destination, where it may block.
 
     Attributes:
-        prints_loss: whether to print why nothing can be written to the screen any more.
+        prints_loss: whether to print the reason if nothing can be written to the destination any more.
     """
 
-    def __init__(self, screen: Screen, prefix: bool, *, warnings: Screen) -> None:
+    def __init__(self, destination: Destination, prefix: bool, *, warnings: Destination) -> None:
         super().__init__(name="gradsync output", daemon=True)
-        self._screen = screen
+        self._destination = destination
         self._has_prefix = prefix
         self._warnings = warnings
         self.prints_loss = False
@@ -218,10 +218,10 @@ class _Writer(threading.Thread):
         self._label_width = 0
         # poll() takes any descriptor; epoll refuses files, and /dev/null.
         self._selector = selectors.PollSelector()
-        self._lock = threading.Lock()  # guards the next two attributes
+        self._lock = threading.Lock()  # protects the two attributes below
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._has_ended = False
-        self._deadline: float | None = None  # set when the thread is to end
+        self._deadline: float | None = None  # None until the thread has to end
         own_descriptors.add(self._wake)
         self._selector.register(self._wake, selectors.EVENT_READ)
 
@@ -238,16 +238,16 @@ class _Writer(threading.Thread):
             if self.ident is None:
                 self.start()
             if not self._has_ended:
-                os.eventfd_write(self._wake, 1)  # never read: from here on no select waits
+                os.eventfd_write(self._wake, 1)  # never read, so that select returns at once from now on
 
     def run(self) -> None:
-        """Passes lines on until all streams have ended, or the deadline."""
+        """Writes lines until all streams have ended, or until the deadline."""
         for stream in self._streams:
             self._log(stream, b"")  # so that a rank that prints nothing has a log file too
         while (deadline := self._deadline) is None or (self._streams and time.monotonic() < deadline):
             ready = {key.fd: key.data for key, _ in self._selector.select(self._seconds_to_wait(deadline))}
             for stream in ready.values():
-                if stream in self._streams:  # otherwise the screen was lost meanwhile
+                if stream in self._streams:  # otherwise the destination was lost meanwhile
                     self._read(stream)
             for stream in list(self._streams):
                 if stream.due is not None and stream.due <= time.monotonic():
@@ -282,14 +282,14 @@ class _Writer(threading.Thread):
         self._pass_on(stream, complete)
 
     def _pass_on(self, stream: _RankStream, data: bytes) -> None:
-        """Writes lines to the rank's log and to the screen; if the screen is lost, all its streams end."""
+        """Writes lines to the rank's log and to the destination; if the destination is lost, closes all its streams."""
         if not data:
             return
         self._log(stream, data)
-        self._screen.write(self._owner(stream), self._prefix(stream.rank), data)
-        if self._screen.loss is not None:
+        self._destination.write(self._owner(stream), self._prefix(stream.rank), data)
+        if self._destination.loss is not None:
             if self.prints_loss:
-                self._warn(_describe_loss(self._screen.loss))
+                self._warn(_describe_loss(self._destination.loss))
             for lost in list(self._streams):
                 self._forget(lost)
 
@@ -302,14 +302,14 @@ class _Writer(threading.Thread):
         self._warnings.write(self._warnings, b"", f"gradsync: {text}\n".encode("utf-8", "replace"))
 
     def _end(self, stream: _RankStream) -> None:
-        """Closes a stream at its end."""
+        """Writes the rest of a stream that has ended, and closes it."""
         self._pass_on(stream, stream.lines.take_rest())
-        if stream in self._streams:  # otherwise the screen was lost just now
+        if stream in self._streams:  # otherwise the destination was lost just now
             self._forget(stream)
             is_last = not any(self._owner(other) == self._owner(stream) for other in self._streams)
-            # Without prefixes, bytes for a file or a pipe pass unchanged.
-            if is_last and (self._has_prefix or self._screen.is_terminal):
-                self._screen.end_line(self._owner(stream))
+            # Without prefixes, a file or a pipe gets exactly the bytes of the ranks.
+            if is_last and (self._has_prefix or self._destination.is_terminal):
+                self._destination.end_line(self._owner(stream))
 
     def _forget(self, stream: _RankStream) -> None:
         self._streams.remove(stream)
@@ -321,12 +321,12 @@ class _Writer(threading.Thread):
         return stream if self._has_prefix else stream.rank
 
     def _prefix(self, rank: int) -> bytes:
-        """Returns the prefix of a rank's lines, padded to the widest."""
+        """Returns the prefix of a rank's lines, padded to the width of the longest prefix."""
         if not self._has_prefix:
             return b""
         label = _label(rank)
         padding = b" " * (self._label_width - len(label) + 1)
-        if not self._screen.colour:
+        if not self._destination.colour:
             return label + padding
         return b"\x1b[38;5;%dm%s\x1b[0m%s" % (RANK_COLOURS[rank % len(RANK_COLOURS)], label, padding)
 
@@ -335,7 +335,7 @@ def _label(rank: int) -> bytes:
     return b"[rank %d]" % rank
 
 
-class Screen:
+class Destination:
     """One output of the launcher: a terminal, pipe or file, or a text stream without a descriptor.
 
     Args:
@@ -347,20 +347,21 @@ class Screen:
 
     def __init__(self, stream: TextIO | None) -> None:
         self._write = _write_to(stream)
-        self._lock = threading.Lock()  # the thread of stdout prints on stderr why it has ended
-        self._owner: object = None  # the owner that wrote last
-        self._last_byte = b"\n"  # the last byte that this owner wrote
-        self._bars: set[object] = set()  # owners whose open line is a progress bar
+        self._lock = threading.Lock()  # the thread of stdout also writes to stderr, to say why it has ended
+        self._owner: object = None  # the owner of the last bytes
+        self._last_byte = b"\n"  # the last byte of this owner
+        self._bars: set[object] = set()  # owners whose incomplete line is a progress bar
         self.is_terminal = _is_terminal(stream)
         self.colour = wants_colour(self.is_terminal)
         self.loss: Exception | None = None
         self._can_erase = self.is_terminal and os.environ.get("TERM") != "dumb"
 
     def write(self, owner: object, prefix: bytes, data: bytes) -> None:
-        """Writes lines, or a part of one; waits for a blocked terminal as long as needed.
+        """Writes lines, or a part of a line; waits for a blocked terminal as long as needed.
 
         Args:
-            owner: the owner of the lines; only the owner of an open line can continue it.
+            owner: the object that the lines come from, a rank or its stream; an incomplete line is continued only by
+                its owner.
             prefix: the beginning of each line.
             data: at least one byte.
         """
@@ -376,7 +377,7 @@ class Screen:
             self._put(lines)
 
     def end_line(self, owner: object) -> None:
-        """Ends the open line of this owner, if it is still the last line."""
+        """Ends this owner's incomplete line, if it is still the last line."""
         with self._lock:
             if owner is self._owner and self._last_byte != b"\n" and self.loss is None:
                 self._last_byte = b"\n"
@@ -390,17 +391,17 @@ class Screen:
             self.loss = error
 
     def _break_before(self, data: bytes) -> bytes:
-        """Returns the newline or erasure that goes before the data if another owner's line is open."""
+        """Returns the bytes to write before the data if another owner's line is incomplete: a newline or an erasure."""
         if self._last_byte == b"\n":
             return b""
         if self._can_erase and self._owner in self._bars:
-            return _ERASE_LINE  # the bar's next state follows soon; a line for each state would fill the terminal
-        # Progress bars may overwrite each other, as without a launcher; otherwise each step would take a line.
+            return _ERASE_LINE  # the next state of the bar follows soon, and a line for each would fill the terminal
+        # Progress bars may overwrite each other, as without a launcher; otherwise each state would take a line.
         is_bar_after_bar = self._last_byte == b"\r" and data.endswith(b"\r") and b"\n" not in data
         return b"" if is_bar_after_bar else b"\n"
 
     def _note_bar(self, owner: object, data: bytes) -> None:
-        r"""Records whether the owner's open line uses \r, because a later state of its bar may come without \r."""
+        r"""Records whether the owner's incomplete line is a progress bar, which has a \r in one of its states."""
         _, newline, open_line = data.rpartition(b"\n")
         if b"\r" in open_line:
             self._bars.add(owner)
@@ -413,14 +414,14 @@ def _write_to(stream: TextIO | None) -> Callable[[bytes], Any]:
     if stream is None:
         return len
     if getattr(stream, "buffer", None) is None:
-        # If the text stream of a notebook has a descriptor, that is the terminal of the notebook server.
+        # A notebook's text stream may have a descriptor, but it belongs to the notebook server's terminal.
         return functools.partial(_write_text, stream)
     descriptor = _descriptor_of(stream)
     return functools.partial(_write_buffer, stream) if descriptor < 0 else functools.partial(_write_all, descriptor)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    # Not through Python's buffer: a thread that waits in it would make the interpreter abort at exit.
+    # This bypasses Python's buffer: a thread that is blocked in a buffered write makes the interpreter abort at exit.
     rest = memoryview(data)
     while rest:
         try:
@@ -442,16 +443,16 @@ def _write_text(stream: TextIO, data: bytes) -> None:
     stream.flush()
 
 
-def _screens_for(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Screen, Screen]:
-    """Returns the screens of two streams; one screen if both go to the same file."""
+def _destinations_for(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Destination, Destination]:
+    """Returns a destination for stdout and one for stderr; the same one twice if both streams go to the same file."""
     for stream in (stdout, stderr):
         # First write the launcher's own buffered output.
         with contextlib.suppress(OSError, ValueError):
             if stream is not None:
                 stream.flush()
-    screen = Screen(stdout)
+    destination = Destination(stdout)
     same = stdout is stderr or (_place(stdout) is not None and _place(stdout) == _place(stderr))
-    return screen, screen if same else Screen(stderr)
+    return destination, destination if same else Destination(stderr)
 
 
 def _describe_loss(error: Exception) -> str:
@@ -463,7 +464,7 @@ def _describe_loss(error: Exception) -> str:
 
 
 def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether to use colour, by Python's rule: NO_COLOR first, then FORCE_COLOR, then the kind of stream."""
+    """Returns whether to use colour, by Python's rule: NO_COLOR first, then FORCE_COLOR, then the terminal."""
     if environment.get("NO_COLOR"):
         return False
     if environment.get("FORCE_COLOR"):
@@ -472,7 +473,7 @@ def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ)
 
 
 def _descriptor_of(stream: TextIO | None) -> int:
-    """Returns a stream's descriptor, or -1."""
+    """Returns a stream's descriptor, or -1 if it has none."""
     try:
         return -1 if stream is None else stream.buffer.fileno()
     except (AttributeError, OSError, ValueError):
@@ -495,7 +496,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 class LineCutter:
-    r"""Cuts the chunks of one stream at the ends of lines: \n, \r\n, and \r as progress bars use it."""
+    r"""Splits the data of one stream into lines. A line ends with \n, \r\n, or the \r of a progress bar."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -506,10 +507,10 @@ class LineCutter:
         return bool(self._rest)
 
     def feed(self, data: bytes) -> bytes:
-        r"""Adds a chunk; returns the lines that are now complete, or a piece of a line that is too long.
+        r"""Adds a chunk of data; returns the lines that are now complete, or a piece of a line that is too long.
 
         A \r at the very end of a chunk is kept for the next chunk, because it may be half of \r\n. A \r at the
-        beginning of a line is kept too: it ends no line, but belongs to the state of a progress bar that follows.
+        beginning of a line is kept too: it does not end a line, but begins the next state of a progress bar.
         """
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
         if end == 0 and not (data and self._rest.endswith(b"\r")):
@@ -521,13 +522,13 @@ class LineCutter:
         return lines
 
     def take_characters(self) -> bytes:
-        """Returns the line so far, without a UTF-8 character that is cut in two at its end."""
+        """Removes and returns the incomplete line, without a UTF-8 character that is cut in two at its end."""
         end = _end_of_characters(self._rest)
         piece, self._rest = self._rest[:end], self._rest[end:]
         return piece
 
     def take_rest(self) -> bytes:
-        """Returns the rest at the stream's end."""
+        """Removes and returns the incomplete line, at the end of the stream."""
         piece, self._rest = self._rest, b""
         return piece
 
@@ -536,18 +537,18 @@ class Tail:
     """The last lines that a rank printed, on both streams in order of arrival. Any thread may read them.
 
     Args:
-        size: number of lines to keep.
+        size: the number of lines to keep.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._lines: deque[bytes] = deque(maxlen=size)
-        self._open: dict[object, bytes] = {}  # by stream: a line without an end
+        self._open: dict[object, bytes] = {}  # the incomplete line of each stream
         self._lock = threading.Lock()
 
     def feed(self, stream: object, data: bytes) -> None:
-        """Adds a chunk of a stream."""
-        parts = data.rsplit(b"\n", self._size + 1)  # not all lines, because a rank may print a million of them a second
+        """Adds a chunk of a stream's data."""
+        parts = data.rsplit(b"\n", self._size + 1)  # only a few: a rank may print a million lines a second
         with self._lock:
             parts[0] = self._open.pop(stream, b"") + parts[0]
             self._lines.extend(_last_state(line) for line in parts[:-1])
@@ -555,7 +556,7 @@ class Tail:
                 self._open[stream] = parts[-1][-_MAX_TAIL_LINE_BYTES:]
 
     def lines(self) -> list[str]:
-        """Returns the last lines as text, including lines without an end."""
+        """Returns the last lines as text, including incomplete lines."""
         with self._lock:
             lines = [*self._lines, *(_last_state(line) for line in self._open.values())]
         return [line.decode("utf-8", "replace") for line in lines[-self._size :]] if self._size else []
@@ -564,12 +565,13 @@ class Tail:
 def begin_lines_with(prefix: bytes, data: bytes, *, is_inside_line: bool = False) -> bytes:
     r"""Puts the prefix before every line of the data.
 
-    A \r with nothing before it ends no line. A \r at the very beginning is left out: the cursor is there already.
+    A \r at the beginning of a line does not end a line. A \r at the very beginning of the data is left out, because the
+    cursor is already at the beginning of a line.
 
     Args:
-        prefix: the prefix; if it is empty, the data passes unchanged.
-        data: whole lines, or a part of one.
-        is_inside_line: whether the data continues a line that has its prefix.
+        prefix: the prefix; if it is empty, the data is returned unchanged.
+        data: whole lines, or a part of a line.
+        is_inside_line: whether the data continues a line that already has its prefix.
     """
     if not prefix:
         return data
@@ -585,7 +587,7 @@ def begin_lines_with(prefix: bytes, data: bytes, *, is_inside_line: bool = False
 
 
 def _last_state(line: bytes) -> bytes:
-    """Returns the visible part of a line that a progress bar has overwritten."""
+    """Returns the last state of a line that a progress bar has overwritten."""
     return line.rstrip(b"\r").rpartition(b"\r")[2][-_MAX_TAIL_LINE_BYTES:]
 
 

@@ -1,4 +1,4 @@
-"""The environment variables of a rank: gradsync's own, torchrun's for scripts that read these, and the rank's GPU."""
+"""The environment variables of a rank: gradsync's own variables, torchrun's variables, and the rank's GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradsync.launching.job import Job
 from gradsync.machine import blas_thread_variables, count_gpus, interface_of, visible_gpus
 from gradsync.rendezvous.secret_files import Endpoint
 
-# GPUs as in CUDA_VISIBLE_DEVICES: a number, a UUID or the beginning of one, or a MIG instance in either notation.
+# A GPU as in CUDA_VISIBLE_DEVICES: a number, a UUID or the beginning of a UUID, or a MIG instance in either notation.
 _GPU = re.compile(r"\d+|GPU-[0-9a-fA-F-]+|MIG-[0-9a-fA-F-]+|MIG-GPU-[0-9a-fA-F-]+/\d+/\d+")
 
 
@@ -27,15 +27,15 @@ def rank_environment(
     restart: int = 0,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Returns the variables of one rank: inherited from this process, and its own.
+    """Returns a rank's environment variables: those inherited from this process, and the rank's own.
 
     Args:
-        job: the job.
-        local_rank: number of the process on this machine.
+        job: the job that the rank belongs to.
+        local_rank: the index of the rank on this machine.
         endpoint: the rendezvous server's address and secret.
         master_port: the value of MASTER_PORT.
         restart: the number of times that the ranks have been started again.
-        environ: the variables of this process.
+        environ: the environment variables of this process.
     """
     rank = str(job.rank_start + local_rank)
     world_size = str(job.world_size)
@@ -62,7 +62,8 @@ def rank_environment(
         own[environment.STATE_DIR] = os.path.abspath(job.state_dir)
     if job.gpus is not None:
         own["CUDA_VISIBLE_DEVICES"] = job.gpus[local_rank]
-    # Not inherited: a secret here belongs to another run, and the variables of mpiexec describe this process.
+    # Ranks do not inherit these variables: a secret of this process belongs to a different run, and the variables of
+    # mpiexec describe this process.
     removed = job.removed_variables | {
         environment.SECRET,
         environment.SECRET_FILE,
@@ -76,7 +77,7 @@ def rank_environment(
 
 
 def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> None:
-    """Logs the variables for NCCL and the number of threads that the launcher sets because the user has not."""
+    """Logs the variables (of NCCL, and for the number of threads) that the launcher sets because the user has not."""
     environment.configure_logging(environ)
     added = _nccl_variables(job) | blas_thread_variables(job.n_ranks, environ)
     names = " ".join(f"{name}={value}" for name, value in added.items() if name not in environ)
@@ -87,19 +88,20 @@ def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> No
 
 
 def _nccl_variables(job: Job) -> dict[str, str]:
-    """Returns variables that make NCCL use the network of the launchers; the user's own take precedence."""
+    """Returns variables that make NCCL use the launchers' network; the user's own variables take precedence."""
     interface = None if job.own_address is None else interface_of(job.own_address)
     if job.own_address is None or interface is None:
         return {}
     family = {"NCCL_SOCKET_FAMILY": "AF_INET6"} if ":" in job.own_address else {}
-    return {"NCCL_SOCKET_IFNAME": f"={interface}"} | family  # "=" means exactly this interface
+    return {"NCCL_SOCKET_IFNAME": f"={interface}"} | family  # "=" asks for an exact match
 
 
 def _torchrun_variables(job: Job, rank: str, restart: int) -> dict[str, str]:
     """Returns further variables that torchrun sets, for scripts that read them."""
     world_size = str(job.world_size)
     return {
-        # A group of torchrun is a machine. Here each has as many ranks as this one; `nodes.py` knows their numbers.
+        # torchrun calls a machine a group. These values assume equal machines; `nodes.py` replaces them by the true
+        # values.
         "GROUP_RANK": str(job.rank_start // job.n_ranks),
         "GROUP_WORLD_SIZE": str(-(-job.world_size // job.n_ranks)),
         "ROLE_NAME": "default",
@@ -115,14 +117,14 @@ def _torchrun_variables(job: Job, rank: str, restart: int) -> dict[str, str]:
 
 
 def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
-    """Reads a list of GPUs, such as "4,5", [4, 5] or "GPU-8932f937,MIG-GPU-8932f937/1/0".
+    """Parses a list of GPUs, such as "4,5", [4, 5] or "GPU-8932f937,MIG-GPU-8932f937/1/0".
 
     Args:
         gpus: UUIDs, MIG instances, or CUDA's numbers of the machine's GPUs (by PCI address if
             CUDA_DEVICE_ORDER=PCI_BUS_ID).
 
     Returns:
-        The GPUs, each as CUDA_VISIBLE_DEVICES takes it.
+        The GPUs, in the syntax of CUDA_VISIBLE_DEVICES.
 
     Raises:
         InvalidArgument: the list is empty, an entry does not name a GPU, or a GPU is named twice.
@@ -134,8 +136,8 @@ def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
         name = _name_of(entry, gpus)
         if name in names:
             raise InvalidArgument(
-                f"gpus names GPU {name} twice: {gpus!r}; ranks share a GPU only "
-                f"where {ALLOW_SHARED_GPU}=1 allows it, and then in turn: name each once"
+                f"gpus names GPU {name} twice: {gpus!r}; name each GPU once (if {ALLOW_SHARED_GPU}=1 "
+                "allows ranks to share GPUs, name fewer GPUs than ranks)"
             )
         names.append(name)
     if not names:
@@ -150,8 +152,9 @@ def choose_gpus(
 
     Args:
         gpus: the GPUs, in the order of the ranks; see `parse_gpus`.
-        n_ranks: number of ranks.
-        environ: the variables of this process; if CUDA_VISIBLE_DEVICES is set there, it must have each GPU.
+        n_ranks: the number of ranks.
+        environ: the environment variables of this process; if CUDA_VISIBLE_DEVICES is one of them, it must contain each
+            GPU.
         allow_shared: whether ranks may share GPUs, if there are fewer GPUs than ranks.
 
     Returns:
@@ -172,7 +175,7 @@ def choose_gpus(
 
 
 def _name_of(entry: int | str, gpus: str | Sequence[int | str]) -> str:
-    """Returns an entry of the list in the form of CUDA_VISIBLE_DEVICES."""
+    """Returns an entry of the user's list in the syntax of CUDA_VISIBLE_DEVICES."""
     number = entry if isinstance(entry, str) else integer_of(entry)
     if number is None:
         raise InvalidArgument(f"gpus needs numbers or names of GPUs, got {entry!r} in {gpus!r}")
@@ -185,7 +188,7 @@ def _name_of(entry: int | str, gpus: str | Sequence[int | str]) -> str:
 
 
 def _check_visible(name: str, environ: Mapping[str, str]) -> None:
-    """Refuses a GPU that this process may not use, or that does not exist."""
+    """Raises InvalidArgument for a GPU that does not exist, or that this process may not use."""
     visible = visible_gpus(environ)
     if visible is None:
         present = count_gpus({})
@@ -200,8 +203,8 @@ def _check_visible(name: str, environ: Mapping[str, str]) -> None:
 
 
 def _is_same(name: str, entry: str) -> bool:
-    """Returns whether two entries name one GPU, as far as their text shows."""
+    """Returns whether two entries name the same GPU; compares only their text."""
     if entry.isdigit() or name.isdigit():
         return entry.isdigit() and name.isdigit() and int(entry) == int(name)
-    # CUDA also accepts the beginning of a UUID.
+    # As for CUDA, the beginning of a UUID is enough.
     return entry.startswith(name) or name.startswith(entry)

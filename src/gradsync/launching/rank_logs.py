@@ -1,4 +1,4 @@
-"""Log files: one for each rank, with the rank's output, if the user asks for logs."""
+"""Log files of the ranks' output, one file for each rank, if the user asks for logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RankLog:
     """The log file of one rank: the bytes of both streams, in order of arrival. Any thread may use it.
 
     Args:
-        path: the file.
+        path: the path of the file.
         streams: the number of streams that write to the file; each calls `close` once.
     """
 
@@ -30,7 +30,7 @@ class RankLog:
         self._failed = False
 
     def write(self, data: bytes) -> str | None:
-        """Appends data; returns the first error in words, after which nothing more is written."""
+        """Appends data. Returns the text of the first error, or None; writes nothing more after an error."""
         with self._lock:
             if self._failed:
                 return None
@@ -60,15 +60,15 @@ def log_name(rank: int, restart: int) -> str:
 
 
 def prepare_log_directory(log_dir: str | Path, restart: int = 0, ranks_elsewhere: Container[int] = ()) -> Path:
-    """Makes the directory for the logs of a run; the first start removes the logs of an earlier run.
+    """Creates the directory for the logs of a run; the first start removes the logs of an earlier run.
 
-    This function removes only files with a name of `log_name`. All other files stay.
+    This function removes only files whose names have the pattern of `log_name`. All other files stay.
 
     Args:
         log_dir: the directory that the user named.
-        restart: the number of times that the ranks have been started before.
-        ranks_elsewhere: ranks of other launchers. Their logs stay, because the launchers may share the directory, and
-            each launcher removes the old logs of its own ranks.
+        restart: the number of times that the ranks have been started before this start.
+        ranks_elsewhere: the ranks of other launchers. Their logs stay, because the launchers may share the directory,
+            and each launcher removes the old logs of its own ranks.
 
     Returns:
         The directory.
@@ -86,7 +86,7 @@ def prepare_log_directory(log_dir: str | Path, restart: int = 0, ranks_elsewhere
     try:
         for path in list(directory.iterdir()) if restart == 0 else ():
             name = _LOG_NAME.fullmatch(path.name)
-            # A symbolic link is the user's own, and stays.
+            # A symbolic link stays, because the user has made it.
             if name and int(name[1]) not in ranks_elsewhere and path.is_file() and not path.is_symlink():
                 path.unlink(missing_ok=True)  # another launcher may have removed it
     except OSError as error:

@@ -1,9 +1,9 @@
 """One rank's process, as the launcher sees it: start, signals, report, end.
 
 A rank starts in one of two ways: as a fresh interpreter ("spawn", and "forkserver") or as a fork of this process
-("fork"). A fresh interpreter goes on in `rank_main.main`, and has the rank's environment from its beginning. A fork
-goes on in `rank_main.enter`, after `_enter` has changed its environment. There the process forks once more: the parent
-guards the child, which is the rank.
+("fork"). A fresh interpreter gets the rank's environment variables at its start, and calls `rank_main.main`. A fork
+replaces its environment variables in `_enter`, and calls `rank_main.enter`. In both functions the process forks: the
+parent guards the child, which is the rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradsync.launching.rank_report import ErrorReport, ReturnValue, read_report
 from gradsync.launching.signals import kept_in_fork, no_other_fork, own_descriptors
 from gradsync.machine import read_stat
 
-# The rank must import the launcher's own gradsync, whatever the current directory holds.
+# The rank must import the launcher's own gradsync, even if the current directory has a different one.
 _PACKAGE_PARENT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 _SHIM = f"""\
 import sys
@@ -37,9 +37,9 @@ main()"""
 
 
 def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> int:
-    """Writes the record that every rank reads at its start into an anonymous file.
+    """Writes the start record, which every rank reads at its start, into an anonymous file.
 
-    A pipe would not do: once it is full, the launcher would wait until a rank reads it, before it starts the next rank.
+    A pipe is not enough: once a pipe is full, the launcher could not start the next rank before a rank reads the pipe.
 
     Args:
         target: the program of the ranks.
@@ -57,23 +57,26 @@ def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> int:
 
 
 class RankProcess:
-    """A started rank.
+    """The process of a rank, as the launcher controls it.
 
     Attributes:
-        rank: its rank.
-        local_rank: its number among the ranks that this launcher started.
-        pid: its process id, which is also its session and process group; 0 until the guard has reported it.
-        status: descriptor of the guard's pipe, which closes when the rank and all its processes have ended.
-        sentinel: descriptor that is readable when the guard has ended, even if another process holds the guard's pipe
-            open; -1 if the kernel has no such descriptor.
-        report: descriptor of the report pipe.
+        rank: the number of the rank.
+        local_rank: the rank's index among the ranks that this launcher has started.
+        pid: the rank's process id, which is also the id of its session and process group; 0 until the guard has
+            reported it.
+        status: the descriptor of the guard's status pipe. The pipe closes when the rank and all its processes have
+            ended.
+        sentinel: a descriptor that is readable when the guard has ended, even if another process holds the status pipe
+            open; -1 if the kernel cannot make one.
+        report: the descriptor of the report pipe.
         result: the return value, once it has arrived.
         error: the exception that ended the rank, once it has arrived.
-        exit_code: the exit code, once the rank has ended; a negative number is the signal that killed it; None if the
-            rank runs, or could not be killed.
-        peak_bytes: the peak memory of the rank, or of a program that it waited for; 0 until it has ended.
+        exit_code: the exit code, once the rank has ended; -n if signal n killed the rank; None if the rank runs, or
+            could not be killed.
+        peak_bytes: the peak memory in bytes of the rank, or of a program that it waited for; 0 until the rank has
+            ended.
         sent_kill: whether the launcher has sent SIGKILL to the rank.
-        memory_kill: how the kernel's out-of-memory killer ended the rank; None if it did not.
+        memory_kill: the reason, in words, if the kernel's out-of-memory killer ended the rank; else None.
     """
 
     def __init__(self, rank: int, local_rank: int) -> None:
@@ -97,11 +100,11 @@ class RankProcess:
         """Starts the rank.
 
         Args:
-            method: a start method. "forkserver" does the same as "spawn".
-            target: its program.
-            record: descriptor of the start record.
-            environ: its environment.
-            streams: descriptors that become its standard input, output and error.
+            method: the start method; "forkserver" does the same as "spawn".
+            target: the program of the rank.
+            record: the descriptor of the start record.
+            environ: the environment variables of the rank.
+            streams: the descriptors that become the rank's standard input, output and error.
         """
         with contextlib.ExitStack() as theirs:
             try:
@@ -111,12 +114,12 @@ class RankProcess:
             except BaseException:
                 self._close()
                 raise
-        with contextlib.suppress(AttributeError, OSError):  # an old kernel, or no descriptor is left
+        with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
             self.sentinel = os.pidfd_open(self._guard.pid)
             own_descriptors.add(self.sentinel)
 
     def _open(self, theirs: contextlib.ExitStack) -> GuardDescriptors:
-        """Opens the pipes and the result file; the stack closes the rank's ends in this process."""
+        """Opens the pipes and the result file; `theirs` closes this process's copies of the rank's ends."""
 
         def give(descriptor: int) -> int:
             own_descriptors.add(descriptor)
@@ -170,11 +173,11 @@ class RankProcess:
 
     @property
     def is_reaped(self) -> bool:
-        """Whether nothing of the rank is left, or it has been abandoned."""
+        """Whether no process of the rank is left, or the launcher has abandoned the rank."""
         return self.status < 0
 
     def send_signal(self, number: int) -> None:
-        """Signals the rank and the programs that it started, through its guard."""
+        """Sends a signal, through the guard, to the rank and to the programs that it has started."""
         self.sent_kill = self.sent_kill or number == signal.SIGKILL
         with self._command_lock:
             if self._command >= 0:
@@ -190,7 +193,7 @@ class RankProcess:
         return found is not None and found.state == "T"
 
     def reap(self) -> None:
-        """Handles the end of a rank whose status pipe has closed; no process of the rank is left then."""
+        """Handles the end of a rank whose status pipe has closed, so that no process of the rank is left."""
         self.read_report()
         code = 0 if self._guard is None else self._guard.reap()
         if self.exit_code is None and code != GAVE_UP:
@@ -202,10 +205,10 @@ class RankProcess:
         self._close()
 
     def abandon(self) -> None:
-        """Abandons a rank that could not be killed. Kills the guard; then the kernel kills the rank, if it ever can."""
+        """Abandons a rank that could not be killed: kills its guard, so that the kernel kills the rank when it can."""
         if self._guard is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self._guard.pid, signal.SIGKILL)  # the guard is not reaped, so the number is still its own
+                os.kill(self._guard.pid, signal.SIGKILL)  # the guard is not reaped, so it keeps its id
         self._close()
 
     def _close(self) -> None:
@@ -222,15 +225,15 @@ def _close_own(descriptor: int) -> None:
 
 
 class RankStart(NamedTuple):
-    """The arguments of a rank process.
+    """The arguments that start a rank's process.
 
     Attributes:
-        rank: its rank.
-        target: its program.
-        record: descriptor of the start record, see `rank_process.start_record`.
-        environ: its environment.
-        descriptors: its ends of the pipes.
-        streams: descriptors that become its standard input, output and error.
+        rank: the number of the rank.
+        target: the program of the rank.
+        record: the descriptor of the start record, see `rank_process.start_record`.
+        environ: the environment variables of the rank.
+        descriptors: the rank's ends of the pipes, and its result file.
+        streams: the descriptors that become the rank's standard input, output and error.
     """
 
     rank: int
@@ -245,7 +248,7 @@ class StartedProcess(NamedTuple):
     """A started process, which becomes a rank's guard.
 
     Attributes:
-        pid: its process id.
+        pid: the process id.
         reap: a function that waits for the end of the process and returns its exit code.
     """
 
@@ -257,7 +260,7 @@ def _spawn(start: RankStart) -> StartedProcess:
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     numbers = ",".join(map(str, (start.rank, os.getpid(), start.record, *start.descriptors)))
     standard_input, output, error = start.streams
-    # The rank inherits the mask, and unblocks SIGINT when it can handle the signal.
+    # The rank inherits the signal mask, and unblocks SIGINT when it can handle this signal.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
@@ -267,7 +270,7 @@ def _spawn(start: RankStart) -> StartedProcess:
             stdout=output,
             stderr=error,
             pass_fds=(start.record, *start.descriptors, *start.target.descriptors),
-            # In a session of its own, a rank does not get a Ctrl-C of the terminal; the launcher forwards it once.
+            # In a new session the rank does not get a Ctrl-C from the terminal, but only from the launcher.
             start_new_session=True,
         )
     finally:
@@ -302,7 +305,7 @@ def _reap_child(pid: int) -> int:
 
 
 def _enter(start: RankStart, launcher_pid: int) -> NoReturn:
-    """Continues as the rank process, in a forked child."""
+    """In a forked child: sets the session, streams and environment, and continues as the rank."""
     from gradsync.launching.in_rank import rank_main
 
     os.setsid()

@@ -1,6 +1,6 @@
 """Reports of a rank, as the launcher reads them: its return value or its error.
 
-`in_rank/result` writes them.
+The module `in_rank/result` writes these reports.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ErrorReport:
         is_consequence: whether the exception only reports that another rank is gone.
         missed_rank: the rank that the exception reports as gone, if it names one.
         is_unsendable: whether the function returned, and only its result could not be sent.
-        is_timeout: whether the exception only reports that another rank was silent or late. That rank will report no
-            error.
+        is_timeout: whether the exception only reports that another rank was silent or late. The silent rank will report
+            no error.
     """
 
     text: str
@@ -44,11 +44,11 @@ class ErrorReport:
 
 
 def read_report(message: bytes, file: int) -> ReturnValue | ErrorReport:
-    """Returns the report of a rank; an ErrorReport also if the report cannot be read.
+    """Reads the report of a rank. If the report cannot be read, returns an ErrorReport that says so.
 
     Args:
-        message: the message of the report pipe.
-        file: descriptor of the rank's result file. A returned ReturnValue will close it.
+        message: the message from the report pipe.
+        file: the descriptor of the rank's result file; if a ReturnValue is returned, it closes this descriptor.
     """
     try:
         if len(message) != REPORT.size or message[:1] not in (RESULT, ERROR):
@@ -63,10 +63,10 @@ def read_report(message: bytes, file: int) -> ReturnValue | ErrorReport:
 
 
 def _read_part(file: int, begin: int, end: int) -> bytes:
-    """Returns a part of a result file.
+    """Returns the bytes from `begin` to `end` of a result file.
 
     Raises:
-        ValueError: the file does not have this part.
+        ValueError: the file does not have these bytes.
     """
     size = os.fstat(file).st_size
     if not begin <= end <= size:
@@ -78,26 +78,26 @@ def _read_part(file: int, begin: int, end: int) -> bytes:
 
 
 def _unreadable(why: str) -> ErrorReport:
-    """Returns the error for a report that gradsync has not written; nothing is known of the rank's own error."""
+    """Returns the error for a report that gradsync has not written; the rank's own error is not known."""
     text = f"the report of this rank cannot be read ({why}): code in the rank wrote to a file descriptor of gradsync"
     return ErrorReport(f"gradsync: {text}\n", text, is_consequence=False)
 
 
 class ReturnValue:
-    """A return value in a rank's result file. Its large arrays stay there: they are mapped, and a write copies a page.
+    """A return value in a rank's result file. Its large arrays are mapped from the file, not copied.
 
     Args:
-        file: descriptor of the file; this object closes it.
+        file: the descriptor of the file; this object closes it.
         table: the bounds of the pickled value in the file, then the bounds of each buffer, packed as BOUNDS.
 
     Raises:
-        ValueError, OSError: the file does not have these parts; the caller closes the descriptor.
+        ValueError, OSError: the file does not have these bytes; the caller must close the descriptor.
     """
 
     def __init__(self, file: int, table: bytes) -> None:
         size = os.fstat(file).st_size
         if not table or len(table) % BOUNDS.size:
-            raise ValueError(f"{len(table)} bytes are no bounds of a result")
+            raise ValueError(f"the table of a result cannot have {len(table)} bytes")
         self._bounds = list(BOUNDS.iter_unpack(table))
         for begin, end in self._bounds:
             if not begin <= end <= size:
@@ -106,7 +106,7 @@ class ReturnValue:
         self._close = weakref.finalize(self, os.close, file)
 
     def load(self) -> Any:
-        """Returns a new copy of the value. Raises the exception of unpickling if that fails."""
+        """Returns a new copy of the value. If unpickling fails, raises its exception."""
         import pickle  # imported here, like others below, to keep the start short
 
         # A private mapping: each load gives a separate value, which a process forked later does not share.
@@ -120,12 +120,12 @@ class ReturnValue:
 
 
 def map_privately(file: int, size_bytes: int) -> mmap.mmap:
-    """Maps a file so that a write copies a page, and the file does not change.
+    """Maps a file privately: a write to the mapping copies the page, and the file does not change.
 
     `mmap.mmap(file)` would keep a copy of the descriptor open until the last array in the mapping is gone.
 
     Args:
-        file: descriptor of the file; the caller may close it afterwards.
+        file: the descriptor of the file; the caller may close it afterwards.
         size_bytes: the size of the file, at least 1.
 
     Raises:
@@ -147,10 +147,10 @@ def map_privately(file: int, size_bytes: int) -> mmap.mmap:
 
 
 def from_json(kind: type[T], data: bytes) -> T:
-    """Returns an object of a dataclass from a JSON object with the same attributes.
+    """Makes an object of a dataclass from a JSON object with the same attributes.
 
     Raises:
-        ValueError: the data is not such a JSON object; the text has the reason.
+        ValueError: the data is not such a JSON object; the error's text has the reason.
     """
     import json
 

@@ -1,4 +1,4 @@
-"""`gradsync run`: from the options of the command line to a supervised job, its output and its exit code."""
+"""`gradsync run`: makes a job from the options of the command line, runs it, and returns its exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradsync.launching.nodes import NodeOptions
 
 _MANY_RANKS = 8  # a user who gives no number may not expect more ranks than this
-_REPORT_SECONDS = 1.0  # for a blocked terminal to take the report of a failure before a restart
+_REPORT_SECONDS = 1.0  # how long to wait for a blocked terminal before a restart
 
 
 def run_command(
@@ -51,17 +51,17 @@ def run_command(
     debug: bool,
     own_options: Collection[str] = (),
 ) -> int:
-    """Runs the job and prints its output and its end; the arguments are the options of the command.
+    """Runs the job, and prints its output and its failures; the arguments are the options of the command.
 
     Args:
         own_options: the names of the command's options, such as "-n". If -n is missing and `arguments` begins with one
-            of these names, the user may have meant it for gradsync.
+            of these names, this function prints a notice: the user may have meant the option for gradsync.
 
     Returns:
         The exit code of the command.
 
     Raises:
-        InvalidArgument: the options do not fit this machine, each other, or the script.
+        InvalidArgument: an option does not fit this machine, the script, or the other options.
     """
     notices = Notices(sys.stderr)
     nodes = _node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
@@ -72,11 +72,11 @@ def run_command(
     target = (module_target if as_module else script_target)(script, arguments)
     if backend == "mpi" and nodes is None:
         command = target.mpi_command(nprocs or default_process_count())
-        raise InvalidArgument(f"--backend mpi needs ranks that MPI's own launcher starts; type: {command}")
+        raise InvalidArgument(f"--backend mpi needs MPI's own launcher; run: {command}")
     devices = None if gpus is None else parse_gpus(gpus)
     n_ranks = nprocs or (default_process_count() if devices is None else len(devices))
     if nprocs is None and devices is None and n_ranks > _MANY_RANKS:
-        notices.print(f"gradsync: starting {n_ranks} ranks, one for each GPU or usable core; -n takes another number")
+        notices.print(f"gradsync: starting {n_ranks} ranks, one for each GPU or usable core; -n sets the number")
     if devices is not None:
         if count_gpus() == 0:
             notices.print(f"gradsync: warning: no NVIDIA GPU is found here; --gpus {gpus} has no effect")
@@ -120,7 +120,7 @@ def run_command(
             exit_code = outcome.exit_code
             _print_failure(outcome, notices)
     if exit_code and dump_dir is not None:
-        import shlex  # here, as below: start-up counts
+        import shlex  # imported here to keep the start short
 
         command = f"gradsync trace {shlex.quote(dump_dir)}"
         of_others = "" if nodes is None else "; add the folders of the other machines to compare all ranks"
@@ -129,7 +129,7 @@ def run_command(
 
 
 def _print_failure(outcome: Outcome, notices: Notices) -> None:
-    """Prints the report of the failed job, after all other output."""
+    """Prints the report of a failed job, after all other output."""
     text = failure_text(outcome)
     if not text:
         return
@@ -182,7 +182,7 @@ def _stdin_rank(text: str, n_ranks: int | None) -> int | None:
     if text == "none":
         return None
     if not text.isascii() or not text.isdigit() or (n_ranks is not None and int(text) >= n_ranks):
-        range_text = "0 up" if n_ranks is None else f"0 to {n_ranks - 1}"
+        range_text = "0 upwards" if n_ranks is None else f"0 to {n_ranks - 1}"
         raise InvalidArgument(f"--stdin needs a rank from {range_text}, or none, got {text!r}")
     return int(text)
 
@@ -210,7 +210,7 @@ def _state_dir(state_dir: str | None, max_restarts: int) -> Iterator[str | None]
 
 
 def script_target(path: str, arguments: Sequence[str] = ()) -> Target:
-    """Prepares a script.
+    """Returns the target that runs a script.
 
     Raises:
         InvalidArgument: the file does not exist or cannot be read, or it is the Python interpreter.
@@ -230,7 +230,7 @@ def script_target(path: str, arguments: Sequence[str] = ()) -> Target:
 
 
 def module_target(name: str, arguments: Sequence[str] = ()) -> Target:
-    """Prepares a module, found as `python -m` finds it.
+    """Returns the target that runs a module, which is found as `python -m` finds it.
 
     Raises:
         InvalidArgument: the top-level package does not exist, or the name is malformed.

@@ -19,24 +19,23 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 
 _LAST_STANDARD_DESCRIPTOR = 2
 
-#: The run has failed on another machine. Reports of other machines use the pipe of signals, with a number that no
-#: signal has.
+#: A number in the pipe of signals that means: the run has failed on another machine. No signal has this number.
 FAILED_ELSEWHERE = 254
 
-#: Descriptors that a process forked from this one must close, because they report the end of this process.
+#: Descriptors that a forked child must close, because their end reports the end of this process.
 own_descriptors: set[int] = set()
 
 
 class SignalInbox:
-    """While entered in the main thread, collects SIGINT, SIGTERM, SIGHUP and SIGTSTP instead of letting them act.
+    """A context that collects SIGINT, SIGTERM, SIGHUP and SIGTSTP in the main thread, instead of their usual effect.
 
-    Other threads cannot install handlers, so in them the inbox gets no signals. A signal that the process ignores (as
-    under nohup, or in a background job) stays ignored. SIGCHLD is an exception: if it were ignored, the kernel would
-    throw exit codes away, and a failed rank would count as a rank that ended well. When the inbox is left, a signal
+    Only the main thread can install handlers, so an inbox in another thread gets no signals. A signal that the process
+    ignores (as under nohup, or in a background job) stays ignored. SIGCHLD is an exception: if it were ignored, the
+    kernel would discard exit codes, and a failed rank would seem to have ended well. When the inbox is left, a signal
     that was not read has its usual effect.
 
     Args:
-        installs_handlers: False if the program goes on while a thread watches the job: signals then have their usual
+        installs_handlers: False if the program continues while a thread watches the job: signals then have their usual
             effect, and the inbox holds only the numbers that `put` adds.
     """
 
@@ -56,22 +55,23 @@ class SignalInbox:
         _entered.append(self)
         try:
             self._install()
-        except BaseException:  # a handler of the program, not replaced yet, has raised it
+        except BaseException:  # an old handler of the program has raised it
             self.__exit__(None, None, None)
             raise
         return self
 
     def _install(self) -> None:
         if self._installs_handlers and threading.current_thread() is threading.main_thread():
-            # The pipe comes first, and in _restore last: a signal in between acts, or is in the pipe, or both.
-            self._previous_wakeup = -1  # in case a handler raises before the next line has ended
+            # The pipe is set before the handlers, and reset after them (`_restore`). A signal in between runs its old
+            # handler, or is written to the pipe, or both.
+            self._previous_wakeup = -1  # in case a signal handler raises during the next line
             self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             for number in _SIGNALS:
                 previous = signal.getsignal(number)
-                # None: a handler that was not installed from Python, and cannot be restored.
+                # None means that the handler was not installed from Python, and could not be restored.
                 if previous is not None and previous != signal.SIG_IGN:
                     self._previous[number] = previous
-                    signal.signal(number, _is_in_the_pipe)
+                    signal.signal(number, _do_nothing)
             if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
                 self._previous[signal.SIGCHLD] = signal.SIG_IGN
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -106,7 +106,7 @@ class SignalInbox:
             return []
         ours = [number for number in data if number in _SIGNALS or number >= signal.NSIG]
         if len(ours) < len(data) and self._previous_wakeup not in (None, -1):
-            with contextlib.suppress(OSError):  # the wake-up pipe of the program, such as asyncio's
+            with contextlib.suppress(OSError):  # forward to the program's wake-up pipe, such as asyncio's
                 os.write(self._previous_wakeup, bytes(number for number in data if number not in ours))
         return ours
 
@@ -118,16 +118,16 @@ class SignalInbox:
                 stack.callback(signal.signal, number, previous)
 
 
-def _is_in_the_pipe(_number: int, _frame: FrameType | None) -> None:
-    """Does nothing. Python writes a signal to the pipe only if the signal has a handler."""
+def _do_nothing(_number: int, _frame: FrameType | None) -> None:
+    """A handler that does nothing: Python writes a signal to the pipe only if the signal has a handler."""
 
 
 @contextlib.contextmanager
 def no_other_fork() -> Iterator[None]:
     """Makes forks of other threads wait while this thread starts a process.
 
-    The children of such forks would hold copies of descriptors that this thread closes in a moment. One of them is a
-    pipe: by its end `subprocess.Popen` knows that its program runs, so Popen would wait as long as such a child lives.
+    The children of such forks would keep copies of descriptors that this thread is about to close. One of these is a
+    pipe whose end `subprocess.Popen` waits for, so Popen would wait as long as such a child lives.
     """
     with _fork_lock:
         yield
@@ -135,7 +135,7 @@ def no_other_fork() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_in_fork(descriptors: Iterable[int]) -> Iterator[None]:
-    """Makes the child of a fork by this thread keep these descriptors, which other forks' children close."""
+    """Makes a child that this thread forks keep these descriptors; the children of other forks close them."""
     global _kept
     with _fork_lock:
         _kept = threading.get_ident(), frozenset(descriptors)
@@ -155,9 +155,9 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Restores the signal handling in the child of any fork, also of the user's, and closes its copies of descriptors.
+    """In the child of any fork, also the user's: restores signal handling, and closes copies of `own_descriptors`.
 
-    Such copies would hide the end of a run from the processes that wait for it.
+    A copy in a child would hide the end of a run from the processes that wait for it.
     """
     global _fork_lock
     _fork_lock = threading.RLock()
@@ -176,7 +176,7 @@ def _after_fork_in_child() -> None:
     own_descriptors.clear()
 
 
-# Reentrant: `kept_in_fork` surrounds a fork, and a signal's handler may fork too.
+# Reentrant, because `kept_in_fork` holds this lock around a fork, and a signal handler may fork too.
 _fork_lock = threading.RLock()
 _kept: tuple[int, frozenset[int]] = (0, frozenset())
 _entered: list[SignalInbox] = []
@@ -184,7 +184,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 def _occupy_standard_descriptors() -> None:
-    """Opens /dev/null where standard input, output or error is closed, so that no pipe of gradsync gets its number."""
+    """Opens /dev/null as standard input, output or error if that stream is closed, so that no pipe gets its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD_DESCRIPTOR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

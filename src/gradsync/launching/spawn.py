@@ -1,4 +1,4 @@
-"""`gs.spawn`: calls a function in several rank processes of this machine, and lets the caller go on meanwhile."""
+"""`gs.spawn`: calls a function in several rank processes on this machine; the caller may continue meanwhile."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from gradsync.rendezvous.sockets import look_up
 _PROXIES = ("http_proxy", "https_proxy")
 
 _KNOWN = ("start_method", "gpus", "ips", "backend", "print_config")
-# The present name of each deprecated option; None if no option replaces it.
+# For each deprecated option, the option that replaces it, or None.
 _DEPRECATED = {
     "selected_devices": "gpus",
     "cluster_node_ips": "ips",
@@ -58,34 +58,36 @@ def spawn(
 ) -> MultiprocessContext:
     """Calls `func(*args)` in `nprocs` processes on this machine.
 
-    Each process gets an environment of its own, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
+    Each process gets its own environment variables: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT and the variables that `init_process_group()` needs, but without http_proxy and https_proxy. The
     function must call `init_process_group()` itself. When a process fails, gradsync ends the others. With the start
-    methods "spawn" and "forkserver" a script that calls this needs the `if __name__ == "__main__":` guard.
+    methods "spawn" and "forkserver" a script that calls `spawn` needs the `if __name__ == "__main__":` guard.
 
     Args:
         func: a function at the top level of a module or script. Any other function needs cloudpickle, or the start
             method "fork".
-        args: the function's positional arguments. They must pickle, unless the start method is "fork".
-        nprocs: number of processes; -1 means one per entry of `gpus`, else per visible GPU, else per usable core.
-        join: whether to wait for all processes. Otherwise a thread watches them while the caller continues.
-        daemon: with `join=False`, whether this program ends without waiting for the processes, which then end too.
+        args: the function's positional arguments. They must be picklable, unless the start method is "fork".
+        nprocs: the number of processes; -1 means one per entry of `gpus`; without `gpus`, one per visible GPU; without
+            a GPU, one per usable core.
+        join: whether to wait for all processes. If not, a thread watches them while the caller continues.
+        daemon: whether this program, at its end, ends the processes instead of waiting for them (only with
+            `join=False`).
         **options: start_method: "spawn", "fork" or "forkserver"; by default that of `gs.set_start_method`, initially
-            "spawn". gpus: one GPU for each process, such as "4,5"; if CUDA_VISIBLE_DEVICES is set, it must have them.
-            ips: addresses of this machine. backend: the backend for `init_process_group("auto")`; "auto" depends on
-            the devices, and "gloo" means shm. print_config: True prints the settings. Deprecated, with a
-            DeprecationWarning: selected_devices (gpus), cluster_node_ips and node_ip (ips), started_port (the port of
-            the rendezvous server), use_paddlecloud.
+            "spawn". gpus: one GPU for each process, such as "4,5"; if CUDA_VISIBLE_DEVICES is set, it must contain
+            them. ips: addresses of this machine. backend: the backend for `init_process_group("auto")`; "auto" depends
+            on the devices, and "gloo" means shm. print_config: True prints the settings. These options are deprecated,
+            and give a DeprecationWarning: selected_devices (use gpus), cluster_node_ips and node_ip (use ips),
+            started_port (the port of the rendezvous server), use_paddlecloud.
 
     Returns:
-        The processes, their results and errors, and `join(timeout)`.
+        A context with the processes, their results and errors, and the method `join(timeout)`.
 
     Raises:
-        InvalidArgument: an option is unknown or has a wrong value, the function or an argument does not pickle, the
+        InvalidArgument: an option is unknown or has a wrong value, the function or an argument cannot be pickled, the
             `__main__` guard is missing, or ranks would be forked although this process has initialised CUDA.
-        RankFailed: a process failed (only with `join`). The text is "Process 1 terminated with the following error:"
-            and the traceback, or it names the signal or the exit code. A process that Ctrl-C has ended has no
-            traceback.
+        RankFailed: a process failed (only with `join`). The error's text is "Process 1 terminated with the following
+            error:" and the traceback, or it contains the signal or the exit code. A process that Ctrl-C has ended has
+            no traceback.
         RendezvousError: started_port is taken.
         KeyboardInterrupt: after Ctrl-C, when all processes have ended (only with `join`).
         SystemExit: after SIGTERM or SIGHUP (only with `join`); the exit code is 128 + the signal's number.
@@ -94,7 +96,7 @@ def spawn(
     _check_ips(given.get("ips"))
     backend = own_backend("spawn", given.get("backend", "auto"))
     if backend not in BACKENDS:
-        raise InvalidArgument(f"spawn needs a backend of {', '.join(BACKENDS)}, got {backend!r}")
+        raise InvalidArgument(f"spawn needs backend to be one of {', '.join(BACKENDS)}, got {backend!r}")
     gpus = given.get("gpus")
     count = _count_processes(nprocs, gpus, backend)
     method = chosen_start_method("spawn", given.get("start_method"))
@@ -133,7 +135,7 @@ def _table(job: Job) -> str:
 
 
 def _translate(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
-    """Returns the options under their present names; an option with the value None is treated as not given."""
+    """Returns the options under their current names; leaves out options with the value None."""
     given = {name: value for name, value in options.items() if name in _KNOWN and value is not None}
     for name, value in options.items():
         if name in _DEPRECATED:
@@ -164,14 +166,14 @@ def _count_processes(nprocs: int, gpus: str | Sequence[int | str] | None, backen
 
 
 def _check_ips(ips: str | Sequence[str] | None) -> None:
-    """Refuses machines other than this one."""
+    """Raises InvalidArgument if an address belongs to a different machine."""
     if ips is None:
         return
     for ip in ips.split(",") if isinstance(ips, str) else ips:
         if not isinstance(ip, str) or not _is_here(ip.strip()):
             raise InvalidArgument(
-                f"spawn starts processes on this machine only, and ips names another one: {ip!r} in {ips!r}; call a "
-                "function that gs.launcher(rank_start=...) has decorated on each machine"
+                f"spawn starts processes on this machine only, and ips has a different machine: {ip!r} in {ips!r}; for "
+                "several machines decorate the function with gs.launcher(rank_start=...), and call it on each machine"
             )
 
 
@@ -179,7 +181,7 @@ def _is_here(host: str) -> bool:
     """Returns whether a host name or IP address belongs to this machine."""
     try:
         return bool(host) and interface_of(str(look_up(host, 0)[0][4][0])) is not None
-    except (OSError, ValueError):  # it is no name or address
+    except (OSError, ValueError):  # not a host name or address
         return False
 
 
@@ -195,12 +197,12 @@ class MultiprocessContext:
     """The ranks that `gs.spawn` has started.
 
     Args:
-        job: the job.
+        job: the job to run.
         joins: whether the caller calls `run` next; otherwise a thread watches the ranks.
-        daemon: whether this program ends without waiting for the ranks.
+        daemon: whether this program, at its end, ends the ranks instead of waiting for them.
 
     Attributes:
-        processes: a `SpawnedProcess` per rank.
+        processes: a `SpawnedProcess` for each rank.
     """
 
     def __init__(self, job: Job, *, joins: bool, daemon: bool) -> None:
@@ -210,7 +212,7 @@ class MultiprocessContext:
         self._pid = os.getpid()
         self.processes: list[SpawnedProcess] = []
         try:
-            # The inbox holds a Ctrl-C back: between two steps it would leave ranks behind that no thread watches.
+            # The inbox delays a Ctrl-C, which could otherwise leave started ranks that no thread watches.
             with contextlib.nullcontext() if joins else SignalInbox():
                 try:
                     self._start(job, joins=joins, daemon=daemon)
@@ -254,7 +256,7 @@ class MultiprocessContext:
         return [process.pid for process in self.processes]
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits until all ranks have ended. A Ctrl-C meanwhile ends them in order; a second one kills them.
+        """Waits until all ranks have ended. During the wait, Ctrl-C asks the ranks to end; a second Ctrl-C kills them.
 
         Args:
             timeout: how many seconds to wait at most.
@@ -263,7 +265,7 @@ class MultiprocessContext:
             True if all have ended, False at the timeout.
 
         Raises:
-            RankFailed: a rank failed, and all others were ended.
+            RankFailed: a rank failed; all ranks have ended.
             KeyboardInterrupt: Ctrl-C came; all ranks have ended.
         """
         try:
@@ -277,7 +279,7 @@ class MultiprocessContext:
         return True
 
     def run(self) -> None:
-        """Watches the ranks to their end in the calling thread.
+        """Watches the ranks, in the calling thread, until they have ended.
 
         Raises:
             RankFailed, KeyboardInterrupt: as `join` does.
@@ -300,18 +302,18 @@ class MultiprocessContext:
         finally:
             for process in self.processes:
                 process.end()  # also a process that cannot be killed
-            del self._supervisor  # it refers to this object, and the cycle would keep the sentinels open
+            del self._supervisor  # a reference cycle would keep the sentinels open
             self._end.set()
 
     def _update_process(self, rank: RankProcess) -> None:
-        if self.processes:  # it is empty if a start failed
+        if self.processes:  # the list is empty if a start failed
             self.processes[rank.local_rank].update()
 
     def _interrupt(self) -> None:
         """Ends the ranks as a Ctrl-C would, and waits for their end."""
         while not self._end.is_set:
             self._signals.put(signal.SIGINT)
-            with contextlib.suppress(KeyboardInterrupt):  # the signal goes into the inbox too, and kills the ranks
+            with contextlib.suppress(KeyboardInterrupt):  # the loop forwards this second Ctrl-C too
                 self._end.wait()
 
     def _raise_failure(self) -> None:
@@ -325,7 +327,7 @@ class MultiprocessContext:
             raise failure(outcome, root, _headline(root))
 
     def _print_failure(self) -> None:
-        """Prints a failure at the end of the program, unless the program has got it from `join`."""
+        """Prints a failure at the end of the program, unless `join` has raised it."""
         if self._outcome is not None:
             sys.stderr.write(failure_text(self._outcome))
 
@@ -344,10 +346,10 @@ def _end_with_program(context: MultiprocessContext) -> None:
 
 
 def _end_if_interrupted() -> None:
-    """Ends the ranks if Ctrl-C ends the program. Called before the interpreter waits for its threads."""
+    """Ends the ranks if Ctrl-C ends the program. The interpreter calls this before it waits for its threads."""
     if getattr(sys, "last_type", None) is KeyboardInterrupt:
         for context in list(_watched):
-            if context._pid == os.getpid():  # not in a process that this one has forked since
+            if context._pid == os.getpid():  # not in a forked copy of the program
                 context._signals.put(signal.SIGINT)
 
 
@@ -365,8 +367,8 @@ def _headline(root: RankOutcome) -> str:
 class RankQueue:
     """A queue for one object that a rank sends.
 
-    `get` never waits in vain: it raises `queue.Empty` once the rank has ended without sending the object, or if an
-    earlier call has returned it.
+    `get` does not wait for an object that cannot arrive: it raises `queue.Empty` if the rank has ended without sending
+    the object, or if an earlier call has returned the object.
 
     Args:
         convert: a function that makes the result of `get` from the object.
@@ -400,7 +402,7 @@ class RankQueue:
         return not self._things
 
     def put(self, thing: Any) -> None:
-        """Adds the object, the first time; for the thread that watches the rank."""
+        """Adds the object; later calls do nothing. Only the thread that watches the rank calls this method."""
         if not self._has_come.is_set:
             self._things.append(thing)
             self._has_come.set()
@@ -414,9 +416,9 @@ class SpawnedProcess:
     """One rank of `gs.spawn`, with the methods of a started `multiprocessing.Process`.
 
     Attributes:
-        rank: its rank.
-        name: "gradsync-rank-1" for rank 1.
-        daemon: whether this program ends without waiting for the process.
+        rank: the number of the rank.
+        name: the name of the process, such as "gradsync-rank-1" for rank 1.
+        daemon: whether this program, at its end, ends the process instead of waiting for it.
         sentinel: a descriptor for `multiprocessing.connection.wait`. It is readable once the process, and all processes
             that it has started, have ended.
         return_queue: a queue that gets the return value of the function.
@@ -428,7 +430,7 @@ class SpawnedProcess:
         self.rank = rank.rank
         self.name = f"gradsync-rank-{rank.rank}"
         self.daemon = daemon
-        # An eventfd stays readable for any number of readers, and copies in forked processes do no harm.
+        # An eventfd stays readable for any number of readers, and a copy in a forked process does no harm.
         self.sentinel = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self.sentinel).atexit = False
         self.return_queue = RankQueue(lambda value: load_result(rank.rank, value))
@@ -442,16 +444,16 @@ class SpawnedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id; waits until the process has begun. None if it never began."""
+        """The process id, after waiting until the process has begun; None if it never began."""
         self._begun.wait()
         return self._rank.pid or None
 
     @property
     def exitcode(self) -> int | None:
-        """Its exit code; negative for the signal that killed it; None if it still runs or cannot be killed."""
+        """The exit code; -n if signal n killed the process; None if the process still runs or cannot be killed."""
         if not self._ended.is_set:
             return None
-        # As in the error, a rank that has reported an exception has exit code 1.
+        # As in RankFailed, a rank that has reported an exception has exit code 1.
         return self._rank.exit_code if self._rank.error is None else 1
 
     def is_alive(self) -> bool:
@@ -475,7 +477,7 @@ class SpawnedProcess:
         self._rank.send_signal(signal.SIGKILL)
 
     def update(self) -> None:
-        """Passes on the rank's reports so far; for the thread that watches it."""
+        """Takes over the rank's reports so far. Only the thread that watches the rank calls this method."""
         if self._rank.pid:
             self._begun.set()
         if self._rank.result is not None:
@@ -486,7 +488,7 @@ class SpawnedProcess:
             self.end()
 
     def end(self) -> None:
-        """Records that the rank has ended, or cannot be killed; for the thread that watches it."""
+        """Records that the rank has ended, or cannot be killed. Only the watching thread calls this method."""
         if self._ended.is_set:
             return
         self.return_queue.end()

@@ -1,8 +1,8 @@
-"""The one engine of launching: starts the ranks of a job, watches them, and ends all ranks when one fails.
+"""The supervisor: starts the ranks of a job, watches them, and ends all ranks when one fails.
 
-`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` use it. Its loop waits for the end of a rank (which the rank's
-guard reports), the report of a rank, a signal to the launcher, and the time of the next step of ending the ranks.
-Nothing is polled.
+`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` use the supervisor. The supervisor's loop waits for the end of
+a rank (which the rank's guard reports), the report of a rank, a signal to the launcher, and the time of the next step
+of ending the ranks. The loop does not poll.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from gradsync.rendezvous.client import RendezvousClient
     from gradsync.rendezvous.server import RendezvousServer
 
-_LEAVING_SECONDS = 5.0  # how long a server waits for the ranks that other launchers have started
-_LAST_OUTPUT_SECONDS = 2.0  # to wait for a blocked terminal to take the last output when the run ends
-_LOOK_FOR_SIGNALS_SECONDS = 0.2
+_LEAVING_SECONDS = 5.0  # how long a server waits until the ranks of other launchers have left
+_LAST_OUTPUT_SECONDS = 2.0  # how long to wait for a blocked terminal at the end of the run
+_CHECK_SIGNALS_SECONDS = 0.2
 _FILES_OF_A_RANK = 9  # pipes for status, report, commands and output; the result; the connection to the server
 _RANKS_BEFORE_SERVER = 8  # these ranks start while the server starts
 
@@ -47,13 +47,13 @@ _RANKS_BEFORE_SERVER = 8  # these ranks start while the server starts
 _SETTLE_SECONDS = 0.1
 _ROOT_CAUSE_SECONDS = 1.0
 _AFTER_SILENCE_SECONDS = 0.05  # because all ranks that waited for a silent rank fail at the same moment
-_UNKILLABLE_SECONDS = 1.8  # a little longer than the guard tries
+_UNKILLABLE_SECONDS = 1.8  # a little longer than the guard tries to kill its rank
 
 # A step of ending the ranks: the seconds to wait after the previous step, and the signal to send then.
 _Step = tuple[float, int]
-_GIVE_UP = 0  # instead of a signal: abandon the ranks that still run
+_GIVE_UP = 0  # this step abandons the ranks that still run
 
-#: Makes the pump that shows the output of one start of the ranks. Arguments: the job, and the number of restarts.
+#: A function that makes the pump for the output of one start of the ranks; it gets the job and the number of restarts.
 MakeOutput = Callable[[Job, int], "OutputPump"]
 
 
@@ -64,16 +64,18 @@ def supervise(
     notices: Notices | None = None,
     on_restart: Callable[[Outcome, int], None] | None = None,
 ) -> Outcome:
-    """Runs a job to the end of all its ranks.
+    """Runs a job until all its ranks have ended.
 
-    Hosts the rendezvous server of the run, unless the job names an endpoint elsewhere. SIGINT, SIGTERM and SIGHUP to
-    this process are forwarded to the ranks and end the job; the outcome has the number of the signal.
+    Hosts the rendezvous server of the run, unless the job has the endpoint of a different server. Forwards SIGINT,
+    SIGTERM and SIGHUP to the ranks; each of these signals ends the job, and its number is in the outcome.
 
     Args:
         job: the job.
-        make_output: makes the pump that shows the ranks' output. Without it ranks write to this process's own streams.
-        notices: prints the answer to a Ctrl-C.
-        on_restart: called before all ranks are started again, with the outcome and the number of restarts.
+        make_output: a function that makes the pump for the ranks' output. Without a pump the ranks write to this
+            process's own streams.
+        notices: prints a notice after a Ctrl-C.
+        on_restart: a function that is called before all ranks are started again, with the outcome and the number of
+            restarts.
 
     Returns:
         How every rank ended. A failed rank does not raise an exception here.
@@ -88,18 +90,19 @@ def supervise(
 
 
 class Supervisor:
-    """A job in two steps, for callers with other work in between: `start`, then `finish`.
+    """Runs a job in two steps, `start` and `finish`, so that the caller can do other work in between.
 
     No process is left when the context ends.
 
     Args:
         job, make_output, notices: see `supervise`.
-        signals: an entered inbox; a number that is put into it ends the job.
-        server: the client of a server that launchers of several machines share; it gets the starts and ends of the
-            ranks. By default the server that this process hosts for each start gets them.
-        on_change: called, in the thread that calls `finish`, with a rank that has begun, reported or ended.
-        on_ending: called in the same thread, when the launcher first asks the ranks to end, or the last rank has
-            failed.
+        signals: the signal inbox, which the caller has entered; a number in the inbox ends the job.
+        server: the connection to a server that the launchers of several machines share. The supervisor reports the
+            start and end of each rank to this server; by default to the server that this process hosts.
+        on_change: a function that is called, in the thread that calls `finish`, with a rank that has begun, reported or
+            ended.
+        on_ending: a function that is called, in the thread that calls `finish`, when the launcher first asks the ranks
+            to end, or when the last rank has failed.
 
     Attributes:
         ranks: the rank processes of the last start.
@@ -154,11 +157,11 @@ class Supervisor:
         """Starts all rank processes; returns while their interpreters start.
 
         Args:
-            restart: the number of times that the ranks have been started before.
+            restart: the number of times that the ranks have been started before this start.
 
         Raises:
             BackendUnavailable: the system allows no more processes, or open files.
-            InvalidArgument: a variable is set that the ranks would refuse.
+            InvalidArgument: an environment variable has a value that the ranks would refuse.
             RendezvousError: the job's rendezvous port is taken.
         """
         check_variables()
@@ -181,7 +184,7 @@ class Supervisor:
         self._selector.register(self._signals.descriptor, selectors.EVENT_READ)
         self._stack.callback(self._end_watching)
         self._output = None if self._make_output is None else self._make_output(job, restart)
-        # Forked ranks start before the server, because a fork would copy its threads' locks.
+        # Forked ranks start before the server, because a fork would copy the locks of the server's threads.
         ranks_before_server = job.n_ranks if job.start_method == "fork" else min(job.n_ranks, _RANKS_BEFORE_SERVER)
         with _start_record(job, endpoint, shows_lines=self._output is not None) as record:
             for local_rank, environ in enumerate(environs):
@@ -203,7 +206,7 @@ class Supervisor:
             log_added_variables(job)  # now, because the ranks start while this process imports logging
 
     def finish(self, on_restart: Callable[[Outcome, int], None] | None = None) -> Outcome:
-        """Watches the ranks to their end; after a failure starts all again, at most as often as the job allows."""
+        """Waits until all ranks have ended; after a failure restarts all ranks, at most as often as the job allows."""
         restarts = 0
         while True:
             outcome = self.finish_start()
@@ -215,7 +218,7 @@ class Supervisor:
             self.start(restarts)
 
     def finish_start(self) -> Outcome:
-        """Watches the ranks of this start to their end; for a caller that restarts them by itself."""
+        """Waits until the ranks of this start have ended; for a caller that restarts ranks by itself."""
         self._wait_for_ends()
         if self._failures and not self._asked_to_end and self._on_ending is not None:  # no rank was left to end
             self._on_ending()
@@ -226,7 +229,7 @@ class Supervisor:
     # -- Starting ------------------------------------------------------------------------------------------------
 
     def _start_rank(self, rank: RankProcess, record: int, environ: dict[str, str]) -> None:
-        """Starts one rank, with pipes for its output where it is shown."""
+        """Starts one rank, with pipes for its output if the launcher shows the output."""
         with contextlib.ExitStack() as theirs:
             streams = [_standard_input(rank.rank == self._job.stdin_rank, theirs), 1, 2]
             if self._output is not None:
@@ -257,7 +260,7 @@ class Supervisor:
     # -- Watching ------------------------------------------------------------------------------------------------
 
     def _watch(self, rank: RankProcess) -> None:
-        """Registers a started rank with the loop."""
+        """Registers a started rank with the selector of the loop."""
         self.ranks.append(rank)
         self._running[rank.rank] = rank
         for descriptor in (rank.status, rank.report, rank.sentinel):
@@ -265,7 +268,7 @@ class Supervisor:
                 self._selector.register(descriptor, selectors.EVENT_READ, rank)
 
     def _end_watching(self) -> None:
-        # Normally nothing is left to do. After an exception in the launcher itself, this ends the ranks.
+        # Normally all ranks have ended already. After an exception in the launcher itself, this ends the ranks.
         if self._running and not self._gave_up:
             self._plan_kill()
             self._wait_for_ends()
@@ -274,7 +277,7 @@ class Supervisor:
         self._selector.close()
 
     def _is_asked_to_end(self) -> bool:
-        """Handles the signals that have arrived, outside the loop; returns whether one of them ends the job."""
+        """Handles the signals that have arrived; returns whether the job has to end."""
         for number in self._signals.read():
             self._handle_signal(number)
         return self._signal_number is not None or self._has_failed_elsewhere
@@ -317,7 +320,7 @@ class Supervisor:
 
     def _reap(self, rank: RankProcess) -> None:
         for descriptor in (rank.status, rank.report, rank.sentinel):
-            with contextlib.suppress(KeyError, ValueError):  # it is not registered, or is no descriptor
+            with contextlib.suppress(KeyError, ValueError):  # not registered, or -1
                 self._selector.unregister(descriptor)
         del self._running[rank.rank]
         rank.reap()
@@ -327,7 +330,7 @@ class Supervisor:
             self._end_after(0.0)
 
     def _report_change(self, rank: RankProcess) -> None:
-        """Reports the start or end of a rank's process, also to the server, where other ranks may wait for the rank."""
+        """Reports the start or end of a rank to `on_change` and to the server, where other ranks may wait for it."""
         if self._server is not None:
             if rank.pid and rank.rank not in self._named_to_server:
                 self._named_to_server.add(rank.rank)
@@ -354,7 +357,7 @@ class Supervisor:
         return RankOutcome(
             rank=rank.rank,
             pid=rank.pid,
-            # A rank that reported an error has failed with 1, however its process ended after that.
+            # A rank that reported an error has exit code 1, however its process ended after that.
             exit_code=rank.exit_code if rank.error is None else 1,
             result=rank.result,
             error=rank.error,
@@ -371,7 +374,7 @@ class Supervisor:
         if output is None:
             return outcome
         # Wait for a slow reader of the output, but only until a signal comes.
-        while outcome.signal_number is None and not output.drain(_LOOK_FOR_SIGNALS_SECONDS):
+        while outcome.signal_number is None and not output.drain(_CHECK_SIGNALS_SECONDS):
             if self._is_asked_to_end():
                 outcome = outcome._replace(signal_number=self._signal_number)
         output.close(_LAST_OUTPUT_SECONDS)
@@ -382,7 +385,7 @@ class Supervisor:
     # -- Ending the ranks --------------------------------------------------------------------------------------------
 
     def _settle_seconds(self, rank: RankProcess) -> float:
-        """Returns how long the other ranks get to end by themselves, or to report the cause of this failure."""
+        """Returns how long to wait for other ranks to end by themselves, or to report the cause of this failure."""
         error = rank.error
         if error is None or not error.is_consequence:
             return _SETTLE_SECONDS
@@ -393,7 +396,7 @@ class Supervisor:
         return _SETTLE_SECONDS if has_nothing_to_report else _ROOT_CAUSE_SECONDS
 
     def _silent_ranks(self) -> set[int | None]:
-        """Returns the ranks that others have waited for in vain. They are silent, and will report nothing."""
+        """Returns the silent ranks: other ranks timed out waiting for them. A silent rank will report no error."""
         errors = [rank.error for rank in self.ranks if rank.error is not None]
         return {error.missed_rank for error in errors if error.is_timeout}
 
@@ -402,7 +405,7 @@ class Supervisor:
         grace_seconds = self._job.grace_seconds
         if number == FAILED_ELSEWHERE:
             self._has_failed_elsewhere = True
-            self._end_after(_ROOT_CAUSE_SECONDS)  # the failure there may follow from a rank here
+            self._end_after(_ROOT_CAUSE_SECONDS)  # a rank on this machine may have caused the failure
         elif number == signal.SIGTSTP:
             self._suspend()
         elif self._signal_number is None:
@@ -424,14 +427,15 @@ class Supervisor:
     def _suspend(self) -> None:
         """Suspends the ranks and this process at Ctrl-Z, and continues the ranks when the shell continues this process.
 
-        The ranks are suspended first: a rank that runs while its launcher is suspended would take it for dead.
+        The ranks are suspended first: a rank that runs while its launcher is suspended would treat the launcher as
+        dead.
         """
         self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
 
     def _end_after(self, settle_seconds: float) -> None:
-        """Plans to ask the ranks to end after this time, unless an earlier time is planned."""
+        """Plans to ask the ranks to end after `settle_seconds`, unless an earlier time is planned."""
         if not self._steps:
             self._plan((settle_seconds, signal.SIGTERM), (self._job.grace_seconds, signal.SIGKILL))
         elif not self._asked_to_end:
@@ -441,7 +445,7 @@ class Supervisor:
         self._plan((0.0, signal.SIGKILL))
 
     def _plan(self, *steps: _Step) -> None:
-        """Plans the steps of ending the ranks. The last step kills; a rank that survives it is abandoned."""
+        """Plans the steps of ending the ranks. The last step sends SIGKILL; a rank that survives is abandoned."""
         self._steps = [*steps, (_UNKILLABLE_SECONDS, _GIVE_UP)]
         self._step_time = time.monotonic() + steps[0][0]
 
@@ -472,13 +476,13 @@ def _count(ranks: int) -> str:
 
 
 def _refusal(rank: int, error: OSError) -> str:
-    """Returns the text of the error about a rank that the system refuses to start, with advice."""
+    """Returns the error text, with advice, for a rank that the system refuses to start."""
     text = f"rank {rank} cannot be started: {error.strerror}"
     if error.errno == errno.EMFILE:
         files = f"the launcher opens {_FILES_OF_A_RANK} files for each rank"
         return f"{text}; {files}: raise the limit (ulimit -n), or start fewer ranks"
     if error.errno == errno.EAGAIN:
-        return f"{text}; raise the limit of processes (ulimit -u; in a container, that of pids), or start fewer ranks"
+        return f"{text}; raise the limit of processes (ulimit -u; in a container, the pids limit), or start fewer ranks"
     return text
 
 

@@ -1,11 +1,12 @@
-"""The guard: a small process between the launcher and one rank, so that no process of a rank outlives either of them.
+"""The guard: a small process that ends all processes of one rank when the rank or the launcher ends.
 
 Each rank process forks at its very start. The child is the rank; users see its process id. The parent becomes the
 guard: it forwards the launcher's signals, and reports to the launcher how the rank ended. The guard is a child
-subreaper: if a program that the rank started ends first, the children of that program become children of the guard,
-double-forked ones too. When the rank ends, or the launcher dies in any way, the guard kills all that are left.
+subreaper (see prctl): when a program that the rank has started ends, the children that it leaves behind become children
+of the guard, also after a double fork. When the rank ends, or the launcher dies in any way, the guard kills all
+processes that are left.
 
-This module runs before anything else in a rank process, so it imports next to nothing.
+This module runs before anything else in a rank process, so it imports as little as possible.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import struct
 import time
 from typing import NamedTuple, NoReturn
 
-#: The guard's messages on the status pipe: first the rank's process id; at the end the rank's exit code and its peak
-#: memory in bytes.
+#: The guard's messages on the status pipe. STARTED has the rank's process id; ENDED has the rank's exit code and its
+#: peak memory in bytes.
 STARTED = struct.Struct("<cq")
 ENDED = struct.Struct("<ciq")
 STARTED_KIND, ENDED_KIND = b"S", b"E"
@@ -29,8 +30,8 @@ GAVE_UP = 71
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # if the guard itself receives them
-_SWEEP_SECONDS = 1.5  # a process that is left after this time hangs in the kernel
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the guard forwards these if it receives them itself
+_SWEEP_SECONDS = 1.5  # a process that is left after this time is stuck in the kernel
 _SWEEP_WAIT_SECONDS = 0.02
 
 
@@ -38,10 +39,10 @@ class GuardDescriptors(NamedTuple):
     """The descriptors that a rank process gets from its launcher.
 
     Attributes:
-        status: write end of the pipe on which the guard reports the rank's start and end.
-        command: read end of the pipe on which the launcher writes signals, one byte each. The end of this pipe means
-            that the launcher has died.
-        report: write end of the pipe on which the rank says where its report is in the result file.
+        status: the write end of the pipe on which the guard reports the rank's start and end.
+        command: the read end of the pipe on which the launcher writes signals, one byte each. If this pipe closes, the
+            launcher has died.
+        report: the write end of the pipe on which the rank sends the position of its report in the result file.
         result_file: an empty file in memory, for the rank's return value or error.
     """
 
@@ -52,21 +53,22 @@ class GuardDescriptors(NamedTuple):
 
 
 def start_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *others: int) -> None:
-    """Forks: returns in the child, which is the rank; the parent guards it and never returns.
+    """Forks this process. The child returns and is the rank; the parent guards the child and never returns.
 
     Args:
         rank: the rank, for the guard's name in `ps`.
         launcher_pid: the launcher's process id; the guard ends the rank when the launcher dies.
-        descriptors: the guard keeps `status` and `command`, the rank `report` and `result_file`.
-        others: descriptors that only the rank needs.
+        descriptors: the descriptors from the launcher. The guard keeps `status` and `command`; the rank keeps `report`
+            and `result_file`.
+        others: further descriptors, which only the rank needs.
     """
     import ctypes  # imported here, as below, because the launcher imports this module too and has to start fast
 
     status, command, report, result_file = descriptors
     libc = ctypes.CDLL(None)
     guard_pid = os.getpid()
-    # The program's signal handlers are for the rank only: a handler that waits for children, or SIGCHLD ignored, would
-    # hide the end of a short-lived rank from the guard, until `run` has set the guard's own handlers.
+    # The user's handler of SIGCHLD is for the rank only: a handler that waits for children, or an ignored SIGCHLD,
+    # would hide the end of a short-lived rank from the guard, until `run` has set the guard's own handler.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     of_program = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # before the rank can leave a child behind
@@ -77,9 +79,9 @@ def start_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(status)
         os.close(command)
-        os.setsid()  # a process group of its own, which signals reach as a whole
+        os.setsid()  # a new process group, so that a signal reaches all its processes
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != guard_pid:  # the guard died before the call
+        if os.getppid() != guard_pid:  # the guard died before the call of prctl
             os.kill(os.getpid(), signal.SIGKILL)
         return
     try:
@@ -94,7 +96,7 @@ class _Guard:
     """Guards one rank.
 
     Args:
-        rank_pid: the process id of the rank, a child of this process that is reaped only at the end.
+        rank_pid: the process id of the rank. The rank is a child of this process, which reaps it only at the end.
         launcher_pid, status, command: see `start_guard`.
     """
 
@@ -134,25 +136,25 @@ class _Guard:
                 self._signal_rank(number)
 
     def _take_commands(self) -> bool:
-        """Carries out the launcher's commands; returns whether the launcher still runs."""
+        """Sends the rank the signals that the launcher has asked for; returns whether the launcher still runs."""
         numbers = os.read(self._command, 64)
         for number in numbers:
             self._signal_rank(number)
         return bool(numbers)
 
     def _signal_rank(self, number: int) -> None:
-        """Signals the rank's process group, or the rank alone before it has made one."""
+        """Sends a signal to the rank's process group, or to the rank alone if it has not made its group yet."""
         try:
             os.killpg(self._rank_pid, number)
         except ProcessLookupError:
-            os.kill(self._rank_pid, number)  # the rank is not reaped, so no other process has its number
+            os.kill(self._rank_pid, number)  # the rank is not reaped, so no other process has its id
         except PermissionError:
-            return  # the rank runs as another user now
+            return  # the rank runs as a different user now
         if number == signal.SIGTERM:
-            self._signal_rank(signal.SIGCONT)  # a rank that SIGSTOP has paused could not react
+            self._signal_rank(signal.SIGCONT)  # a rank that is paused (SIGSTOP) could not react
 
     def _rank_has_ended(self) -> bool:
-        """Reaps orphans of the rank; returns whether the rank itself has ended, but does not reap it."""
+        """Reaps the orphans of the rank. Returns whether the rank itself has ended; does not reap the rank."""
         while True:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
@@ -162,13 +164,13 @@ class _Guard:
             os.waitpid(ended.si_pid, 0)
 
     def _end(self) -> NoReturn:
-        """Ends the rank's process group and all orphans, reports how the rank ended, and exits."""
-        self._signal_rank(signal.SIGKILL)  # the rank is not reaped yet, so that no other group has its number
+        """Kills the rank's process group and all orphans, reports how the rank ended, and exits."""
+        self._signal_rank(signal.SIGKILL)  # the rank is not reaped yet, so no other group has its id
         deadline = time.monotonic() + _SWEEP_SECONDS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         while self._reap_all() and time.monotonic() < deadline:
             for child in _children_of(os.getpid()):
-                os.kill(child, signal.SIGKILL)  # it is our own child, so no other process has its number
+                os.kill(child, signal.SIGKILL)  # a child that is not reaped: no other process has its id
             signal.sigtimedwait({signal.SIGCHLD}, _SWEEP_WAIT_SECONDS)
         os._exit(0 if self._rank_is_reaped else GAVE_UP)
 
@@ -192,16 +194,19 @@ class _Guard:
 
 
 def _open_process(pid: int) -> int | None:
-    """Opens a descriptor that is readable once a process has ended; None before Linux 5.3, or if there is none."""
+    """Opens a descriptor that is readable once a process has ended.
+
+    Returns None before Linux 5.3, or if no process has this id.
+    """
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
-        return None  # the end of the command pipe reports it
+        return None  # the command pipe then reports the end of the launcher
 
 
 def _children_of(parent: int) -> list[int]:
-    """Returns the children of a process that have not ended."""
-    children = []  # machine.read_stat reads the same, but this file imports nothing of ours
+    """Returns the process ids of the children of a process, without children that have ended."""
+    children = []  # machine.read_stat reads the same, but this file imports nothing of gradsync
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue

@@ -1,7 +1,8 @@
 """Inside a rank process: runs the user's script, module or function, and reports how it ended.
 
-`rank_process` starts the process, which enters here by `main` or `enter`, starts its guard, and goes on as the rank.
-This module imports almost nothing before the user's code runs, because imports delay the start of every rank.
+`rank_process` starts the process, which calls `main` or `enter`. There it forks: the parent becomes the guard, and the
+child is the rank. This module imports almost nothing before the user's code runs, because imports delay the start of
+every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 #: Exit code of a rank or a command that Ctrl-C has ended: 128 + the number of SIGINT, as in shells.
 EXIT_CODE_INTERRUPTED = 130
-#: Advice if a rank does not find a function. A rank imports the script under another name than `__main__`.
+#: Advice if a rank does not find a function: a rank imports the script, and its `__name__` is then not "__main__".
 HOW_TO_DEFINE = "define it above the `if __name__` line, at the top level of its module"
 #: A function and its positional and keyword arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -32,7 +33,7 @@ _keep: list[Any] = []
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 
-# Modules between the interpreter and the user's code. Reported tracebacks leave out their lines, and show the user's.
+# Modules whose frames come before the user's code in a traceback. Reported tracebacks leave these frames out.
 _SHIM_MODULES = frozenset(
     {
         "gradsync.launching.in_rank.rank_main",
@@ -65,7 +66,7 @@ def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: i
 
     Args:
         rank, launcher_pid, descriptors: see `start_guard`.
-        record: descriptor of the start record.
+        record: the descriptor of the start record.
         call: the function and its arguments; None for a script or module.
     """
     start_guard(rank, launcher_pid, descriptors, record)
@@ -98,7 +99,7 @@ def _finish_forked(code: int) -> NoReturn:
 
 def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoReturn:
     global _runs_function
-    # Programs that the user's code starts must not hold the launcher's pipe.
+    # Programs that the user's code starts must not inherit, and so keep open, the pipe to the launcher.
     os.set_inheritable(descriptors.report, False)
     os.set_inheritable(descriptors.result_file, False)
     start = _read_start(record)
@@ -106,7 +107,7 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
     try:
         _accept_interrupts()
         if start["shows_lines"] and hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(line_buffering=True)  # else Python would hold lines for a pipe back
+            sys.stdout.reconfigure(line_buffering=True)  # else Python would buffer lines for a pipe
         from gradsync.environment import hold_secret
 
         hold_secret(start["secret"])
@@ -128,7 +129,7 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
     except BaseException as error:
         if os.getpid() != process_id:
             raise  # this process is not the rank: the user's code has forked it
-        if isinstance(error, UnsendableResult):  # this is no failure of the run, so the other ranks go on
+        if isinstance(error, UnsendableResult):  # the run has not failed: other ranks go on
             report_error(descriptors, error.refusal, is_unsendable=True)
         else:
             _remember(error)
@@ -143,7 +144,7 @@ def is_importing_main() -> bool:
 
 
 def runs_function() -> bool:
-    """Returns whether this rank runs a function of `launch`, `spawn` or `launcher`, and no script."""
+    """Returns whether this rank runs a function (`launch`, `spawn` or `launcher`), not a script or module."""
     return _runs_function
 
 
@@ -159,7 +160,7 @@ def _read_start(descriptor: int) -> dict[str, Any]:
 
 
 def _accept_interrupts() -> None:
-    """Unblocks SIGINT. The launcher blocked it, so that none arrives outside the `try` of `_run`."""
+    """Unblocks SIGINT. The launcher blocked it, so that no SIGINT arrives before the `try` block of `_run`."""
     import signal
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -192,12 +193,12 @@ def _run_module(start: dict[str, Any]) -> None:
 def _run_as_main(name: str, *, is_module: bool) -> None:
     import runpy
 
-    # The interpreter uses this function too; run_module() would not leave the module in place as __main__.
+    # `python -m` uses this function too. After runpy.run_module() the module would no longer be `__main__`.
     runpy._run_module_as_main(name, alter_argv=is_module)  # type: ignore[attr-defined]
 
 
 def _fresh_main(arguments: list[str]) -> Any:
-    """Replaces the `__main__` of `rank_process._SHIM` by an empty module."""
+    """Replaces `__main__`, which runs `rank_process._SHIM`, by an empty module."""
     _keep.append(sys.modules["__main__"])
     module = type(sys)("__main__")
     module.__dict__.update(__builtins__=__builtins__, __annotations__={})
@@ -218,7 +219,7 @@ def _run_function(start: dict[str, Any]) -> Any:
 
 
 def _run_forked(call: Call) -> Any:
-    """Calls a function that the fork has inherited; returns its result."""
+    """Calls the function that the forked rank has inherited; returns its result."""
     import atexit
 
     atexit._clear()  # these exit handlers are the parent's; handlers that the rank adds still run
@@ -236,16 +237,17 @@ def _begin_as_multiprocessing_does() -> None:
     if util is not None:
         import atexit
 
-        sys.modules["multiprocessing.process"].__dict__["_children"] = set()  # otherwise it would end its siblings
+        sys.modules["multiprocessing.process"].__dict__["_children"] = set()  # else its exit would end other ranks
         util._finalizer_registry.clear()
         util._run_after_forkers()
-        atexit.register(util._exit_function)  # it waits until the contents of queues are sent
+        atexit.register(util._exit_function)  # waits until the contents of queues are sent
 
 
 def _load_call(start: dict[str, Any]) -> Any:
-    """Makes this process like its launcher (sys.path, `__main__`), then unpickles the call.
+    """Gives this process the launcher's sys.path and `__main__`, then unpickles the call.
 
-    The environment is set before the interpreter starts, so that modules that the unpickling imports see it.
+    The rank's environment variables were set before its interpreter started, so modules that are imported here see
+    them.
     """
     global _importing_main
     import pickle
@@ -280,19 +282,20 @@ _RUNNERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def _remember(error: BaseException) -> None:
-    """Stores an error where the interpreter would, so that the process group reports the error to others at exit."""
+    """Stores an error as the interpreter would; at exit the process group reports it to the other ranks."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
 
 
 def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unsendable: bool = False) -> None:
-    """Sends an error as text, so that it arrives even if the exception does not unpickle.
+    """Sends an error as text, so that it arrives even if the exception cannot be unpickled.
 
     Args:
         descriptors: the descriptors of this rank.
-        error: the error. The text leaves out the frames between the interpreter and the user's code.
-        is_unsendable: whether only the function's result could not be sent.
+        error: the error that ended the rank, or the reason why its result cannot be sent. The text leaves out the
+            frames between the interpreter and the user's code.
+        is_unsendable: whether the function returned, and only its result could not be sent.
     """
     import json
     import traceback
@@ -320,7 +323,7 @@ def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unse
     try:
         send_error(descriptors.report, descriptors.result_file, json.dumps(body).encode())
     except OSError:
-        sys.stderr.write(text)  # the launcher will not show the text
+        sys.stderr.write(text)  # the launcher cannot show the text
 
 
 def _is_raised_by_gradsync(error: BaseException) -> bool:
@@ -329,7 +332,7 @@ def _is_raised_by_gradsync(error: BaseException) -> bool:
 
 
 def _outer_frames(stack: StackSummary) -> int:
-    """Counts the frames up to the user's last one: if gradsync raises on purpose, its own frames are no help."""
+    """Counts the frames to show: those up to the last frame of the user, without gradsync's own frames after it."""
     ours = (_PACKAGE, contextlib.__file__)
     count = len(stack)
     while count and stack[count - 1].filename.startswith(ours):
@@ -338,7 +341,7 @@ def _outer_frames(stack: StackSummary) -> int:
 
 
 def _consequence_in(error: BaseException | None) -> BaseException | None:
-    """Returns the error that reports another rank as gone: this error or one of its causes; None if none does."""
+    """Returns the error that reports another rank as gone: this error, or the first such error among its causes."""
     errors = sys.modules.get("gradsync.errors")
     kinds: tuple[type[BaseException], ...] = tuple(getattr(errors, name) for name in _CONSEQUENCES) if errors else ()
     seen: set[int] = set()
@@ -351,7 +354,7 @@ def _consequence_in(error: BaseException | None) -> BaseException | None:
 
 
 def _missed_rank(consequence: BaseException | None) -> int | None:
-    """Returns the rank that a RankFailed names, or the first one that a timeout names."""
+    """Returns the rank that an error reports as gone: a timeout's first missing rank, or the rank of a RankFailed."""
     missing = getattr(consequence, "missing_ranks", ())
     rank: int | None = missing[0] if missing else getattr(consequence, "rank", None)
     return rank

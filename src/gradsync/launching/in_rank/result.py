@@ -1,10 +1,10 @@
 """Inside a rank process: the return value of the user's function, or its error, as bytes for the launcher.
 
 At its end a rank writes its report into a file in memory, which the launcher has given to it. Then the rank writes the
-report's kind and its place in the file to the report pipe. An error is text in JSON. A return value is pickled, by
-cloudpickle if pickle refuses: a notebook's class came to the rank with its code, and goes back in the same way. Large
-arrays are copied once, from the rank's memory into the file, which the launcher maps (`rank_report`). This module
-imports next to nothing, because every rank imports it at its start.
+report's kind and its position in the file to the report pipe. An error is text in JSON. A return value is pickled by
+pickle, or by cloudpickle if pickle refuses, for example an instance of a class from a notebook. Large arrays are copied
+once, from the rank's memory into the file, which the launcher maps (`rank_report`). This module imports as little as
+possible, because every rank imports it at its start.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import os
 import struct
 from typing import Any
 
-#: The message on the report pipe: the kind of the report, and its begin and end in the result file, in bytes.
+#: The message on the report pipe: the kind of the report, and its start and end offsets in the result file.
 REPORT = struct.Struct("<cQQ")
-#: The report is a table of `BOUNDS`: one entry for the pickled return value, then one for each large array.
+#: The kind of a report with a return value: a table of `BOUNDS`, with one entry for the pickled return value, then one
+#: for each large array.
 RESULT = b"R"
-#: The report is a JSON object with the attributes of `rank_report.ErrorReport`.
+#: The kind of a report with an error: a JSON object with the attributes of `rank_report.ErrorReport`.
 ERROR = b"E"
 
-#: The begin and the end of a part of the result file, in bytes.
+#: The start and end offsets of a part of the result file.
 BOUNDS = struct.Struct("<QQ")
 
 _ARRAY_FROM_BYTES = 256 * 1024  # smaller arrays are pickled with the rest
@@ -31,12 +32,12 @@ def send_error(pipe: int, file: int, error: bytes) -> None:
     """Sends an error to the launcher.
 
     Args:
-        pipe: the report pipe.
-        file: the result file.
+        pipe: the descriptor of the report pipe.
+        file: the descriptor of the result file.
         error: the error as a JSON object.
 
     Raises:
-        OSError: the launcher is gone, or there is no room for the error.
+        OSError: the launcher is gone, or the result file cannot grow.
     """
     _lift_own_limit()
     _empty(file)
@@ -59,26 +60,26 @@ class UnsendableResult(Exception):
 
 
 class _FileRefused(BaseException):
-    """The result file cannot grow. It is no Exception, because an object's `__reduce__` may catch Exceptions."""
+    """The result file cannot grow. A BaseException, because the `__reduce__` of an object may catch every Exception."""
 
 
 def send_result(value: Any, pipe: int, file: int) -> None:
-    """Pickles the return value of the function into the result file, and reports its place there to the launcher.
+    """Pickles the return value of the function into the result file, and sends its position to the launcher.
 
     Args:
         value: the return value.
-        pipe: the report pipe.
-        file: the result file, empty.
+        pipe: the descriptor of the report pipe.
+        file: the descriptor of the result file, which is empty.
 
     Raises:
-        UnsendableResult: the value does not pickle, or there is no room for it.
+        UnsendableResult: the value cannot be pickled, or the result file cannot grow.
         OSError: the launcher is gone.
     """
     _lift_own_limit()
     try:
         begin, end = _write(value, file)
     except _FileRefused as refused:
-        raise _unsendable(f"needs room in a file in memory to reach the launcher: {refused}") from None
+        raise _unsendable(f"does not fit into the memory file that goes to the launcher: {refused}") from None
     os.write(pipe, REPORT.pack(RESULT, begin, end))
 
 
@@ -89,10 +90,10 @@ class _Stream:
         self._file = file
 
     def write(self, data: Any) -> int:
-        """Writes bytes, or an object with a buffer; returns how many bytes."""
+        """Writes bytes, or an object with a buffer; returns the number of bytes written."""
         import pickle
 
-        content = pickle.PickleBuffer(data).raw()  # the bytes as one dimension
+        content = pickle.PickleBuffer(data).raw()  # a flat view of the bytes
         try:
             _write_all(self._file, content)
         except OSError as error:
@@ -104,7 +105,7 @@ def _write(value: Any, file: int) -> tuple[int, int]:
     """Writes a pickled value, its large arrays and the table of their bounds into the file.
 
     Returns:
-        The begin and the end of the table in the file.
+        The start and end offsets of the table in the file.
     """
     stream = _Stream(file)
     large: list[memoryview] = []
@@ -122,7 +123,7 @@ def _pickle(value: Any, stream: _Stream, file: int, large: list[memoryview]) -> 
     """Pickles a value without the contents of large arrays, and appends these contents to `large`.
 
     Raises:
-        UnsendableResult: the value does not pickle.
+        UnsendableResult: the value cannot be pickled.
     """
     import pickle
 
@@ -143,7 +144,7 @@ def _pickle(value: Any, stream: _Stream, file: int, large: list[memoryview]) -> 
 
             cloudpickle.dump(value, stream, buffer_callback=stays)
         except Exception:  # cloudpickle is not installed, or refuses too: report the error of pickle
-            refusal = f"needs to pickle to reach the launcher, got {type(value).__name__}: {error}"
+            refusal = f"needs to be picklable to reach the launcher, got {type(value).__name__}: {error}"
             raise _unsendable(refusal) from None
 
 
@@ -153,7 +154,7 @@ def _empty(file: int) -> None:
 
 
 def _lift_own_limit() -> None:
-    """Raises the limit of the file size to the hard limit: the user's code may have lowered it, and has ended now."""
+    """Raises the soft limit of the file size to the hard limit, because the user's code may have lowered it."""
     import resource
 
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
