@@ -333,7 +333,7 @@ def load_result(rank: int, value: ReturnValue) -> Any:
 
 
 def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
-    """Returns the return values, by rank, after a run without a failure. Call it only once for an outcome.
+    """Returns the return values, by rank, after a run without a failure. Each outcome may be passed only once.
 
     Args:
         outcome: the outcome of the run. `take_results` releases the outcome's results one by one, so that large results

@@ -1,4 +1,4 @@
-"""One rank's process, as the launcher sees it: start, signals, report, end.
+"""One rank's process, as the launcher controls it: its start, signals, report and end.
 
 A rank starts in one of two ways: as a fresh interpreter ("spawn", and "forkserver") or as a fork of this process
 ("fork"). A fresh interpreter gets the rank's environment variables at its start, and calls `rank_main.main`. A fork

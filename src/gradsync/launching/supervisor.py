@@ -74,8 +74,7 @@ def supervise(
         make_output: a function that makes the pump for the ranks' output. Without a pump the ranks write to this
             process's own streams.
         notices: prints a notice after a Ctrl-C.
-        on_restart: a function that is called before all ranks are started again, with the outcome and the number of
-            restarts.
+        on_restart: a function that is called with the outcome and the number of restarts, before all ranks start again.
 
     Returns:
         How every rank ended. A failed rank does not raise an exception here.
@@ -99,10 +98,10 @@ class Supervisor:
         signals: the signal inbox, which the caller has entered; a number in the inbox ends the job.
         server: the connection to a server that the launchers of several machines share. The supervisor reports the
             start and end of each rank to this server; by default to the server that this process hosts.
-        on_change: a function that is called, in the thread that calls `finish`, with a rank that has begun, reported or
-            ended.
-        on_ending: a function that is called, in the thread that calls `finish`, when the launcher first asks the ranks
-            to end, or when the last rank has failed.
+        on_change: a function that is called with each rank that has begun, reported or ended, in the thread that calls
+            `finish`.
+        on_ending: a function that is called when the launcher first asks the ranks to end, or when the last rank has
+            failed, in the thread that calls `finish`.
 
     Attributes:
         ranks: the rank processes of the last start.

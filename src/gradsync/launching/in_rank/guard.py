@@ -56,7 +56,7 @@ def start_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
     """Forks this process. The child returns and is the rank; the parent guards the child and never returns.
 
     Args:
-        rank: the rank, for the guard's name in `ps`.
+        rank: the number of the rank, which is a part of the guard's name in `ps`.
         launcher_pid: the launcher's process id; the guard ends the rank when the launcher dies.
         descriptors: the descriptors from the launcher. The guard keeps `status` and `command`; the rank keeps `report`
             and `result_file`.
