@@ -147,18 +147,18 @@ def test_a_rank_alone_and_an_integer_product_without_a_check():
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        ("-b 8 -e 64 -f 1", 2, "-f needs to be above 1, got 1"),
-        ("-b 64 -e 8", 2, "-e needs to be at least -b, got 8 and 64 bytes"),
-        ("-b zz", 2, "a size needs to look like 8, 64K, 1M or 1G, from a byte to 1024**5; got 'zz'"),
-        ("-b 1K -e 1M -f nan", 2, "-f needs to be above 1, got nan"),
-        ("-b 9999999999G -e 9999999999G", 2, "from a byte to 1024**5; got '9999999999G'"),
-        ("-c all,bogus", 2, "no collective is called 'all': use all by itself"),
+        ("-b 8 -e 64 -f 1", 2, "-f (the factor between sizes) must be above 1, got 1"),
+        ("-b 64 -e 8", 2, "-e (the largest size) must not be below -b, got -e 8 and -b 64 bytes"),
+        ("-b zz", 2, "a size must be written as 8, 64K, 1M or 1G, from 1 byte to 1024**5; got 'zz'"),
+        ("-b 1K -e 1M -f nan", 2, "-f (the factor between sizes) must be above 1, got nan"),
+        ("-b 9999999999G -e 9999999999G", 2, "from 1 byte to 1024**5; got '9999999999G'"),
+        ("-c all,bogus", 2, "no collective is called 'all': use `all` alone"),
         ("-b 8 -e 1G -f 1.0000001", 2, "-b, -e and -f make more than 100 sizes: use a larger factor"),
         ("-c allreduce", 2, "no collective is called 'allreduce'"),
         ("-d fp8", 2, "no dtype is called 'fp8'"),
         ("-o avg", 2, "op needs to be one of"),
         ("-o mean -d int32", 1, "mean is not defined for dtype int32"),
-        ("--backend local -n 2", 2, "backend 'local' is for one rank, got -n 2"),
+        ("--backend local -n 2", 2, "backend 'local' runs one rank only, got -n 2"),
         ("--backend nccl", 1, "no GPU is visible"),
         ("--json no/such/out.json", 2, "there is no folder 'no/such'"),
     ],
@@ -173,7 +173,7 @@ def test_mistakes_are_told_before_anything_runs(monkeypatch, arguments, code, te
 def test_a_rank_of_a_job_does_not_start_ranks_of_its_own():
     code, _, err = bench("-e", "1K", "-n", 3, RANK="1", WORLD_SIZE="2")
     assert code == 2
-    assert "this process is one of 2 ranks, by the variables of a launcher, and -n asks for 3: leave -n out" in err
+    assert "one of 2 ranks, according to a launcher's environment variables, but -n asks for 3: leave -n out" in err
 
 
 def test_a_result_that_cannot_be_written_is_told_without_a_traceback():

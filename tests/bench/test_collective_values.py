@@ -57,7 +57,9 @@ def test_a_size_makes_elements_and_those_the_size(kind):
 def test_collectives_by_name():
     assert [kind.name for kind in kinds_of("all")] == list(KINDS)
     assert [kind.name for kind in kinds_of("all-reduce, broadcast,all_reduce")] == ["all_reduce", "broadcast"]
-    with pytest.raises(gs.InvalidArgument, match="called 'allreduce': use all by itself, or some of all_reduce"):
+    with pytest.raises(
+        gs.InvalidArgument, match="called 'allreduce': use `all` alone, or a list of some of all_reduce"
+    ):
         kinds_of("allreduce")
     with pytest.raises(gs.InvalidArgument, match="at least one"):
         kinds_of(",")
@@ -72,14 +74,18 @@ def test_sizes_are_read_as_nccl_tests_reads_them(text, size):
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "x", "8T", "1e9"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(gs.InvalidArgument, match="a size needs to look like"):
+    with pytest.raises(gs.InvalidArgument, match="a size must be written as"):
         parse_size(text)
 
 
 def test_sizes_from_begin_to_end():
     assert sizes_between(8, 100, 2) == [8, 16, 32, 64]
     assert sizes_between(8, 8, 0) == [8]
-    for arguments, text in (((8, 4, 2), "-e needs"), ((8, 64, 1), "-f needs"), ((1, 2**40, 1.1), "more than 100")):
+    for arguments, text in (
+        ((8, 4, 2), "must not be below -b"),
+        ((8, 64, 1), "must be above 1"),
+        ((1, 2**40, 1.1), "more than 100"),
+    ):
         with pytest.raises(gs.InvalidArgument, match=text):
             sizes_between(*arguments)
 

@@ -62,7 +62,7 @@ def test_the_launcher_of_a_job_starts_its_ranks_and_one_of_them_reports(shapes):
 def test_one_rank_has_no_bus_and_a_limit_ends_it_early(shapes):
     code, text, err = bench("--model", shapes, "--backend", "local", "--steps", 50, "--time-limit", 0)
     assert (code, err) == (0, "")
-    assert "1 rank over local; medians of the slowest rank, 3 steps each of 50, for --time-limit 0 s was" in text
+    assert "1 rank over local; medians of the slowest rank, 3 steps each of 50, because of --time-limit 0 s" in text
 
 
 def test_a_terminal_sees_the_table_grow(shapes):
@@ -87,8 +87,8 @@ def test_a_terminal_sees_the_table_grow(shapes):
     [
         (("--model", "alexnet"), 2, "no model is called 'alexnet'"),
         (("--model", "none.json"), 2, "the shapes file 'none.json' cannot be read"),
-        (("--model", "bert", "--thresholds", "ten"), 2, "--thresholds needs numbers of megabytes"),
-        (("--model", "bert", "--backend", "local", "-n", "2"), 2, "backend 'local' is for one rank, got -n 2"),
+        (("--model", "bert", "--thresholds", "ten"), 2, "--thresholds needs numbers of MB"),
+        (("--model", "bert", "--backend", "local", "-n", "2"), 2, "backend 'local' runs one rank only, got -n 2"),
         (("--model", "bert", "--backend", "nccl"), 1, "backend 'nccl' cannot run here: no GPU is visible"),
         (("--model", "bert", "--json", "no/such/out.json"), 2, "there is no folder 'no/such'"),
         (("--model", "bert", "--json", "."), 2, "'.' cannot be written"),

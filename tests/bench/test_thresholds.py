@@ -57,8 +57,8 @@ def test_the_default_goes_from_a_quarter_to_a_hundred():
         ("1,ten", "got 'ten'"),
         ("inf", "got 'inf'"),
         ("nan", "got 'nan'"),
-        ("-1", "at least one byte each, got -1 MB"),
-        ("0", "at least one byte each"),
+        ("-1", "at least one byte, got -1 MB"),
+        ("0", "at least one byte"),
         (" , ", "at least one number"),
     ],
 )
@@ -121,7 +121,7 @@ DEFAULT = 10 * MEGABYTE
         (
             [row(MEGABYTE // 4, 10.0, noise=5.0), row(MEGABYTE, 14.0), row(DEFAULT, 13.0)],
             "All these thresholds are equally fast, 10 ms to 14 ms a step. "
-            "Differences below 5 ms are noise: the middle half of the fastest threshold's steps vary by as much.\n"
+            "Differences below 5 ms are noise: the quartiles of the fastest threshold lie that far apart.\n"
             "So the default (10 MB) is right.",
         ),
         ([row(MEGABYTE, 10.0, 54)], "Nothing to choose: all thresholds make the same 54 bucket(s). 10 ms a step"),

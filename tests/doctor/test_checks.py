@@ -78,7 +78,7 @@ def test_a_healthy_machine_has_nothing_to_do(healthy):
     assert {finding.status for finding in found.values()} == {Status.OK}
     assert not any(finding.advice for finding in found.values())
     assert set(found) == set(CHECKS)
-    assert found["driver"].text == "550.54.15, good for CUDA up to 12.8"
+    assert found["driver"].text == "550.54.15, which supports CUDA up to 12.8"
     assert found["GPUs"].text == "2 x NVIDIA H100, 80 GB; linked by NVLink"
     assert found["CuPy"].text == "cupy-cuda12x 14.2.0, CUDA runtime 12.9"
     assert found["NCCL"].text == ("2.32.3 from /site/nvidia/nccl/lib/libnccl.so.2, CuPy was built with 2.25.1")
@@ -86,34 +86,40 @@ def test_a_healthy_machine_has_nothing_to_do(healthy):
 
 # What is broken, which line tells, how, with which words, and what to do.
 BROKEN = [
-    ({"python": ("3.9.2", "/usr/bin/python3")}, "Python", "broken", "3.9.2", "venv of a newer one"),
+    ({"python": ("3.9.2", "/usr/bin/python3")}, "Python", "broken", "3.9.2", "venv with a newer Python"),
     ({"system": "darwin"}, "Python", "broken", "darwin", "Linux only"),
     ({"machine": "aarch64"}, "Python", "not usable here", "aarch64", "--backend mpi"),
     ({"memory_error": "Permission denied"}, "shared memory", "broken", "memfd: Permission denied", "raise"),
-    ({"shared_memory_bytes": None}, "/dev/shm", "not usable here", "there is none", "mount -t tmpfs tmpfs /dev/shm"),
+    ({"shared_memory_bytes": None}, "/dev/shm", "not usable here", "does not exist", "mount -t tmpfs tmpfs /dev/shm"),
     ({"shared_memory_bytes": (64 * 1024**2,) * 2}, "/dev/shm", "warning", "64 MB, 64 MB free: too small", "--shm-size"),
     ({"shared_memory_bytes": (GIGABYTE, 4096)}, "/dev/shm", "warning", "4 KB free: NCCL and MPI may", "ls -l /dev/shm"),
-    ({"cores": 1}, "cores", "warning", "two ranks take turns", "docker run --cpus=4"),
+    ({"cores": 1}, "cores", "warning", "waits for the kernel", "docker run --cpus=4"),
     ({"environ": {"OMP_NUM_THREADS": "64"}}, "cores", "warning", "more threads than", "unset OMP_NUM_THREADS:"),
-    ({"environ": {"MKL_NUM_THREADS": "all"}}, "cores", "warning", "no number of threads", "unset MKL_NUM_THREADS"),
+    ({"environ": {"MKL_NUM_THREADS": "all"}}, "cores", "warning", "not a number of threads", "unset MKL_NUM_THREADS"),
     ({"limits": {"open files": (32, 32)}}, "limits", "warning", "32 open files", "as root: prlimit"),
     ({"limits": {"open files": (32, 8192)}}, "limits", "warning", "32 open files", "ulimit -n 4096"),
     ({"loopback_error": "[Errno 99]"}, "network", "broken", "127.0.0.1", "ip link set lo up"),
     ({"host_error": "unknown"}, "network", "warning", "own name 'node' has no address", "/etc/hosts"),
     ({"environ": {"NCCL_SOCKET_IFNAME": "ib0"}}, "network", "warning", "names ib0", "unset NCCL_SOCKET_IFNAME"),
     ({"environ": {"MASTER_PORT": "99999"}}, "launcher", "broken", "MASTER_PORT", "unset MASTER_PORT"),
-    ({"mpiexec": None}, "MPI", "not usable here", "there is no mpiexec", "pip install mpich"),
+    ({"mpiexec": None}, "MPI", "not usable here", "is not on the PATH", "pip install mpich"),
     ({"environ": {"CUDA_VISIBLE_DEVICES": ""}}, "GPUs", "not usable here", "hides all", "unset CUDA_VISIBLE_DEVICES"),
     ({"environ": {"CUDA_VISIBLE_DEVICES": "0,1,7"}}, "GPUs", "warning", "names 3", "nvidia-smi -L"),
-    ({"environ": {"NCCL_COMM_BLOCKING": "0"}}, "NCCL", "not usable here", "cannot work with", "unset NCCL_COMM"),
+    ({"environ": {"NCCL_COMM_BLOCKING": "0"}}, "NCCL", "not usable here", "only blocking", "unset NCCL_COMM"),
     (
         {"environ": {"RANK": "1", "WORLD_SIZE": "4"}},
         "launcher",
         "warning",
-        "rank 1 of 4, by variables that torchrun or you",
+        "rank 1 of 4, according to variables that torchrun or you",
         "unset RANK WORLD_SIZE",
     ),
-    ({"environ": {"RANK": "1"}}, "launcher", "broken", "WORLD_SIZE", "unset the variables of other runs"),
+    (
+        {"environ": {"RANK": "1"}},
+        "launcher",
+        "broken",
+        "WORLD_SIZE",
+        "unset the variables that a different run has left",
+    ),
     (
         {"environ": {"GRADSYNC_BACKED": "shm"}},
         "GRADSYNC_BACKED",
@@ -152,14 +158,14 @@ BROKEN = [
         {"packages": packages("cupy-cuda12x", "cupy-cuda13x")},
         "CuPy",
         "warning",
-        "2 packages have their files in one folder",
+        "2 packages install CuPy into one folder",
         "pip uninstall -y cupy-cuda12x cupy-cuda13x; then pip install 'gradsync[cuda12]'",
     ),
     (
         {"packages": packages("cupy-cuda13x", "nvidia-nccl-cu12")},
         "NCCL",
         "warning",
-        "for another CUDA",
+        "for a different CUDA",
         "nvidia-nccl-cu13",
     ),
     (
@@ -186,10 +192,10 @@ ANSWERS = [
     ("numpy", {"version": "2.4.6", "msgpack_error": "damaged"}, "msgpack", "broken", "damaged", "pip install --force"),
     ("numpy", {"version": "1.26.4"}, "NumPy", "warning", "1.26.4", "pip install --upgrade 'numpy>=2.1'"),
     ("mpi", {"error": "no libmpi.so"}, "MPI", "not usable here", "no libmpi.so", "an MPI: pip install mpi4py mpich"),
-    ("mpiexec", {"text": "mpiexec (OpenRTE) 4.1"}, "MPI", "warning", "is that of Open MPI", "use the mpiexec of MPICH"),
+    ("mpiexec", {"text": "mpiexec (OpenRTE) 4.1"}, "MPI", "warning", "belongs to Open MPI", "use the mpiexec of MPICH"),
     (
         "cupy",
-        {"error": "loading it ended the process with SIGSEGV"},
+        {"error": "the process that loaded it was killed by SIGSEGV"},
         "CuPy",
         "not usable here",
         "SIGSEGV",
@@ -203,15 +209,22 @@ ANSWERS = [
         "CuPy 14 or newer",
         "pip install 'gradsync[cuda",
     ),
-    ("cupy", {**CUPY, "driver": 11080}, "CuPy", "warning", "good for CUDA 11.8 only", "pip uninstall -y cupy-cuda12x"),
+    (
+        "cupy",
+        {**CUPY, "driver": 11080},
+        "CuPy",
+        "warning",
+        "supports CUDA only up to 11.8",
+        "pip uninstall -y cupy-cuda12x",
+    ),
     ("cupy", {**CUPY, "nccl": {"available": False}}, "NCCL", "not usable here", "could not load", "nvidia-nccl-cu12"),
-    ("cupy", {k: v for k, v in CUPY.items() if k != "nvrtc"}, "CuPy", "not usable here", "no NVRTC", "[ctk] brings it"),
+    ("cupy", {k: v for k, v in CUPY.items() if k != "nvrtc"}, "CuPy", "not usable here", "NVRTC", "it includes NVRTC"),
     (
         "cupy",
         {k: v for k, v in CUPY.items() if k != "count"},
         "CuPy",
         "not usable here",
-        "it sees no GPU",
+        "CuPy sees no GPU",
         "nvidia-smi",
     ),
     (
@@ -219,7 +232,7 @@ ANSWERS = [
         {**CUPY, "devices": [{**d, "peers": []} for d in CUPY["devices"]]},
         "GPUs",
         "warning",
-        "not all reach",
+        "not all GPUs can access",
         "nvidia-smi topo",
     ),
     (
@@ -254,7 +267,7 @@ def test_cupy_without_a_driver_says_so(healthy, tmp_path):
     for device in (tmp_path / "dev").iterdir():
         device.unlink()
     found = findings(healthy)
-    assert "there is no NVIDIA driver here" in found["CuPy"].text
+    assert "this machine has no NVIDIA driver" in found["CuPy"].text
     assert "docker run --gpus all" in found["CuPy"].advice
     assert found["NCCL"].status is Status.OK
 
@@ -262,9 +275,9 @@ def test_cupy_without_a_driver_says_so(healthy, tmp_path):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"sys/fs/cgroup/cpu.max": "150000 100000"}, "limited to 1.5 cores, though 8 cores are shown"),
+        ({"sys/fs/cgroup/cpu.max": "150000 100000"}, "limited to 1.5 cores, though 8 cores are visible"),
         ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, "0.5 cores"),
-        ({"sys/fs/cgroup/memory.max": str(GIGABYTE // 2)}, "limited to 0.5 GB of memory: the kernel ends ranks"),
+        ({"sys/fs/cgroup/memory.max": str(GIGABYTE // 2)}, "limited to 0.5 GB of memory: the kernel kills ranks"),
         ({"proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/cpu.max": "200000 100000"}, "limited to 2.0 cores"),
     ],
 )

@@ -38,22 +38,25 @@ def test_shared_memory_works_here():
     assert (code, found["ready"], found["working"]) == (0, True, ["shm"])
     [trial] = found["trials"]
     assert trial["ranks"] == 2
-    assert trial["text"] == "works: 2 ranks have summed 16 MB"
+    assert trial["text"] == "works: 2 ranks summed arrays of 16 MB"
 
 
 def test_the_stand_in_is_not_taken_for_a_gpu():
     code, found = doctor("--backend", "nccl", path=[STAND_IN])
     assert code == 1
     assert "which belongs to no installed package" in found["lines"]["CuPy"]["text"]
-    assert found["lines"]["NCCL"]["text"].endswith("no libnccl is in memory, so this is not NVIDIA's")
+    assert found["lines"]["NCCL"]["text"].endswith("no libnccl is loaded, so this is not NVIDIA's NCCL")
     assert [trial["works"] for trial in found["trials"]] == [None]
 
 
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "loading it ended the process with SIGSEGV"),
-        ("raise OSError('libcuda.so.1: cannot open')", "loading it ended with exit code 1: OSError: libcuda.so.1"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "the process that loaded it was killed by SIGSEGV"),
+        (
+            "raise OSError('libcuda.so.1: cannot open')",
+            "the process that loaded it ended with exit code 1: OSError: libcuda.so.1",
+        ),
         ("raise ImportError('libcublas is missing')", "libcublas is missing"),
     ],
 )
@@ -119,4 +122,4 @@ def test_without_mpiexec_mpi_is_not_tried(tmp_path):
     found = json.loads(done.stdout)
     assert done.returncode == 1
     assert [trial["works"] for trial in found["trials"]] == [None]
-    assert found["verdict"] == "Not ready: mpi was asked for, and does not work here."
+    assert found["verdict"] == "Not ready: mpi was requested, but does not work here."

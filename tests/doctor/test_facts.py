@@ -19,7 +19,7 @@ def test_a_name_server_gets_its_time_and_no_more(monkeypatch: pytest.MonkeyPatch
     assert _host_error() == ""
     answer.clear()
     monkeypatch.setattr(facts, "_NAME_SECONDS", 0.05)
-    assert _host_error() == "its name server did not answer within 0.05 s"
+    assert _host_error() == "the name server did not answer within 0.05 s"
     answer.set()
 
 

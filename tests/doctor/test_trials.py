@@ -57,10 +57,10 @@ def test_a_wrong_result_does_not_work(monkeypatch):
     ("backend", "findings", "reason"),
     [
         ("shm", WELL, None),
-        ("shm", [replace(unusable("aarch64"), what="Python")], "see Python"),
-        ("mpi", [replace(unusable("not installed"), what="MPI")], "see MPI"),
+        ("shm", [replace(unusable("aarch64"), what="Python")], 'see the line "Python"'),
+        ("mpi", [replace(unusable("not installed"), what="MPI")], 'see the line "MPI"'),
         ("mpi", [replace(unusable("not installed"), what="CuPy")], None),
-        ("nccl", WELL, "no NVIDIA GPU is here"),
+        ("nccl", WELL, "this machine has no NVIDIA GPU"),
     ],
 )
 def test_what_cannot_work_is_not_tried(tmp_path, backend, findings, reason):
@@ -75,16 +75,16 @@ def tried(**works):
     ("works", "asked_for", "is_well", "verdict"),
     [
         ({"local": True, "shm": True, "nccl": None}, None, True, "Ready: local, shm can be used here."),
-        ({"local": True, "shm": False}, None, False, "Not ready: local works here, which is not enough for two ranks."),
+        ({"local": True, "shm": False}, None, False, "Not ready: no backend for two or more ranks works here."),
         (
             {"local": True, "shm": True, "mpi": False},
             "mpi",
             False,
-            "Not ready: mpi was asked for, and does not work here.",
+            "Not ready: mpi was requested, but does not work here.",
         ),
         ({"mpi": True}, "mpi", True, "Ready: mpi works here."),
         ({}, None, True, "Nothing is broken; no backend was tried."),
-        ({"nccl": None}, "nccl", False, "Not ready: nccl was asked for, and does not work here."),
+        ({"nccl": None}, "nccl", False, "Not ready: nccl was requested, but does not work here."),
     ],
 )
 def test_the_exit_code_follows_from_what_works(works, asked_for, is_well, verdict):
@@ -100,7 +100,7 @@ def test_backends_are_tried_at_the_same_time(monkeypatch, capsys):
         return Trial(backend, True, 2, "works")
 
     monkeypatch.setattr(doctor_command, "TABLE", {name: TABLE[name] for name in ("shm", "mpi")})
-    monkeypatch.setattr(doctor_command, "look_around", lambda _: Facts())
+    monkeypatch.setattr(doctor_command, "collect_facts", lambda _: Facts())
     monkeypatch.setattr(doctor_command, "try_backend", wait_for_the_other)
     doctor_command.doctor(backend=None, as_json=True, deadline_seconds=1.0, tries=True, verbose=False)
     assert json.loads(capsys.readouterr().out)["working"] == ["shm", "mpi"]
@@ -118,7 +118,7 @@ def test_ctrl_c_does_not_wait_for_a_trial_that_hangs(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor_command, "TABLE", {name: TABLE[name] for name in ("local", "shm")})
-    monkeypatch.setattr(doctor_command, "look_around", lambda _: Facts())
+    monkeypatch.setattr(doctor_command, "collect_facts", lambda _: Facts())
     monkeypatch.setattr(doctor_command, "try_backend", interrupt_the_other)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):

@@ -1,1 +1,1 @@
-"""Measuring: what `gradsync bench` and benchmarks/ have in common."""
+"""The measurements of `gradsync bench`; the programs in benchmarks/ use the same functions."""

@@ -1,8 +1,9 @@
-"""`gradsync bench collectives`: each collective over a range of sizes, in the columns of NVIDIA's nccl-tests.
+"""`gradsync bench collectives`: times collectives over a range of sizes, in the columns of NVIDIA's nccl-tests.
 
-Every rank runs this program: under the launcher that the command starts, or under mpiexec, srun or torchrun. Rank 0
-prints. The sizes, the layouts in place and the factors of the bandwidths are those of nccl-tests, so that figures can
-be compared. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the functions *GetCollByteCount and *GetBw of src/*.cu.
+Every rank runs this program, whether gradsync's launcher, mpiexec, srun or torchrun has started it. Only rank 0 prints.
+The sizes, the in-place layouts of arrays and the factors for the bus bandwidth are those of nccl-tests, so that results
+of both programs can be compared. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the functions *GetCollByteCount
+and *GetBw of src/*.cu.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ ALL_REDUCE, REDUCE, REDUCE_SCATTER = "all_reduce", "reduce", "reduce_scatter"
 BROADCAST, ALL_GATHER, GATHER, SCATTER = "broadcast", "all_gather", "gather", "scatter"
 ALL_TO_ALL, EXCHANGE = "all_to_all", "exchange"
 
+#: The two ways to run a collective. Variables called `form` hold one of these names.
 SEPARATE, IN_PLACE = FORMS = "out-of-place", "in-place"
 
-#: nccl-tests' names of dtypes, and NumPy's.
+#: The names of dtypes that --dtype accepts (those of nccl-tests and NumPy), with NumPy's name of each.
 DTYPES = {
     **{name: name for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64")},
     **{"half": "float16", "float": "float32", "double": "float64", "bfloat16": "bfloat16"},
@@ -67,18 +69,18 @@ _LARGEST_SIZE = 1024**5
 
 @dataclass(frozen=True)
 class Kind:
-    """One collective.
+    """The description of one collective, such as all_reduce.
 
     Attributes:
-        name: the name of the method.
-        reduces: whether the collective takes an operator.
-        rooted: whether one rank is the root of the collective.
-        source_parts, target_parts: the number of parts of a rank's source and target: "1", or "n" for one part of each
-            rank.
-        bus_ring: whether (n - 1) / n of the bytes pass a link; else all bytes pass it.
-        bus_passes: how often the bytes pass a link; twice in an all-reduce.
-        has_separate_target: whether the collective has a form out of place.
-        has_in_place: whether the collective has a form in place.
+        name: the name of the communicator's method.
+        reduces: whether the collective takes a reduction operator.
+        rooted: whether the collective has a root rank.
+        source_parts, target_parts: the number of parts in a rank's source array and in its target array: "1", or "n"
+            for one part per rank.
+        bus_ring: whether (n - 1) / n of the bytes cross each link, for n ranks; if False, all bytes cross it.
+        bus_passes: the number of times that the bytes cross each link: 2 for all_reduce, 1 for the others.
+        has_separate_target: whether the collective can run out of place.
+        has_in_place: whether the collective can run in place.
     """
 
     name: str
@@ -92,21 +94,21 @@ class Kind:
     has_in_place: bool = True
 
     @property
-    def is_dealt(self) -> bool:
-        """Whether the size is the sum of one part for each rank."""
+    def has_part_per_rank(self) -> bool:
+        """Whether the larger of source and target consists of one part per rank."""
         return "n" in (self.source_parts, self.target_parts)
 
     def bus_factor(self, ranks: int) -> float:
-        """Returns the ratio of the bus bandwidth to the algorithm bandwidth, which is size over time."""
+        """Returns the bus bandwidth divided by the algorithm bandwidth, as nccl-tests defines both."""
         return self.bus_passes * ((ranks - 1) / ranks if self.bus_ring else 1.0)
 
     def count(self, size_bytes: int, itemsize: int, ranks: int) -> int:
-        """Returns the number of elements of a part, at least one."""
-        return max(size_bytes // itemsize // (ranks if self.is_dealt else 1), 1)
+        """Returns the number of elements in one part of the arrays, at least 1."""
+        return max(size_bytes // itemsize // (ranks if self.has_part_per_rank else 1), 1)
 
     def size_bytes(self, count: int, itemsize: int, ranks: int) -> int:
-        """Returns the size: the bytes of the larger of source and target."""
-        return count * itemsize * (ranks if self.is_dealt else 1)
+        """Returns the size in bytes of the larger of the source and target arrays."""
+        return count * itemsize * (ranks if self.has_part_per_rank else 1)
 
 
 KINDS = {
@@ -126,34 +128,37 @@ KINDS = {
 
 
 def kinds_of(names: str) -> list[Kind]:
-    """Returns the collectives of "all", or of a list as "all_reduce,broadcast".
+    """Parses the option --collectives: "all", or names separated by commas, such as "all_reduce,broadcast".
 
     Raises:
-        InvalidArgument: no collective has that name.
+        InvalidArgument: the text contains an unknown name, or no name.
     """
     wanted = [name.strip().replace("-", "_") for name in names.split(",") if name.strip()]
     if wanted == ["all"]:
         return list(KINDS.values())
     for name in wanted:
         if name not in KINDS:
-            raise InvalidArgument(f"no collective is called {name!r}: use all by itself, or some of {', '.join(KINDS)}")
+            raise InvalidArgument(
+                f"no collective is called {name!r}: use `all` alone, or a list of some of {', '.join(KINDS)}"
+            )
     if not wanted:
-        raise InvalidArgument(f"name at least one collective: all, or some of {', '.join(KINDS)}")
+        raise InvalidArgument(f"name at least one collective: `all`, or a list of some of {', '.join(KINDS)}")
     return [KINDS[name] for name in dict.fromkeys(wanted)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table.
+    """One collective to measure, at one array size.
 
     Attributes:
         collective: the name of the collective.
-        count: the number of elements of a part, see Kind.
+        count: the number of elements in one part of the arrays; see Kind.source_parts.
         dtype: NumPy's name of the dtype.
-        op: the operator of a reduction; "" for other collectives.
+        op: the reduction operator; "" if the collective does not reduce.
         ranks: the number of ranks.
-        iterations, warm_up: the number of timed calls of a block, and the number of calls before them.
-        checks: whether results are compared with those of NumPy.
+        iterations: the number of timed calls in each block.
+        warm_up: the number of untimed calls before the first block.
+        checks: whether the ranks compare their results with NumPy's.
     """
 
     collective: str
@@ -167,35 +172,35 @@ class Case:
 
     @property
     def kind(self) -> Kind:
-        """The collective of the case."""
+        """The description of this case's collective."""
         return KINDS[self.collective]
 
 
 def parse_size(text: str) -> int:
-    """Returns the bytes of "8", "64K" or "1.5M", in units of 1024 as in nccl-tests.
+    """Parses a size such as "8", "64K" or "1.5M" and returns it in bytes; K is 1024, as in nccl-tests.
 
     Raises:
-        InvalidArgument: the text is not a size from a byte to 1024**5.
+        InvalidArgument: the text is not a size, or the size is below 1 byte or above 1024**5 bytes.
     """
     match = _SIZE.fullmatch(text.strip())
     size_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if not 1 <= size_bytes <= _LARGEST_SIZE:
-        raise InvalidArgument(f"a size needs to look like 8, 64K, 1M or 1G, from a byte to 1024**5; got {text!r}")
+        raise InvalidArgument(f"a size must be written as 8, 64K, 1M or 1G, from 1 byte to 1024**5; got {text!r}")
     return size_bytes
 
 
 def sizes_between(begin: int, end: int, factor: float) -> list[int]:
-    """Returns the sizes from `begin` to `end`; each size is `factor` times the previous one.
+    """Returns the sizes in bytes from `begin` to at most `end`; each size is `factor` times the previous one.
 
     Raises:
-        InvalidArgument: the end is before the beginning, the factor is not above 1, or there are too many sizes.
+        InvalidArgument: `end` is below `begin`, `factor` is not above 1, or there are more than 100 sizes.
     """
     if end < begin:
-        raise InvalidArgument(f"-e needs to be at least -b, got {end} and {begin} bytes")
+        raise InvalidArgument(f"-e (the largest size) must not be below -b, got -e {end} and -b {begin} bytes")
     if begin == end:
         return [begin]
-    if not factor > 1:  # NaN too
-        raise InvalidArgument(f"-f needs to be above 1, got {factor:g}")
+    if not factor > 1:  # also refuses NaN
+        raise InvalidArgument(f"-f (the factor between sizes) must be above 1, got {factor:g}")
     sizes: list[int] = []
     size = float(begin)
     while size <= end:
@@ -207,7 +212,7 @@ def sizes_between(begin: int, end: int, factor: float) -> list[int]:
 
 
 def parse_dtype(text: str) -> str:
-    """Returns NumPy's name of a dtype.
+    """Returns NumPy's name of the dtype that the option --dtype names.
 
     Raises:
         InvalidArgument: no dtype has that name.
@@ -218,13 +223,13 @@ def parse_dtype(text: str) -> str:
 
 
 def plan_cases(kind: Kind, sizes: Sequence[int], itemsize: int, template: Case) -> list[Case]:
-    """Returns the cases of a collective, one for each different length of the arrays.
+    """Returns the cases to measure for one collective. Sizes that round to the same number of elements share one case.
 
     Args:
         kind: the collective.
-        sizes: the sizes in bytes, ascending.
-        itemsize: the bytes of an element.
-        template: a case with the fields that do not depend on the collective or the size.
+        sizes: the array sizes in bytes, ascending.
+        itemsize: the size of one element in bytes.
+        template: a case that gives the remaining fields: dtype, op, ranks, iterations, warm_up and checks.
     """
     counts = dict.fromkeys(kind.count(size, itemsize, template.ranks) for size in sizes)
     op = template.op if kind.reduces else ""
@@ -233,25 +238,25 @@ def plan_cases(kind: Kind, sizes: Sequence[int], itemsize: int, template: Case) 
 
 # Inputs and expected results.
 
-# A prime: the pattern repeats at another place of every cache line, so that misplaced data shows.
+# The length of the repeated pattern is a prime, so that the check also notices data at a wrong offset.
 _PERIOD = 1009
 _EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 _UFUNCS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
 def source_of(case: Case, rank: int) -> Array:
-    """Returns a rank's input: small integers that differ by rank and place, and fit into every dtype."""
+    """Returns the input array of a rank: small pseudo-random integers, different on each rank, exact in every dtype."""
     return np.resize(_period(case, rank), case.count * (case.ranks if case.kind.source_parts == "n" else 1))
 
 
 def _period(case: Case, rank: int) -> Array:
-    """Returns the pattern of a source; for products only 1 and 2, so that products over a few ranks stay exact."""
+    """Returns the pattern that source_of repeats. Products use only 1 and 2, so that they stay exact."""
     most = 2 if case.op == "prod" else 8
     return np.random.default_rng(rank).integers(1, most + 1, _PERIOD).astype(dtype_of(case.dtype))
 
 
 def expected_of(case: Case, rank: int) -> Array | None:
-    """Returns the expected result of a rank; None if the rank gets no result."""
+    """Returns the result that a rank should receive, computed with NumPy; None if the rank receives no result."""
     name = case.collective
     if name in (REDUCE, GATHER) and rank != ROOT:
         return None
@@ -273,7 +278,7 @@ def _part(array: Any, case: Case, rank: int) -> Any:
 
 
 def _reduced(sources: Sequence[Array], op: str) -> Array:
-    """Reduces floating values in float64, and integers in their dtype, in which they overflow alike."""
+    """Reduces arrays with NumPy: floats in float64, integers in their own dtype, where they overflow as usual."""
     dtype = sources[0].dtype
     wide = dtype if dtype.kind in "iu" else np.dtype(np.float64)
     total = sources[0].astype(wide)
@@ -285,9 +290,10 @@ def _reduced(sources: Sequence[Array], op: str) -> Array:
 
 
 def count_wrong(case: Case, result: Array | None, rank: int) -> int:
-    """Returns how many elements of a result are wrong; all of them if there is no result.
+    """Returns the number of wrong elements in a rank's result; all elements count as wrong if the result is missing.
 
-    Means and 16-bit values may be off by one rounding for each rank; all other values are exact.
+    Averages, and reductions of 16-bit floats, may differ by one rounding error per rank. All other results must be
+    exact.
     """
     expected = expected_of(case, rank)
     if expected is None:
@@ -301,30 +307,31 @@ def count_wrong(case: Case, result: Array | None, rank: int) -> int:
     return int(np.count_nonzero(~(np.abs(found - wanted) <= tolerance * np.abs(wanted))))
 
 
-# One form of a case on one rank.
+# One case on one rank, out of place or in place.
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """The arrays of one form on one rank.
+    """The arrays of one case on one rank, out of place or in place.
 
     Attributes:
-        source: the input; None if the rank has no input.
-        target: the array for the result; None if the rank gets no result. In place, source and target share memory.
+        source: the input array; None if the rank has no input.
+        target: the array that receives the result; None if the rank receives no result. If the collective runs in
+            place, source and target share memory.
     """
 
     source: Any
     target: Any
 
 
-Empty = Callable[[int, str], Any]  # empty(elements, dtype) returns an array of the device
+Empty = Callable[[int, str], Any]  # empty(elements, dtype) returns a new array on the device
 
 
 def make_buffers(rank: int, empty: Empty, case: Case, form: str) -> Buffers:
-    """Makes the arrays of a rank, in the layout of nccl-tests.
+    """Creates the source and target arrays of a rank, in the layout of nccl-tests.
 
-    In place, the smaller of source and target is this rank's part of the larger one. Only the root has the large array
-    of a rooted collective, and the result of a reduce.
+    If the collective runs in place, the smaller of the two arrays is this rank's part of the larger one. In scatter
+    only the root has a source array; in gather and reduce only the root has a target array.
     """
     count, kind, is_root = case.count, case.kind, rank == ROOT
     source_count = count * (case.ranks if kind.source_parts == "n" else 1)
@@ -340,10 +347,10 @@ def make_buffers(rank: int, empty: Empty, case: Case, form: str) -> Buffers:
 
 
 def make_call(comm: Communicator, case: Case, buffers: Buffers) -> Callable[[], object]:
-    """Returns a function that runs the collective once on these arrays."""
+    """Returns a function that runs the collective of the case once, on the given arrays."""
     source, target, op = buffers.source, buffers.target, case.op
     after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    in_place = source is target  # then called without out=
+    in_place = source is target  # such a call gets no out=
     return {
         ALL_REDUCE: lambda: comm.all_reduce(source, op) if in_place else comm.all_reduce(source, op, out=target),
         REDUCE: lambda: comm.reduce(source, op, ROOT, out=None if in_place else target),
@@ -359,11 +366,12 @@ def make_call(comm: Communicator, case: Case, buffers: Buffers) -> Callable[[], 
 
 @dataclass(frozen=True)
 class FormResult:
-    """The measurement of one form, out of place or in place.
+    """The measurement of one case, either out of place or in place.
 
     Attributes:
-        seconds: the duration of a call. Each block gives one sample: the mean of its calls on the slowest rank.
-        wrong: the number of elements on all ranks that differ from NumPy's result; None if they were not checked.
+        seconds: the durations of a call. Each block gives one sample: the mean duration of its calls, on the slowest
+            rank.
+        wrong: the number of wrong elements, summed over all ranks; None if the results were not checked.
     """
 
     seconds: Seconds
@@ -372,12 +380,12 @@ class FormResult:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table.
+    """One line of the printed table: the measurements of one case.
 
     Attributes:
         case: the collective and its size.
-        itemsize: the bytes of an element.
-        forms: the measurements of the forms that the collective has, by name.
+        itemsize: the size of one element in bytes.
+        forms: a mapping with the measurements; its keys are "out-of-place" and "in-place", or one of them.
     """
 
     case: Case
@@ -386,25 +394,25 @@ class Row:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the case."""
+        """The size in bytes of the larger of the source and target arrays."""
         return self.case.kind.size_bytes(self.case.count, self.itemsize, self.case.ranks)
 
     def algorithm_bytes_per_second(self, form: str) -> float:
-        """Returns the size over the time."""
+        """Returns the algorithm bandwidth of nccl-tests: the size divided by the median time."""
         return self.size_bytes / self.forms[form].seconds.median
 
     def bus_bytes_per_second(self, form: str) -> float:
-        """Returns the least bandwidth of each link. Source: nccl-tests, doc/PERFORMANCE.md."""
+        """Returns the bus bandwidth of nccl-tests. Source: nccl-tests, doc/PERFORMANCE.md."""
         return self.algorithm_bytes_per_second(form) * self.case.kind.bus_factor(self.case.ranks)
 
 
 def wrong_in_all(rows: Sequence[Row]) -> int:
-    """Returns the number of wrong elements in all forms of all rows."""
+    """Returns the sum of the wrong elements in all rows, out of place and in place."""
     return sum(form.wrong or 0 for row in rows for form in row.forms.values())
 
 
 def as_dictionary(row: Row) -> dict[str, Any]:
-    """Returns a row for JSON; times in seconds, bandwidths in bytes per second."""
+    """Returns a row as a dictionary for JSON; times are in seconds, bandwidths in bytes per second."""
     return {
         "collective": row.case.collective,
         "size_bytes": row.size_bytes,
@@ -428,13 +436,13 @@ def as_dictionary(row: Row) -> dict[str, Any]:
 
 
 class Wanted(NamedTuple):
-    """The measurement, the same on all ranks.
+    """The settings of a measurement, equal on all ranks.
 
     Attributes:
-        cases: the cases of each collective.
-        itemsize: the bytes of an element.
-        blocks: the number of blocks of each form; the result is their median.
-        verbose: whether a terminal shows all columns.
+        cases: one list of cases for each collective.
+        itemsize: the size of one element in bytes.
+        blocks: the number of blocks, each of `iterations` timed calls; the reported time is the median of the blocks.
+        verbose: whether rank 0 prints all columns even on a terminal.
     """
 
     cases: list[list[Case]]
@@ -444,7 +452,13 @@ class Wanted(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The rows of the measurement, with the name of the backend and the version of CuPy, "" without CuPy."""
+    """The results of a measurement.
+
+    Attributes:
+        rows: the lines of the table.
+        backend: the name of the backend that the ranks used.
+        cupy: the version of CuPy; "" if the arrays were NumPy's.
+    """
 
     rows: list[Row]
     backend: str
@@ -452,7 +466,7 @@ class Measured(NamedTuple):
 
 
 def measure(wanted: Wanted) -> Measured:
-    """Measures all cases. Every rank calls it in an initialised process group; rank 0 shows each row."""
+    """Measures all cases. Every rank calls this function in an initialised process group; rank 0 prints each row."""
     comm = group_or_world(None, "a measurement of collectives")
     xp, _ = array_module(comm)
 
@@ -460,7 +474,7 @@ def measure(wanted: Wanted) -> Measured:
         of_blocks = f"the median of {wanted.blocks} blocks of {wanted.cases[0][0].iterations} calls"
         ranks = "1 rank" if comm.world_size == 1 else f"{comm.world_size} ranks"
         print(f"# gradsync/{comm.backend}: {ranks}, {usable_cores()} cores on this machine")
-        print(f"# a time is that of the slowest rank: {of_blocks}, after {wanted.cases[0][0].warm_up} to warm up")
+        print(f"# each time is the slowest rank's: {of_blocks}, after {wanted.cases[0][0].warm_up} warm-up calls")
         if busy := busy_machine():
             print(f"# {busy}")
         sys.stdout.flush()
@@ -476,7 +490,7 @@ def measure(wanted: Wanted) -> Measured:
 
 @contextlib.contextmanager
 def _shown(collective: str, rank: int, as_table: bool) -> Iterator[Callable[[Row], None]]:
-    """Gives the function that shows a row on rank 0: in a table that grows if `as_table`, else as a line."""
+    """Yields a function that prints a row on rank 0: in a live table if `as_table` is true, else as a line of text."""
     if rank != 0:
         yield lambda _: None
     elif not as_table:
@@ -499,7 +513,7 @@ def _measure_case(comm: Communicator, case: Case, wanted: Wanted) -> Row:
     wrong = {form: timer.count_wrong() for form, timer in timers.items()}
     samples: dict[str, list[float]] = {form: [] for form in timers}
     for block in range(wanted.blocks):
-        # The first block warms up in full; later blocks only need to wake up.
+        # All warm-up calls run before the first block; one call before each later block is enough.
         warm_up = case.warm_up if block == 0 else min(1, case.warm_up)
         for form, timer in timers.items():
             samples[form].append(timer.time(warm_up))
@@ -507,7 +521,7 @@ def _measure_case(comm: Communicator, case: Case, wanted: Wanted) -> Row:
 
 
 class _Timer:
-    """Times one form of a case. All ranks call the same methods in the same order."""
+    """Times one case, out of place or in place. All ranks must call its methods in the same order."""
 
     def __init__(self, comm: Communicator, case: Case, form: str) -> None:
         self._comm, self._case = comm, case
@@ -516,10 +530,10 @@ class _Timer:
         self._run = make_call(comm, case, self._buffers)
 
     def _empty(self, elements: int, dtype: str) -> Any:
-        return self._xp.zeros(elements, dtype_of(dtype))  # every page touched
+        return self._xp.zeros(elements, dtype_of(dtype))
 
     def count_wrong(self) -> int | None:
-        """Runs the call twice, as the second may take another path; returns the wrong elements of all ranks."""
+        """Returns the number of wrong elements. Runs the call twice, because the second one uses a cached plan."""
         wrong = max(self._count_wrong() for _ in range(2))
         by_rank = self._comm.objects.all_gather(wrong)
         return sum(by_rank) if self._case.checks else None
@@ -539,8 +553,8 @@ class _Timer:
         return count_wrong(self._case, on_host, self._comm.rank)
 
     def time(self, warm_up: int) -> float:
-        """Returns the seconds of one call on the slowest rank, the mean of `iterations` in a row."""
-        self._clear()  # zero: the only value that no reduction in place makes larger
+        """Times one block of calls; returns the mean duration of one call in seconds, on the slowest rank."""
+        self._clear()  # zeros, because repeated in-place reductions of other values would overflow
         for _ in range(warm_up):
             self._run()
         self._wait()
@@ -553,7 +567,7 @@ class _Timer:
         return float(max(self._comm.objects.all_gather(seconds)))
 
     def _clear(self) -> None:
-        for array in (self._buffers.target, self._buffers.source):  # one may be, or hold, the other
+        for array in (self._buffers.target, self._buffers.source):  # in place, the two arrays share memory
             if array is not None:
                 array[...] = 0
 
@@ -579,17 +593,17 @@ def bench_collectives(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Runs the command; the arguments are its options, see command.py.
+    """Runs `gradsync bench collectives`; the arguments are the options that command.py declares.
 
     Raises:
-        InvalidArgument, BackendUnavailable: an option is wrong; nothing has run yet.
+        InvalidArgument, BackendUnavailable: an option is wrong, or the backend cannot run here. No rank has started.
         GradsyncError: a rank failed, or results are wrong.
     """
     settings = dict(locals())
     kinds = kinds_of(collectives)
     operation, name = ReduceOp.parse(op), parse_dtype(dtype)
     if name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
-        raise InvalidArgument("NumPy knows bfloat16 with: pip install ml_dtypes")
+        raise InvalidArgument("NumPy supports bfloat16 with: pip install ml_dtypes")
     ranks = count_ranks(nprocs, backend)
     check_outputs(json_path, plot_path)
     if any(kind.reduces for kind in kinds):
@@ -600,7 +614,7 @@ def bench_collectives(
     made = provenance(["gradsync", *sys.argv[1:]])
     cases = [plan_cases(kind, sizes, itemsize, template) for kind in kinds]
     measured = run_as_ranks(measure, Wanted(cases, itemsize, blocks, verbose), nprocs=nprocs, backend=backend)
-    if measured is None:  # another rank, or mpiexec, reports
+    if measured is None:  # another process prints the result
         return
     rows = measured.rows
     wrong = wrong_in_all(rows)
@@ -622,14 +636,14 @@ def bench_collectives(
 
 # The lines with the columns of nccl-tests, the table on a terminal, and the picture.
 
-#: nccl-tests' names of dtypes, where they differ from NumPy's.
+#: The dtypes that have a different name in nccl-tests than in NumPy, by NumPy's name.
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}
 _WIDTHS = (12, 12, 8, 6, 6)
 _FORM_WIDTHS = (9, 7, 7, 6)
 
 
 def heading() -> str:
-    """Returns the three lines that nccl-tests prints above the figures."""
+    """Returns the three heading lines that nccl-tests prints above its results."""
     form_width = sum(_FORM_WIDTHS) + len(_FORM_WIDTHS)
     over = " " * (sum(_WIDTHS) + len(_WIDTHS))
     names = _line(_WIDTHS, ("size", "count", "type", "redop", "root"))
@@ -642,7 +656,7 @@ def heading() -> str:
 
 
 def line_of(row: Row) -> str:
-    """Returns the line of a row, in the columns of `heading`."""
+    """Returns a row as one line of text, aligned with the columns of heading()."""
     case = row.case
     root = str(ROOT) if case.kind.rooted else "-1"
     cells = (str(row.size_bytes), str(case.count), _TYPES.get(case.dtype, case.dtype), case.op or "none", root)
@@ -654,7 +668,7 @@ def line_of(row: Row) -> str:
 
 def _form_cells(row: Row, form: str) -> tuple[str, ...]:
     result = row.forms.get(form)
-    if result is None:  # the collective has no such form
+    if result is None:  # the collective cannot run this way
         return ("-", "-", "-", "-")
     wrong = "N/A" if result.wrong is None else str(result.wrong)
     bandwidths = row.algorithm_bytes_per_second(form), row.bus_bytes_per_second(form)
@@ -662,7 +676,7 @@ def _form_cells(row: Row, form: str) -> tuple[str, ...]:
 
 
 def _short(microseconds: float) -> str:
-    """Returns a time in at most seven characters, if it fits."""
+    """Returns a time in microseconds as text, with fewer decimals for longer times."""
     digits = 2 if microseconds < 100 else 1 if microseconds < 1e4 else 0
     return f"{microseconds:.{digits}f}"
 
@@ -672,7 +686,7 @@ def _line(widths: Sequence[int], cells: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Returns the rows of one collective as a table for a terminal."""
+    """Returns a table for the terminal with the measurements of one collective."""
     found = Table(title=rows[0].case.collective, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("size", "out of place", "GB/s", "in place", "GB/s", "#wrong"):
         found.add_column(name, justify="right", no_wrap=True)
@@ -687,13 +701,13 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def average_bus_gigabytes(rows: Sequence[Row]) -> float:
-    """Returns the mean of all bus bandwidths in 1e9 bytes/s, as nccl-tests does."""
+    """Returns the mean of all bus bandwidths in GB/s (1e9 bytes per second), which nccl-tests prints too."""
     found = [row.bus_bytes_per_second(form) / 1e9 for row in rows for form in row.forms]
     return sum(found) / len(found)
 
 
 def panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """Returns the picture: for each collective the times and the bus bandwidths of the faster form."""
+    """Returns two plot panels per collective, with the times and bus bandwidths of the faster layout."""
     found = []
     for collective in dict.fromkeys(row.case.collective for row in rows):
         of_collective = [row for row in rows if row.case.collective == collective]

@@ -1,4 +1,4 @@
-"""The command line of `gradsync bench`; its commands are in thresholds.py and collectives.py.
+"""The command line of `gradsync bench`; thresholds.py and collectives.py run its two commands.
 
 Every start of `gradsync` imports this file, so it imports only click.
 """
@@ -17,7 +17,7 @@ _backend = click.option(
     type=click.Choice(BACKENDS),
     default="auto",
     show_default=True,
-    help="How data moves; mpiexec starts the ranks of mpi.",
+    help="Communication backend; for mpi, mpiexec starts the ranks.",
 )
 _json = click.option(
     "--json", "json_path", metavar="FILE", help="Also writes the results, the machine and the versions to FILE."
@@ -38,7 +38,7 @@ def bench() -> None:
 Examples:
   gradsync bench thresholds --model resnet50              two ranks, thresholds from 0.25 to 100 MB
   gradsync bench thresholds --model shapes.json -n 4      your own gradients: callback.dump_shapes("shapes.json")
-  mpiexec -n 4 gradsync bench thresholds --model bert     ranks that a launcher has started: srun and torchrun alike
+  mpiexec -n 4 gradsync bench thresholds --model bert     mpiexec has started the ranks; srun and torchrun work too
 
 \b
 Thresholds are in MB; 1 MB is 1024**2 bytes. With -v the table has a column "bus", the bus bandwidth: 2 (n - 1) / n of
@@ -52,7 +52,7 @@ the gradients' bytes over the time of a step, for n ranks.
     "-n",
     "--nprocs",
     type=click.IntRange(min=1),
-    help="Number of ranks.  [default: one per visible GPU; 2 where there is none; 1 with local]",
+    help="Number of ranks.  [default: one per visible GPU; 2 without a GPU; 1 with local]",
 )
 @_backend
 @click.option(
@@ -71,7 +71,7 @@ the gradients' bytes over the time of a step, for n ranks.
     type=click.FloatRange(min=0),
     default=45.0,
     show_default=True,
-    help="Seconds after which the command stops early, with at least 3 steps.",
+    help="Time limit in seconds; the command times at least 3 steps.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also shows quartiles and bus bandwidth.")
 @_json
@@ -80,7 +80,7 @@ def thresholds(**options: Any) -> None:
     """Measures which threshold_bytes synchronises a model's gradients fastest, and says how sure that is.
 
     The command starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) has started it. Each round
-    times one step of each threshold. A step takes as long as on its slowest rank. The time of a threshold is the
+    times one step of each threshold. The time of a step is that on the slowest rank. The time of a threshold is the
     median of its rounds.
     """
     from gradsync.bench.thresholds import bench_thresholds
@@ -102,8 +102,8 @@ On a terminal the command shows a table with size, time and GB/s, which is size 
 it prints all columns of NVIDIA's nccl-tests: algbw is size / time; busbw is algbw times 2 (n - 1) / n for all_reduce,
 (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for broadcast, reduce and exchange. The
 size is that of the larger of source and target. GB are 1e9 bytes; KB and MB are units of 1024. #wrong is the number of
-elements on all ranks that differ from NumPy's result. If a collective has no such form, its columns have "-". The exit
-code is 1 if elements are wrong.
+elements on all ranks that differ from NumPy's result. If a collective cannot run in place, or not out of place, those
+columns have "-". The exit code is 1 if elements are wrong.
 """,
 )
 @click.option(
@@ -130,7 +130,7 @@ code is 1 if elements are wrong.
     type=click.IntRange(min=1),
     default=20,
     show_default=True,
-    help="Number of timed calls of a block.",
+    help="Number of timed calls in each block.",
 )
 @click.option(
     "-w",
@@ -138,14 +138,14 @@ code is 1 if elements are wrong.
     type=click.IntRange(min=0),
     default=5,
     show_default=True,
-    help="Number of calls before the first block.",
+    help="Number of untimed calls before the first block.",
 )
 @click.option(
     "--blocks",
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Number of blocks; a time is the median of the blocks.",
+    help="Number of blocks; the reported time is their median.",
 )
 @click.option(
     "-o", "--op", default="sum", show_default=True, help="Operator of reductions: sum, mean, prod, min or max."

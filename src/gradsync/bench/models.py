@@ -1,7 +1,7 @@
-"""The gradients that a measurement synchronises: of well-known models, or of a file of shapes.
+"""The gradients that a measurement synchronises: those of a well-known model, or those listed in a shapes file.
 
-The shapes of a model are in the order of its parameters; a backward pass produces the last one first. A test compares
-the counts with the published ones.
+The functions of the models return shapes in the order of the parameters; a backward pass produces the gradients in the
+reverse order. A test compares the numbers of parameters with the published numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def resnet50() -> list[Shape]:
 
 
 def gpt2_small() -> list[Shape]:
-    """Returns the 148 parameter shapes of GPT-2 small (124,439,808 elements), the output layer tied to the input's.
+    """Returns the 148 parameter shapes of GPT-2 small (124,439,808 elements); input and output layer share one weight.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners"; the released 124M checkpoint.
     """
@@ -56,10 +56,10 @@ def gpt2_small() -> list[Shape]:
 
 
 def bert_base() -> list[Shape]:
-    """Returns the 199 parameter shapes of BERT-base, uncased (109,482,240 elements), with its pooler, without heads.
+    """Returns the 199 parameter shapes of BERT-base uncased (109,482,240 elements), with pooler, without task heads.
 
     Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", section 3: 12 layers of width 768,
-    110M parameters in all; order and vocabulary as in the released checkpoint.
+    110M parameters in all. The order of parameters and the vocabulary are those of the released checkpoint.
     """
     width, layers, vocabulary, positions, segments = 768, 12, 30522, 512, 2
     square: list[Shape] = [(width, width), (width,)]
@@ -81,21 +81,21 @@ def _batch_norm(channels: int) -> list[Shape]:
     return [(channels,), (channels,)]
 
 
-_layer_norm = _batch_norm  # a scale and a shift, both
+_layer_norm = _batch_norm  # the scale and the shift have one shape
 
 
 MODELS = {"resnet50": resnet50, "gpt2": gpt2_small, "bert": bert_base}
 
 
 def gradients_of(model: str) -> list[GradientSpec]:
-    """Returns the gradients of a model, the last layer's first, or of a shapes file, in its order.
+    """Returns the gradients of one backward pass, in the order in which it produces them.
 
     Args:
-        model: a name of MODELS, whose gradients are float32, or the path of a file of shapes.
+        model: a key of MODELS (float32 gradients), or the path of a shapes file, which is already in that order.
 
     Raises:
-        InvalidArgument: no model has that name and no file is there, the file is malformed, or NumPy does not know one
-            of its dtypes here.
+        InvalidArgument: the name is unknown, the file is missing or malformed, the file has bfloat16 gradients and the
+            package ml_dtypes is missing, or the gradients have no elements.
     """
     if model in MODELS:
         itemsize = itemsize_of(DEFAULT_DTYPE)
@@ -108,12 +108,12 @@ def gradients_of(model: str) -> list[GradientSpec]:
         )
     specs = read_shapes(model)
     if any(spec.dtype == "bfloat16" for spec in specs) and importlib.util.find_spec("ml_dtypes") is None:
-        raise InvalidArgument(f"{model!r} has bfloat16 gradients, which NumPy knows with: pip install ml_dtypes")
+        raise InvalidArgument(f"{model!r} has bfloat16 gradients, which NumPy supports with: pip install ml_dtypes")
     if total_bytes(specs) == 0:
         raise InvalidArgument(f"the gradients of {model!r} have no elements: there is nothing to time")
     return specs
 
 
 def total_bytes(specs: list[GradientSpec]) -> int:
-    """Returns the bytes of all gradients together."""
+    """Returns the total size of the gradients in bytes."""
     return sum(spec.size_bytes for spec in specs)

@@ -1,7 +1,8 @@
-"""Runs a measurement on all ranks: on the ranks of a launcher, or on ranks that this command starts.
+"""Runs a measurement on all ranks, which either a launcher or this command has started.
 
-`gradsync bench ...` starts ranks on this machine: with its own launcher, or with mpiexec for backend "mpi". If the
-command itself is a rank (mpiexec -n 4 gradsync bench ..., srun, torchrun, gradsync run), it measures with the others.
+`gradsync bench ...` starts ranks on this machine: with its own launcher, or with mpiexec for backend "mpi". If a
+launcher has started the command as one rank of a job (mpiexec -n 4 gradsync bench ..., or the same with srun, torchrun
+or gradsync run), the command starts no ranks: the ranks of that job measure together.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _Wanted = TypeVar("_Wanted")
 _Result = TypeVar("_Result")
 
 _RANKS_WITHOUT_GPU = 2
-# Open MPI refuses to run as root, the usual user of a container, and to start more ranks than cores.
+# Without these variables Open MPI refuses to run as root (the usual user in a container), and to start more ranks than
+# there are cores.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -37,7 +39,7 @@ _OPEN_MPI = {
 
 
 def array_module(communicator: Communicator) -> tuple[Any, Callable[[], None]]:
-    """Returns the module of the communicator's arrays, NumPy or CuPy, and a function that waits for the device."""
+    """Returns the array module of the communicator, NumPy or CuPy, and a function that waits for the device."""
     if communicator.device == "cpu":
         return np, lambda: None
     import cupy
@@ -47,10 +49,10 @@ def array_module(communicator: Communicator) -> tuple[Any, Callable[[], None]]:
 
 
 def count_ranks(nprocs: int | None, backend: str) -> int:
-    """Returns the number of ranks: the number that a launcher has started, or the number to start here.
+    """Returns the number of ranks that a launcher has started, or else the number that this command is to start.
 
     Raises:
-        InvalidArgument: the backend, or the launcher, does not allow this number.
+        InvalidArgument: the option -n does not fit the backend, or differs from the launcher's number of ranks.
         BackendUnavailable: the backend cannot run here.
     """
     if (launched := _launched_ranks(nprocs)) is not None:
@@ -64,22 +66,23 @@ def count_ranks(nprocs: int | None, backend: str) -> int:
     if row.under_mpiexec and find_mpiexec() is None:
         raise BackendUnavailable(f"backend {backend!r} needs mpiexec on the PATH: pip install mpi4py mpich")
     if row.single_rank and ranks != 1:
-        raise InvalidArgument(f"backend {backend!r} is for one rank, got -n {ranks}")
+        raise InvalidArgument(f"backend {backend!r} runs one rank only, got -n {ranks}")
     return ranks
 
 
 def run_as_ranks(
     program: Callable[[_Wanted], _Result], wanted: _Wanted, *, nprocs: int | None, backend: str
 ) -> _Result | None:
-    """Runs a program on all ranks, each in an initialised group, and returns rank 0's result.
+    """Calls a function on all ranks, in an initialised process group, and returns rank 0's result.
 
     Args:
-        program: a function of a module.
-        wanted: its argument; pickled.
-        nprocs, backend: the options of the command.
+        program: the function; it must be defined at the top level of a module, because gradsync pickles it.
+        wanted: the argument of the function; gradsync pickles it too.
+        nprocs, backend: the options --nprocs and --backend of the command.
 
     Returns:
-        None if another process reports the result: this is not rank 0, or mpiexec has started the ranks.
+        Rank 0's result. None if another process prints the result: this process is not rank 0, or it has started the
+        ranks with mpiexec.
 
     Raises:
         GradsyncError: a rank failed; its traceback is on stderr.
@@ -89,7 +92,7 @@ def run_as_ranks(
             result = program(wanted)
             return result if comm.rank == 0 else None
     ranks = count_ranks(nprocs, backend)
-    # The variables of a launcher that this shell has inherited would give the new ranks wrong places.
+    # Environment variables of an earlier launcher would give the new ranks a wrong rank and world size.
     for name in set(os.environ) - set(without_launcher()):
         del os.environ[name]
     if backend in TABLE and TABLE[backend].under_mpiexec:
@@ -104,30 +107,31 @@ def run_as_ranks(
 
 
 def _launched_ranks(nprocs: int | None) -> int | None:
-    """Returns how many ranks a launcher has started, this process among them; None if ranks are to be started here.
+    """Returns the world size if a launcher has started this process as a rank; else None.
 
     Raises:
-        InvalidArgument: the launcher has started another number of ranks than -n asks for.
+        InvalidArgument: the launcher has started a different number of ranks than the option -n requests.
     """
     try:
         launched = launched_world_size()
     except InvalidArgument:
         if nprocs is None:
             raise
-        return None  # the variables of an ended job are still set; -n asks for ranks of this machine
+        return None  # variables of an ended job are still set; because of -n this command starts ranks itself
     if nprocs is not None and launched not in (None, nprocs):
         raise InvalidArgument(
-            f"this process is one of {launched} ranks, by the variables of a launcher, and -n asks for {nprocs}: leave "
-            "-n out, or unset RANK, WORLD_SIZE and the launcher's own variables (gradsync doctor names them)"
+            f"this process is one of {launched} ranks, according to a launcher's environment variables, but -n asks "
+            f"for {nprocs}: leave -n out, or unset RANK, WORLD_SIZE and the launcher's own variables "
+            "(gradsync doctor names them)"
         )
     return launched
 
 
 def _run_under_mpiexec(ranks: int) -> None:
-    """Starts this command again, as so many ranks under mpiexec."""
+    """Runs this command again under mpiexec, with `ranks` ranks."""
     environ = os.environ | blas_thread_variables(ranks) | _OPEN_MPI
     command = [str(find_mpiexec()), "-n", str(ranks), sys.executable, "-m", "gradsync", *sys.argv[1:]]
     sys.stdout.flush()
     done = subprocess.run(command, env=environ, check=False)
     if done.returncode:
-        raise GradsyncError(f"{command[0]} ended with exit code {done.returncode}: see above")
+        raise GradsyncError(f"{command[0]} ended with exit code {done.returncode}: see its messages above")

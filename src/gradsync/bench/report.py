@@ -1,6 +1,6 @@
-"""Statistics, units, the description of the machine, and files of results, for all measurements.
+"""Helpers for all measurements: statistics, units, a description of the machine, and files of results.
 
-Only the functions that draw import matplotlib, which the extra `plot` installs.
+The extra `plot` installs matplotlib. Only functions that draw import it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
 from gradsync.machine import usable_cores
 
 MEGABYTE = 1024**2
-_LOG_WIDTH = 120  # if standard output is no terminal
-_QUIET_LOAD = 0.5  # per core, of other programs
+_LOG_WIDTH = 120  # the width of a table if standard output is not a terminal
+_QUIET_LOAD = 0.5  # the load per core above which the machine counts as busy
 _PANEL_WIDTH, _PANEL_HEIGHT, _MOST_TICKS = 4.5, 2.9, 9
-_FEW_DECADES = 1e4  # between which three ticks each have room
+_FEW_DECADES = 1e4  # axes below this ratio have room for three ticks per decade
 
 
 def busy_machine() -> str:
-    """Returns a warning if other programs use this machine; else ""."""
+    """Returns a warning if other programs keep this machine busy; else ""."""
     load = os.getloadavg()[0]
     if load <= _QUIET_LOAD * usable_cores():
         return ""
-    return f"this machine is busy (load average {load:.1f}), which makes the times longer"
+    return f"this machine is busy (load average {load:.1f}), so the measured times are longer than usual"
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """The distribution of repeated timings."""
+    """The median and the quartiles of repeated timings, in seconds."""
 
     median: float
     lower_quartile: float
@@ -54,7 +54,7 @@ class Seconds:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Seconds:
-        """Returns the distribution of at least one timing, in seconds."""
+        """Returns the median and the quartiles of one or more timings in seconds."""
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0], 1)
         lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
@@ -62,7 +62,7 @@ class Seconds:
 
     @property
     def spread(self) -> float:
-        """Distance between the quartiles, as a part of the median."""
+        """The distance between the quartiles divided by the median."""
         return (self.upper_quartile - self.lower_quartile) / self.median if self.median else 0.0
 
     def __str__(self) -> str:
@@ -70,10 +70,10 @@ class Seconds:
 
 
 def provenance(command: Sequence[str]) -> dict[str, Any]:
-    """Returns the command, the date, the machine and the versions of a result.
+    """Returns a description of how a result was measured: command, date, machine and versions.
 
     Args:
-        command: the words of the command.
+        command: the command line, as a list of words.
     """
     return {
         "command": shlex.join(command),
@@ -94,7 +94,7 @@ def provenance(command: Sequence[str]) -> dict[str, Any]:
 
 
 def _field(path: str, name: str) -> str:
-    """Returns the first value of that name in a file of `name : value` lines."""
+    """Returns the first value of `name` in a file with lines `name : value`; "unknown" if there is none."""
     with contextlib.suppress(OSError):
         for line in Path(path).read_text().splitlines():
             key, _, value = line.partition(":")
@@ -104,7 +104,7 @@ def _field(path: str, name: str) -> str:
 
 
 def megabytes(size_bytes: float) -> str:
-    """Returns a size in MB of 1024**2 bytes, KB or bytes, with three digits or all digits before the point."""
+    """Returns a size as text such as "25 MB" (1 MB is 1024**2 bytes), with three significant digits."""
     if size_bytes < 1024:
         return f"{size_bytes:.0f} B"
     if size_bytes < MEGABYTE / 10:
@@ -114,17 +114,17 @@ def megabytes(size_bytes: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Returns a time in milliseconds, with three digits or all digits before the point."""
+    """Returns a time in milliseconds as text such as "1.23 ms", with three significant digits."""
     value = 1e3 * seconds
     return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
-    """Prints a table without blanks at the ends of lines, so that it can be copied into a mail.
+    """Prints a table without spaces at the ends of lines.
 
     Args:
         table: the table.
-        console: the console to print on; by default standard output.
+        console: the rich console that prints the table; the default prints to standard output.
     """
     console = console or Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
@@ -139,11 +139,11 @@ def print_table(table: Table, console: Console | None = None) -> None:
 
 
 def check_outputs(json_path: str | None, plot_path: str | None) -> None:
-    """Checks, before anything is measured, that the files can be written.
+    """Checks that the output files can be written; a command calls this function before it measures.
 
     Raises:
         InvalidArgument: a file cannot be written.
-        BackendUnavailable: matplotlib is missing.
+        BackendUnavailable: the command should draw a plot, and matplotlib is missing.
     """
     for path in filter(None, (json_path, plot_path)):
         folder = os.path.dirname(path) or "."
@@ -156,12 +156,12 @@ def check_outputs(json_path: str | None, plot_path: str | None) -> None:
 
 
 def write_json(path: str | None, made: dict[str, Any], result: dict[str, Any]) -> None:
-    """Writes a result with its provenance, and prints the file's name.
+    """Writes a result and its provenance to a JSON file, and prints the name of the file.
 
     Args:
-        path: the file; None writes nothing.
-        made: the result of `provenance`, called before the measurement.
-        result: the figures.
+        path: the path of the file; if None, the function writes nothing.
+        made: the value that provenance() returned before the measurement.
+        result: the measured values.
     """
     if path is None:
         return
@@ -175,12 +175,12 @@ def write_json(path: str | None, made: dict[str, Any], result: dict[str, Any]) -
 
 @contextlib.contextmanager
 def picture(path: str | Path, width: float, height: float, dots_per_inch: int = 120) -> Iterator[Any]:
-    """Gives a figure to draw in, and writes it as PNG.
+    """Yields a matplotlib figure, and writes it to a PNG file when the `with` block ends.
 
     Raises:
         OSError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display, and changes no setting
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display, and keeps matplotlib's settings
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -190,16 +190,16 @@ def picture(path: str | Path, width: float, height: float, dots_per_inch: int = 
 
 
 class Panel(NamedTuple):
-    """One panel of a picture: a line over sizes.
+    """One panel of a plot: a line that shows a quantity over sizes.
 
     Attributes:
         title: the text above the panel.
         quantity: the label of the vertical axis, with the unit.
         sizes: the sizes in bytes, ascending.
-        values: one value for each size. Timings are drawn as medians, with bars from quartile to quartile.
-        unit: the unit of timings in seconds.
-        is_logarithmic: whether the vertical axis is logarithmic; else it begins at 0.
-        chosen: the size that a vertical line marks; None draws no line.
+        values: one value per size: a number, or a Seconds, drawn as its median with a bar between its quartiles.
+        unit: the unit of the vertical axis in seconds, such as 1e-3 for milliseconds.
+        is_logarithmic: whether the vertical axis is logarithmic; if False, the axis is linear and begins at 0.
+        chosen: the size at which the panel draws a vertical line, as the recommended size; None for no line.
     """
 
     title: str
@@ -212,13 +212,13 @@ class Panel(NamedTuple):
 
 
 def plot(rows: Sequence[Sequence[Panel]], title: str, x_label: str, path: str) -> None:
-    """Writes a PNG of panels, row by row.
+    """Writes a PNG file with a grid of panels.
 
     Args:
-        rows: the rows of panels, all of one length.
-        title: the title of the picture.
-        x_label: the label of all horizontal axes.
-        path: the file.
+        rows: the rows of the grid; all rows have the same number of panels.
+        title: the title above the grid.
+        x_label: the label of the horizontal axes.
+        path: the path of the PNG file.
 
     Raises:
         OSError: the file cannot be written.
@@ -262,7 +262,7 @@ def _draw(axes: Any, panel: Panel) -> None:
 
 
 def _tick(axes: Any) -> None:
-    """Sets the ticks of a logarithmic axis: at decades, or at 1, 2 and 5 if there are few decades."""
+    """Puts the ticks of a logarithmic axis at each decade; on a short axis also at 2 and 5 times a decade."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axes.get_ylim()

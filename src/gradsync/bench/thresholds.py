@@ -1,8 +1,9 @@
-"""`gradsync bench thresholds`: which threshold_bytes synchronises a model's gradients fastest.
+"""`gradsync bench thresholds`: measures which threshold_bytes synchronises a model's gradients fastest.
 
-Every rank runs this program. Each round times one step of each threshold, with the same gradients. The time of a step
-is that of the slowest rank; the time of a threshold is the median of its rounds. Every second round goes backwards, so
-that no threshold always follows the same one, and a change of the machine's speed affects all thresholds.
+Every rank runs this program. Each round times one step per threshold, with the same gradients. The time of a step is
+that on the slowest rank; the time of a threshold is the median over the rounds. Every second round measures thresholds
+in reverse order, so that no threshold always follows the same one. Every round measures every threshold, so a change of
+the machine's speed affects all of them.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument
 
 DEFAULT_MEGABYTES = "0.25,0.5,1,2,5,10,25,50,100"
-# A larger threshold costs memory and delays the first all-reduce, so it must gain more than this.
+# The least gain in time, as a part of the step, for which a larger threshold is recommended: a larger threshold costs
+# memory and delays the first all-reduce.
 TOLERANCE = 0.03
 WARM_UP_ROUNDS = 2
-_FEWEST_ROUNDS = 3  # whatever the time limit is: a median of fewer says little
-_SURE_ROUNDS = 8  # quartiles of fewer say nothing of the noise
+_FEWEST_ROUNDS = 3  # measured even beyond the time limit, because a median of fewer rounds says little
+_SURE_ROUNDS = 8  # the quartiles of fewer rounds do not show the noise
 _FLOATING = ("float", "bfloat", "complex")
 
 
@@ -54,12 +56,12 @@ _FLOATING = ("float", "bfloat", "complex")
 
 @dataclass(frozen=True)
 class Contender:
-    """A threshold to measure.
+    """One threshold to measure.
 
     Attributes:
-        threshold_bytes: the threshold of a bucket.
-        all_reduces: the number of buckets of a step.
-        same_buckets: larger thresholds, in bytes, that put the gradients into the same buckets.
+        threshold_bytes: the bucket threshold in bytes.
+        all_reduces: the number of buckets in a step; each bucket needs one all-reduce.
+        same_buckets: the larger thresholds that produce the same buckets; they are not measured.
     """
 
     threshold_bytes: int
@@ -68,13 +70,13 @@ class Contender:
 
 
 class Sweep(NamedTuple):
-    """The measurement, the same on all ranks.
+    """The settings of a measurement, equal on all ranks.
 
     Attributes:
-        specs: the gradients of a step, in the order of arrival.
-        contenders: the thresholds.
-        steps: the number of timed rounds.
-        limit_seconds: the time after which no further round begins.
+        specs: the descriptions of a step's gradients, in the order in which the backward pass produces them.
+        contenders: the thresholds to measure.
+        steps: the number of rounds; each round times one step per threshold.
+        limit_seconds: the time limit; no further round begins if it would end later.
     """
 
     specs: Sequence[GradientSpec]
@@ -84,11 +86,11 @@ class Sweep(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The result of a sweep.
+    """The result of a measurement.
 
     Attributes:
-        steps: the seconds of each round, by contender.
-        backend, device: the communicator's.
+        steps: one list per contender, with the duration of its step in each round, in seconds.
+        backend, device: the backend and the device of the communicator.
     """
 
     steps: list[list[float]]
@@ -98,13 +100,13 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """The measurement of a threshold.
+    """One line of the printed table: the measurement of one threshold.
 
     Attributes:
-        contender: the threshold.
-        seconds: the duration of a step.
-        bus_bytes_per_second: 2 (n - 1) / n of the gradients' bytes over the median, for n ranks: the least bandwidth
-            of each rank's link. 0 for one rank.
+        contender: the measured threshold.
+        seconds: the durations of a step.
+        bus_bytes_per_second: the bus bandwidth as nccl-tests defines it for all-reduce: 2 (n - 1) / n times the bytes
+            of the gradients, divided by the median duration, for n ranks. It is 0 for one rank.
     """
 
     contender: Contender
@@ -112,11 +114,11 @@ class Row:
     bus_bytes_per_second: float
 
     def has(self, threshold_bytes: int) -> bool:
-        """Whether this row is for a threshold, or for another one with the same buckets."""
+        """Whether this row holds for the given threshold: it measured that threshold, or one with the same buckets."""
         return threshold_bytes in (self.contender.threshold_bytes, *self.contender.same_buckets)
 
     def as_dictionary(self) -> dict[str, object]:
-        """Returns the row for JSON; times in seconds."""
+        """Returns the row as a dictionary for JSON; times are in seconds."""
         return {
             "threshold_bytes": self.contender.threshold_bytes,
             "same_buckets_threshold_bytes": self.contender.same_buckets,
@@ -128,30 +130,30 @@ class Row:
 
 
 def parse_megabytes(text: str) -> list[int]:
-    """Returns thresholds in bytes, ascending, each once, from "0.25,1,10" in units of 1024**2 bytes.
+    """Parses thresholds in MB such as "0.25,1,10"; returns them in bytes, sorted, without duplicates.
 
     Raises:
-        InvalidArgument: there is no threshold, or one is not a number, or is below a byte.
+        InvalidArgument: the text has no threshold, or a threshold is not a number or is below 1 byte.
     """
     thresholds = set()
     for part in filter(None, map(str.strip, text.split(","))):
         try:
             size_bytes = round(float(part) * MEGABYTE)
         except (ValueError, OverflowError):
-            raise InvalidArgument(f"--thresholds needs numbers of megabytes, as 0.25,1,10; got {part!r}") from None
+            raise InvalidArgument(f"--thresholds needs numbers of MB, such as 0.25,1,10; got {part!r}") from None
         if size_bytes < 1:
-            raise InvalidArgument(f"--thresholds needs at least one byte each, got {part} MB")
+            raise InvalidArgument(f"each number of --thresholds must be at least one byte, got {part} MB")
         thresholds.add(size_bytes)
     if not thresholds:
-        raise InvalidArgument(f"--thresholds needs at least one number of megabytes, got {text!r}")
+        raise InvalidArgument(f"--thresholds needs at least one number of MB, got {text!r}")
     return sorted(thresholds)
 
 
 def plan_sweep(specs: Sequence[GradientSpec], thresholds: Sequence[int]) -> list[Contender]:
-    """Returns the thresholds to measure: if several make the same buckets, the smallest of them.
+    """Returns the thresholds to measure. If several thresholds produce the same buckets, only the smallest is measured.
 
     Args:
-        specs: the gradients of a step, in the order of arrival.
+        specs: the descriptions of a step's gradients, in the order in which the backward pass produces them.
         thresholds: the thresholds in bytes, ascending.
     """
     found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
@@ -162,7 +164,7 @@ def plan_sweep(specs: Sequence[GradientSpec], thresholds: Sequence[int]) -> list
 
 
 def rows_of(sweep: Sweep, steps: Sequence[Sequence[float]], ranks: int) -> list[Row]:
-    """Returns a row for each contender, after at least one round."""
+    """Returns one row per contender; `steps` needs the durations of at least one round."""
     size_bytes = total_bytes(list(sweep.specs))
     rows = []
     for number, contender in enumerate(sweep.contenders):
@@ -176,9 +178,9 @@ def rows_of(sweep: Sweep, steps: Sequence[Sequence[float]], ranks: int) -> list[
 
 
 def run_sweep(sweep: Sweep) -> Measured:
-    """Measures all contenders. Every rank calls it in an initialised process group.
+    """Measures all thresholds. Every rank calls this function in an initialised process group.
 
-    Rank 0 shows the table after each round on stderr, if stderr is a terminal.
+    If stderr is a terminal, rank 0 shows the table there after each round.
     """
     comm = group_or_world(None, "a sweep over thresholds")
     operations = _operations(sweep, comm)
@@ -204,7 +206,11 @@ def run_sweep(sweep: Sweep) -> Measured:
 def _round(
     operations: Sequence[Callable[[], None]], comm: Communicator, began: float, *, backwards: bool
 ) -> tuple[list[float], float]:
-    """Times each operation once; returns the slowest rank's seconds of each, and rank 0's seconds so far."""
+    """Times each operation once.
+
+    Returns:
+        The duration of each operation on the slowest rank, and the time since `began` on rank 0; all in seconds.
+    """
     seconds = [0.0] * len(operations)
     order = range(len(operations))
     for number in reversed(order) if backwards else order:
@@ -212,13 +218,13 @@ def _round(
         started = time.perf_counter()
         operations[number]()
         seconds[number] = time.perf_counter() - started
-    # Rank 0's clock decides for all ranks when to stop: by their own clocks, ranks would stop at different rounds.
+    # All ranks use rank 0's clock for the time limit, so that they stop after the same round.
     by_rank = comm.objects.all_gather((seconds, time.perf_counter() - began))
     return [max(each) for each in zip(*(seconds for seconds, _ in by_rank), strict=True)], by_rank[0][1]
 
 
 def _operations(sweep: Sweep, comm: Communicator) -> list[Callable[[], None]]:
-    """Returns a step of each contender."""
+    """Returns one function per contender, which synchronises all gradients once with that threshold."""
     xp, wait = array_module(comm)
     gradients = [_gradient(xp, spec, comm.rank) for spec in sweep.specs]
     method = "mean" if all(spec.dtype.startswith(_FLOATING) for spec in sweep.specs) else "sum"
@@ -240,7 +246,7 @@ def _step(callback: AllreduceCallback, gradients: Sequence[Any], wait: Callable[
 
 
 def _gradient(xp: Any, spec: GradientSpec, rank: int) -> Any:
-    """Makes a gradient whose values stay in range, however often it is reduced: by a mean, or as zeros by a sum."""
+    """Creates a gradient that repeated reductions do not overflow: floats, which are averaged, or integer zeros."""
     if spec.dtype == "bfloat16":
         import ml_dtypes
 
@@ -263,11 +269,11 @@ def bench_thresholds(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Runs the command; the arguments are its options, see command.py.
+    """Runs `gradsync bench thresholds`; the arguments are the options that command.py declares.
 
     Raises:
-        InvalidArgument, BackendUnavailable: an option is wrong; nothing has run yet.
-        GradsyncError: a rank failed; nothing is written.
+        InvalidArgument, BackendUnavailable: an option is wrong, or the backend cannot run here. No rank has started.
+        GradsyncError: a rank failed; no file is written.
     """
     settings = dict(locals())
     ranks = count_ranks(nprocs, backend)
@@ -277,14 +283,14 @@ def bench_thresholds(
     contenders = plan_sweep(specs, parse_megabytes(DEFAULT_MEGABYTES if thresholds is None else thresholds))
     sweep = Sweep(specs, contenders, steps, limit_seconds)
     measured = run_as_ranks(run_sweep, sweep, nprocs=nprocs, backend=backend)
-    if measured is None:  # another rank, or mpiexec, reports
+    if measured is None:  # another process prints the result
         return
     rows, rounds = rows_of(sweep, measured.steps, ranks), len(measured.steps[0])
     name = Path(model).name
     where = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'} over {measured.backend}"
     print(f"{name}: {len(specs)} gradients, {megabytes(total_bytes(specs))}")
-    on = "" if measured.device == "cpu" else f" on {measured.device} and its like"
-    less = f" of {steps}, for --time-limit {limit_seconds:g} s was reached" if rounds < steps else ""
+    on = "" if measured.device == "cpu" else f" on {measured.device} (rank 0)"
+    less = f" of {steps}, because of --time-limit {limit_seconds:g} s" if rounds < steps else ""
     print(f"{where}{on}; medians of the slowest rank, {rounds} steps each{less}\n")
     print_table(table(rows, verbose=verbose))
     print("\n" + "\n".join(filter(None, (same_buckets(rows), rising_counts(rows), recommendation(rows, steps)))))
@@ -298,11 +304,11 @@ def bench_thresholds(
     write_json(json_path, made, {"settings": settings, **result})
 
 
-# The text.
+# The printed text.
 
 
 def alike(rows: Sequence[Row]) -> Sequence[Row]:
-    """Returns the fastest row and its neighbours that are slower by no more than the noise."""
+    """Returns the fastest row and the neighbouring rows whose medians differ from it by no more than the noise."""
     fastest = _fastest(rows)
     limit = fastest.seconds.median + _noise_seconds(fastest)
     first = last = rows.index(fastest)
@@ -318,19 +324,20 @@ def _fastest(rows: Sequence[Row]) -> Row:
 
 
 def _noise_seconds(row: Row) -> float:
-    """Returns the difference that counts as noise: the distance between the row's quartiles, at least TOLERANCE."""
+    """Returns the largest difference that counts as noise: the distance between quartiles, or TOLERANCE if larger."""
     return row.seconds.median * max(TOLERANCE, row.seconds.spread)
 
 
 def is_sure(rows: Sequence[Row]) -> bool:
-    """Whether there are enough steps to compare thresholds."""
+    """Whether enough rounds were measured to compare thresholds."""
     return rows[0].seconds.samples >= _SURE_ROUNDS
 
 
 def recommended(rows: Sequence[Row]) -> Row:
-    """Returns the recommended row: of the rows `alike` that of the default threshold, or else the smallest threshold.
+    """Returns the recommended row.
 
-    With too few steps the fastest row is recommended.
+    If the default threshold is among the rows that alike() returns, it is recommended; else the smallest of those
+    thresholds. After too few rounds the fastest row is recommended.
     """
     if not is_sure(rows):
         return _fastest(rows)
@@ -339,11 +346,11 @@ def recommended(rows: Sequence[Row]) -> Row:
 
 
 def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
-    """Returns which thresholds are fastest, how sure that is, and the code that sets the recommended threshold.
+    """Returns the recommendation as text: the fastest thresholds, the noise, and the code that sets the threshold.
 
     Args:
-        rows: the measurement.
-        wanted_steps: the option --steps; fewer steps were timed if the time limit was reached.
+        rows: one row per measured threshold.
+        wanted_steps: the value of --steps; the time limit may have ended the measurement earlier.
     """
     fastest = _fastest(rows)
     if len(rows) == 1:
@@ -366,7 +373,7 @@ def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
         which = f"{names} are equally fast, {took}."
     noise = f"Differences below {milliseconds(_noise_seconds(fastest))} "
     if fastest.seconds.spread > TOLERANCE:
-        noise += "are noise: the middle half of the fastest threshold's steps vary by as much."
+        noise += "are noise: the quartiles of the fastest threshold lie that far apart."
     else:
         noise += f"({TOLERANCE:.0%}) do not count."
     chosen = recommended(rows)
@@ -378,7 +385,7 @@ def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
 
 
 def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
-    """Returns the rows under headings; verbose with the quartiles and the bus bandwidth."""
+    """Returns the rows as a table; if `verbose`, with columns for the quartiles and the bus bandwidth."""
     more = ("quartiles", "bus") if verbose else ()
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("threshold", "step", "all-reduces", *more, ""):
@@ -398,7 +405,7 @@ def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
 
 
 def same_buckets(rows: Sequence[Row]) -> str:
-    """Returns the thresholds that were not measured because a smaller one makes the same buckets; "" if none."""
+    """Returns a note for thresholds that were not measured because a smaller one gives the same buckets; else ""."""
     return "\n".join(
         f"Not measured: {', '.join(map(megabytes, row.contender.same_buckets))}; "
         f"the buckets are those of {megabytes(row.contender.threshold_bytes)}."
@@ -408,11 +415,11 @@ def same_buckets(rows: Sequence[Row]) -> str:
 
 
 def rising_counts(rows: Sequence[Row]) -> str:
-    """Returns why a larger threshold makes more buckets, if one does; else ""."""
+    """Returns a note that explains why a larger threshold gave more buckets than a smaller one; else ""."""
     counts = [row.contender.all_reduces for row in rows]
     if counts == sorted(counts, reverse=True):
         return ""
-    return "A larger threshold can make more all-reduces: a bucket ends before a gradient that does not fit."
+    return "A larger threshold can make more all-reduces, because a gradient that does not fit begins a new bucket."
 
 
 def _as_code(size_bytes: int) -> str:
@@ -423,7 +430,7 @@ def _as_code(size_bytes: int) -> str:
 
 
 def panel(rows: Sequence[Row]) -> Panel:
-    """Returns the picture: the time of a step over the threshold."""
+    """Returns the plot panel that shows the time of a step over the threshold."""
     thresholds = [row.contender.threshold_bytes for row in rows]
     chosen = recommended(rows).contender.threshold_bytes
     return Panel(

@@ -1,4 +1,4 @@
-"""`gradsync doctor`: whether this machine can run each backend, and what to do where it cannot.
+"""`gradsync doctor`: reports whether this machine can run each backend, and what to do if it cannot.
 
 facts.py collects facts about the machine. checks.py turns them into findings. command.py runs an all-reduce over each
 backend and prints the report.

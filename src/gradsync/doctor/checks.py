@@ -1,4 +1,4 @@
-"""The checks of the doctor: each takes the facts about this machine and returns one finding or several."""
+"""The checks of `gradsync doctor`. Each check gets the facts about this machine and returns its findings."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report.
+    """One line of the report.
 
     Attributes:
-        what: the name of the line: what was examined, in a word or two.
-        status: how serious the finding is; BROKEN if ranks cannot start or join each other with any backend.
-        text: the finding.
-        advice: what to do; "" if nothing is to be done.
+        what: the name of the line, such as "NumPy": the thing that the check has examined.
+        status: how serious the finding is. BROKEN means that ranks cannot run with any backend.
+        text: the result of the check, in words.
+        advice: the commands or steps that solve the problem; "" if there is no problem.
     """
 
     what: str
@@ -44,17 +44,17 @@ class Finding:
 
 
 def ok(text: str, what: str = "") -> Finding:
-    """Returns a finding without a problem. If `what` is "", examine() sets it to the name of the check."""
+    """Returns a finding that reports no problem. If `what` is "", examine() uses the name of the check."""
     return Finding(what, Status.OK, text)
 
 
 def warning(text: str, advice: str, what: str = "") -> Finding:
-    """Returns a finding about something that works badly, or only in part."""
+    """Returns a finding about something that works badly or only in part."""
     return Finding(what, Status.WARNING, text, advice)
 
 
 def unusable(text: str, advice: str = "") -> Finding:
-    """Returns a finding about something that a backend needs and that is missing here."""
+    """Returns a finding about something that one backend needs and this machine lacks."""
     return Finding("", Status.UNUSABLE, text, advice)
 
 
@@ -67,29 +67,29 @@ _OLDEST_PYTHON, _OLDEST_NUMPY = (3, 10), (2, 1)
 
 
 def check_python(here: Facts) -> Finding:
-    """Checks Python's version, and for Linux on x86-64, which shared memory needs."""
+    """Checks that Python is new enough and the system is Linux; also the processor: the backend shm needs x86-64."""
     version, path = here.python
     text = f"{version} on {here.system} {here.machine}, {path}"
     if _numbers(version)[:2] < _OLDEST_PYTHON:
-        return broken(text, "gradsync needs Python 3.10 or newer: make a venv of a newer one")
+        return broken(text, "gradsync needs Python 3.10 or newer: create a venv with a newer Python")
     if here.system != "linux":
-        return broken(text, "ranks run on Linux only: use Linux, on Windows WSL2, or a container")
+        return broken(text, "ranks run on Linux only: use a Linux machine, a Linux container, or WSL2 on Windows")
     if here.machine not in ("x86_64", "AMD64"):
         return unusable(text, "shared memory needs x86-64: use --backend mpi, or nccl with GPUs")
     return ok(text)
 
 
 def check_numpy(here: Facts) -> Finding:
-    """Checks NumPy's version, that NumPy loads, and that msgpack loads, which the rendezvous uses."""
-    answer = here.answers.get("numpy", {"error": "it was not asked"})
+    """Checks that NumPy is new enough, and that NumPy and msgpack can be imported. The rendezvous uses msgpack."""
+    answer = here.answers.get("numpy", {"error": "no answer"})
     if "error" in answer:
-        return broken(f"it does not load: {answer['error']}", "pip install --force-reinstall 'numpy>=2.1'")
+        return broken(f"NumPy does not load: {answer['error']}", "pip install --force-reinstall 'numpy>=2.1'")
     if "msgpack_error" in answer:
-        text = f"it does not load: {answer['msgpack_error']}"
+        text = f"msgpack does not load: {answer['msgpack_error']}"
         return broken(text, "pip install --force-reinstall msgpack", "msgpack")
     version = answer["version"]
     if _numbers(version)[:2] < _OLDEST_NUMPY:
-        return warning(f"{version}; gradsync needs 2.1 or newer", "pip install --upgrade 'numpy>=2.1'")
+        return warning(f"{version}; gradsync needs NumPy 2.1 or newer", "pip install --upgrade 'numpy>=2.1'")
     return ok(version)
 
 
@@ -99,11 +99,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 _MEGABYTE = 1024**2
-_ENOUGH_BYTES = 256 * _MEGABYTE  # Docker gives 64 MB
+_ENOUGH_BYTES = 256 * _MEGABYTE  # Docker's default of 64 MB is too small
 
 
 def check_anonymous_memory(here: Facts) -> Finding:
-    """Checks that a memfd can be made."""
+    """Checks that memfd_create works, with which the backend shm allocates shared memory."""
     if here.memory_error:
         return broken(f"memfd: {here.memory_error}", "free memory, or raise the container's limit")
     return ok("memfd works")
@@ -112,14 +112,18 @@ def check_anonymous_memory(here: Facts) -> Finding:
 def check_shared_memory_folder(here: Facts) -> Finding:
     """Checks the size of /dev/shm."""
     if here.shared_memory_bytes is None:
-        return unusable("there is none: MPI and NCCL need it, shm does not", "mount -t tmpfs tmpfs /dev/shm")
+        return unusable(
+            "/dev/shm does not exist: MPI and NCCL need it, the backend shm does not", "mount -t tmpfs tmpfs /dev/shm"
+        )
     size_bytes, free_bytes = here.shared_memory_bytes
     text = f"{_shown(size_bytes)}, {_shown(free_bytes)} free"
     if size_bytes < _ENOUGH_BYTES:
         advice = "start the container with --shm-size=1g (or --ipc=host); as root: mount -o remount,size=1g /dev/shm"
-        return warning(f"{text}: too small for NCCL, and for MPI with large arrays; shm does not need it", advice)
+        return warning(
+            f"{text}: too small for NCCL, and for MPI with large arrays; the backend shm does not need it", advice
+        )
     if free_bytes < _ENOUGH_BYTES // 4:
-        return warning(f"{text}: NCCL and MPI may find no room", "see what fills it: ls -l /dev/shm")
+        return warning(f"{text}: NCCL and MPI may run out of space there", "see which files fill it: ls -l /dev/shm")
     return ok(text)
 
 
@@ -130,25 +134,25 @@ def _shown(size_bytes: int) -> str:
 
 
 def check_threads(here: Facts) -> Finding:
-    """Checks that each rank has a core, and that the variables of BLAS ask for no more threads than cores."""
+    """Checks that there are several cores, and that OMP_NUM_THREADS and similar variables ask for no more threads."""
     cores = "1 core" if here.cores == 1 else f"{here.cores} cores"
     found = {name: here.environ[name] for name in BLAS_VARIABLES if here.environ.get(name)}
     malformed = [name for name, value in found.items() if not _thread_counts(value)]
     settings = ", ".join(f"{name}={value}" for name, value in found.items())
     if malformed:
-        return warning(f"{cores}; {settings}: no number of threads", f"unset {' '.join(malformed)}")
+        return warning(f"{cores}; {settings}: not a number of threads", f"unset {' '.join(malformed)}")
     too_many = [name for name, value in found.items() if max(_thread_counts(value)) > here.cores]
     if too_many:
         text = f"{cores}, but {settings}: each rank starts more threads than there are cores"
-        return warning(text, f"unset {' '.join(too_many)}: gradsync run shares the cores among its ranks")
+        return warning(text, f"unset {' '.join(too_many)}: gradsync run then divides the cores among its ranks")
     if here.cores == 1:
-        text = "1 core: two ranks take turns on it, and each collective waits for a turn"
-        return warning(text, "use -n 1, or give the container more: docker run --cpus=4")
-    return ok(f"{cores}; {settings or 'gradsync run shares them among its ranks (OMP_NUM_THREADS)'}")
+        text = "1 core: if several ranks share it, each collective waits for the kernel's scheduler"
+        return warning(text, "use -n 1, or give the container more cores: docker run --cpus=4")
+    return ok(f"{cores}; {settings or 'gradsync run divides them among its ranks (OMP_NUM_THREADS)'}")
 
 
 def _thread_counts(value: str) -> list[int]:
-    """Returns the threads of "4", or of "4,2" for nested regions; an empty list for other texts."""
+    """Parses a number of threads such as "4", or "4,2" for nested regions; returns [] if the text is malformed."""
     parts = value.strip().split(",")
     return [int(part) for part in parts] if all(part.strip().isdigit() and int(part) > 0 for part in parts) else []
 
@@ -158,21 +162,26 @@ _LITTLE_MEMORY_BYTES = 1 * _GIGABYTE
 
 
 def check_container(here: Facts) -> Finding:
-    """Checks the cores and the memory that control groups allow."""
+    """Checks how many cores and how much memory the control groups (cgroups) allow."""
     cores, memory_bytes = _cores_allowed(here), _memory_allowed(here)
     limits = [f"{cores:.1f} cores"] if cores is not None else []
     limits += [f"{memory_bytes / _GIGABYTE:.1f} GB of memory"] if memory_bytes is not None else []
     text = f"limited to {' and '.join(limits)}" if limits else "no limit of cores or memory"
     if cores is not None and cores < here.cores - 0.5:
-        text += f", though {here.cores} cores are shown: more ranks than that are paused in turns"
-        return warning(text, f"start at most {max(int(cores), 1)} ranks, or give it more: docker run --cpus=N")
+        text += f", though {here.cores} cores are visible: if more ranks run, the kernel pauses some of them"
+        return warning(
+            text, f"start at most {max(int(cores), 1)} ranks, or give the container more cores: docker run --cpus=N"
+        )
     if memory_bytes is not None and memory_bytes < _LITTLE_MEMORY_BYTES:
-        return warning(f"{text}: the kernel ends ranks that need more", "give it more: docker run --memory=8g")
+        return warning(
+            f"{text}: the kernel kills ranks that need more memory",
+            "give the container more memory: docker run --memory=8g",
+        )
     return ok(text)
 
 
 def _group(here: Facts) -> str:
-    """Returns the path of this process's control group (version 2)."""
+    """Returns the path of this process's control group in cgroup version 2."""
     for line in (here.read("/proc/self/cgroup") or "").splitlines():
         if line.startswith("0::"):
             return line.removeprefix("0::").strip().rstrip("/")
@@ -180,13 +189,16 @@ def _group(here: Facts) -> str:
 
 
 def _of_group(here: Facts, name: str) -> str | None:
-    """Returns a setting of this process's control group; if it has none, of the top group, which is the container's."""
+    """Reads a setting of this process's control group, or else of the root group.
+
+    Inside a container the root group has the container's limits.
+    """
     return here.read(f"/sys/fs/cgroup{_group(here)}/{name}") or here.read(f"/sys/fs/cgroup/{name}")
 
 
 def _cores_allowed(here: Facts) -> float | None:
     quota, _, period = (_of_group(here, "cpu.max") or "").partition(" ")
-    if not quota:  # control groups of version 1
+    if not quota:  # cgroup version 1
         quota = here.read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") or ""
         period = here.read("/sys/fs/cgroup/cpu/cpu.cfs_period_us") or ""
     if not (quota.isdigit() and period.isdigit() and int(period)):
@@ -196,7 +208,7 @@ def _cores_allowed(here: Facts) -> float | None:
 
 def _memory_allowed(here: Facts) -> int | None:
     text = _of_group(here, "memory.max") or here.read("/sys/fs/cgroup/memory/memory.limit_in_bytes") or ""
-    if not text.isdigit() or int(text) >= 1 << 60:  # version 1 writes a huge number for no limit
+    if not text.isdigit() or int(text) >= 1 << 60:  # in cgroup version 1 a huge number means no limit
         return None
     return int(text)
 
@@ -206,13 +218,13 @@ _ENOUGH_LOCKED_BYTES = 1024**3
 
 
 def check_limits(here: Facts) -> Finding:
-    """Checks the limits that `ulimit` shows."""
+    """Checks the limits of open files and, if the machine has RDMA devices, of locked memory."""
     soft, hard = here.limits.get("open files", (-1, -1))
     files = "any number of" if soft < 0 else f"{soft:,}"
     if 0 <= soft < _ENOUGH_FILES:
         can_raise = hard < 0 or hard >= _WANTED_FILES
         advice = f"ulimit -n {_WANTED_FILES}" if can_raise else f"as root: prlimit --pid $$ --nofile={_WANTED_FILES}"
-        return warning(f"{soft} open files: the launcher needs some for each of its ranks", advice)
+        return warning(f"{soft} open files: the launcher needs several for each of its ranks", advice)
     locked, _ = here.limits.get("locked memory", (-1, -1))
     has_rdma = (here.root / "sys/class/infiniband").is_dir() and any((here.root / "sys/class/infiniband").iterdir())
     if has_rdma and 0 <= locked < _ENOUGH_LOCKED_BYTES:
@@ -225,25 +237,30 @@ _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def check_network(here: Facts) -> Finding:
-    """Checks loopback, the network interfaces and the address of the host's name."""
+    """Checks the loopback interface, the network interfaces, and that the host name has an address."""
     if here.loopback_error:
         advice = "as root: ip link set lo up; a sandbox may forbid sockets"
         return broken(f"no port of 127.0.0.1 can be opened: {here.loopback_error}", advice)
     outward = [each for each in here.interfaces if each.is_up and each.address and not each.address.startswith("127.")]
-    shown = ", ".join(f"{each.name} {each.address}" for each in outward) or "loopback only: for ranks of this machine"
+    shown = (
+        ", ".join(f"{each.name} {each.address}" for each in outward)
+        or "only the loopback interface: ranks on other machines cannot connect"
+    )
     for name in _INTERFACE_VARIABLES:
         missing = _missing_interfaces(here.environ.get(name, ""), [each.name for each in here.interfaces])
         if missing:
-            return warning(f"{shown}; {name} names {', '.join(missing)}, which is not here", f"unset {name}")
+            return warning(
+                f"{shown}; {name} names {', '.join(missing)}, but this machine has no such interface", f"unset {name}"
+            )
     if here.host_error:
         text = f"{shown}; the host's own name {here.host!r} has no address ({here.host_error})"
-        advice = f"several machines: --node-address; as root: echo '127.0.1.1 {here.host}' >> /etc/hosts"
+        advice = f"for several machines: give --node-address, or as root: echo '127.0.1.1 {here.host}' >> /etc/hosts"
         return warning(text, advice)
     return ok(shown)
 
 
 def _missing_interfaces(value: str, present: list[str]) -> list[str]:
-    """Returns the names in NCCL's list that match no interface: "eth" is a prefix, "=eth0" is a whole name."""
+    """Returns the names in a value of NCCL_SOCKET_IFNAME that match no interface. "eth" is a prefix, "=eth0" a name."""
     if value.startswith("^"):
         return []
     exact = value.startswith("=")
@@ -256,19 +273,19 @@ _MARKS = {"Open MPI": ("open mpi", "openrte", "prte", "open-mpi"), "MPICH": ("hy
 
 
 def check_mpi(here: Facts) -> Finding:
-    """Checks that mpiexec can start ranks and that mpi4py can join them."""
+    """Checks that mpi4py can be imported, and that an mpiexec of the same MPI exists."""
     if here.package("mpi4py") is None and here.answers.get("mpi", {}).get("version") is None:
         return unusable("mpi4py is not installed: only the backend mpi needs it", _INSTALL)
-    answer = here.answers.get("mpi", {"error": "it was not asked"})
+    answer = here.answers.get("mpi", {"error": "no answer"})
     if "error" in answer:
         return unusable(f"mpi4py is installed, but does not load: {_first_line(answer)}", _INSTALL)
     loaded = f"mpi4py {answer['version']} over {answer['library']}"
     if here.mpiexec is None:
         advice = "put that MPI's bin folder on the PATH (module load ...), or: pip install mpich"
-        return unusable(f"{loaded}, but there is no mpiexec to start ranks with", advice)
+        return unusable(f"{loaded}, but mpiexec, which starts the ranks, is not on the PATH", advice)
     theirs, ours = _vendor(here.answers.get("mpiexec", {}).get("text", "")), _vendor(answer["library"])
     if theirs and ours and theirs != ours and {theirs, ours} != {"MPICH", "Intel"}:
-        text = f"{loaded}, but {here.mpiexec} is that of {theirs}: each rank would be a world of its own"
+        text = f"{loaded}, but {here.mpiexec} belongs to {theirs}: each rank would be alone in its own MPI_COMM_WORLD"
         return warning(text, f"use the mpiexec of {ours}: put its bin folder first on the PATH")
     return ok(f"{loaded}; {here.mpiexec}")
 
@@ -278,14 +295,14 @@ def _first_line(answer: Any) -> str:
 
 
 def _vendor(text: str) -> str:
-    """Returns the vendor of the MPI that a text names; "" if it names none."""
+    """Returns the MPI implementation that a version text names: "Open MPI", "MPICH" or "Intel"; "" if unknown."""
     lower = text.lower()
     if "intel" in lower:
         return "Intel"
     return next((vendor for vendor, marks in _MARKS.items() if any(mark in lower for mark in marks)), "")
 
 
-# As `nvidia-smi topo -m` marks them.
+# The kinds of links between GPUs, by the abbreviation that `nvidia-smi topo -m` prints.
 _LINKS = {
     "NV": "NVLink",
     "PIX": "one PCIe switch",
@@ -297,41 +314,43 @@ _LINKS = {
 
 
 def check_driver(here: Facts) -> Finding:
-    """Checks NVIDIA's driver."""
+    """Checks that the machine has an NVIDIA GPU, and shows the version of its driver."""
     if not here.has_gpu:
         text = "no NVIDIA GPU found: only the backend nccl needs one"
-        advice = "a container sees GPUs with: docker run --gpus all" if here.has_nvidia_smi else ""
+        advice = "to use GPUs in a container: docker run --gpus all" if here.has_nvidia_smi else ""
         return unusable(text, advice)
     version = re.search(
         r"(?:Kernel Module|NVRM version).*?(\d+\.\d+(?:\.\d+)?)", here.read("/proc/driver/nvidia/version") or ""
     )
     driver = here.answers.get("cupy", {}).get("driver")
-    text = version[1] if version else "of an unknown version"
+    text = version[1] if version else "unknown version"
     if driver:
-        text += f", good for CUDA up to {cuda_version(driver)}"
+        text += f", which supports CUDA up to {cuda_version(driver)}"
     return ok(text)
 
 
 def check_gpus(here: Facts) -> Finding | None:
     """Checks which GPUs this process may use, and how they are linked."""
     if not here.has_gpu:
-        return None  # the line "driver" says so
+        return None  # check_driver reports that there is no GPU
     visible = visible_gpus(here.environ)
     if visible == ():
         value = here.environ["CUDA_VISIBLE_DEVICES"]
-        return unusable(f"CUDA_VISIBLE_DEVICES={value!r} hides all of them", "unset CUDA_VISIBLE_DEVICES")
+        return unusable(f"CUDA_VISIBLE_DEVICES={value!r} hides all GPUs", "unset CUDA_VISIBLE_DEVICES")
     count = count_gpus(here.environ, str(here.root / "dev"))
     devices: list[dict[str, Any]] = here.answers.get("cupy", {}).get("devices", [])
     if not devices:
-        return ok(f"{count} by their device files; more is known once CuPy loads")
+        return ok(f"{count} found by their device files; install CuPy to see more about them")
     names = sorted({device["name"] for device in devices})
     text = f"{len(devices)} x {', '.join(names)}, {devices[0]['memory_bytes'] / 1e9:.0f} GB; {_links(here, devices)}"
     if visible is not None and len(devices) < len(visible):
         text += f"; CUDA_VISIBLE_DEVICES={here.environ['CUDA_VISIBLE_DEVICES']} names {len(visible)}"
-        return warning(text, "name GPUs that are there: nvidia-smi -L lists them")
+        return warning(text, "list only GPUs of this machine: nvidia-smi -L shows them")
     if len(devices) > 1 and not all(len(device["peers"]) == len(devices) - 1 for device in devices):
-        text += "; not all reach each other's memory, so that NCCL goes through the host's"
-        return warning(text, "virtual machines: give all GPUs of one switch; check with: nvidia-smi topo -p2p r")
+        text += "; not all GPUs can access each other's memory, so NCCL copies through host memory"
+        return warning(
+            text, "on a virtual machine: assign it all GPUs of one switch; check with: nvidia-smi topo -p2p r"
+        )
     return ok(text)
 
 
@@ -345,7 +364,7 @@ def _links(here: Facts, devices: list[dict[str, Any]]) -> str:
 
 
 def cuda_version(number: int) -> str:
-    """Returns CUDA's version number as text: 12090 is "12.9"."""
+    """Returns a version number of CUDA as text: 12090 becomes "12.9"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
@@ -353,14 +372,14 @@ _OLDEST_CUPY = 14
 
 
 def check_cupy(here: Facts) -> Finding:
-    """Checks that CuPy can be used for NCCL."""
+    """Checks that CuPy is installed, that it loads, and that it fits the driver."""
     installed = _cupy_packages(here)
-    answer = here.answers.get("cupy", {"error": "it was not asked"})
+    answer = here.answers.get("cupy", {"error": "no answer"})
     if len(installed) > 1:
         names = " ".join(package.name for package in installed)
         shown = ", ".join(f"{package.name} {package.version}" for package in installed)
-        text = f"{len(installed)} packages have their files in one folder: {shown}; a mixture of them is loaded"
-        then = _install(here) if here.has_gpu else "install the one for your driver"
+        text = f"{len(installed)} packages install CuPy into one folder: {shown}; Python loads a mixture of their files"
+        then = _install(here) if here.has_gpu else "install the package for your driver"
         return warning(text, f"pip uninstall -y {names}; then {then}")
     if not installed and "file" not in answer:
         return unusable("not installed: only the backend nccl needs it", _install(here) if here.has_gpu else "")
@@ -369,7 +388,7 @@ def check_cupy(here: Facts) -> Finding:
         return unusable(f"{name} does not load: {answer['error']}", f"pip install --force-reinstall {name}")
     if not _owns(installed, answer["file"]):
         text = f"{answer['version']} from {answer['file']}, which belongs to no installed package"
-        advice = "do not trust its GPUs; remove its folder from PYTHONPATH"
+        advice = "remove its folder from PYTHONPATH; until then the lines about GPUs may be wrong"
         return warning(text, advice)
     name = f"{installed[0].name} {answer['version']}"
     if int(answer["version"].partition(".")[0]) < _OLDEST_CUPY:
@@ -386,24 +405,29 @@ def _cupy_packages(here: Facts) -> list[Package]:
 def _loaded(here: Facts, name: str, answer: Mapping[str, Any]) -> Finding:
     runtime = f"{name}, CUDA runtime {cuda_version(answer['runtime'])}" if "runtime" in answer else name
     if not here.has_gpu:
-        text = f"{runtime}; there is no NVIDIA driver here to run it on"
-        return unusable(text, "beside a GPU: install NVIDIA's driver; for a container: docker run --gpus all")
-    if "count" not in answer:
-        error = answer.get("count_error", "for an unknown reason")
+        text = f"{runtime}; this machine has no NVIDIA driver"
         return unusable(
-            f"{runtime}; it sees no GPU: {error}", "compare nvidia-smi's driver with the CUDA that CuPy is for"
+            text, "on a machine with a GPU: install NVIDIA's driver; for a container: docker run --gpus all"
+        )
+    if "count" not in answer:
+        error = answer.get("count_error", "unknown reason")
+        return unusable(
+            f"{runtime}; CuPy sees no GPU: {error}",
+            "compare the CUDA version that nvidia-smi shows with that of the CuPy package",
         )
     driver = answer.get("driver", 0)
     if "runtime" in answer and driver and driver // 1000 < answer["runtime"] // 1000:
-        text = f"{runtime}, but the driver is good for CUDA {cuda_version(driver)} only"
+        text = f"{runtime}, but the driver supports CUDA only up to {cuda_version(driver)}"
         return warning(text, f"pip uninstall -y {name.split()[0]}; then {_install(here)}, or update the driver")
     if "nvrtc" not in answer:
-        return unusable(f"{runtime}; no NVRTC to compile kernels with", f"{_install(here)}: [ctk] brings it")
+        return unusable(
+            f"{runtime}; NVRTC, which compiles CuPy's kernels, is missing", f"{_install(here)} (it includes NVRTC)"
+        )
     return ok(runtime)
 
 
 def _install(here: Facts) -> str:
-    """Returns the command that installs CuPy for the CUDA version of the driver, if that is known."""
+    """Returns the command that installs CuPy for the driver's CUDA version, or for CUDA 12 if that is unknown."""
     driver = here.answers.get("cupy", {}).get("driver", 0)
     if driver:
         return f"pip install 'gradsync[cuda{13 if driver >= 13000 else 12}]'"
@@ -415,12 +439,14 @@ def _owns(installed: list[Package], file: str) -> bool:
 
 
 def check_nccl(here: Facts) -> Finding | None:
-    """Checks which libnccl CuPy has loaded."""
+    """Checks that CuPy has loaded NCCL, in a version that fits the one with which CuPy was built."""
     answer: Any = here.answers.get("cupy", {})
     if "file" not in answer:
-        return None  # the line "CuPy" says what to do
+        return None  # check_cupy reports the problem
     if here.environ.get("NCCL_COMM_BLOCKING") == "0":
-        return unusable("NCCL_COMM_BLOCKING=0 is set, which CuPy cannot work with", "unset NCCL_COMM_BLOCKING")
+        return unusable(
+            "NCCL_COMM_BLOCKING=0 is set, but CuPy supports only blocking communicators", "unset NCCL_COMM_BLOCKING"
+        )
     found = answer.get("nccl")
     wanted = _wheel(here)
     if not found or not found.get("available"):
@@ -428,30 +454,32 @@ def check_nccl(here: Facts) -> Finding | None:
         return unusable(error, f"pip install {wanted}")
     text = f"{version_text(found['version'])} from {found['path']}, CuPy was built with {version_text(found['build'])}"
     if not found["path"].startswith("/"):
-        return warning(f"{text}: no libnccl is in memory, so this is not NVIDIA's", "see CuPy's line")
+        return warning(f"{text}: no libnccl is loaded, so this is not NVIDIA's NCCL", 'see the line "CuPy"')
     if found["version"] // 10000 != found["build"] // 10000:
-        return warning(f"{text}: another major version", f"pip install --upgrade {wanted}")
+        return warning(f"{text}: the major versions differ", f"pip install --upgrade {wanted}")
     others = [package.name for package in here.packages if package.name.startswith("nvidia-nccl")]
     if others and wanted not in others and len(_cupy_packages(here)) == 1:
-        return warning(f"{text}; installed is {', '.join(others)}, for another CUDA", f"pip install {wanted}")
+        return warning(
+            f"{text}; {', '.join(others)} is installed, for a different CUDA version", f"pip install {wanted}"
+        )
     return ok(text)
 
 
 def _wheel(here: Facts) -> str:
-    """Returns the name of NCCL's wheel for the installed CuPy."""
+    """Returns the name of the NCCL package that fits the installed CuPy package."""
     names = [package.name for package in _cupy_packages(here)]
     return "nvidia-nccl-cu13" if "cupy-cuda13x" in names else "nvidia-nccl-cu12"
 
 
 def check_variables(here: Facts) -> list[Finding]:
-    """Checks the GRADSYNC_* variables; returns a finding for each wrong variable."""
+    """Checks the GRADSYNC_* environment variables; returns one finding per wrong variable, or one if all are right."""
     refused = [broken(str(error), f"unset {name}", name) for name, error in environment.refused_variables(here.environ)]
     unknown = [_unknown(name, meant) for name, meant in environment.unknown_variables(here.environ).items()]
     if unknown or refused:
         return [*refused, *unknown]
     present = sorted(name for name in here.environ if name.startswith("GRADSYNC_"))
     shown = ", ".join(name if name == environment.SECRET else f"{name}={here.environ[name]}" for name in present)
-    return [ok(shown or "none is set")]
+    return [ok(shown or "no GRADSYNC_* variable is set")]
 
 
 def _unknown(name: str, meant: str | None) -> Finding:
@@ -459,12 +487,8 @@ def _unknown(name: str, meant: str | None) -> Finding:
     return warning(environment.describe_unknown(meant), advice, name)
 
 
-def _origin(source: str) -> str:
-    return {"RANK": "that torchrun or you have", "gradsync": "that gradsync run has"}.get(source, f"that {source} has")
-
-
 def check_launcher(here: Facts) -> Finding:
-    """Checks whether this shell has a rank's variables: every script that it starts would take that rank."""
+    """Checks that no environment variable gives this shell a rank. Its scripts would all take that rank."""
     try:
         read_port(here.environ, "MASTER_PORT")
     except InvalidArgument as error:
@@ -472,18 +496,21 @@ def check_launcher(here: Facts) -> Finding:
     try:
         place = environment.read_environment(dict(here.environ))
     except InvalidArgument as error:
-        return broken(str(error).replace("\n", " "), "unset the variables of other runs")
+        return broken(str(error).replace("\n", " "), "unset the variables that a different run has left")
     if place is None:
         return ok("this shell is not inside a launched job")
-    text = f"this shell is rank {place.rank} of {place.world_size}, by variables {_origin(place.source)} set"
+    setter = {"RANK": "torchrun or you", "gradsync": "gradsync run"}.get(place.source, place.source)
+    text = f"this shell is rank {place.rank} of {place.world_size}, according to variables that {setter} set"
     names = [name for name in ("RANK", "WORLD_SIZE", environment.RANK, environment.WORLD_SIZE) if name in here.environ]
-    advice = f"inside a job that is right; else: unset {' '.join(names)}" if names else "inside a job that is right"
+    advice = (
+        f"this is right inside a job; otherwise: unset {' '.join(names)}" if names else "this is right inside a job"
+    )
     return warning(text, advice)
 
 
 Check = Callable[[Facts], Finding | list[Finding] | None]
 
-#: The checks by the names of their lines, in the order in which `gradsync doctor` shows the lines.
+#: The checks, by the name of the line in the report, in the order of the report.
 CHECKS: dict[str, Check] = {
     "Python": check_python,
     "NumPy": check_numpy,

@@ -1,4 +1,4 @@
-"""`gradsync doctor`, from its options to its exit code: checks, an all-reduce over each backend, and the report."""
+"""The command `gradsync doctor`: runs the checks, tries an all-reduce with each backend, and prints the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.text import Text
 from gradsync.backends import TABLE
 from gradsync.bench.report import print_table
 from gradsync.doctor.checks import CHECKS, Check, Finding, Status, warning
-from gradsync.doctor.facts import Facts, call, in_parallel, look_around
+from gradsync.doctor.facts import Facts, call, collect_facts, in_parallel
 from gradsync.environment import BACKEND
 from gradsync.machine import count_gpus
 
@@ -29,14 +29,14 @@ _OPTIONS = ("-b", "16M", "-e", "16M", "--iters", "1", "-w", "0", "--blocks", "1"
 
 @dataclass(frozen=True)
 class Trial:
-    """The trial of one backend.
+    """The result of one backend's trial, an all-reduce of 16 MB.
 
     Attributes:
         backend: the name of the backend.
-        works: whether an all-reduce of 16 MB gave the right result; None if it was not tried.
+        works: whether the all-reduce gave the right result; None if the backend was not tried.
         ranks: the number of ranks.
         text: the result in words.
-        advice: what to do; "" if nothing is to be done.
+        advice: the next step for the user; "" if there is none.
         seconds: the duration of the trial, including the start of the ranks.
     """
 
@@ -49,13 +49,13 @@ class Trial:
 
 
 def try_backend(backend: str, here: Facts, findings: Sequence[Finding], deadline_seconds: float) -> Trial:
-    """Runs an all-reduce over a backend, unless the findings say that it cannot work.
+    """Tries an all-reduce with one backend, unless the checks have found that it cannot work.
 
     Args:
-        backend: the name of a backend of the table.
+        backend: the name of the backend, a key of TABLE.
         here: the facts about this machine.
         findings: the findings of the checks.
-        deadline_seconds: the time limit of the trial; its processes are killed then.
+        deadline_seconds: the time limit of the trial, after which the doctor kills its processes.
     """
     reason = why_not(backend, here, findings)
     if reason is not None:
@@ -68,25 +68,25 @@ def try_backend(backend: str, here: Facts, findings: Sequence[Finding], deadline
 
 
 def why_not(backend: str, here: Facts, findings: Sequence[Finding]) -> str | None:
-    """Returns why a backend is not tried; None if it is tried."""
+    """Returns the reason why a backend is not tried; None if it can be tried."""
     row = TABLE[backend]
     if row.on_gpus and not here.has_gpu:
-        return "no NVIDIA GPU is here"
+        return "this machine has no NVIDIA GPU"
     for finding in findings:
         if finding.what in row.doctor_lines and finding.status is Status.UNUSABLE:
-            return f"see {finding.what}"
+            return f'see the line "{finding.what}"'
     return None
 
 
 def _ranks(backend: str, here: Facts) -> int:
-    """Returns two; one for "local", and for a backend on GPUs with a single GPU."""
+    """Returns the number of ranks of a trial: 2, or 1 for backend "local" and for GPU backends if there is one GPU."""
     if TABLE[backend].on_gpus:
         return min(2, max(count_gpus(here.environ), 1))
     return 1 if TABLE[backend].single_rank else 2
 
 
 def _run(backend: str, ranks: int, output: str, deadline_seconds: float) -> Trial:
-    """Runs `gradsync bench collectives`, which checks results, in a process of its own: it may crash or hang."""
+    """Runs `gradsync bench collectives`, which checks its results, in a subprocess: a backend may crash or hang."""
     options = ["--backend", backend, "-n", str(ranks), "--json", output, *_OPTIONS]
     try:
         done = call([sys.executable, "-m", "gradsync", "bench", "collectives", *options], deadline_seconds)
@@ -99,11 +99,11 @@ def _run(backend: str, ranks: int, output: str, deadline_seconds: float) -> Tria
     with open(output, encoding="utf-8") as file:
         [row] = json.load(file)["rows"]
     if wrong := sum(form["wrong"] or 0 for form in row["forms"].values()):
-        return Trial(backend, False, ranks, f"{wrong:,} elements of the result are wrong", "please report this")
+        return Trial(backend, False, ranks, f"{wrong:,} elements of the result are wrong", "please report this error")
     if ranks == 1:
-        alone = "" if TABLE[backend].single_rank else "; there is one GPU, and each rank needs its own"
+        alone = "" if TABLE[backend].single_rank else "; this machine has one GPU, and each rank needs its own GPU"
         return Trial(backend, True, ranks, f"works with one rank{alone}")
-    return Trial(backend, True, ranks, f"works: {ranks} ranks have summed 16 MB")
+    return Trial(backend, True, ranks, f"works: {ranks} ranks summed arrays of 16 MB")
 
 
 def _advice(backend: str) -> str:
@@ -111,7 +111,7 @@ def _advice(backend: str) -> str:
 
 
 def _cause(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns why the ranks failed: the last error of a traceback, or else the error of the command."""
+    """Returns the error of a failed trial: the last exception in a rank's traceback, or the last line of stderr."""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
     of_ranks = [line for line in lines[:-1] if re.match(r"[\w.]*[A-Z]\w+: ", line)]
     return (of_ranks or lines)[-1].removeprefix("gradsync: error: ").replace("gradsync.errors.", "")
@@ -119,13 +119,13 @@ def _cause(done: subprocess.CompletedProcess[str]) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a run of the doctor.
+    """The result of `gradsync doctor`.
 
     Attributes:
-        findings: the findings of the checks, in the order in which they are shown.
-        trials: the trials of the backends.
-        asked_for: the backend that must work; None means any backend for several ranks.
-        seconds: the duration of the examination.
+        findings: the findings of the checks, in the order of the report.
+        trials: the results of the backends' trials.
+        asked_for: the backend that must work; if None, any backend that supports several ranks.
+        seconds: the duration of the whole command.
     """
 
     findings: Sequence[Finding]
@@ -135,12 +135,12 @@ class Report:
 
     @property
     def working(self) -> list[str]:
-        """The backends whose all-reduce gave the right result."""
+        """The names of the backends whose trial gave the right result."""
         return [trial.backend for trial in self.trials if trial.works]
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is broken, and the backend that was asked for works, if it was tried."""
+        """Whether no finding is BROKEN and, unless trials were skipped, a suitable backend works; see `asked_for`."""
         if any(finding.status is Status.BROKEN for finding in self.findings):
             return False
         if not self.trials:  # --no-try
@@ -150,7 +150,7 @@ class Report:
         return any(not TABLE[name].single_rank for name in self.working)
 
     def verdict(self) -> str:
-        """Returns the last line."""
+        """Returns the last line of the report."""
         names = ", ".join(self.working)
         if self.is_well and not self.trials:
             return "Nothing is broken; no backend was tried."
@@ -160,12 +160,12 @@ class Report:
         if broken:
             return f"Not ready: fix {', '.join(broken)} first."
         if self.asked_for:
-            return f"Not ready: {self.asked_for} was asked for, and does not work here."
-        return f"Not ready: {names or 'nothing'} works here, which is not enough for two ranks."
+            return f"Not ready: {self.asked_for} was requested, but does not work here."
+        return "Not ready: no backend for two or more ranks works here."
 
 
 def examine(here: Facts, checks: Mapping[str, Check] = CHECKS) -> list[Finding]:
-    """Runs all checks. If a check raises, its finding says so."""
+    """Runs all checks. If a check raises an exception, a finding reports the exception."""
     findings: list[Finding] = []
     for what, check in checks.items():
         try:
@@ -179,7 +179,7 @@ def examine(here: Facts, checks: Mapping[str, Check] = CHECKS) -> list[Finding]:
 
 
 def as_dictionary(report: Report) -> dict[str, Any]:
-    """Returns a report for JSON."""
+    """Returns a report as a dictionary for JSON."""
     return {
         "ready": report.is_well,
         "verdict": report.verdict(),
@@ -195,7 +195,7 @@ _STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.UNUSABLE: "dim",
 
 
 def show(report: Report, *, verbose: bool) -> None:
-    """Prints a report; findings without a problem only if `verbose`."""
+    """Prints a report. Without `verbose`, it leaves out the findings that report no problem."""
     console = Console(highlight=False, soft_wrap=False)
     lines = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     lines.add_column(no_wrap=True)
@@ -241,15 +241,15 @@ _PROBE_SECONDS = 6.0
 
 
 def doctor(*, backend: str | None, as_json: bool, deadline_seconds: float, tries: bool, verbose: bool) -> int:
-    """Runs the command with its options; returns the exit code."""
+    """Runs `gradsync doctor` with its options; returns the exit code."""
     began = time.monotonic()
-    here = look_around(_PROBE_SECONDS)
+    here = collect_facts(_PROBE_SECONDS)
     findings = examine(here)
     asked_for = backend or _asked_for_in(here.environ.get(BACKEND, ""))
     backends = (backend,) if backend else tuple(TABLE)
     trials: list[Trial] = []
     if tries:
-        # Most of the time of a trial is the start of its processes.
+        # Trials run in parallel, because most of their time is spent on starting processes.
         trials = in_parallel(lambda each: try_backend(each, here, findings, deadline_seconds), backends)
     report = Report(findings, trials, asked_for, time.monotonic() - began)
     if as_json:
@@ -260,5 +260,5 @@ def doctor(*, backend: str | None, as_json: bool, deadline_seconds: float, tries
 
 
 def _asked_for_in(value: str) -> str | None:
-    """Returns the backend that GRADSYNC_BACKEND names, if it names one."""
+    """Returns the value of GRADSYNC_BACKEND if it is the name of a backend; else None."""
     return value if value in TABLE else None

