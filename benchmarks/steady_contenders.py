@@ -122,13 +122,13 @@ def as_ever(_comm: gs.Communicator, _model: Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def debugging(comm: gs.Communicator, model: Model) -> Iterator[None]:
-    """Switches the debug mode's watch over gradients on, without its questions over NCCL."""
+    """Switches on the debug mode's check for gradients that change, without its agreement before each collective."""
     step = model.sync._step
-    step._guard = GradientGuard(comm)
+    step._guard, step._is_watched = GradientGuard(comm), True
     try:
         yield
     finally:
-        step._guard = None
+        step._guard, step._is_watched = None, False
 
 
 @contextlib.contextmanager
