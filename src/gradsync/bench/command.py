@@ -10,6 +10,44 @@ from typing import Any
 import click
 
 from gradsync.backends import BACKENDS
+from gradsync.errors import InvalidArgument
+
+#: By command, the options that 0.2 has removed, and what to do instead.
+_PREDICT = "leave it out to measure, or predict with benchmarks/predict_threshold.py of the repository"
+_REMOVED_OPTIONS = {
+    "thresholds": dict.fromkeys(("--predict", "--backward-ms", "--latency-us", "--bandwidth-gbs"), _PREDICT),
+    "collectives": {
+        "-p": "the number of ranks is -n, as in every command; the number of timed calls is --iters",
+        "--compare": "run benchmarks/beside_peers.py of the repository",
+    },
+}
+
+
+class _Command(click.Command):
+    """A command whose error for a removed option says what to do instead."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            instead = _REMOVED_OPTIONS[self.name or ""].get(error.option_name)
+            if instead is None:
+                raise
+            raise InvalidArgument(f"gradsync bench {self.name} {error.option_name} was removed: {instead}") from None
+
+
+class _Commands(click.Group):
+    """A group whose error for a removed command says what to run instead."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "rendezvous":
+            raise InvalidArgument(
+                "gradsync bench rendezvous was removed: run benchmarks/rendezvous_scale.py of the repository"
+            )
+        return super().resolve_command(ctx, args)
+
 
 # The options of both commands.
 _backend = click.option(
@@ -27,12 +65,13 @@ _plot = click.option(
 )
 
 
-@click.group()
+@click.group(cls=_Commands)
 def bench() -> None:
     """Times collectives and bucket thresholds on this machine."""
 
 
 @bench.command(
+    cls=_Command,
     short_help="Finds the bucket threshold that suits a model.",
     epilog="""\b
 Examples:
@@ -89,6 +128,7 @@ def thresholds(**options: Any) -> None:
 
 
 @bench.command(
+    cls=_Command,
     short_help="Times collectives, in the columns of nccl-tests.",
     epilog="""\b
 Examples:
