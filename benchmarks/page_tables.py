@@ -82,8 +82,9 @@ METHODS = {
     ),
     "training_speed": (
         "The times were measured",
-        f"{_MEDIANS}. All runs train on the same batches to the same accuracy. The last column is the fastest time of "
-        "one process divided by the time of the ranks. `python benchmarks/training_speed.py` makes the table",
+        f"{_MEDIANS}. All runs train on the same batches to the same accuracy. The last column is the speed-up: the "
+        "fastest time with one process, divided by the time with the ranks. "
+        "`python benchmarks/training_speed.py` makes the table",
     ),
     "start_up": ("The times were measured", ""),
     "beside_mpi4py": (

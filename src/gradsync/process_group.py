@@ -173,8 +173,9 @@ def destroy_process_group() -> None:
 
     Raises:
         InvalidArgument: gradsync has never reduced some gradients, because the program did not end their backward pass
-            with flush() or `with callback.backward()`; or a done-callback called a collective, and no call has raised
-            its error yet. This rank has left the process group even if this error or one of the errors below is raised.
+            with flush() or `with callback.backward()`; or a done-callback called a collective, which is an error
+            that no earlier call has raised. This rank has left the process group even if this error or one of the
+            errors below is raised.
         RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
     """
     global _settings

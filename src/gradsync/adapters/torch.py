@@ -420,7 +420,7 @@ class _BackwardPasses:
         if thawed:
             raise InvalidArgument(
                 f"{self._communicator.label}: {list_of_names(thawed)} needed no gradient when the module was wrapped, "
-                "so gradsync would not synchronise the parameters: call unwrap(), and wrap the module again"
+                "and now requires one, which gradsync would not synchronise: call unwrap(), and wrap the module again"
             )
 
     def _complete(self) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -492,7 +492,7 @@ class _HookedBuckets:
 
     Args:
         hook: the program's function, which takes a GradientBucket.
-        wire: the format, which has the scales.
+        wire: the format in which gradients travel, with the factors of prescale and postscale.
     """
 
     def __init__(self, hook: BucketHook, wire: WireFormat) -> None:

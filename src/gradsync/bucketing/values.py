@@ -179,7 +179,7 @@ class Values:
         self._squares.append(squares.take())
 
     def _add_names(self, bucket: Bucket) -> int:
-        """Records a bucket for the names in errors; returns the index of its first gradient in the step."""
+        """Remembers a bucket, so that errors can name its gradients; returns its first gradient's index in the step."""
         begin = self._gradients
         self._names.append(_Names(begin, bucket))
         self._gradients += len(bucket.slots)

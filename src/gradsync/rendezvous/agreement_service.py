@@ -7,8 +7,8 @@ decision.
 
 This module is part of the server's core, without I/O. A question waits until every member has reported its digest for
 that position: by a question or, if the member has launched already, by a LAUNCHED frame. The server forwards the first
-question to the other members. A member that has launched at that position then reports its collective; any other member
-asks too, instead of launching without a question.
+question to the other members. A member that has launched its collective at that position then reports it; every other
+member also asks the server before it launches.
 
 A launched collective cannot be taken back. If one member has launched a collective and another member asks about a
 different one, every question about that position or a later one gets LAUNCHED at once. A member that has launched the

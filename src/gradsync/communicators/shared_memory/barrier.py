@@ -244,7 +244,7 @@ class TextBoard:
         self._bytes_each = bytes_each
 
     def write(self, number: int, text: bytes) -> None:
-        """Writes the text with the given number. A text that is too long is cut off."""
+        """Writes `text` to slot `number` of this memory; cuts off a text that is too long."""
         data = text[: self._bytes_each - 4]
         begin = number * self._bytes_each
         self._memory[begin + 4 : begin + 4 + len(data)] = data

@@ -242,7 +242,7 @@ def collecting(sources: Sequence[Array], packed: Array, wire: Wire | None, scrat
 
 
 def adding_squares(squares: SumOfSquares, values: Array, *, stays: bool) -> list[Call]:
-    """Returns the calls that add the squares of an array's elements to a sum.
+    """Returns the function calls that add the squares of an array's elements to a sum.
 
     Args:
         squares: the sum to which the squares are added.
