@@ -282,9 +282,9 @@ def doctor(**options: Any) -> None:
 def serve(world_size: int, host: str, port: int, secret_file: str | None) -> None:
     """Runs a rendezvous server by itself, for ranks that gradsync did not start.
 
-    The command prints the address of the server. Each rank needs this address as GRADSYNC_ADDRESS, GRADSYNC_HOSTED=1
-    (so that rank 0 starts no server of its own), and a file with the same secret as GRADSYNC_SECRET_FILE. Ctrl-C or
-    SIGTERM ends the server.
+    The command prints the address of the server. Set three variables for each rank: GRADSYNC_ADDRESS to this address,
+    GRADSYNC_HOSTED to 1, so that rank 0 starts no server of its own, and GRADSYNC_SECRET_FILE to the path of a file
+    with the same secret. Ctrl-C or SIGTERM ends the server.
     """
     from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option
     from gradsync.rendezvous.server import RendezvousServer

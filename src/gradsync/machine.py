@@ -348,7 +348,7 @@ def _mounts(file: str, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def _upwards(root: str, mount_point: str, path: str) -> list[str]:
-    """Returns the directories of a group and of its parents, as far as this process can see them."""
+    """Returns the directories of a control group and of its parents, as far as this process can see them."""
     # In a container only a part of the hierarchy may be mounted, and the path may be outside of it.
     is_inside = ".." not in path.split("/") and f"{path}/".startswith(f"{root.rstrip('/')}/")
     names = [name for name in path[len(root.rstrip("/")) :].split("/") if name] if is_inside else []

@@ -271,7 +271,7 @@ class AllreduceCallback:
 
     @property
     def filled(self) -> dict[Any, Any]:
-        """After a flush: the results of parameters for which this rank had no gradient in the last pass."""
+        """After a flush: the reduced gradients of parameters for which this rank had none in the last pass."""
         return self._step.filled
 
     def flush(self) -> None:

@@ -519,7 +519,7 @@ class Step:
     def _complete(self, communicator: Communicator) -> None:
         """Hands over zeros for missing gradients, or raises. All ranks do the same.
 
-        An empty step has no missing gradients, unless missing="zero".
+        In a step without any gradient none counts as missing; with missing="zero" all count as missing.
         """
         if not self.count and self._options.missing == "error":
             return

@@ -133,7 +133,8 @@ class Backend(ABC):
         plans_for: the class of arrays that plans take.
         force_packing: whether a world of one rank copies a list of arrays to a flat buffer and back, as NCCL does in
             larger worlds. Benchmarks set it to measure these copies.
-        converts: whether `prepare` accepts a Wire. If not, the caller converts the values before the reduction.
+        converts: whether `prepare` accepts a Wire, and converts the values to its dtype. If not, the caller converts
+            them before the reduction.
         finder: the object that collects non-finite values while lists and resident memory are reduced; None if the
             backend does not support this check.
         squares: the object that adds up the squares of the results while they are reduced; None if the backend does not

@@ -1,11 +1,11 @@
-"""The communicator: every public collective checks its arguments, makes the agreement, and calls the backend.
+"""The communicator: every public collective checks its arguments, agrees with the other ranks, and calls the backend.
 
 Each collective is one method, in three steps. First the method checks its arguments, before any other rank is involved;
-the errors are the same on every backend. Then it makes the agreement, which the ranks compare. Then `_run` locks the
-communicator for this collective and calls the backend, which moves the bytes. The asynchronous collectives are the same
-methods of the subclass `_Submitter`, whose `_run` submits the collective. If a call repeats an earlier one (same
-collective, operator or root, shape and dtype), `_find_known` checks only the flags of the arrays and returns the
-backend's plan for such calls.
+the errors are the same on every backend. Then it makes an Agreement, a description of the call, which the ranks
+compare. Then `_run` locks the communicator for this collective and calls the backend, which moves the bytes. The
+asynchronous collectives are the same methods of the subclass `_Submitter`, whose `_run` submits the collective. If a
+call repeats an earlier one (same collective, operator or root, shape and dtype), `_find_known` checks only the flags of
+the arrays and returns the backend's plan for such calls.
 
 Every rank of the communicator must call the same methods in the same order with the same shape, dtype, operator and
 root. If the ranks disagree, all of them get PlanMismatch before data moves, and the communicator stays usable. But on
@@ -387,7 +387,9 @@ class Communicator:
         # NumPy limits the size of empty rows as if they had one element.
         row_bytes = math.prod([length or 1 for length in rest]) * source.dtype.itemsize
         if (sizes is None or isinstance(sizes, str)) and rows * self.world_size * row_bytes >= _TOO_MUCH:
-            raise InvalidArgument(f"{self.label}: {what} of {rows} rows from each rank does not fit into an array")
+            raise InvalidArgument(
+                f"{self.label}: the result of {what} with {rows} rows from each rank is too large for an array"
+            )
 
         if isinstance(sizes, str):
             if sizes != "ask":
@@ -553,7 +555,9 @@ class Communicator:
             elif out is None:
                 receiving = (_UNKNOWN,) * self.world_size
             else:
-                raise InvalidArgument(f"{self.label}: {what} with send_sizes and out needs recv_sizes, got None")
+                raise InvalidArgument(
+                    f"{self.label}: {what} needs recv_sizes if send_sizes and out are given, got None"
+                )
         target = None if out is None else self._checked_out(what, out, (sum(receiving), *rest), source.dtype)
 
         def call_with(coming: tuple[int, ...], largest: int) -> CollectiveCall:

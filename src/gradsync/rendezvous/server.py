@@ -537,7 +537,7 @@ class EventLoop:
         self._handle_event(Lost(connection.number, cause))
 
     def _make_room(self, more_ranks: int) -> None:
-        """Makes room for the connections of all members and of `more_ranks` more ranks."""
+        """Raises the limits on open files and connections for all members and `more_ranks` further ranks."""
         ranks = self._ranks + more_ranks
         make_room(2 * ranks + MAX_UNAUTHENTICATED)
         self._max_members = 2 * ranks + 16  # twice, because one generation may leave while the next one joins

@@ -198,7 +198,7 @@ class SpeculativeAgreement:
         return self._mismatch(position, launched, broken=True)
 
     def announce_closed(self) -> None:
-        """Reports to the server how many events this rank passed before it closes the communicator."""
+        """Before this rank closes the communicator: reports to the server how many events it has been through."""
         self._client.announce_left(self._departures, self.position)
 
     def raise_if_closed(self, position: float, ranks: Iterable[int] | None = None) -> None:
@@ -414,7 +414,7 @@ class NcclAgreements:
         self.of_all.raise_if_closed(math.inf, [self._client.world_ranks[rank] for rank in ranks])
 
     def announce_closed(self) -> None:
-        """Reports to the server how many events this rank passed before it closes the communicator."""
+        """Before this rank closes the communicator: reports to the server how many events it has been through."""
         for agreement in self._all():
             agreement.announce_closed()
 

@@ -79,7 +79,7 @@ def send_result(value: Any, pipe: int, file: int) -> None:
     try:
         begin, end = _write(value, file)
     except _FileRefused as refused:
-        raise _unsendable(f"does not fit into the memory file that goes to the launcher: {refused}") from None
+        raise _unsendable(f"is too large for the memory file (memfd) that the launcher reads: {refused}") from None
     os.write(pipe, REPORT.pack(RESULT, begin, end))
 
 
