@@ -223,7 +223,7 @@ class Step:
             self._begin_call("callback(param, grad)", communicator)
         try:
             self._is_busy = True
-            if self._is_watched and communicator._runs_beside_host:
+            if communicator._runs_beside_host:
                 communicator._checked_stream(None, "a gradient")  # first, so that an error changes nothing
             position: int | None = self.count
             if (positions := self._positions) is not None:
