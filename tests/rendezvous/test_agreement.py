@@ -162,11 +162,11 @@ def test_refusals() -> None:
     bench.agree(0, 1)
     bench.tell_launched(1, 1)
     refused = [
-        (bench.agree(0, 1), 0, "rank 0/3 already waits at position 0 of group 'g'"),
-        (bench.agree(1, 1), 1, "rank 1/3 has launched already and cannot ask"),
+        (bench.agree(0, 1), 0, "rank 0/3 has already asked about its collective at position 0 of group 'g'"),
+        (bench.agree(1, 1), 1, "rank 1/3 has already launched its collective at position 0 of group 'g'; a rank asks"),
         (bench.agree(2, 1, ranks=[1, 2]), 2, "group 'g' has ranks (0, 1, 2), rank 2/3 asked with ranks (1, 2)"),
-        (bench.agree(2, 1, ranks=[0, 1]), 2, "needs to include rank 2/3"),
-        (bench.agree(2, 1, ranks=[2, 3]), 2, "group 'g' of ranks (2, 3)"),
+        (bench.agree(2, 1, ranks=[0, 1]), 2, "needs existing ranks that include rank 2/3"),
+        (bench.agree(2, 1, ranks=[2, 3]), 2, "needs existing ranks that include rank 2/3, got (2, 3)"),
     ]
     for sequence, rank, text in refused:
         bench.questions(rank)

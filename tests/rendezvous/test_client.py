@@ -364,5 +364,5 @@ def test_a_generation_of_some_follows_a_failure() -> None:
         results = run_threads([lambda: rebuild(0), lambda: rebuild(2)])
         values = [b"0", b"2"]
         assert results == [(0, 2, 2, 1, "rank 0/2", values), (1, 2, 2, 1, "rank 1/2", values)]
-        with pytest.raises(RendezvousError, match="rank 1 wants to join generation 2, the next one is 3"):
+        with pytest.raises(RendezvousError, match="rank 1 wants to join generation 2, but the next one is 3"):
             connect(server, 1, 3, generation=2, min_ranks=2)

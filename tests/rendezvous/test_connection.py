@@ -168,9 +168,10 @@ def test_lost_server_is_a_failure_that_sticks(wire: Wire, state: ProcessState) -
 
 def test_a_refused_message_that_nobody_waits_for_is_logged(wire: Wire, caplog) -> None:
     wire.join()
-    wire.push((FrameType.REFUSED, 9, INVALID, "the current start has 2 ranks, got ENDED for rank 2"))
+    wire.push((FrameType.REFUSED, 9, INVALID, "got ENDED for rank 2; the current start of the run has 2 ranks"))
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 0/2: the rendezvous server refused a message: the current start has 2 ranks, got ENDED for rank 2"
+        "rank 0/2: the rendezvous server refused a message: got ENDED for rank 2; "
+        "the current start of the run has 2 ranks"
     ]
 
 

@@ -31,7 +31,9 @@ def test_where(known: dict[str, object], where: str) -> None:
 
 @pytest.mark.parametrize("known", [{}, {"master_addr": "node0"}, {"master_port": 29500}])
 def test_nowhere_to_meet_names_what_to_set(known: dict[str, object]) -> None:
-    with pytest.raises(InvalidArgument, match="rank 1/2 needs the rendezvous. address.*MASTER_ADDR.*gradsync run"):
+    with pytest.raises(
+        InvalidArgument, match="rank 1/2 needs the address of the rendezvous.*MASTER_ADDR.*gradsync run"
+    ):
         _rendezvous_point(rank(**known), None)
 
 

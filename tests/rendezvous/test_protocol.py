@@ -120,7 +120,7 @@ def test_slow_joiners_are_named_every_few_seconds() -> None:
         (0, 1, 0, ("world_size 2", "with world_size 1")),
         (2, 2, 0, ("ranks 0 to 1", "rank 2")),
         (1, 2, 0, ("rank 1/2 has joined already",)),
-        (0, 2, 3, ("rank 0 wants to join generation 3, the next one is 1",)),
+        (0, 2, 3, ("rank 0 wants to join generation 3, but the next one is 1",)),
     ],
 )
 def test_wrong_joins_are_refused_and_harm_nobody(rank, world_size, generation, texts) -> None:
@@ -430,7 +430,8 @@ def test_survivors_form_a_generation_numbered_anew_at_the_first_deadline() -> No
         FrameType.REFUSED,
         late,
         REFUSED,
-        "rank 2 wants to join generation 2, the next one is 3: the others have formed a generation without it",
+        "rank 2 wants to join generation 2, but the next one is 3: "
+        "the others have formed a generation without this rank",
     )
 
 

@@ -222,7 +222,7 @@ def test_member_that_does_not_read_is_dropped(monkeypatch) -> None:
                 # No fixed number: the kernel's buffers take many requests before a busy server reads one.
                 while time.monotonic() < deadline:
                     connection.post(FrameType.GET, "big", None)
-            with pytest.raises(RankFailed, match="has not read its last"):
+            with pytest.raises(RankFailed, match="the peer has not read the last"):
                 clients[0].barrier()
         finally:
             for client in clients:

@@ -75,7 +75,7 @@ def test_a_rank_of_another_start_is_refused(bench: StartsBench) -> None:
     bench.join_rank(0)
     [(kind, _, reason, text)] = bench.take(RANKS[0])
     assert (kind, reason, bench.closed) == (FrameType.REFUSED, REFUSED, [RANKS[0]])
-    assert "rank 0 belongs to another start of the ranks, not to the current one" in text
+    assert "rank 0 belongs to another start or restart of this run, not to the current one" in text
 
 
 def test_the_next_start_turns_the_ranks_of_the_last_one_away(bench: StartsBench) -> None:
@@ -156,7 +156,7 @@ def test_a_process_of_a_rank_outside_the_start_is_refused(bench: StartsBench, be
         bench.join_rank(0)
         bench.inbox.clear()
     sequence = bench.send(LAUNCHERS[1], *fields)
-    text = f"the current start has {2 if begins else 0} ranks, got {fields[0].name} for rank {fields[1]}"
+    text = f"got {fields[0].name} for rank {fields[1]}; the current start of the run has {2 if begins else 0} ranks"
     assert bench.take(LAUNCHERS[1]) == [(FrameType.REFUSED, sequence, INVALID, text)]
     bench.wait(2.0)  # the ranks of the start still wait for rank 1 only, and nobody asks for a look at rank 2
     assert FrameType.FAILED not in [message[0] for message in bench.take(RANKS[0])]

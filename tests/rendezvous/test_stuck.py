@@ -109,7 +109,7 @@ def test_wait_in_which_nobody_is_missing_says_so() -> None:
     bench.come_to(57, 0, 1)
     bench.wait_in(0)
     bench.wait(1)
-    assert bench.notices == ["ranks 0 and 1 have waited 5 s in all_reduce #57, which every rank has begun"]
+    assert bench.notices == ["ranks 0 and 1 have waited 5 s in all_reduce #57; every rank has begun it"]
 
 
 def in_message(rank: int, peer: int, line: int) -> str:
@@ -173,8 +173,8 @@ def test_absent_rank_that_answers_is_named_to_all_itself_too() -> None:
         "ranks 0, 1 and 3 waited 300 s in all_reduce #57 for rank 2",
         "ranks 0, 1 and 3:\n  in wait()",
         "missing: rank 2 (pid 1002) is running, and has begun 56 collectives:\n  in load_batch()\n  in read()",
-        "rank 2 did not arrive at all_reduce #57: the report above says where. For ranks that need longer, pass a "
-        "longer collective_timeout_seconds to init_process_group()",
+        "rank 2 did not arrive at all_reduce #57: see the report of each missing rank above. If ranks need more time, "
+        "pass a longer collective_timeout_seconds to init_process_group()",
     ]
     assert bench.core.next_deadline() is None
 

@@ -1,6 +1,6 @@
 """Rendezvous: the ranks of a run find each other, share small values, and learn of each other's failures.
 
-Other rooms import only these names:
+The rest of gradsync imports only these names:
 
 - `client.RendezvousClient`: a rank's membership of a generation, or of a group of its ranks. `connect`, `group`,
   `close`, `abandon`; `set`, `get(from_rank=)`, `delete`, `exchange`, `barrier`; `agree`, `launched_position`, `follow`,
@@ -9,18 +9,23 @@ Other rooms import only these names:
 - `server.RendezvousServer`: `start`, `serve_forever`, `stop`, `wait_until_empty`, `abandon`; a launcher reports the
   start and end of its processes with `note_start` and `note_end`. Launchers use this class, and so does a rank that
   hosts the server.
-- `frames.Decision`, `LaunchedEvent`, `event_key`: the answers to NCCL's agreement; `OF_MESSAGES`, and the limits
-  `MAX_...` of values, reports and descriptions.
+- `frames.Decision`, `LaunchedEvent`, `event_key`: for NCCL communicators, which agree on their next collective over
+  the rendezvous. `OF_MESSAGES` marks a wait in a send or receive. The constants `MAX_...` limit the length of values,
+  reports and descriptions.
 - `sockets.bind_listener`, `format_address`, `look_up`, `raise_limit`: for launchers.
-- `hosting.join`: decides who hosts and where, and gives the process group its client.
+- `hosting.join`: decides which process hosts the server and at which address, joins, and returns this rank's client.
 - `secret_files`: how processes of one machine find a server and its secret.
 
 A generation is a set of ranks that have joined together. It forms when all launched ranks have joined or, after a
 failure, from the ranks that join again (`connect(min_ranks=)`). The first failure ends the generation: every rank gets
 the same error, at once and at every later call. The keys and barriers of a generation are removed when it ends.
 
-The modules from the bottom up: `liveness` (silence timers), `frames` (types and schemas), `wire` (sealed frames),
-`handshake` and `sockets`; the server's core, without I/O: `roster`, `store`, `agreement_service`, `stuck`, `protocol`;
-then `server` and, for launchers of several machines, `starts` on the server's side; `connection`, `dialling` and
-`client` on the rank's side; `secret_files` and `hosting` use both.
+The modules from the bottom up:
+
+- of both sides: `liveness` (silence timers), `frames` (types and schemas), `wire` (sealed frames), `handshake`,
+  `sockets`;
+- of the server, without I/O: `roster`, `store`, `agreement_service`, `stuck`, `protocol`, and `starts` for a run on
+  several machines; then `server`, the event loop;
+- of a rank: `connection`, `dialling`, `client`;
+- `secret_files`, and `hosting`, which starts the server or a client.
 """

@@ -1,18 +1,19 @@
 """Agreement of a group's members on their next collective; NCCL communicators ask for it.
 
 NCCL cannot carry a digest of the collective, so its communicators ask the rendezvous server. Each communicator is a
-group that numbers its collectives: position 0, 1, 2, ... A rank whose next collective is the one that the common
-history predicts launches it without asking. Any other rank asks, with the digest of its collective, and waits for the
-decision.
+group that numbers its collectives: position 0, 1, 2, ... If a rank's next collective is the one that the common history
+predicts, the rank launches it without asking. Otherwise the rank asks the server whether all members run the same
+collective: it sends the digest of its collective, and waits for the decision.
 
-This module is part of the server's core, without I/O. A question waits until every member has reported its digest for
-that position: by a question or, if the member has launched already, by a LAUNCHED frame. The server forwards the first
-question to the other members. A member that has launched its collective at that position then reports it; every other
-member also asks the server before it launches.
+This module is part of the server's core, without I/O. The server decides on a position when every member has reported
+the digest of its collective there. A member reports it in its own question or, if it has launched the collective
+already, in a LAUNCHED frame. The server forwards the first question about a position to the other members. A member
+that has launched its collective at this position answers with LAUNCHED; every other member asks the server too before
+it launches.
 
-A launched collective cannot be taken back. If one member has launched a collective and another member asks about a
-different one, every question about that position or a later one gets LAUNCHED at once. A member that has launched the
-collective that the others ask about counts as a member that has asked.
+A launched collective cannot be taken back. Suppose that one member has launched a collective, and another member asks
+about a different one at the same position. Then the server answers LAUNCHED at once to every question about this
+position or a later one. If both collectives are equal, the member that has launched counts as a member that has asked.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ class Agreement:
     """The open agreement on one position of a group.
 
     Args:
-        group: the group. It keeps the agreement while at least one member has reported.
+        group: the group of the members. Its `positions` holds this agreement from the first report to the decision.
         position: the number of the collective.
     """
 
     def __init__(self, group: Group, position: int) -> None:
         self.group = group
         self.position = position
-        self.waits: dict[int, Wait] = {}  # the members that have asked
-        self.digests: dict[int, int] = {}  # by rank: of the members that have asked or have launched already
-        self.is_forwarded = False  # whether the question was forwarded to the other members
+        self.waits: dict[int, Wait] = {}  # by rank: the questions of the members that have asked
+        self.digests: dict[int, int] = {}  # by rank, of the members that have asked or launched
+        self.is_forwarded = False  # whether a question was forwarded to the other members
         self._reports: Counter[int] = Counter()  # digest -> the number of members that reported it
         self._cancelled: set[int] = set()  # ranks that have asked and then cancelled their question
 
@@ -64,7 +65,7 @@ class Agreement:
         self._reports[digest] += 1
 
     def withdraw(self, wait: Wait) -> None:
-        """Removes a question, as if that rank had not asked yet."""
+        """Removes a member's question, as if the member had not asked yet."""
         del self.waits[wait.request.rank]
         digest = self.digests.pop(wait.request.rank)
         self._reports[digest] -= 1
@@ -89,7 +90,8 @@ class Agreement:
     def decision(self) -> Decision | None:
         """Returns the decision, or None while it is open.
 
-        Even if the members' digests differ, the decision waits for the last member, which may have launched already.
+        MISMATCH needs the reports of all members, because a member that has not reported yet may have launched its
+        collective; the decision is then LAUNCHED.
         """
         differ = len(self._reports) > 1
         if differ and len(self.digests) > len(self.waits):
@@ -129,7 +131,7 @@ class AgreementService:
     Args:
         roster: the members.
         waits: the server's table of open waits.
-        keys: stores the descriptions of collectives that were launched already.
+        keys: the store of keys, which gets the descriptions of launched collectives.
     """
 
     def __init__(self, roster: Roster, waits: WaitTable, keys: Keys) -> None:
@@ -139,7 +141,7 @@ class AgreementService:
         self._groups: dict[str, Group] = {}
 
     def ask(self, request: Request, name: str, ranks: Members, position: int, digest: int) -> list[Send]:
-        """Handles a member's question about a position; the last report brings the decision for all members."""
+        """Handles a member's question about a position; once all members have reported, all get the decision."""
         group = self._find(request, name, ranks)
         if isinstance(group, Send):
             return [group]
@@ -157,7 +159,7 @@ class AgreementService:
         return [*self._forward(agreement), *self._conclude(agreement)]
 
     def report_launched(self, rank: int, name: str, position: int, digest: int, description: str) -> list[Send]:
-        """Records the collective that a member has launched already. The frame needs no answer, so it is never refused.
+        """Records the collective that a member has launched already, from a LAUNCHED frame, which gets no answer.
 
         A report is ignored if the rank is not a member, or has reported for this position before.
         """
@@ -186,7 +188,7 @@ class AgreementService:
         return [send for agreement in agreements for send in self._fail(agreement, rank)]
 
     def _find(self, request: Request, name: str, ranks: Members) -> Group | Send:
-        """Returns the group, or the refusal of a request that does not fit it."""
+        """Returns the group, or a refusal if the group has other members or if there are too many groups."""
         group = self._groups.get(name)
         if group is None:
             if len(self._groups) >= MAX_GROUPS:
@@ -198,12 +200,13 @@ class AgreementService:
         return group
 
     def _refuse_second(self, request: Request, agreement: Agreement) -> Send:
-        what = "already waits" if request.rank in agreement.waits else "has launched already and cannot ask"
-        where = f"at position {agreement.position} of group {agreement.group.name!r}"
-        return request.refuse(f"{self._roster.label(request.rank)} {what} {where}")
+        did = "asked about" if request.rank in agreement.waits else "launched"
+        what = f"its collective at position {agreement.position} of group {agreement.group.name!r}"
+        text = f"{self._roster.label(request.rank)} has already {did} {what}; a rank asks once, before it launches"
+        return request.refuse(text)
 
     def _forward(self, agreement: Agreement) -> list[Send]:
-        """Forwards the question to the other members, once."""
+        """Forwards the first question about a position to the members that have not reported."""
         if agreement.is_forwarded:
             return []
         agreement.is_forwarded = True
@@ -240,7 +243,7 @@ class AgreementService:
         return [_decide(wait.request, decision, position) for wait in waits.values()]
 
     def _fail(self, agreement: Agreement, left: int) -> list[Send]:
-        need = f"position {agreement.position} of group {agreement.group.name!r} needs its digest"
+        need = f"the agreement on position {agreement.position} of group {agreement.group.name!r} needs this rank"
         failure = self._roster.left_failure(left, need)
         waits = list(agreement.waits.values())
         for wait in waits:

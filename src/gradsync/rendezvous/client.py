@@ -1,7 +1,7 @@
 """The rendezvous client: a rank joins a generation, and shares keys, barriers and failures with the others.
 
-The process group and the communicators use it. One class serves the world and the groups. A group has some of the
-ranks. Its name is put before the names of its keys, barriers and groups.
+The process group and the communicators use this module. The same class is used for the world and for groups. A group
+is a subset of the ranks. The group's name is the prefix of the names of its keys, barriers and groups.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _MAX_LISTED_RANKS = 16_384
 
 
 class RendezvousClient:
-    """A rank's membership of one generation, made by `connect`, or of a group of its ranks, made by `group`.
+    """A rank's membership in one generation (made by `connect`), or in a group of its ranks (made by `group`).
 
-    Any number of threads may use it, each call with its own deadline. Every call returns its result or raises a typed
-    error. Once the generation has failed, every call raises that failure. The methods of a group take ranks of the
-    group; errors and reports name ranks of the world.
+    Any number of threads may use one client; each call has its own deadline. Every call returns its result or raises a
+    typed error. Once the generation has failed, every call raises that failure. The methods of a group take ranks of
+    the group; errors and reports name ranks of the world.
 
     Attributes:
         rank, world_size: this rank's number, and the number of members.
-        world_ranks: the rank in the world of each member, by the member's rank here.
+        world_ranks: for each member, in the order of their ranks in this group, its rank in the world.
         name: the group's name; "" is the world.
         label: this rank in messages, e.g. "rank 1/4", or "rank 1/2 of group 'pair' (rank 2 of the world)".
         generation: the generation's number, counted by the server from 1.
         most_advanced: the rank that passed the largest `steps` to `connect`.
         address: the server's address.
         own_host: this machine's own address on its connection to the server.
-        has_failed: a function that returns whether the generation has failed or this rank has reported a failure. It
-            takes 0.1 us, for loops in which `check` would be too slow.
+        has_failed: a function that returns whether the generation has failed or this rank has reported a failure. A
+            call takes 0.1 us; use it in loops where `check` would be too slow.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class RendezvousClient:
     ) -> RendezvousClient:
         """Joins the next generation: connects, authenticates, and waits until all ranks have joined.
 
-        Every rank must call `connect` once per generation. With `min_ranks`, after a failure, the generation forms from
-        the ranks that join: at the first rank's deadline, or once all others are known to have ended. These ranks are
-        then numbered anew, in their old order.
+        Every rank must call `connect` once per generation. After a failure, `min_ranks` lets the next generation form
+        without the missing ranks: once these are known to have ended, or when the first waiting rank reaches its
+        deadline. The ranks that have joined are then renumbered from 0, in their old order.
 
         Args:
             address: the server's address, "host:port" or "[IPv6]:port".
@@ -123,12 +123,13 @@ class RendezvousClient:
             rank: this rank's number at launch, from 0.
             world_size: the number of launched ranks.
             timeout_seconds: one deadline for connecting and joining.
-            noun: the word for a member in messages, the same as the server's.
-            generation: the number of the generation to join; 0 is the one that forms next. The server refuses a rank
-                whose generation has formed without it.
-            min_ranks: the smallest number of ranks to form a generation with; None needs all. Needs `generation`.
+            noun: the word for a member in messages, "rank" or "node"; the server must use the same word.
+            generation: the number of the generation to join; 0 is the one that forms next. The server refuses this
+                rank if the generation has already formed without this rank.
+            min_ranks: the smallest number of ranks to form a generation with; None: all ranks. Requires `generation`.
             steps: the number of training steps that this rank has completed.
-            start: the name of the start that this rank belongs to, if launchers share the server, see `begin_start`.
+            start: the name of the start or restart to which this rank belongs, if several launchers share the server;
+                see `begin_start`.
 
         Raises:
             InvalidArgument: an argument is out of its range.
@@ -172,10 +173,10 @@ class RendezvousClient:
             return cls(connection, tuple(range(size)), own_rank, generation=number, most_advanced=most_advanced)
 
     def group(self, members: Sequence[int], name: str) -> RendezvousClient:
-        """Returns this rank's client for a group of the members. All of them must call it, with the same arguments.
+        """Returns this rank's client for a group of these members. All members must call `group` with equal arguments.
 
-        The group puts "name/" before the name of each of its keys, barriers and groups, unless that is `name` itself or
-        begins with "name/".
+        The group puts "name/" before the name of each of its keys, barriers and groups, except a name that is `name`
+        itself or already begins with "name/".
 
         Args:
             members: ranks of this client, in the order in which they become rank 0, 1, 2 ... of the group.
@@ -220,7 +221,7 @@ class RendezvousClient:
             replace: whether to replace an existing value; otherwise the first value stays.
 
         Raises:
-            InvalidArgument: the key or the value does not fit.
+            InvalidArgument: the key or the value has the wrong type or is too long.
             RankFailed, CollectiveTimeout, RendezvousError: the generation or the server has failed.
         """
         data = bytes(value) if isinstance(value, (bytearray, memoryview)) else value
@@ -231,11 +232,12 @@ class RendezvousClient:
 
         Args:
             key: the key's name.
-            from_rank: the member that sets the key. A timeout names this rank, and the wait ends if the rank leaves.
+            from_rank: the member that sets the key, if known. Then the error at the deadline names this member, and the
+                wait fails as soon as this member leaves.
             timeout_seconds: this rank's deadline.
 
         Raises:
-            RendezvousTimeout: the key was not set by the deadline; `missing_ranks` has `from_rank`.
+            RendezvousTimeout: the key was not set by the deadline; `missing_ranks` has `from_rank`, if it was given.
             RankFailed: a rank died, `from_rank` has left, or every other rank has left.
         """
         setter = None if from_rank is None else self.world_ranks[from_rank]
@@ -243,11 +245,11 @@ class RendezvousClient:
         return bytes(self._connection.ask(operation, timeout_seconds, FrameType.GET, self._scoped(key), setter))
 
     def delete(self, key: str) -> bool:
-        """Removes a key; returns whether it was there."""
+        """Removes a key; returns whether the key was set."""
         return bool(self._ask_at_once(f"delete {key!r}", FrameType.DELETE, self._scoped(key)))
 
     def exchange(self, name: str, value: bytes, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> list[bytes]:
-        """Returns the values of all members, by rank. Every member must call it, with the same name.
+        """Returns the values of all members, by rank. Every member must call `exchange`, with the same name.
 
         Args:
             name: the exchange's name.
@@ -265,10 +267,10 @@ class RendezvousClient:
         return [by_world_rank[rank] for rank in self.world_ranks]
 
     def barrier(self, name: str = "", *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-        """Waits until every member has arrived. Every member must call it, with the same name, which can be used again.
+        """Waits until every member has called `barrier` with the same name. A name can be used again.
 
-        A rank that reaches its deadline no longer counts as arrived, and may call it again. Raises the errors of
-        `exchange`.
+        A rank that reaches its deadline no longer counts as arrived, and may call `barrier` again. Raises the errors
+        of `exchange`.
         """
         operation = f"barrier {name!r}"
         self._connection.ask(operation, timeout_seconds, FrameType.BARRIER, self._scoped(name), self._members)
@@ -286,18 +288,19 @@ class RendezvousClient:
     ) -> Decision:
         """Asks whether all members run the same collective at a position of their group, and returns the decision.
 
-        Returns once every member has called it for this position, or has reported through `follow` that it has launched
-        already. AGREED: all digests are equal. MISMATCH: the digests differ, and no member has launched. LAUNCHED: a
-        member has launched a collective with another digest. The server sends LAUNCHED at once, also for every later
-        position of the group; `launched_position` gives the first such position.
+        Returns once every member has called `agree` for this position, or has reported through `follow` that it has
+        launched its collective already. AGREED: all digests are equal. MISMATCH: the digests differ, and no member has
+        launched. LAUNCHED: a member has launched a collective with another digest. From this position on, the server
+        answers every question of the group with LAUNCHED at once; `launched_position` returns this position.
 
         Args:
             group: the group's name, at most 960 bytes.
             position: the number of the collective in the group, from 0.
             digest: the digest of this rank's next collective, an unsigned integer of 64 bits.
             timeout_seconds: this rank's deadline.
-            arriving: a list and an item. The item is appended when the decision arrives, before any thread wakes. So
-                the list has the order of the server, which threads that ask at the same time could not know otherwise.
+            arriving: a pair (list, item). The item is appended to the list when the decision arrives, before the thread
+                that waits for it wakes. So the items of several threads are in the order in which the server decided;
+                the threads have no other way to learn this order.
 
         Raises:
             InvalidArgument: an argument is out of its range, the members differ from an earlier call's, or this rank
@@ -315,14 +318,14 @@ class RendezvousClient:
         return Decision(decision)
 
     def launched_position(self, group: str) -> int | None:
-        """Returns the first position at which a member launched another collective; None before a decision LAUNCHED.
+        """Returns the first position where a member launched a different collective; None before a decision LAUNCHED.
 
-        It may be lower than the position that this rank asked about; then this rank has launched there too.
+        If it is lower than the position that this rank asked about, this rank too has launched a collective there.
         """
         return self._launched_positions.get(self._scoped(group))
 
     def follow(self, group: str, on_asked: OnAsked) -> None:
-        """Sets the callback that answers when another member asks about a position.
+        """Sets the callback that runs when another member asks about a position; its result goes to the server.
 
         Call `follow` before the group's first collective: questions that arrive earlier are dropped. `on_asked` runs in
         a thread of this client. It must be quick, must not raise, and must not wait for the server.
@@ -330,7 +333,8 @@ class RendezvousClient:
         Args:
             group: the group's name.
             on_asked: `on_asked(position)` returns the collective that this rank has launched at that position, or None
-                if it has launched none there yet. After None this rank must call `agree` there before it launches.
+                if it has launched none there yet. Once `on_asked` has returned None for a position, this rank must
+                call `agree` for this position before it launches.
 
         Raises:
             InvalidArgument: the group has a callback already.
@@ -338,28 +342,31 @@ class RendezvousClient:
         self._connection.follow(self._scoped(group), on_asked)
 
     def unfollow(self, group: str) -> None:
-        """Removes the callback of `follow`; a call of it that is running goes on. Idempotent."""
+        """Removes the callback that `follow` set; a call that is running still finishes. Idempotent."""
         self._connection.unfollow(self._scoped(group))
 
-    # Reports of a launcher about its ranks, on a server of launchers.
+    # Reports of a launcher about its ranks, on a server that several launchers share.
 
     def begin_start(self, start: str, world_size: int) -> None:
-        """Begins a start of the ranks. Every launcher must call it, with the same arguments, before it starts ranks.
+        """Announces a start or restart of all ranks. Every launcher must call this before it starts its ranks.
 
-        The ranks join with the start's name. The server closes the connections of the previous start.
+        All launchers pass the same arguments. Each rank passes the name `start` to `connect`. The server closes the
+        connections of the ranks of the previous start.
 
         Args:
-            start: the start's name, at most 64 bytes; not used before.
+            start: the name of this start, at most 64 bytes; each name may be used only once.
             world_size: the number of ranks on all machines.
         """
         self._ask_at_once("begin_start", FrameType.BEGIN_START, start, world_size)
 
     def note_start(self, rank: int, pid: int) -> None:
-        """Records a rank's process on this machine. Waiting ranks get an error if it is paused before it joins.
+        """Records the start of a rank's process on this machine.
+
+        If the process is paused (SIGSTOP) before it joins, the ranks that wait for it to join get an error.
 
         Args:
             rank: the rank's number.
-            pid: its process id.
+            pid: the process id.
         """
         self._post(FrameType.STARTED, rank, pid)
 
@@ -377,14 +384,14 @@ class RendezvousClient:
     def announce_left(self, name: str, position: int) -> None:
         """Reports that this rank has left a communicator after `position` collectives; never waits and never raises.
 
-        Once every member has reported this or left the world, the server removes its entries whose name is `name` or
-        begins with "name/".
+        Once every member has called `announce_left` or left the world, the server removes the keys, barriers and
+        groups whose name is `name` or begins with "name/".
         """
         with contextlib.suppress(ValueError):
             self._post(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))
 
     def left_ranks(self, name: str) -> dict[int, int]:
-        """Returns the world ranks that have left a communicator, each with the number of collectives begun before."""
+        """Returns the world ranks that have left a communicator, each with the number of collectives it had begun."""
         asked = self._ask_at_once(f"left_ranks {name!r}", FrameType.LEFT_RANKS, self._scoped(name), self._members)
         return dict(zip(*asked, strict=True))
 
@@ -407,7 +414,7 @@ class RendezvousClient:
     # Failures.
 
     def check(self) -> None:
-        """Raises the failure of the generation, if it has failed; never waits. Every later call raises it again.
+        """Raises the failure of the generation, if it has failed; never waits. Later calls raise the same failure.
 
         Raises:
             RankFailed: a rank of this generation died, was paused (SIGSTOP) or reported a failure.
@@ -426,17 +433,17 @@ class RendezvousClient:
     ) -> None:
         """Sets the callbacks that describe this rank to the server and the other ranks.
 
-        The callbacks run in threads of this client. They must be quick and must not raise; if `report` raises, the
-        error's text is sent as the report.
+        The callbacks run in threads of this client. Each callback must be quick and must not raise; if `report` raises,
+        the error's text is sent as the report.
 
         Args:
             positions: returns the number of collectives that this rank has begun in each group, for at most 16
-                groups. It runs at every heartbeat, twice a second.
-            report: returns the text on this rank for the other ranks' error; shortened to 16 KiB.
-            history: returns this rank's last collectives, by group; for each its number, digest, description (at most
-                200 bytes), and whether this rank is still in it. At most 16 groups and 128 collectives.
-            on_trouble: called with one line of text after this rank has answered a status request, and when the
-                generation fails.
+                groups. The client calls it at every heartbeat, at most twice a second.
+            report: returns a text about this rank, which the other ranks' errors show; shortened to 16 KiB.
+            history: returns this rank's last collectives by group: for each collective its number, digest, description
+                (at most 200 bytes), and whether it still runs on this rank. At most 16 groups and 128 collectives.
+            on_trouble: gets one line of text after this rank has answered a status request, and when the generation
+                fails.
         """
         self._connection.callbacks = Callbacks(positions, report, history, on_trouble)
 
@@ -448,12 +455,12 @@ class RendezvousClient:
         The server logs one notice for each position of a group, however many ranks report that they wait there.
 
         Args:
-            group: the group's name, as in the positions of `describe_with`.
+            group: the group's name, the same as in the result of the callback `positions` (`describe_with`).
             position: the number of the collective in the group, counted from 1.
             what: the collective in words, with its number, e.g. "all_reduce #57".
-            waited_seconds: how long this rank has waited in it.
-            missing: the world ranks that it waits for. None if it does not know them: the server then names the ranks
-                that have begun fewer collectives.
+            waited_seconds: how long this rank has waited in the collective.
+            missing: the world ranks that this rank waits for. None if this rank does not know them: the server then
+                names the ranks that have begun fewer collectives.
         """
         self._post(FrameType.STUCK, *self._wait_fields(group, position, what, waited_seconds, missing), False)
 
@@ -462,8 +469,9 @@ class RendezvousClient:
     ) -> NoReturn:
         """Fails the generation because a collective has reached its deadline, and raises that failure.
 
-        The server asks every rank for its status, for at most half a second. Then every rank, also a missing one, gets
-        the same error, in this call or its next one. The arguments are those of `report_waiting`.
+        The server asks every rank for its status, and waits at most half a second for the answers. Then every rank,
+        including the missing ones, gets the same error, in its current or next call. The arguments are those of
+        `report_waiting`.
 
         Raises:
             CollectiveTimeout: `missing_ranks` has the ranks that did not arrive; the text has every rank's report. If
@@ -485,11 +493,11 @@ class RendezvousClient:
     def report_failure(self, reason: str, *, culprit: int | None = None) -> None:
         """Fails the generation: every rank gets RankFailed with this rank and the reason.
 
-        For error handlers: it never waits and never raises.
+        Error handlers can call this method: it never waits and never raises.
 
         Args:
             reason: the text of the failure; shortened to 4 KiB.
-            culprit: the world rank that caused this rank's failure; RankFailed then names the culprit instead.
+            culprit: the world rank that caused this rank's failure; RankFailed then names the culprit, not this rank.
         """
         self._connection.report_failure(reason, culprit)
 
@@ -505,7 +513,7 @@ class RendezvousClient:
     def _wait_fields(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
     ) -> tuple[object, ...]:
-        """Returns the fields of a STUCK message, without the last one."""
+        """Returns the fields of a STUCK message, except the last field (`is_over`)."""
         members = self._members
         absent = None if missing is None else sorted({operator.index(rank) for rank in missing})
         if len(members or ()) + len(absent or ()) > _MAX_LISTED_RANKS:  # both lists might not fit one frame

@@ -1,6 +1,6 @@
-"""A rank's connection to the rendezvous server: one daemon thread reads until the end.
+"""A rank's connection to the rendezvous server; one daemon thread reads from it until it is closed.
 
-`dialling` makes it, and `client` uses it. These rules hold, and each has a test:
+`dialling` makes the connection, and `client` uses it. These rules hold, and each has a test:
 
 - Only one thread reads. Each thread that sends a request waits for the answer on a lock of its own. It never waits on a
   Condition or an Event, whose inner lock would stay held if Ctrl-C arrived as the wait begins.
@@ -8,10 +8,12 @@
   answer or by the reader. So no blocked send can delay the heartbeats, which the reader sends.
 - A second thread answers the questions of other ranks, so that a callback that blocks, or writes a long dump, delays
   neither answers to this rank's requests nor heartbeats.
-- A process whose own timer fires late was paused itself (SIGSTOP, for example), so it does not call its peer silent.
+- If a process's own timer fires late, this process was paused (by SIGSTOP, for example). So it does not report its peer
+  as silent.
 - After a fork the child closes its copy of the descriptor, replaces the locks and acquires none.
-- The reader is a daemon thread, and holds no reference to the connection while it waits. So a client that
-  nobody refers to any more is closed, and LEAVE can be sent at exit, while daemon threads still run.
+- The reader is a daemon thread, and holds no reference to the connection while it waits. So the
+  connection is closed when the last reference to its client goes away, and LEAVE can be sent at exit, while daemon
+  threads still run.
 """
 
 from __future__ import annotations
@@ -189,9 +191,9 @@ class Connection:
         shown_seconds: float | None = None,
         arriving: tuple[list[object], object] | None = None,
     ) -> Any:
-        """Sends a request, waits, and returns its result.
+        """Sends a request, waits for the answer, and returns its value.
 
-        At the deadline it sends CANCEL; the server's answer names the missing ranks.
+        At the deadline the client sends CANCEL; the server's answer names the missing ranks.
 
         Args:
             operation: the request's name in messages.
@@ -265,9 +267,9 @@ class Connection:
                 self.post(FrameType.REPORT_FAILURE, clip_text(reason, MAX_REASON_BYTES), culprit)
 
     def await_failure(self, frame_type: FrameType, *fields: Any) -> None:
-        """Sends a message after which the server fails the generation, and raises that failure.
+        """Sends a message that makes the server fail the generation; waits for the failure and raises it.
 
-        Returns if the failure does not arrive within 1 s.
+        Returns if no failure arrives within 1 s.
         """
         pending, key = _Pending(), -time.monotonic_ns()  # no request's sequence is negative
         self._pending[key] = pending
@@ -334,7 +336,7 @@ class Connection:
         """Reads new bytes, writes unsent ones, and sends a heartbeat when it is due.
 
         Returns:
-            False once the connection has ended.
+            Whether the connection is still open.
         """
         try:
             if has_input:
@@ -373,7 +375,7 @@ class Connection:
             _log.warning("%s: %s responds again", self.label, self._server_name())
 
     def _handle(self, message: Message) -> None:
-        """Passes an answer to its request, and a push to the answering thread; never waits, and calls no callback."""
+        """Passes an answer to its request, others to the answering thread; never waits, and calls no callback."""
         kind = message.type
         if kind is FrameType.PULSE:
             self.is_accepted = True  # the server sends the first PULSE when it accepts the JOIN
@@ -467,16 +469,16 @@ class Connection:
     # Questions of other ranks.
 
     def follow(self, group: str, on_asked: OnAsked) -> None:
-        """Sets the callback that answers the questions of a group's other members."""
+        """Sets the callback for the questions that other members of a group ask about its positions."""
         if self._on_asked.setdefault(group, on_asked) is not on_asked:
             raise InvalidArgument(f"{self.label}: group {group!r} is followed already; unfollow it first")
 
     def unfollow(self, group: str) -> None:
-        """Removes the callback; a call of it that is running goes on. Idempotent."""
+        """Removes the callback; a call that is running still finishes. Idempotent."""
         self._on_asked.pop(group, None)
 
     def _push(self, message: Message) -> None:
-        """Queues a push for the answering thread, which ends when the queue is empty."""
+        """Queues a message for the answering thread; starts this thread if it is not running."""
         self._pushes.append(message)
         if self._answering is None:
             thread = threading.Thread(target=self._answer_pushes, name="gradsync-answers", daemon=True)
@@ -505,7 +507,7 @@ class Connection:
                     self._call_on_trouble(push.fields[-1].partition("\n")[0])
 
     def _answer_question(self, group: str, position: int) -> None:
-        """Asks the group's communicator for its launched collective at a position, and reports it."""
+        """Reports the collective that this rank has launched at a position, if there is one."""
         on_asked = self._on_asked.get(group)
         if on_asked is None:
             return
@@ -570,7 +572,7 @@ class Connection:
     def abandon(self) -> None:
         """Closes the connection without LEAVE, after a failure. Idempotent.
 
-        The child of a fork closes only its copy of the socket; the parent's connection goes on.
+        The child of a fork closes only its copy of the socket; the parent's connection stays open.
         """
         if os.getpid() != self._pid:
             self.close_copy()
@@ -607,12 +609,12 @@ class Connection:
     def _fail_as_closed(self) -> None:
         self._is_closed = True
         self.failure = CommunicatorClosed(
-            f"{self.label}: this rendezvous client is closed; connect again to join again"
+            f"{self.label}: this rendezvous client is closed; to join again, make a new client with connect"
         )
         self._fail(self.failure)
 
     def close_copy(self) -> None:
-        """Closes the child's copy after a fork, without I/O and without the lock, which may never be free there."""
+        """Closes a forked child's copy, without I/O and without the lock, which may stay held forever in the child."""
         self._is_closed = True
         self.failure = CommunicatorClosed(f"{self.label}: this rendezvous client belongs to the process that made it")
         self._sending = threading.Lock()
@@ -662,10 +664,10 @@ def failure_of(message: Message, label: str, operation: str = "") -> GradsyncErr
     """Returns the error of a FAILED message.
 
     Args:
-        message: of the type FAILED.
+        message: the FAILED message.
         label: this rank in messages, e.g. "rank 1/4".
-        operation: the name of the request that the message answers, with ": " at its end; "" if the message is about
-            the whole generation.
+        operation: the name of the request that the message answers, followed by ": "; "" if the message is about the
+            whole generation.
     """
     _, kind, rank, phase, missing, text = message.fields
     if kind == STUCK:  # the operation is left out: this rank's own request has nothing to do with the stuck collective
@@ -690,7 +692,7 @@ def _result(pending: _Pending, label: str, operation: str, shown_seconds: float)
         _, missing, where = message.fields
         raise RendezvousTimeout(
             f"{label}: {operation} reached its deadline of {shown_seconds:.3g} s; "
-            + (f"missing: {where}" if missing else "no rank has set it"),
+            + (f"missing: {where}" if missing else "no rank has set the key"),
             missing_ranks=tuple(missing),
             missing=where if missing else "",
         )

@@ -1,6 +1,6 @@
 """Dialling: connects to a rendezvous server, authenticates, and tries again until the server is up.
 
-`client` calls `dial` once for each join; it returns a `Connection`.
+`client` calls `dial` once for each join; `dial` returns a `Connection`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def dial(address: str, *, secret: bytes, deadline: float, label: str, generation
     Raises:
         RendezvousTimeout: no server was reached by the deadline; the text has the address and the last cause.
         AuthenticationError: the server does not know the secret.
-        InvalidArgument: a removed variable is set (`check_removed_variables`).
+        InvalidArgument: an environment variable is set that gradsync no longer has (`check_removed_variables`).
         RendezvousError: another service uses that port.
     """
     parse_address(address)
@@ -145,8 +145,8 @@ def _shake_hands(
     """Runs the handshake.
 
     Returns:
-        The session; the reader, with the bytes that arrived after the handshake; the PROOF, which is to be sent
-        together with the first message; and the server's process.
+        The session; the reader, which holds the bytes that arrived after the handshake; the PROOF, which the caller
+        sends together with the first message; and the identity of the server's process.
     """
     handshake = ClientHandshake(secret, os.urandom(RANDOM_BYTES), generation)
     reader, unsent, waiter = FrameReader(), bytearray(handshake.hello()), select.poll()

@@ -34,8 +34,8 @@ MAX_CALL_BYTES = 200
 MAX_WAITED_MS = 10**12
 MAX_RANKS = 16_384
 
-OF_MESSAGES = 0  # instead of a collective's number, which starts at 1: the rank waits in a send or receive
-TO_GENERATION = 0  # instead of a request's sequence: a push to all members
+OF_MESSAGES = 0  # in place of a collective's number, which starts at 1: the rank waits in a send or receive
+TO_GENERATION = 0  # in place of a request's sequence: the message goes to all members and answers no request
 THE_WORLD = ""  # as the name in LEAVE: the rank leaves the generation
 NEXT_GENERATION = 0  # in JOIN: the generation that forms next
 INVALID = 0  # a kind of refusal: the caller made a mistake
@@ -45,7 +45,7 @@ STUCK = 1  # a kind of failure: a rank did not arrive at a collective in time
 SILENCE = 2  # a kind of failure: a rank is silent, and its process is paused (SIGSTOP), gone or unreachable
 
 
-#: A rank's last collectives, by group; for each its number, digest, description, and whether the rank is still in it.
+#: A rank's last collectives by group: the number, digest and description of each, and whether it still runs there.
 Calls = Mapping[str, Sequence[tuple[int, int, str, bool]]]
 
 
@@ -164,14 +164,14 @@ def _is_result(value: Any) -> bool:
 
 
 def is_progress(value: Any) -> bool:
-    """Whether a value maps groups to the numbers of collectives begun in them, and fits into a HEARTBEAT."""
+    """Whether a value is valid in a HEARTBEAT: a dict from group to the number of collectives begun there."""
     if type(value) is not dict or len(value) > MAX_STATUS_GROUPS:
         return False
     return all(_GROUP.accepts(group) and _POSITION.accepts(begun) for group, begun in value.items())
 
 
 def _is_status(value: Any) -> bool:
-    """Whether a value maps each group to its count of begun collectives and its last calls."""
+    """Whether a value is valid in a STATUS: a dict from group to the number of collectives begun there and the last."""
     if type(value) is not dict or len(value) > MAX_STATUS_GROUPS or not all(map(_GROUP.accepts, value)):
         return False
     calls = 0
@@ -201,13 +201,16 @@ _REQUEST = _integer("request sequence", 0, 2**63 - 1)
 _GROUP = _text("group", MAX_GROUP_BYTES)
 _POSITION = _integer("position", 0, 2**63 - 1)
 _DIGEST = _integer("digest", 0, 2**64 - 1)
-_PROGRESS = Field("progress", f"at most {MAX_STATUS_GROUPS} groups with the collectives begun in each", is_progress)
+_PROGRESS = Field(
+    "progress", f"at most {MAX_STATUS_GROUPS} groups, each with the number of collectives begun there", is_progress
+)
 _VALUE = Field("value", f"bytes of length 0 to {MAX_VALUE_BYTES}", _is_value)
-# The fields of a call: number, digest, the call in words, and whether the rank is still in it.
+# The fields of one called collective: number, digest, the call in words, and whether it still runs on the rank.
 _CALL = (_POSITION, _DIGEST, _text("call", MAX_CALL_BYTES), _flag("runs"))
 _STATUS = Field(
     "status",
-    f"at most {MAX_STATUS_GROUPS} groups, each with its begun collectives and last calls, {MAX_STATUS_CALLS} together",
+    f"at most {MAX_STATUS_GROUPS} groups, each with the number of collectives begun there and a list of the last ones; "
+    f"at most {MAX_STATUS_CALLS} listed collectives in all groups together",
     _is_status,
 )
 _PID = _integer("pid", 0, 2**31)
@@ -304,9 +307,9 @@ class LaunchedEvent(NamedTuple):
 
 
 def event_key(group: str, position: int, rank: int) -> str:
-    """Returns the key that holds a rank's description of its collective when the ranks differ.
+    """Returns the key for the description of a rank's collective, which the ranks read if their collectives differ.
 
-    The server sets the key for a rank that has launched. A rank that asked sets its own key.
+    A rank that has asked the server sets its own key. For a rank that has launched already, the server sets the key.
     """
     return f"{group}/agree/{position}/{rank}"
 
@@ -318,7 +321,7 @@ def is_under(name: str, prefix: str) -> bool:
 
 @dataclass(slots=True)  # not frozen: every frame makes one, and a frozen object takes three times as long to make
 class Message:
-    """One authenticated message, never changed. The repr leaves out the fields, which may hold a secret id."""
+    """One authenticated message; treat it as immutable. The repr leaves out the fields, which may hold a secret id."""
 
     type: FrameType
     sequence: int
@@ -394,7 +397,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """The answer to a Inspect."""
+    """The result of an `Inspect`: the state of the peer's process and connection."""
 
     peer: int
     state: ProcessState
@@ -423,7 +426,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Asks the server to inspect this peer's process and connection, and to answer with Inspected at once.
+    """Asks the server to inspect this peer's process and connection, and to answer with `Inspected` at once.
 
     Attributes:
         peer: the number of the connection, or the `liveness.process_key` of a process that has not joined.
@@ -436,7 +439,7 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True)
 class MakeRoom:
-    """Asks the server to make room for the connections of `ranks` ranks, in addition to those of the launchers."""
+    """Asks the server to allow the connections of `ranks` ranks, in addition to the connections of the launchers."""
 
     ranks: int
 

@@ -1,6 +1,6 @@
 """The handshake: both sides prove that they know the run's secret, and derive the keys of their session.
 
-The connections of both ends use it; it uses `wire`. The two classes are state machines without I/O: they take nonces
+`dialling` and `server` use this module. The two classes are state machines without I/O: they take nonces
 and frames, and return bytes.
 
     client                                  server
@@ -8,15 +8,17 @@ and frames, and return bytes.
                                      <-     CHALLENGE  magic, version, server nonce, machine, pid, run id
                                                        MAC: the server's proof
     PROOF     MAC: the client's proof ->
-    JOIN ... (session keys)          <->
+    JOIN and all later messages, with the session keys, in both directions
 
 The server gives its proof first. So a client sends no proof to a server that does not know the secret, and a client
-with a wrong secret notices that by itself. Each proof covers all bytes exchanged so far and the label of its direction,
-so no frame can be reflected, replayed or spliced. Bodies have a fixed binary layout: no decoder runs before
-authentication. A client refuses a server of another protocol version here, so all later frames have one form.
+whose own secret is wrong learns this from the server's proof. Each proof covers all bytes exchanged so far and the
+label of its direction, so no frame can be reflected, replayed or spliced. Bodies have a fixed binary layout: no decoder
+runs before authentication. The client refuses a server of another protocol version, so all later frames have the same
+format.
 
-The first 8 bytes of the client's nonce are the number of the generation to join, which JOIN repeats. So the keys of a
-session hold for one run and one generation, and the server refuses a rank of another generation.
+The first 8 bytes of the client's nonce are the number of the generation to join. Both nonces go into the keys of the
+session, so these are valid for one run and one generation only. JOIN contains the number of the generation too, and the
+server refuses a JOIN with another number.
 
 The CHALLENGE identifies the server's process (a digest of its machine's identity, and its pid), so that a client can
 check whether a silent server is paused (SIGSTOP).
@@ -118,13 +120,13 @@ class ServerHandshake:
 
     Args:
         secret: the run's secret.
-        run_id: the run's name. The session's keys depend on it.
+        run_id: the run's name, from which the keys of the session are derived too.
         nonce: 32 new random bytes.
         process: the server's process.
 
     Attributes:
-        generation: the generation that the client wants to join. It is unverified until the session has opened a
-            message.
+        generation: the generation that the client wants to join; not authenticated before the session has opened the
+            client's first message.
     """
 
     def __init__(self, secret: bytes, run_id: str, nonce: bytes, process: ServerProcess = _UNKNOWN) -> None:
@@ -136,7 +138,7 @@ class ServerHandshake:
         self._transcript = b""
 
     def receive(self, frame: Frame) -> bytes | Session:
-        """Handles the client's next frame; returns bytes to send (CHALLENGE), or the session after the PROOF.
+        """Handles the client's next frame: returns the CHALLENGE to send after a HELLO, the session after a PROOF.
 
         Raises:
             FrameError: the frame is not the expected one.

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | gradsync | the launcher, at a free port | passed to its ranks through a file descriptor |
 | any, beside `gradsync serve` | that server: GRADSYNC_ADDRESS, with GRADSYNC_HOSTED=1 | GRADSYNC_SECRET_FILE |
-| any, with GRADSYNC_ADDRESS | rank 0, at that address | that file; on loopback also a file that rank 0 makes |
+| any, with GRADSYNC_ADDRESS | rank 0, at that address | GRADSYNC_SECRET_FILE; on loopback also rank 0's file |
 | torchrun, or by hand | rank 0, at MASTER_ADDR and a port next to MASTER_PORT | as in the row above |
 | mpiexec or srun, on one machine | rank 0, at a free port, in its file | GRADSYNC_SECRET_FILE, or rank 0's file |
 | srun, on several machines | rank 0, at the step's first host; port by the step's number | GRADSYNC_SECRET_FILE |
@@ -12,7 +12,7 @@
 
 Rank 0 makes its file in the user's runtime directory (`secret_files.py`), and removes it when all ranks have joined: a
 rank of the next run must not find it. The last three rows apply if MASTER_ADDR and MASTER_PORT are not set. The last
-row applies for backend "mpi", and on several machines if no other row applies.
+row applies to runs with backend "mpi", and to runs on several machines to which no other row applies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Share = Callable[[bytes, float], list[bytes]]
 
 
 class RendezvousPoint(NamedTuple):
-    """The address at which a world's ranks find their server. Each rank derives it by itself.
+    """The address at which a world's ranks find their server. Each rank computes it without asking the others.
 
     Attributes:
         address: host:port; None if rank 0 chooses a free port.
@@ -68,7 +68,7 @@ class JoinedRendezvous:
         endpoint: the server's address, and the run's secret.
         server: the server, if this rank hosts it.
         path: the secret file for the other ranks, while the file exists.
-        is_closed: whether the next `join` cannot use it again.
+        is_closed: whether the rendezvous is closed; the next `join` then makes a new one.
     """
 
     point: RendezvousPoint
@@ -97,8 +97,8 @@ class JoinedRendezvous:
 def is_sent_over_mpi(own: RankEnvironment, address: str | None, backend: str) -> bool:
     """Whether rank 0 sends the address and the secret over MPI, if mpi4py is installed.
 
-    Rank 0 does so if no address is given, and either backend "mpi" is wanted or the launcher's variables give no other
-    way to find the server and its secret.
+    Rank 0 sends them over MPI only if no address is given. In addition, the wanted backend must be "mpi", or the
+    launcher's variables must give no other way to find the server and its secret.
 
     Args:
         own: this rank's environment.
@@ -130,7 +130,8 @@ def join(
         own: this rank's environment.
         address: host:port from the caller; None takes the address from the environment.
         timeout_seconds: one deadline for the whole call.
-        kept: the rendezvous of this process's last `join`; used again if it fits, else closed.
+        kept: the rendezvous that this process's last `join` returned; used again if its address and world size are the
+            same, else closed.
         share: sends rank 0's address and secret to the other ranks over MPI; None if these know both without MPI. It
             must be None on all ranks or on no rank.
 
@@ -205,9 +206,9 @@ def _rendezvous_point(own: RankEnvironment, address: str | None) -> RendezvousPo
         return RendezvousPoint(None, own.run_name)
     if own.master_addr is None or own.master_port is None:
         raise InvalidArgument(
-            f"rank {own.rank}/{own.world_size} needs the rendezvous' address, and none is set: set MASTER_ADDR and "
-            f"MASTER_PORT (or {ADDRESS}=host:port), pass address=, or start with `gradsync run -n N script.py`; "
-            "under mpiexec it is enough to install mpi4py for its MPI"
+            f"rank {own.rank}/{own.world_size} needs the address of the rendezvous, and none is set: set MASTER_ADDR "
+            f"and MASTER_PORT (or {ADDRESS}=host:port), pass address=, or start with `gradsync run -n N script.py`. "
+            "Under mpiexec it is enough to install mpi4py, built for the same MPI"
         )
     # MASTER_PORT belongs to torchrun, or to the script itself; gradsync uses a neighbouring port.
     known = join_address(own.master_addr, port_beside(own.master_port))
@@ -231,7 +232,7 @@ def _is_here(point: RendezvousPoint) -> bool:
 
 def _no_secret(own: RankEnvironment, point: RendezvousPoint, *, hosted_for_us: bool) -> AuthenticationError:
     who = f"rank {own.rank}/{own.world_size}"
-    advice = f"put one into a file of mode 0600 and name it in {SECRET_FILE} on every rank"
+    advice = f"put a secret into a file of mode 0600, and set {SECRET_FILE} to its path on every rank"
     if not hosted_for_us:
         return AuthenticationError(f"{who}: a run across hosts needs a secret: {advice} (address {point.name})")
     return AuthenticationError(
@@ -273,7 +274,10 @@ def _find(
     kept: JoinedRendezvous | None,
     deadline: float,
 ) -> tuple[RendezvousClient, JoinedRendezvous]:
-    """Joins the server that rank 0's secret file names, or the kept rendezvous: after a first join the file is gone."""
+    """Joins the server that rank 0's secret file names.
+
+    After the first join that file is gone, so a later join uses the kept rendezvous.
+    """
     found = _wait_for_rank_0(point, None, own, deadline) if kept is None else kept.endpoint
     while True:
         endpoint = Endpoint(point.address or found.address, secret or found.secret)
@@ -310,9 +314,9 @@ def _wait_for_rank_0(point: RendezvousPoint, stale: Endpoint | None, own: RankEn
     if found is None:
         raise RendezvousTimeout(
             f"{who}: rank 0 did not start hosting {point.name} on this machine before the deadline (no new file "
-            f"{path}). Check that rank 0 runs with the same MASTER_ADDR and MASTER_PORT. If it runs on another "
-            f"machine, name a secret in {SECRET_FILE} on every rank; if a server runs already, set {ADDRESS} and "
-            f"{HOSTED}=1",
+            f"{path}). Check that rank 0 runs with the same MASTER_ADDR and MASTER_PORT. If rank 0 runs on "
+            f"another machine, put a secret into a file and set {SECRET_FILE} to its path on every rank; if a server "
+            f"runs already, set {ADDRESS} and {HOSTED}=1",
             missing_ranks=(0,),
         )
     return found
@@ -335,7 +339,8 @@ def _share_over_mpi(
 def _own_host(own: RankEnvironment, share: Share, deadline: float) -> str:
     """Returns the address at which the other ranks reach this machine. Every rank must call it.
 
-    It is the address from which this machine sends to another machine of the job; loopback if there is no other.
+    It is the address from which this machine sends to another machine of the job; the loopback address if all ranks are
+    on this machine.
     """
     if own.local_world_size == own.world_size:
         return _LOOPBACK

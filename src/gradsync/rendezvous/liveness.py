@@ -1,9 +1,9 @@
 """Liveness: how long a process has been silent, whether it still runs, and whether it counts as lost.
 
-Both ends use it: the server's core keeps one `Peers` table, a client keeps one `Peer` for the server. Heartbeats go
-both ways. Silence alone proves nothing: a process in a long call that holds Python's lock (the GIL) is silent too. So
-the other end inspects the silent process and its connection. The process is lost once two inspections in a row find it
-stopped (by SIGSTOP, for example), gone or unreachable.
+Server and client use this module: the server's core keeps one `Peers` table, a client keeps one `Peer` for the server.
+Both send heartbeats. Silence alone proves nothing: a process in a long call that holds Python's lock (the GIL) is
+silent too. When a process is silent, its peer therefore inspects the process and the connection to it. The process
+counts as lost once two inspections in a row find it stopped (by SIGSTOP, for example), gone or unreachable.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class ProcessState(enum.Enum):
         """The explanation of the state, in words."""
         return _DETAILS[self]
 
-    def lost_text(self, who: str, evidence: str, *, where: str = "") -> str:
+    def lost_text(self, who: str, evidence: str, *, when: str = "") -> str:
         """Returns the sentence about a lost peer.
 
         Args:
             who: the peer's name.
             evidence: the reason for the inspection, e.g. "no sign of life for 3.0 s".
-            where: when it was lost, e.g. " while joining".
+            when: when the peer was lost, e.g. " while joining"; "" if the sentence does not say it.
         """
-        return f"{who} {self.value}{where}: {self.detail}; {evidence}"
+        return f"{who} {self.value}{when}: {self.detail}; {evidence}"
 
     def slow_text(self, who: str, silent_seconds: float) -> str:
         """Returns the sentence about a peer that is silent for long although its process has not failed."""
@@ -95,8 +95,8 @@ class Peer:
 
     Args:
         now: monotonic seconds.
-        is_connected: whether the process sends heartbeats. A process that has not joined sends none: each inspection is
-            due half a second after the one before, and the process is alive unless it is stopped (SIGSTOP).
+        is_connected: whether the process has joined, and sends heartbeats. A process that has not joined sends no
+            heartbeats: its peer inspects it every half second, and it counts as alive unless it is stopped (SIGSTOP).
 
     Attributes:
         last_seen_at: the time of the last sign of life, in monotonic seconds.
@@ -151,9 +151,9 @@ class Peer:
 
 
 def process_key(rank: int) -> int:
-    """Returns the key of a process that has not joined: negative, unlike a connection's number.
+    """Returns the key of a rank's process that has not joined. Called with such a key, it returns the rank.
 
-    Applied to the key, the function returns the rank again.
+    The key is negative. A joined rank has the number of its connection as its key, which is not negative.
     """
     return -1 - rank
 
@@ -163,8 +163,8 @@ class Peers:
 
     def __init__(self) -> None:
         self._peers: dict[int, Peer] = {}
-        # When to search the table next. It is never too late, because a sign of life only moves a peer's own time
-        # later.
+        # When to search the table next. A search is never late, because a sign of life only moves the time when the
+        # peer is due to a later time.
         self._due_at: float | None = None
 
     def begin(self, key: int, now: float) -> None:
@@ -248,7 +248,7 @@ def inspect_process(pid: int) -> ProcessState:
 
 
 def _exists(pid: int) -> bool:
-    """Returns whether the process exists. It asks the kernel, because /proc may hide the processes of other users."""
+    """Asks the kernel whether a process exists, because /proc may hide the processes of other users."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,17 +1,17 @@
 """The server's core: generations, their members, and a handler for each frame.
 
-Its one function takes the time and an event, and returns actions. It has no sockets, no clock and no randomness, so
-tests and model checkers can drive it as `server` does. A connection joins as one rank of the earliest generation that
-has not had that rank yet. A generation forms when all its ranks have joined and the generation before has ended. It
-ends when all its connections have ended.
+`RendezvousCore.handle` takes the time and an event, and returns actions. The core has no sockets, no clock and no
+randomness, so tests and model checkers can call it as `server` does. A connection joins as one rank; it joins the
+earliest generation that this rank has not joined before. A generation forms when all its ranks have joined and the
+generation before has ended. A generation ends when all its connections have ended.
 
 A generation fails when a connection ends without a LEAVE, when a member reports a failure, when a silent member is
-found stopped (SIGSTOP), gone or unreachable, or when a member does not arrive at a collective in time. While it forms,
-it also fails when the process of a missing rank has ended or is stopped. Every member gets the failure at once, and
-again as the answer to every later request.
+found stopped (SIGSTOP), gone or unreachable, or when a member does not arrive at a collective in time. A
+generation that has not formed yet also fails when the process of a missing rank has ended or is stopped. Every member
+gets the failure at once, and again as the answer to every later request.
 
-After a failure the next generation can form from some of the ranks, if its members accept that (`min_ranks`). It then
-forms once all other ranks are known to have ended, or when a waiting member has reached its deadline.
+After a failure the next generation can form from some of the ranks, if its members accept that (`min_ranks`). This
+generation forms once all missing ranks are known to have ended, or when a waiting member reaches its deadline.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NOTICE_INTERVAL_SECONDS = 5.0
 
 
 class Generation:
-    """One generation: its members, their store and its failure; the `WaitTarget` of ranks that join."""
+    """One generation: its members, their store and its failure. It is the `WaitTarget` for which joining ranks wait."""
 
     def __init__(self, world_size: int, waits: WaitTable, noun: str) -> None:
         self.roster = Roster(world_size, noun)
@@ -96,7 +96,8 @@ class RendezvousCore:
         world_size: the number of launched ranks.
         machine: the server's `machine_identity`; "" if unknown.
         noun: the word for a member in messages.
-        host: the rank that hosts the server. When this rank cancels its join, all waits to join end.
+        host: the rank that hosts the server; None if no rank does. When the host cancels its join, the joins of all
+            waiting ranks end too.
 
     Attributes:
         formed_count: the number of the last generation that formed.
@@ -188,7 +189,7 @@ class RendezvousCore:
         return actions + answers if actions else answers
 
     def _refuse_frame(self, _generation: Generation, request: Request, *_fields: Any) -> list[Action]:
-        return [request.refuse("this is not a request of a joined rank", REFUSED)]
+        return [request.refuse("a rank that has joined cannot send this request", REFUSED)]
 
     # Joining, leaving, failing.
 
@@ -198,8 +199,8 @@ class RendezvousCore:
         refusal = join_refusal(self._world_size, rank, world_size, self._noun)
         if not refusal and number not in (NEXT_GENERATION, self.formed_count + 1):
             refusal = (
-                f"{self._noun} {rank} wants to join generation {number}, the next one is {self.formed_count + 1}: "
-                "the others have formed a generation without it"
+                f"{self._noun} {rank} wants to join generation {number}, but the next one is {self.formed_count + 1}: "
+                f"the others have formed a generation without this {self._noun}"
             )
         is_any = number == NEXT_GENERATION  # a rank that names a generation has seen the previous one fail
         for generation in self._generations:
@@ -328,7 +329,7 @@ class RendezvousCore:
         return []
 
     def _next_to_form(self) -> Generation | None:
-        """Returns the generation that forms next: the first, or after a failure one that may form without all ranks."""
+        """Returns the generation that forms next: the first, or after a failure a later one with `min_ranks`."""
         for index, generation in enumerate(self._generations):
             if generation.is_forming:
                 return generation if index == 0 or generation.least_ranks is not None else None
@@ -384,7 +385,7 @@ class RendezvousCore:
         return actions
 
     def _judge(self, now: float, event: Inspected) -> list[Action]:
-        """Handles the inspection of a rank that is silent, has not answered an inquiry, or has not joined."""
+        """Handles the inspected state of a rank that is silent, has not sent its status, or has not joined."""
         if event.peer < 0:
             return self._judge_process(now, event)
         if event.peer not in self._member_of:
@@ -437,7 +438,10 @@ class RendezvousCore:
         return []
 
     def _advance_stuck(self, now: float) -> list[Action]:
-        """Handles due warnings and inquiries. Called only after a Tick: a late server must first read the answers."""
+        """Logs due warnings, and ends due status requests.
+
+        Called only after a Tick: a server that runs late must first read the answers that have arrived.
+        """
         actions: list[Action] = []
         for generation in self._generations:
             due_at = generation.stuck.next_deadline() if generation.is_running else None
@@ -491,7 +495,7 @@ class RendezvousCore:
 
 
 class _When(enum.Enum):
-    """The state of the generation in which a member's frame is handled."""
+    """In which states of its generation a member's frame is handled."""
 
     ALWAYS = enum.auto()
     RUNNING = enum.auto()  # in any other state the frame is ignored, because it needs no answer

@@ -49,7 +49,7 @@ def list_members(members: Iterable[int]) -> str:
 
 
 def never_arrived(absent: Iterable[int], cancelled: Container[int]) -> tuple[int, ...]:
-    """Returns the absent ranks that never arrived; if there are none, the absent ranks that cancelled their wait."""
+    """Returns the absent ranks that have never arrived; if all have arrived and cancelled their waits, returns all."""
     absent = tuple(absent)
     return tuple(rank for rank in absent if rank not in cancelled) or absent
 
@@ -64,7 +64,7 @@ class Failure:
     """The failure of a request or of a whole generation.
 
     Attributes:
-        rank: the rank that caused the failure; one of these ranks if there are several.
+        rank: the rank that caused the failure; if several ranks caused it, one of them.
         phase: that rank's phase: joining, running or left.
         text: the full description.
         kind: DEATH, STUCK or SILENCE, see `frames`.
@@ -116,7 +116,7 @@ class Member:
 
     @property
     def local_pid(self) -> int | None:
-        """Its pid if it runs on the server's machine, else None."""
+        """The process id if the rank runs on the server's machine, else None."""
         return None if self.host else self.pid
 
 
@@ -129,9 +129,9 @@ class Roster:
 
     Attributes:
         phase: "joining" until the generation forms, then "running".
-        members: the members by rank. Until the generation forms, the key is the launched rank. If it forms without all
-            ranks, the members are numbered anew.
-        by_launch_rank: the same members, always by launched rank.
+        members: the members by rank. Before the generation forms, this is the rank that the launcher gave. If the
+            generation forms without all ranks, the members are renumbered from 0.
+        by_launch_rank: the same members, always by the rank that the launcher gave.
     """
 
     def __init__(self, world_size: int, noun: str = "rank") -> None:
@@ -180,15 +180,15 @@ class Roster:
         return len(self.members) == self.world_size
 
     def form(self) -> None:
-        """Forms the generation from the ranks that have joined, numbered anew in their old order."""
+        """Forms the generation from the ranks that have joined; renumbers them from 0 in their old order."""
         self.members = {rank: self.members[launched] for rank, launched in enumerate(sorted(self.members))}
         self.world_size = len(self.members)
         self.phase = RUNNING_PHASE
 
     def least_ranks(self) -> int | None:
-        """Returns the smallest number of ranks that the generation may form with.
+        """Returns the smallest number of ranks that the generation may form with; None if it needs all ranks.
 
-        It is the largest `min_ranks` of the members; None, for all ranks, if no member gave one.
+        The result is the largest `min_ranks` that a member gave.
         """
         return max((m.min_ranks for m in self.members.values() if m.min_ranks is not None), default=None)
 
@@ -269,23 +269,23 @@ class Roster:
         return Failure(rank, self.phase, f"{self.name(rank)} died{self._while_joining()}: {lost}")
 
     def ended(self, rank: int, how: str) -> Failure:
-        """Returns the failure of a generation that waits for a rank whose process has ended."""
+        """Returns the failure of a generation that cannot form, because the process of a missing rank has ended."""
         return Failure(rank, JOINING_PHASE, f"{self.label(rank)} {how} without joining; the other ranks waited for it")
 
     def stopped_before_joining(self, rank: int, pid: int, state: ProcessState, seconds: float) -> Failure:
-        """Returns the failure of a generation that waits for a rank whose process is stopped (SIGSTOP)."""
-        evidence = f"the others have waited for it for {seconds:.1f} s"
-        text = state.lost_text(f"{self.label(rank)} (pid {pid})", evidence, where=" before it joined")
+        """Returns the failure of a generation that cannot form, because a missing rank's process is stopped."""
+        evidence = f"the other {self.noun}s have waited {seconds:.1f} s for it to join"
+        text = state.lost_text(f"{self.label(rank)} (pid {pid})", evidence, when=" before it joined")
         return Failure(rank, JOINING_PHASE, text, SILENCE)
 
     def reported(self, rank: int, reason: str, culprit: int | None) -> Failure:
-        """Returns the failure that a rank has reported, caused by that rank itself or by another rank, the culprit."""
+        """Returns the failure that a rank has reported; its cause is that rank or, if given, the culprit."""
         text = f"{self.name(rank)} failed{self._while_joining()}: {reason}"
         return Failure(rank if culprit is None or culprit not in self.members else culprit, self.phase, text)
 
     def silence(self, rank: int, state: ProcessState, evidence: str) -> Failure:
-        """Returns the failure of a generation with a silent rank found stopped (SIGSTOP), gone or unreachable."""
-        text = state.lost_text(self.name(rank), evidence, where=self._while_joining())
+        """Returns the failure of a generation whose silent rank was found stopped (SIGSTOP), gone or unreachable."""
+        text = state.lost_text(self.name(rank), evidence, when=self._while_joining())
         return Failure(rank, self.phase, text, SILENCE)
 
     def slow_text(self, rank: int, state: ProcessState, silent_seconds: float) -> str:
@@ -293,7 +293,6 @@ class Roster:
         return state.slow_text(self.name(rank), silent_seconds)
 
     def _while_joining(self) -> str:
-        """Returns the words about when a rank was lost; none once the ranks run."""
         return " while joining" if self.phase == JOINING_PHASE else ""
 
     def _state_text(self, rank: int) -> str:
@@ -304,7 +303,7 @@ class Roster:
 
 
 def join_refusal(expected_size: int, rank: int, world_size: int, noun: str) -> str:
-    """Returns the reason why a join is refused, with both values; "" if it is accepted."""
+    """Returns why a join is refused, with the expected and the given value; "" if the join is accepted."""
     if world_size != expected_size:
         return f"the server expects world_size {expected_size}, {noun} {rank} joined with world_size {world_size}"
     if rank >= expected_size:

@@ -1,9 +1,9 @@
 """Secret files: processes of one machine find a server and its secret in the user's runtime directory.
 
-Two kinds of processes use it: ranks that our launcher did not start (`hosting.py`), and several launchers of one run
-(`launching/hosting.py`). These modules decide who writes the file and who waits for it. The file is named after the
-server's address or the run, which all of these processes know. Only this user can open its directory. The file is
-removed when all ranks have joined or, if launchers share it, at the end of the run that the first launcher hosts.
+Two kinds of processes use a secret file: ranks that our launcher did not start (`hosting.py`), and several launchers of
+one run (`launching/hosting.py`). Those two modules decide which process writes the file and which processes wait for
+it. The file is named after the server's address or the run, so that all its users know the name. Only this user can
+open its directory. Rank 0 removes its file when all ranks have joined. A launcher removes its file when its run ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Endpoint(NamedTuple):
     Attributes:
         address: host:port.
         secret: the secret, at least 16 bytes.
-        start: the name of the ranks' start, on a server that launchers share with their ranks; else "".
+        start: the name of the start or restart to which the ranks belong, on a server that launchers share with their
+            ranks; else None.
     """
 
     address: str
@@ -45,7 +46,8 @@ def secret_path(name: str) -> str:
         name: the run's name, or the server's address.
 
     Raises:
-        AuthenticationError: there is no such directory, and none can be made.
+        AuthenticationError: the user has no runtime directory, and other users can open the directory that would
+            replace it.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     if not _is_private(base):  # missing, or owned by another user, as after su
@@ -73,9 +75,9 @@ def wait_for(
 
     Args:
         path: the file.
-        stale: the endpoint of an earlier run, which is ignored.
+        stale: the endpoint of an earlier run; a file with this endpoint is ignored.
         deadline: monotonic seconds.
-        notice: called every 5 s while it waits.
+        notice: a function that is called every 5 s during the wait.
 
     Returns:
         The endpoint, or None at the deadline.

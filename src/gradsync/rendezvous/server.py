@@ -2,8 +2,8 @@
 
 A launcher runs the server in its own process, `gradsync serve` runs it alone, and without a launcher rank 0 hosts it.
 The server binds its port when it is made, then serves in a background thread or in the calling thread, and never
-blocks on one peer. The number, lifetime and buffers of
-connections that have not authenticated yet ("strangers") are limited, so that they cannot disturb a run.
+blocks on one peer. The number, lifetime and buffers of connections that have not authenticated yet are limited, so that
+these connections cannot disturb a run.
 """
 
 from __future__ import annotations
@@ -93,13 +93,15 @@ class RendezvousServer:
         host: the interface to bind; loopback by default.
         port: the port to bind; 0 lets the kernel choose a free port.
         listener: a listening socket from `bind_listener` to use instead of host and port; the server closes it.
-        of_launchers: whether the members are launchers, which then begin starts of ranks here, see `LaunchersCore`.
+        of_launchers: whether the members are launchers, which announce each start of their ranks to this server, see
+            `LaunchersCore`.
 
     Attributes:
         address: the address for clients, e.g. "127.0.0.1:43211" or "[::1]:4000".
 
     Raises:
-        InvalidArgument: an argument is out of its range, the secret is too short, or a removed variable is set.
+        InvalidArgument: an argument is out of its range, the secret is too short, or an environment variable is set
+            that gradsync no longer has.
         RendezvousError: the address cannot be bound. If the port is in use, the text names the process that holds it,
             if this process can find it.
     """
@@ -161,8 +163,8 @@ class RendezvousServer:
     def stop(self) -> None:
         """Stops the server: closes all connections, joins the thread and frees the port. Idempotent.
 
-        If the serving thread itself calls it (from a signal handler during `serve_forever`), it returns at once, and
-        the loop ends right after.
+        If the serving thread itself calls `stop` (from a signal handler during `serve_forever`), `stop` returns at
+        once, and the loop ends soon after.
         """
         if os.getpid() != self._pid:
             self.abandon()
@@ -177,11 +179,13 @@ class RendezvousServer:
                 self._thread.join(_STOP_SECONDS)
 
     def note_start(self, rank: int, pid: int) -> None:
-        """Records a rank's process on this machine. Waiting ranks get an error if it is paused before it joins.
+        """Records the start of a rank's process on this machine.
+
+        If the process is paused (SIGSTOP) before it joins, the ranks that wait for it to join get an error.
 
         Args:
             rank: the rank's number.
-            pid: its process id.
+            pid: the process id.
         """
         self._loop.submit(Started(rank, pid))
 
@@ -195,7 +199,7 @@ class RendezvousServer:
         self._loop.submit(Ended(rank, how))
 
     def wait_until_empty(self, timeout_seconds: float) -> bool:
-        """Waits until every client has left; returns False at the deadline. A rank that hosts the server uses it.
+        """Waits until every client has left; returns False at the deadline. A rank that hosts the server calls it.
 
         Args:
             timeout_seconds: how long to wait at most.
@@ -239,13 +243,13 @@ class ServerConnection:
     Args:
         number: the connection's number in the core.
         stream: the non-blocking socket.
-        handshake: the state machine of this connection's handshake, unused so far.
+        handshake: the state machine of this connection's handshake, not started yet.
         deadline: the time by which its first authenticated message must arrive, in monotonic seconds.
 
     Attributes:
         is_unauthenticated: True until the first authenticated message.
         output: bytes that wait to be written.
-        is_watched_for_room: whether the event loop waits for the stream to become writable. The loop sets it.
+        is_watched_for_room: whether the event loop waits for the stream to become writable. The event loop sets it.
     """
 
     def __init__(self, number: int, stream: socket.socket, handshake: ServerHandshake, deadline: float) -> None:
@@ -293,7 +297,8 @@ class ServerConnection:
     def _check_generation(self, message: Message) -> None:
         """Refuses a session if its HELLO and its JOIN name different generations."""
         if message.type is FrameType.JOIN and message.fields[2] != self._handshake.generation:
-            raise FrameError(f"JOIN names generation {message.fields[2]}, HELLO named {self._handshake.generation}")
+            wanted, got = self._handshake.generation, message.fields[2]
+            raise FrameError(f"JOIN needs generation {wanted}, which HELLO named, got generation {got}")
 
     def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
         """Queues a message for an authenticated peer.
@@ -305,7 +310,7 @@ class ServerConnection:
             raise FrameError("a message was queued before the handshake ended")
         self.output += self._session.seal(frame_type, *fields)
         if len(self.output) > MAX_OUTPUT_BYTES:
-            raise ConnectionLost(f"it has not read its last {MAX_OUTPUT_BYTES} bytes")
+            raise ConnectionLost(f"the peer has not read the last {MAX_OUTPUT_BYTES} bytes sent to it")
 
     def close(self) -> None:
         """Shuts the stream down, then closes it, so that the copy in a forked process cannot keep it open."""
@@ -321,7 +326,7 @@ class EventLoop:
         listener: the listening socket; owned and closed by the loop.
         core: turns events into actions.
         secret: the run's secret, for the handshakes.
-        ranks: the number of ranks of one generation.
+        ranks: the number of ranks in one generation.
 
     Attributes:
         empty: set while there is no connection.
@@ -336,11 +341,11 @@ class EventLoop:
         self._listener = listener
         self._core = core
         self._secret = secret
-        self._run_id = os.urandom(8).hex()  # in the keys of every session
+        self._run_id = os.urandom(8).hex()  # the keys of every session are derived from it too
         self._process = ServerProcess.of(machine_identity(), os.getpid())
         self._ranks = ranks
         self._make_room(0)
-        self._is_quiet = False  # whether only heartbeats have arrived in this iteration
+        self._is_quiet = False  # whether only heartbeats arrived in this iteration of the loop
         self._stopping = False
         self._notices = _NoticeWriter()
         self._connections: dict[int, ServerConnection] = {}
@@ -389,7 +394,7 @@ class EventLoop:
         """Closes every descriptor; the peers see the end of their streams.
 
         Args:
-            is_copy: whether these are a forked child's copies; the parent's streams then go on.
+            is_copy: whether a forked child closes its copies of the descriptors; the parent's streams then stay open.
         """
         self._selector.close()
         for connection in self._connections.values():
@@ -435,7 +440,7 @@ class EventLoop:
     def _handle_time(self, now: float) -> None:
         for group, cause in (
             (self._unauthenticated, f"no handshake within {HANDSHAKE_SECONDS:g} s"),
-            (self._closing, "it did not read its last message"),
+            (self._closing, "the peer did not read the last message sent to it"),
         ):
             while group and (connection := next(iter(group.values()))).deadline <= now:
                 self._drop(connection, cause)
@@ -596,7 +601,7 @@ class EventLoop:
 
 
 def _batch_seconds(ranks: int) -> float:
-    """Returns how long to let the ranks' heartbeats collect; 0 for few ranks."""
+    """Returns how long to wait so that the loop handles several heartbeats together; 0 for few ranks."""
     seconds = min(ranks * _BATCH_SECONDS_PER_RANK, _BATCH_UP_TO_SECONDS)
     return seconds if seconds >= _BATCH_FROM_SECONDS else 0.0
 
@@ -619,7 +624,7 @@ class _NoticeWriter:
         self._put(f"gradsync: {text}")
 
     def end(self) -> None:
-        """Ends the thread after the queued notices; waits at most 0.2 s."""
+        """Lets the thread write the queued notices, then ends it; waits at most 0.2 s."""
         if self._thread is not None:
             self._put(None)
             self._thread.join(_NOTICES_END_SECONDS)

@@ -1,7 +1,7 @@
 """Sockets of the rendezvous: binding, options, receiving and sending without waiting, the limit of open files.
 
-The server, clients and launchers use it. Only an address that a caller gave is looked up; addresses of peers are never
-resolved to names.
+The server, the clients and the launchers use this module. Only an address that a caller gave is looked up; addresses
+of peers are never resolved to names.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _listening_inodes(port: int) -> set[str]:
 
 
 def _process_with_socket(inodes: set[str]) -> int | None:
-    """Returns the lowest readable pid that holds one of these sockets."""
+    """Returns the lowest pid that holds one of these sockets, of the processes whose open files are readable here."""
     targets = {f"socket:[{inode}]" for inode in inodes}
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         folder = f"/proc/{pid}/fd"
@@ -185,7 +185,7 @@ def raise_limit(files: int) -> int | None:
     one starts from now on inherit the new limit.
 
     Returns:
-        The new limit if it is still too low, else None.
+        The new limit if it is still lower than `files` + 256, else None.
     """
     with contextlib.suppress(ImportError):  # Windows has no such limit
         import resource

@@ -1,8 +1,9 @@
-"""The server's core for launchers of several machines that share one server with their ranks, without I/O.
+"""The server's core, without I/O, for a run on several machines whose launchers and ranks use the same server.
 
-Two cores are behind one port: one for the launchers, one for the ranks of the current start. The launchers begin a
-start, and report which of the ranks' processes have started and ended. Each launcher also inspects processes on its own
-machine, because the server cannot see them.
+Two objects of `RendezvousCore` share one port: one serves the launchers, the other serves the ranks of the current
+start. A start is one start or restart of all ranks. The launchers announce each start, and report which of the ranks'
+processes have started and ended. Each launcher also inspects processes on its own machine, because the server cannot
+see them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _OF_LAUNCHERS = (FrameType.BEGIN_START, FrameType.STARTED, FrameType.ENDED, Fram
 
 
 class LaunchersCore:
-    """Passes each event to the launchers' core or the ranks' core, and returns the actions.
+    """Passes each event to the core of the launchers or to the core of the ranks, and returns the actions.
 
     Args:
         nnodes: the number of launchers. The launcher of node 0 hosts the server.
@@ -41,9 +42,9 @@ class LaunchersCore:
     def __init__(self, nnodes: int, *, machine: str = "") -> None:
         self._machine = machine
         self._launchers = RendezvousCore(nnodes, machine=machine, noun="node", host=0)
-        self._start = ""  # the name of the current start; "" before the first
+        self._start = ""  # the name of the current start or restart of all ranks; "" before the first
         self._world_size = 0  # the number of ranks of the current start
-        self._ranks: RendezvousCore | None = None  # the core for the ranks of the current start
+        self._ranks: RendezvousCore | None = None  # the core of the ranks of the current start
         self._rank_connections: set[int] = set()
         self._launcher_of: dict[int, int] = {}  # rank -> connection of the launcher that has started it
 
@@ -73,7 +74,7 @@ class LaunchersCore:
         return min((time_due for time_due in due if time_due is not None), default=None)
 
     def _pass_to_ranks(self, now: float, event: Event) -> list[Action]:
-        """Passes an event to the ranks' core. Its requests to inspect a process go to the launcher of that process."""
+        """Passes an event to the core of the ranks. A request to inspect a process goes to its launcher."""
         if self._ranks is None:
             return []
         actions: list[Action] = []
@@ -85,9 +86,9 @@ class LaunchersCore:
         return actions
 
     def _join(self, now: float, connection: int, message: Message) -> list[Action]:
-        """Handles the join of a rank, which needs to belong to the current start."""
+        """Handles the join of a rank, which must belong to the current start of all ranks."""
         if self._ranks is None or message.fields[-1] != self._start:
-            text = f"rank {message.fields[0]} belongs to another start of the ranks, not to the current one"
+            text = f"rank {message.fields[0]} belongs to another start or restart of this run, not to the current one"
             return [Send(connection, FrameType.REFUSED, (message.sequence, REFUSED, text)), Close(connection)]
         self._rank_connections.add(connection)
         return self._pass_to_ranks(now, Received(connection, message))
@@ -97,7 +98,7 @@ class LaunchersCore:
             return self._begin(connection, message.sequence, *message.fields)
         rank, what = message.fields
         if rank >= self._world_size:
-            text = f"the current start has {self._world_size} ranks, got {message.type.name} for rank {rank}"
+            text = f"got {message.type.name} for rank {rank}; the current start of the run has {self._world_size} ranks"
             return [Send(connection, FrameType.REFUSED, (message.sequence, INVALID, text))]
         if message.type is FrameType.STARTED:
             self._launcher_of[rank] = connection
@@ -107,7 +108,7 @@ class LaunchersCore:
         return self._pass_to_ranks(now, Inspected(process_key(rank), ProcessState[what]))
 
     def _begin(self, connection: int, sequence: int, start: str, world_size: int) -> list[Action]:
-        """Begins a start when the first launcher asks for it; closes the connections of the previous start."""
+        """Begins a start of all ranks when the first launcher announces it; closes the previous start's connections."""
         actions: list[Action] = []
         if self._ranks is None or start != self._start:
             actions += [Close(rank_connection) for rank_connection in sorted(self._rank_connections)]

@@ -30,7 +30,7 @@ _MAX_NAMES_LEFT = 16_384  # groups that some members have left; others keep thei
 
 @dataclass(slots=True)  # not frozen: every message makes one, and a frozen object takes three times as long to make
 class Request:
-    """One request of one rank, never changed, with methods that make its answer."""
+    """One request of one rank, with methods that make the answer to it; treat it as immutable."""
 
     connection: int
     rank: int
@@ -63,14 +63,14 @@ class WaitTarget(Protocol):
     def missing_ranks(self, wait: Wait) -> tuple[int, ...]:
         """Returns the ranks that an open wait waits for, as far as they are known.
 
-        Ranks that arrived and then cancelled their wait are named only if no others are missing. Several waits with the
-        same deadline end one after the other, and a later wait must not blame the rank of an earlier one.
+        Ranks that arrived and then cancelled their wait are named only if no others are missing. Otherwise, when
+        several waits reach the same deadline one after the other, a later wait would name the rank of an earlier one.
         """
 
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """A request that waits for its target; `from_rank` is the rank that is to set a key, if the reader named it."""
+    """A request that waits for its target. `from_rank` is the rank that should set a key, if the reader gave one."""
 
     request: Request
     target: WaitTarget
@@ -125,12 +125,12 @@ class _KeyReads:
             del self._table[self._key]
 
     def missing_ranks(self, wait: Wait) -> tuple[int, ...]:
-        """Returns the rank that is to set the key, if the reader named it."""
+        """Returns the rank that should set the key, if the reader gave one."""
         return () if wait.from_rank is None else (wait.from_rank,)
 
 
 class Keys:
-    """Values by key, with waiting reads."""
+    """The key-value store. A read of a key that is not set waits until the key is set."""
 
     def __init__(self, roster: Roster, waits: WaitTable) -> None:
         self._roster = roster
@@ -144,8 +144,11 @@ class Keys:
         if not replaces and key in self._values:
             return [request.reply(False)]
         if not self._store(key, value):
-            text = f"no room for key {key!r} ({len(value)} bytes): the rendezvous stores at most {MAX_STORED_BYTES} "
-            return [request.refuse(f"{text}bytes in one generation; delete keys that are no longer needed", REFUSED)]
+            text = (
+                f"no room for key {key!r} ({len(value)} bytes): the rendezvous stores at most {MAX_STORED_BYTES} bytes "
+                "in one generation; delete keys that are no longer needed"
+            )
+            return [request.refuse(text, REFUSED)]
         return [request.reply(True), *self._answer_reads(key)]
 
     def get(self, request: Request, key: str, from_rank: int | None) -> list[Send]:
@@ -163,15 +166,15 @@ class Keys:
         return []
 
     def delete(self, request: Request, key: str) -> list[Send]:
-        """Removes a key and answers whether it was there."""
+        """Removes a key, and answers whether the key was set."""
         return [request.reply(self.discard(key))]
 
     def publish(self, key: str, value: bytes) -> list[Send]:
-        """Stores a value that no request has brought, and answers its reads; drops the value if there is no space."""
+        """Stores a value that the server itself sets, and answers the waiting reads; drops it if there is no space."""
         return self._answer_reads(key) if self._store(key, value) else []
 
     def discard(self, key: str) -> bool:
-        """Removes a key; returns whether it was there."""
+        """Removes a key; returns whether the key was set."""
         value = self._values.pop(key, None)
         if value is None:
             return False
@@ -196,7 +199,7 @@ class Keys:
         return sends
 
     def _who_cannot_set(self, from_rank: int | None) -> int | None:
-        """Returns the rank that has left and without which the key will never be set; None if it may still be set."""
+        """If a key can never be set because a rank has left, returns that rank; None if the key may still be set."""
         if from_rank is not None and self._roster.has_left(from_rank):
             return from_rank
         return self._roster.last_to_leave() if self._roster.one_remains() else None
@@ -204,7 +207,7 @@ class Keys:
     def _fail(self, request: Request, key: str, gone: int) -> Send:
         need = f"key {key!r} is not set, and no other rank remains to set it"
         if not self._roster.one_remains():
-            need = f"key {key!r} is not set, and this rank was to set it"
+            need = f"key {key!r} is not set, and only this rank sets it"
         return request.fail(self._roster.left_failure(gone, need))
 
     def _store(self, key: str, value: bytes) -> bool:
@@ -226,7 +229,7 @@ class Keys:
 
 
 class Barrier:
-    """One use of a barrier or exchange. It ends when the last rank has arrived, which releases all ranks.
+    """One barrier or exchange. It ends when the last member has arrived, which releases all members.
 
     Attributes:
         key: the name, the members, and whether this is an exchange.
@@ -251,13 +254,13 @@ class Barrier:
         return len(self.arrived) == len(self.ranks)
 
     def withdraw(self, wait: Wait) -> None:
-        """Removes an arrival, as if that rank had not arrived yet."""
+        """Removes a member's arrival, as if the member had not arrived yet."""
         del self.arrived[wait.request.rank]
         self.values.pop(wait.request.rank, None)
         self._cancelled.add(wait.request.rank)
 
     def absent_ranks(self) -> Iterator[int]:
-        """Iterates over the ranks that do not wait here now."""
+        """Iterates over the members that do not wait at this barrier now."""
         return (rank for rank in self.ranks if rank not in self.arrived)
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
@@ -278,7 +281,8 @@ class Barriers:
         what = "barrier" if value is None else "exchange"
         if value is not None and len(value) * len(ranks) > MAX_EXCHANGED_BYTES:
             limit = MAX_EXCHANGED_BYTES // len(ranks)
-            return [request.refuse(f"{what} {name!r} of {len(ranks)} ranks needs values of at most {limit} bytes")]
+            needed = f"with {len(ranks)} ranks needs values of at most {limit} bytes each, got {len(value)} bytes"
+            return [request.refuse(f"{what} {name!r} {needed}")]
         key = name, ranks, value is not None
         barrier = self._barriers.get(key)
         if barrier is None:
@@ -314,11 +318,11 @@ class Barriers:
         ]
 
     def _fail(self, barrier: Barrier, left: int) -> list[Send]:
-        failure = self._roster.left_failure(left, f"barrier {barrier.name!r} needs it")
+        failure = self._roster.left_failure(left, f"barrier {barrier.name!r} needs this rank")
         return [wait.request.fail(failure) for wait in self._close(barrier)]
 
     def _close(self, barrier: Barrier) -> list[Wait]:
-        """Ends a use of a barrier; returns the waits of the members that had arrived."""
+        """Removes a barrier that has ended; returns the waits of the members that had arrived."""
         del self._barriers[barrier.key]
         for wait in barrier.arrived.values():
             self._waits.close(wait)
@@ -341,8 +345,8 @@ def _pieces(values: list[bytes]) -> list[list[bytes]]:
 class Departures:
     """The ranks that have left each group, and the number of collectives they had begun there.
 
-    A member that waits too long for another one asks for these ranks. Once every member has left the group or the
-    world, the server removes the group's entries, because a run may make many groups.
+    A member whose wait for other members takes too long asks which of them have left. Once every member has left the
+    group or the world, the server removes the group's entries, because a run may make many groups.
 
     Args:
         roster: the members of the generation; a rank that has left the world has left every group.
@@ -355,7 +359,7 @@ class Departures:
         self._left: dict[tuple[str, Members], dict[int, int]] = {}
 
     def leave(self, request: Request, name: str, members: Members, position: int) -> None:
-        """Records that a member has left a group. The frame needs no answer, so it is never refused."""
+        """Records that a member has left a group. A LEAVE frame gets no answer, so a wrong one is ignored."""
         group = name, members
         if request.rank not in members or (group not in self._left and len(self._left) >= _MAX_NAMES_LEFT):
             return
@@ -388,4 +392,4 @@ class Departures:
 def outsider_refusal(roster: Roster, request: Request, what: str, members: Iterable[int]) -> Send:
     """Refuses a request for a group that does not include the asking rank, or includes ranks that do not exist."""
     label = roster.label(request.rank)
-    return request.refuse(f"{what} of ranks {list_members(members)} needs to include {label}, and only existing ranks")
+    return request.refuse(f"{what} needs existing ranks that include {label}, got {list_members(members)}")

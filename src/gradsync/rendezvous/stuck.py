@@ -1,9 +1,9 @@
 """Stuck collectives: warnings while ranks wait, and at the deadline one report for all ranks.
 
-This module is part of the server's core, without I/O; each generation has one `StuckCollectives`. The first rank whose
-collective has reached its deadline starts an inquiry: the server asks every member for its status. After the answers,
-or after 0.4 s, the generation fails with the same report for all. If a rank did not answer, the server first inspects
-its process, which may be stopped (SIGSTOP).
+This module is part of the server's core, without I/O; each generation has one `StuckCollectives`. When the first rank
+reports that its collective has reached its deadline, the server asks every member for its status (an inquiry). After
+the answers, or after 0.4 s, the generation fails with the same report for all ranks. If a rank did not answer, the
+server first inspects its process, which may be stopped (SIGSTOP).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NO_ANSWERS = {
     ProcessState.UNKNOWN: "(it did not answer; its process cannot be seen from the server)",
 }
 
-#: A rank's answer to an inquiry, by group: the number of collectives that it has begun, and the last of them.
+#: A rank's status, by group: the number of collectives that the rank has begun, and its last collectives.
 Status = Mapping[str, tuple[int, Sequence[tuple[int, int, str, bool]]]]
 
 
@@ -77,7 +77,7 @@ class WaitReport:
 class PendingWarning:
     """The reports of ranks that wait in one collective, or in sends and receives at the same time.
 
-    They are logged together, once, at `due_at`.
+    The server logs these reports together, once, at `due_at`.
     """
 
     first: WaitReport
@@ -121,7 +121,7 @@ class StuckCollectives:
         return min((time_due for time_due in due if time_due is not None), default=None)
 
     def warn(self, wait: WaitReport, now: float) -> None:
-        """Records that a rank waits. A warning is logged 0.3 s later, only once for each collective."""
+        """Records that a rank waits in a collective. Each collective gets one warning, 0.3 s after the first report."""
         key = wait.group, wait.position
         warning = self._warnings.get(key)
         if warning is not None and not (warning.is_sent and wait.position == OF_MESSAGES):
@@ -134,7 +134,10 @@ class StuckCollectives:
         self._notice_at = due_at if self._notice_at is None else min(self._notice_at, due_at)
 
     def report(self, wait: WaitReport, now: float) -> list[Send]:
-        """Records that a rank's collective has reached its deadline; the first such report starts the inquiry."""
+        """Records that a rank's collective has reached its deadline.
+
+        After the first such report, the server asks every member for its status.
+        """
         inquiry = self._inquiry
         if inquiry is not None:
             if (wait.group, wait.position) == (inquiry.wait.group, inquiry.wait.position):
@@ -146,7 +149,7 @@ class StuckCollectives:
         return [Send(member.connection, FrameType.STATUS_REQUEST, ()) for _, member in asked]
 
     def record_status(self, rank: int, status: Status, text: str, now: float) -> None:
-        """Records a rank's answer to the inquiry."""
+        """Records a rank's status; if an inquiry is open, the status is the rank's answer."""
         self._roster.members[rank].positions = {group: begun for group, (begun, _) in status.items()}
         inquiry = self._inquiry
         if inquiry is None or rank not in inquiry.unanswered:
@@ -158,7 +161,7 @@ class StuckCollectives:
             inquiry.due_at = now
 
     def record_state(self, rank: int, state: ProcessState, now: float) -> None:
-        """Records the state of a rank that did not answer."""
+        """Records the state of the process of a rank that did not send its status."""
         inquiry = self._inquiry
         if inquiry is not None and rank in inquiry.inspected:
             inquiry.states[rank] = state
@@ -180,7 +183,7 @@ class StuckCollectives:
         return [*actions, *(Inspect(member.connection, member.local_pid) for member in members)]
 
     def _silent_ranks(self, inquiry: Inquiry) -> list[int]:
-        """Returns the connected members that have not answered."""
+        """Returns the connected members that have not sent their status."""
         return sorted(rank for rank in inquiry.unanswered if self._roster.is_present(rank))
 
     def _due_notices(self, now: float) -> list[Notice]:
@@ -240,13 +243,16 @@ class StuckCollectives:
         )
 
     def _by_blame(self, rank: int) -> tuple[bool, int]:
-        """Returns the sort key of a missing rank. Ranks that wait at the server are last: other ranks delay them."""
+        """Returns the sort key of a missing rank: the smallest is the culprit.
+
+        A rank that waits for an answer of the server comes last, because other ranks delay it.
+        """
         return self._waits.count(self._roster.members[rank].connection) > 0, rank
 
     def _begun(self, wait: WaitReport) -> dict[int, int]:
-        """Returns how many collectives of the group each member has begun, for the members of which this is known.
+        """Returns the number of collectives of the group that each member has begun, where this number is known.
 
-        A rank that reports the largest allowed number of groups may have left out this group.
+        If a member has reported the largest allowed number of groups, this group may be missing from its report.
         """
         reported = {rank: self._roster.members[rank].positions for rank in wait.members}
         return {
@@ -257,7 +263,10 @@ class StuckCollectives:
 
 
 def _notice_text(roster: Roster, all_stuck: Sequence[StuckCollective]) -> str:
-    """Returns the notice about ranks that wait in one collective, or in messages: one sentence, or a line for each."""
+    """Returns the notice about ranks that wait in a collective, or in sends and receives.
+
+    The notice has one line; if there are several waits or several late ranks, it has a line for each.
+    """
     all_stuck = all_stuck[:_MAX_NOTICED]
     waiting = {rank for stuck in all_stuck for rank in stuck.waiting}
     where = {
@@ -298,8 +307,8 @@ def _report_text(
     tail = f"\n\nand {left_out} more reports, left out here" if left_out else ""
     if stuck.missing and not disagreements:
         tail += (
-            f"\n\n{name_ranks(stuck.missing)} did not arrive at {stuck.what}: the report above says where. For ranks "
-            "that need longer, pass a longer collective_timeout_seconds to init_process_group()"
+            f"\n\n{name_ranks(stuck.missing)} did not arrive at {stuck.what}: see the report of each missing rank "
+            "above. If ranks need more time, pass a longer collective_timeout_seconds to init_process_group()"
         )
     sections = [(_heading(roster, ranks, stuck), text) for ranks, text in shown]
     return _fit(summary, sections, tail, failure_room_bytes(len(stuck.missing)))
@@ -308,7 +317,7 @@ def _report_text(
 def _waited(stuck: StuckCollective, verb: str = "waited") -> str:
     """Returns e.g. "rank 0 waited 5 s in all_reduce #57 for rank 1"."""
     text = f"{name_ranks(stuck.waiting)} {verb} {stuck.waited_seconds:.3g} s in {stuck.what}"
-    return f"{text} for {name_ranks(stuck.missing)}" if stuck.missing else f"{text}, which every rank has begun"
+    return f"{text} for {name_ranks(stuck.missing)}" if stuck.missing else f"{text}; every rank has begun it"
 
 
 def _name(roster: Roster, rank: int) -> str:
@@ -351,7 +360,10 @@ def _heading(roster: Roster, ranks: list[int], stuck: StuckCollective) -> str:
 
 
 def _fit(summary: str, sections: list[tuple[str, str]], tail: str, max_bytes: int) -> str:
-    """Returns summary, sections and tail in at most `max_bytes`. Bytes that a short section saves go to later ones."""
+    """Returns summary, sections and tail in at most `max_bytes`.
+
+    The sections get equal shares of the space. If a section needs less than its share, later sections get more.
+    """
     room = max_bytes - len((summary + tail).encode())
     parts = [summary]
     for index, (heading, text) in enumerate(sections):
@@ -367,7 +379,7 @@ def _indent(text: str) -> str:
 
 
 def _disagreements(by_rank: Mapping[int, Calls], members: Mapping[str, Members]) -> list[str]:
-    """Returns a line for each group whose ranks called different collectives, and one for a circle of waiting ranks.
+    """Returns a line for each group whose ranks called different collectives, and one if ranks wait in a circle.
 
     Args:
         by_rank: the last collectives of each rank.

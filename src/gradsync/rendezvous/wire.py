@@ -1,16 +1,17 @@
 """Seals and opens frames of the byte stream; `frames` has the schemas of their fields.
 
-`handshake` derives the keys of a `Session`; then both ends seal and open messages with it. Nothing here reads a socket,
-a clock or a source of randomness. A frame has these parts:
+`handshake` derives the keys of a `Session`; then both sides seal and open messages with the `Session`. Nothing here
+reads a socket, a clock or a source of randomness. A frame has these parts:
 
-    length    4 bytes, big endian: the number of bytes after it
+    length    4 bytes, big endian: the number of bytes that follow
     type      1 byte
     sequence  8 bytes, big endian: counts the frames of one direction from 0
     body      msgpack array of the type's fields (handshake frames: fixed binary layout)
-    MAC       32 bytes: HMAC-SHA256 of all bytes before it, with the direction's key
+    MAC       32 bytes: HMAC-SHA256 of all bytes before the MAC, with the key of this direction
 
-The length is checked before the frame is buffered, and the body is decoded only after its MAC holds. A frame of an
-earlier run, of an earlier position in the stream or of the other direction has another key or sequence, and is refused.
+The length is checked before the frame is buffered, and the body is decoded only after its MAC was verified. A frame
+that is sent again (in a later run, later in the stream, or in the other direction) is refused, because its key or its
+sequence does not match.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _LENGTH_OF_EMPTY = _MIN_FRAME_BYTES - _LENGTH.size
 class Mac:
     """Signs with one key: HMAC-SHA256.
 
-    The two blocks that depend only on the key are hashed once, as section 4 of RFC 2104 suggests. This takes a third
-    of the time of `hmac.digest`, which prepares these blocks and the hash function anew for every frame.
+    The two blocks that depend only on the key are hashed once, as section 4 of RFC 2104 suggests. So `sign` takes a
+    third of the time of `hmac.digest`, which prepares the blocks and the hash function again for every frame.
 
     Args:
         key: the key, of any length.
@@ -73,7 +74,7 @@ class FrameError(RendezvousError):
 
 @dataclass(slots=True)  # not frozen: every frame makes one, and a frozen object takes three times as long to make
 class Frame:
-    """One frame of the stream, whose MAC is not yet checked. Nobody changes a frame."""
+    """One frame of the stream, whose MAC is not yet checked; treat it as immutable."""
 
     type: int
     sequence: int
@@ -101,7 +102,7 @@ def pack_frame(frame_type: int, sequence: int, body: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames. It never holds more than one frame of the allowed length and the last read.
+    """Cuts a byte stream into frames; holds at most one frame of the allowed length plus the bytes of one `feed`.
 
     Attributes:
         limit_bytes: the longest frame accepted now; the owner raises it once the peer is authenticated.
