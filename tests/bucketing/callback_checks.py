@@ -174,7 +174,7 @@ def accumulate(comm: Any, kit_name: str) -> None:
         np.testing.assert_allclose(weights, model, rtol=1e-13)
     assert callback.statistics.all_reduces == 4
     callback("w", kit.put(np.ones(1)))
-    expect(gs.InvalidArgument, lambda: callback.no_sync().__enter__(), "flush first")
+    expect(gs.InvalidArgument, lambda: callback.no_sync().__enter__(), "call flush() first")
     callback.flush()
 
 

@@ -95,9 +95,9 @@ def cross_from_one_line(comm: Any, kit_name: str) -> None:
     assert "first difference, how they were made:\n    rank 0: called from crosswise_checks.py:" in str(error)
     several = [make() for _ in range(3)]
     error = expect(gs.PlanMismatch, lambda: cross(comm, lambda: step(several[1], 1), lambda: step(several[2], 1000)))
-    assert "    rank 0: number 2 made there" in str(error)
+    assert "    rank 0: number 2 of the callbacks made at this line" in str(error)
     assert "the ranks use different callbacks" in str(error)
-    assert f"    rank {comm.world_size - 1}: number 3 made there" in str(error)
+    assert f"    rank {comm.world_size - 1}: number 3 of the callbacks made at this line" in str(error)
 
 
 def cross_names(comm: Any, kit_name: str) -> None:

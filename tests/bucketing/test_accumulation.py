@@ -97,7 +97,7 @@ def test_the_sum_so_far_cannot_be_handed_over_or_written_to(sync: Any) -> None:
         so_far = sync("p", np.ones(3)).result()
     with pytest.raises(ValueError, match="read-only"):
         so_far += 1
-    with pytest.raises(gs.InvalidArgument, match="its sum so far"):
+    with pytest.raises(gs.InvalidArgument, match="the sum of its earlier passes"):
         sync("p", so_far)
 
 
@@ -133,9 +133,9 @@ def test_a_pass_that_raises_drops_the_sums(sync: Any) -> None:
         (lambda sync: sync("p", np.ones(3, int)), "got int64"),
         (lambda sync: sync("p", None), "is None"),
         (lambda sync: sync("p", [1.0]), "make it an array"),
-        (lambda sync: sync.no_sync().__enter__(), "within a block of local passes"),
-        (lambda sync: sync.accumulate().__enter__(), "within a block of local passes"),
-        (lambda sync: sync.discard(), "leave the block first"),
+        (lambda sync: sync.no_sync().__enter__(), "not possible within accumulate"),
+        (lambda sync: sync.accumulate().__enter__(), "not possible within accumulate"),
+        (lambda sync: sync.discard(), "leave that block first"),
         (lambda sync: sync.accumulate(reused=1).__enter__(), "reused as True or False"),
     ],
 )

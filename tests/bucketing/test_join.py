@@ -102,16 +102,21 @@ def test_a_group_can_join(place: Place, world_size: int) -> None:
 def test_misuse_is_told() -> None:
     callback = gs.AllreduceCallback("mean", local_communicator())
     callback("w", np.ones(2))
-    with pytest.raises(gs.InvalidArgument, match=r"join\(\) in the middle of a backward pass"), callback.join():
+    with (
+        pytest.raises(gs.InvalidArgument, match=r"join\(\) is not possible in the middle of a backward pass"),
+        callback.join(),
+    ):
         pass
     callback.flush()
-    with pytest.raises(gs.InvalidArgument, match=r"the end of join\(\) in the middle"), callback.join():
+    with pytest.raises(gs.InvalidArgument, match=r"the end of join\(\) is not possible in the middle"), callback.join():
         future = callback("w", np.ones(2))
     with pytest.raises(gs.GradientCancelled, match=r"join\(\) ended with"):
         future.result()
     with (
         callback.join(),
-        pytest.raises(gs.InvalidArgument, match=r"^rank 0/1: join\(\) inside another join.*: one block"),
+        pytest.raises(
+            gs.InvalidArgument, match=r"^rank 0/1: join\(\) is not possible inside another join.*: one block"
+        ),
         callback.join(),
     ):
         pass

@@ -29,7 +29,7 @@ def test_an_array_that_cannot_be_written_to_is_told_before_anything_is_sent() ->
 def test_what_one_rank_cannot_read_is_told_to_all() -> None:
     first, second = SHM.run(2, checks.send_what_cannot_be_read)
     assert first == second
-    assert "rank 1: it does not unpickle here: SystemExit: an extension is missing" in first
+    assert "rank 1: the root's tree does not unpickle on this rank: SystemExit: an extension is missing" in first
 
 
 def test_containers_of_odd_classes() -> None:
@@ -44,4 +44,4 @@ def test_a_tree_that_cannot_be_taken_apart_is_told_before_anything_is_sent() -> 
 def test_two_values_for_one_memory_are_refused(place: Place, world_size: int) -> None:
     first, second = place.run(world_size, checks.share_memory_between_leaves)
     assert first == second
-    assert "rank 1: b/c: memory of its own against memory shared with a" in first
+    assert "rank 1: b/c: shares memory with a, but not on the root" in first

@@ -108,18 +108,18 @@ def differ(comm: Any, kit_name: str) -> list[str]:
     expect(gs.PlanMismatch, lambda: gs.broadcast_tree(put(2), comm.rank % 2), "broadcast_tree (root 1)")
     double = kit.put(np.zeros(3))
     odd: list[tuple[dict[str, Any], str]] = [
-        (state(put(4), [put(2)]), "rank 1: optimizer/momentum/conv1: float32[3] against float32[4]"),
-        (state(double, [put(2)]), "optimizer/momentum/conv1: float32[3] against float64[3]"),
-        (state(3.5, [put(2)]), "optimizer/momentum/conv1: float32[3] against a float"),
-        (state(None, [put(2)]), "optimizer/momentum/conv1: float32[3] against None"),
-        (state({"w": put(3)}, [put(2)]), "optimizer/momentum/conv1: float32[3] against a dict of 1"),
-        (state(put(3), []), "optimizer/others/0: float32[2] against nothing"),
-        (state(put(3), [put(2), put(1)]), "optimizer/others/1: nothing against float32[1]"),
-        (state(put(3), (put(2),)), "optimizer/others: a list of 1 against a tuple of 1"),
-        (state(put(3), Schedule(1.0, [])), "optimizer/others: a list of 1 against a Schedule of 2"),
-        ({**state(put(3), [put(2)]), "step": put(1)}, "step: an int against float32[1]"),
-        ({**state(put(3), [put(2)]), "step": [1]}, "step: an int against a list of 1"),
-        ({**state(put(3), [put(2)]), "more": 1}, "more: nothing against an int"),
+        (state(put(4), [put(2)]), "rank 1: optimizer/momentum/conv1: float32[4], but float32[3] on the root"),
+        (state(double, [put(2)]), "optimizer/momentum/conv1: float64[3], but float32[3] on the root"),
+        (state(3.5, [put(2)]), "optimizer/momentum/conv1: a float, but float32[3] on the root"),
+        (state(None, [put(2)]), "optimizer/momentum/conv1: None, but float32[3] on the root"),
+        (state({"w": put(3)}, [put(2)]), "optimizer/momentum/conv1: a dict of 1, but float32[3] on the root"),
+        (state(put(3), []), "optimizer/others/0: missing, but float32[2] on the root"),
+        (state(put(3), [put(2), put(1)]), "optimizer/others/1: float32[1], but missing on the root"),
+        (state(put(3), (put(2),)), "optimizer/others: a tuple of 1, but a list of 1 on the root"),
+        (state(put(3), Schedule(1.0, [])), "optimizer/others: a Schedule of 2, but a list of 1 on the root"),
+        ({**state(put(3), [put(2)]), "step": put(1)}, "step: float32[1], but an int on the root"),
+        ({**state(put(3), [put(2)]), "step": [1]}, "step: a list of 1, but an int on the root"),
+        ({**state(put(3), [put(2)]), "more": 1}, "more: an int, but missing on the root"),
     ]
     told = []
     for wrong, text in odd:
@@ -130,7 +130,7 @@ def differ(comm: Any, kit_name: str) -> list[str]:
         assert (kit.get(weights) == comm.rank).all()
         told.append(str(error).partition(":")[2])
     error = expect(
-        gs.PlanMismatch, lambda: gs.broadcast_tree(put(comm.rank + 1)), "the tree itself: float32[1] against"
+        gs.PlanMismatch, lambda: gs.broadcast_tree(put(comm.rank + 1)), "the tree itself: float32[2], but float32[1] on"
     )
     expect(gs.InvalidArgument, lambda: gs.broadcast_tree([lambda: 0]), "does not pickle")
     expect(gs.InvalidArgument, lambda: gs.broadcast_tree([], comm.world_size), "root must be 0 to")
@@ -226,7 +226,7 @@ def broadcast_odd_containers(comm: Any) -> None:
     assert not mine[1].any()
     if rank == 1:
         lazy.cache = 1
-    expect(gs.PlanMismatch, lambda: gs.broadcast_tree(lazy), "rank 1: cache: nothing against an int")
+    expect(gs.PlanMismatch, lambda: gs.broadcast_tree(lazy), "rank 1: cache: an int, but missing on the root")
 
 
 def refuse_before_anything_is_sent(comm: Any) -> None:
@@ -277,9 +277,11 @@ def share_memory_between_leaves(comm: Any) -> str:
     assert (second == comm.rank).all()
     shifted = base[:4], (base[1:5] if comm.rank == 1 else base[2:])
     expect(
-        gs.PlanMismatch, lambda: gs.broadcast_tree(shifted), "1: memory shared otherwise against memory shared with 0"
+        gs.PlanMismatch,
+        lambda: gs.broadcast_tree(shifted),
+        "1: shares memory with 0 in a different way than on the root",
     )
     square = np.full((3, 3), float(comm.rank))
     turned = [square, square if comm.rank == 1 else square.T]
-    expect(gs.PlanMismatch, lambda: gs.broadcast_tree(turned), "memory shared otherwise")
+    expect(gs.PlanMismatch, lambda: gs.broadcast_tree(turned), "in a different way than on the root")
     return str(error).partition(":")[2]

@@ -175,14 +175,14 @@ def refuse_another_place(comm: Any) -> None:
         values = values_for(comm.rank, number, SMALL)
         for name, array in buffers.items():
             fill(array, values[name])
-        expect(gs.InvalidArgument, lambda: callback("one", buffers["two"]), "but not where that")
+        expect(gs.InvalidArgument, lambda: callback("one", buffers["two"]), "but not in the part for this")
         expect(
             gs.InvalidArgument,
             lambda: callback("one", buffers["one"][::-1]),
-            "but not where that",
+            "but not in the part for this",
         )
         callback("one", buffers["one"][:] if number % 2 else buffers["one"])
-        expect(gs.InvalidArgument, lambda: callback("two", buffers["one"]), "but not where that")
+        expect(gs.InvalidArgument, lambda: callback("two", buffers["one"]), "but not in the part for this")
         for name, array in buffers.items():
             if name != "one":
                 callback(name, array)

@@ -38,10 +38,11 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
     """Averages all gradients of a pytree over the ranks.
 
     Every rank must call it, with a pytree that has the same paths, and leaves of the same shapes and dtypes. Inside
-    jax.jit the compiled program makes the call. All ranks must run this program, which makes such calls in the order in
-    which JAX traced them. Inside jax.jit a failure raises an error of JAX that contains gradsync's text. A compiled
-    function runs in parallel with your program: wait for its results (jax.block_until_ready) before you call another
-    collective.
+    jax.jit, the gradients are averaged each time the compiled function runs, not when JAX traces it. All ranks must
+    then run the same compiled functions. A compiled function with several calls of average_gradients() runs them in the
+    order in which JAX traced them. Inside jax.jit, a failure raises an error of JAX that contains gradsync's text. A
+    compiled function runs in parallel with your program: wait for its results (jax.block_until_ready) before you call
+    another collective.
 
     Args:
         tree: any pytree of arrays or numbers; None is not a leaf.
@@ -125,7 +126,7 @@ def _averaged(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communi
 
 
 def _traced(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communicator: Communicator) -> list[Any]:
-    """Adds a call of the collective to the compiled program, which keeps the order of such calls."""
+    """Adds the all-reduce to the program that JAX compiles. The program keeps the order of its all-reduces."""
     run = partial(_call_back, paths, op, communicator)
     wanted = [jax.ShapeDtypeStruct(np.shape(leaf), jax.numpy.result_type(leaf)) for leaf in leaves]
     results: list[Any] = io_callback(run, wanted, leaves, ordered=True)

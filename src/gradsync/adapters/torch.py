@@ -71,8 +71,9 @@ class Synchronised(torch.nn.Module):
         module: the module, on the communicator's device; gradsync ignores parameters that need no gradient.
         communicator: the communicator of the ranks; None means all ranks.
         op: "mean" or "sum". If `parameter.grad` still holds the result of an earlier pass, this result is reduced once
-            more. This does not change a mean, because the earlier result is the same on all ranks. With "sum",
-            prescale, postscale or clip_norm, call zero_grad() before each pass, and accumulate within no_sync().
+            more. With "mean", the second reduction does not change the earlier result, because it is the same on all
+            ranks. With "sum", prescale, postscale or clip_norm, call zero_grad() before each pass, and accumulate
+            within no_sync().
         find_unused_parameters: whether a pass may leave out parameters, on some ranks or on all. If True, gradsync uses
             zeros as the gradients of parameters that a rank has left out; if no rank has used a parameter, its gradient
             does not change. If True, each pass also needs one more small collective. If False, all ranks raise an error
@@ -170,8 +171,8 @@ class Synchronised(torch.nn.Module):
         """Returns a context manager for a loop over batches in which ranks may have different numbers of batches.
 
         A rank that has left the block takes part in the collectives with zeros until all ranks have left the block.
-        After that all ranks get the parameters and buffers of a rank that had batches to the end. Within the block
-        gradsync does not broadcast buffers. See AllreduceCallback.join.
+        After the block, gradsync copies the parameters and buffers to all ranks from a rank that had a batch in the
+        last step. Within the block gradsync does not broadcast buffers. See AllreduceCallback.join.
 
         Raises:
             InvalidArgument: find_unused_parameters is True; this option needs a collective that ranks without batches
@@ -270,8 +271,8 @@ class _BackwardPasses:
     The hooks have only weak references to this object.
 
     Args:
-        parameters: the parameters by name, in the order in which autograd should compute their gradients. The callback
-            has the same parameters.
+        parameters: the parameters by name, in the order in which autograd should compute their gradients. The
+            callback's option `parameters` has the same names in the same order.
         frozen: the parameters that need no gradient, by name.
         callback: the callback that takes the gradients.
         communicator: the callback's communicator.
@@ -323,7 +324,7 @@ class _BackwardPasses:
         self._remove()
 
     def accumulated(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Takes the gradient of a parameter. Autograd calls this method when it has accumulated the gradient."""
+        """Hands a parameter's gradient over to the callback; in a local pass, only records the parameter's name."""
         if not self._is_under_way():
             self._begin()
         if not self.is_synchronising:
@@ -389,7 +390,11 @@ class _BackwardPasses:
         self._at_end()
 
     def _flush(self) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-        """Reduces the remaining gradients. Returns the result of _complete() if parameters may be missing."""
+        """Reduces the remaining gradients.
+
+        Returns:
+            The result of _complete() if parameters may be missing; else None.
+        """
         try:
             with self._callback.backward():
                 self._check_frozen()
@@ -424,10 +429,12 @@ class _BackwardPasses:
             )
 
     def _complete(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Passes the gradients of local passes to the callback, and returns which parameters have a gradient on this
-        rank.
+        """Passes the gradients of local passes to the callback.
 
         Older gradients are not passed, because an earlier synchronising pass has already reduced them.
+
+        Returns:
+            For each parameter 1 if it has a gradient on this rank, else 0.
         """
         for name, parameter in self._parameters.items():
             if name in self._with_local_gradient and name not in self._with_gradient and parameter.grad is not None:
@@ -495,7 +502,7 @@ class _ParameterWatch:
     Args:
         module: the module.
         known: the module's parameters, including parameters that need no gradient.
-        communicator: the communicator whose label errors contain.
+        communicator: the communicator; its label is the beginning of the error texts.
     """
 
     def __init__(

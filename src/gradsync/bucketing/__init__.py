@@ -1,7 +1,7 @@
 """Bucketing: packs single gradients into flat buffers, reduces the buffers, and unpacks the results.
 
 A gradient passes through these modules, in this order: `callback` (called by the program), `step` (does this step
-repeat the last one?), `plan` (assigns the gradient to a bucket), `reducer` (runs the bucket's all-reduce), and
+repeat the last step?), `plan` (assigns the gradient to a bucket), `reducer` (runs the bucket's all-reduce), and
 gradsync.futures. Other modules help them: `gradient` (which arrays are accepted, where results are written), `options`,
 `guard` (gradients in flight are read-only), `agreements` (the ranks compare their gradients), `values` (NaN, the norm,
 clipping), `compression`, `bucket_memory` (gradients that live in buckets), `bucket_hook`, `join`, `accumulation` (local

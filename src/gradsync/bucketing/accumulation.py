@@ -1,4 +1,4 @@
-"""Sums of gradients over local passes: one sum for each parameter, until a step reduces the sums.
+"""Sums of gradients over local passes (backward passes without communication), one sum for each parameter.
 
 On a GPU an addition is queued on the stream that is current when the program hands the gradient over. Each addition
 waits until the addition before it has ended.
@@ -20,11 +20,11 @@ from gradsync.reduction import Array
 
 
 class _Memory(NamedTuple):
-    """The memory of an array that was handed over: the addresses [begin, end) in the memory of an owner.
+    """The memory of an array that was handed over: the addresses [begin, end), and the object that owns the memory.
 
     Attributes:
-        owner: a function that returns the object that owns the memory; None once that object is deleted, because
-            another array may then use the memory.
+        owner: a function that returns the object that owns the memory. After this object is deleted, the function
+            returns None, because a different array may then use the memory.
         begin: the address of the first byte.
         end: the address after the last byte.
     """
@@ -44,7 +44,7 @@ class _Sum:
         parameter: the parameter, kept alive so that no other object gets its id.
         name: the parameter's name, the same on all ranks.
         total: the sum so far, in memory to which no caller can write.
-        mark: a GPU event after the last addition; None on the CPU. See Backend.mark_work.
+        mark: a GPU event, recorded after the last addition; None on the CPU. See Backend.mark_work.
         handed_over: the memory of the arrays that were handed over and still exist.
     """
 
@@ -63,8 +63,8 @@ class Accumulation:
 
     Attributes:
         by_key: a dict of the sums, by the key of the parameter, in order of arrival.
-        is_reused: whether the program may hand over one array in several passes. It then promises that the array holds
-            only the gradient of the current pass.
+        is_reused: whether the program may hand over one array in several passes. If True, the program promises that the
+            array holds only the gradient of the current pass.
     """
 
     def __init__(self) -> None:
@@ -157,14 +157,14 @@ class Accumulation:
             (begin, end), (first, last) = arrays.byte_bounds(native), arrays.byte_bounds(total)
             if begin < last and first < end:
                 raise InvalidArgument(
-                    f"{label}: the gradient of {known.name} shares memory with its sum so far: hand over only "
-                    "the gradient of this pass"
+                    f"{label}: the gradient of {known.name} shares memory with the sum of its earlier passes: hand "
+                    "over only the gradient of this pass"
                 )
         if not self.is_reused and any(each.overlaps(before) for each in memory for before in known.handed_over):
             raise InvalidArgument(
                 f"{label}: the gradient of {known.name} lies in memory that an earlier local pass of this step has "
-                "handed over. Is it a running total, which would be added twice? Then add it up without accumulate(). "
-                "Is it scratch memory, written anew in each pass? Then say accumulate(reused=True)"
+                "handed over. If the array is a running total, its earlier values would be added twice: add up without "
+                "accumulate(). If the program overwrites the array in each pass: use accumulate(reused=True)"
             )
         if communicator._runs_beside_host:
             communicator._follow_work([known.mark])  # the pass before may have run on another stream
@@ -181,7 +181,7 @@ def _in_memory_of(native: Array, total: Array) -> Any:
 
 
 def _memory_of(grad: Any, native: Array, communicator: Communicator) -> list[_Memory]:
-    """Returns the memory of an array: one entry owned by the array itself, one by the object that owns its memory."""
+    """Returns an array's memory twice: with the array itself as its owner, and with the object that owns the memory."""
     bounds = communicator._arrays.byte_bounds(native) if native.size else (0, 0)
     owner: Any = native
     while (base := _base(owner)) is not None:
@@ -197,7 +197,7 @@ def _memory_of(grad: Any, native: Array, communicator: Communicator) -> list[_Me
 
 
 def _base(owner: Any) -> Any:
-    """Returns the object whose memory an array or memoryview shows; None if the array owns its memory."""
+    """Returns the object whose memory an array or memoryview uses; None if the array owns its memory."""
     if isinstance(owner, memoryview):
         return owner.obj
     return getattr(owner, "base", None) if hasattr(owner, "dtype") else None

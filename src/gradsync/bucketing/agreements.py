@@ -1,9 +1,10 @@
-"""The agreements of a callback: the ranks check that they use the same callback, and run the same events.
+"""Checks that all ranks use the same callback, and run the same events in each step.
 
-The events of a step are the reductions of its buckets, and its flush.
+The events of a step are the reductions of its buckets, and its flush. Before an event, the ranks compare an Agreement:
+a digest and a description of the event.
 
 If ranks used their callbacks in different orders, they would average the gradients of different models. So the ranks
-compare callbacks at the first use of a callback on a communicator. They compare the name that the program gave the
+compare callbacks at the first use of a callback on a communicator. The ranks compare the name that the program gave the
 callback or, if it has no name, the lines of code that constructed it. Afterwards the digest of each event contains the
 callback's number on that communicator.
 
@@ -30,8 +31,8 @@ from gradsync.diagnostics import names_text, size_text
 from gradsync.errors import InvalidArgument, callers, shown
 from gradsync.reduction import ReduceOp
 
-#: Returns this rank's gradients that are not reduced yet, True if no more gradients will follow in the step, and the
-#: limits of the buckets' sizes by option.
+#: A function that returns three values: this rank's gradients that are not reduced yet; whether this rank has handed
+#: over all gradients of the step; and the options for the size of a bucket, by name.
 Arrived = Callable[[], tuple[list[GradientSpec], bool, dict[str, str]]]
 
 
@@ -39,7 +40,7 @@ _Settings = tuple[tuple[str, str], ...]
 
 
 class StepEvents:
-    """Makes an Agreement for each event of a step. A step that repeats the last one reuses its agreements.
+    """Makes an Agreement for each event of a step. A step that repeats the last step reuses its Agreements.
 
     Args:
         op: the operator of the reduction: sum or mean.
@@ -47,10 +48,9 @@ class StepEvents:
             "".
 
     Attributes:
-        local_passes: the number of local passes before this step.
-        arrived: a weak reference to a method of Step, or None. The method returns three values: the gradients that this
-            rank has handed over and that are not reduced yet, whether no more will follow in this step, and the limits
-            of the buckets' sizes by option.
+        local_passes: the number of local passes (backward passes without communication) before this step.
+        arrived: a weak reference to the method of Step that returns the state of the step, for errors; see Arrived.
+            None: the errors do not show this state.
     """
 
     arrived: WeakMethod[Arrived] | None = None
@@ -72,13 +72,13 @@ class StepEvents:
         self._known: list[tuple[Bucket | _Flush, int, Agreement]] = []
 
     def change_callback(self, callback: KnownCallback | None) -> None:
-        """Includes a callback in the digests of later events; None includes no callback."""
+        """Includes a callback, or no callback, in the digests of later events."""
         self._callback = callback
         self._known = []
         self._others = {}
 
     def of_callback(self, agreement: Agreement) -> Agreement:
-        """Returns an agreement outside the steps (such as that on the buckets' memory) that includes the callback."""
+        """Returns a copy of an Agreement that includes the callback; for collectives outside the steps."""
         if self._callback is None:
             return agreement
         known = self._others.get(agreement.digest)
@@ -92,7 +92,7 @@ class StepEvents:
         self.local_passes = passes
 
     def bucket(self, bucket: Bucket) -> Agreement:
-        """Returns the agreement on the reduction of a bucket, as the next event of the step."""
+        """Returns the Agreement that the ranks compare before they reduce a bucket, the next event of the step."""
         index = self._index
         if index < len(self._known):
             known, passes, agreement = self._known[index]
@@ -102,7 +102,12 @@ class StepEvents:
         return self._add(bucket)
 
     def flush(self, gradients: int, missing: tuple[str, ...] = ()) -> Agreement:
-        """Returns the agreement on the end of a step with `gradients` gradients; `missing` names missing gradients."""
+        """Returns the Agreement that the ranks compare at the end of a step.
+
+        Args:
+            gradients: the number of gradients in the step.
+            missing: the names of the parameters for which no rank has a gradient.
+        """
         event, index = _Flush(gradients, missing), self._index
         if index == 0:  # an empty step leaves the known events as they are
             return self._make(event, 0)
@@ -114,7 +119,7 @@ class StepEvents:
         return self._add(event)
 
     def _add(self, event: Bucket | _Flush) -> Agreement:
-        """Makes the agreement on an event that the last step did not have at this index."""
+        """Makes the Agreement of an event that differs from the last step's event at the same index."""
         index, self._index = self._index, self._index + 1
         agreement = self._make(event, index)
         self._known[index:] = [(event, self.local_passes, agreement)]
@@ -138,14 +143,14 @@ class StepEvents:
 
 
 class _Flush(NamedTuple):
-    """The end of a step."""
+    """The end of a step, with the number of its gradients and the names of parameters without a gradient."""
 
     gradients: int
     missing: tuple[str, ...]
 
 
 def _so_far(arrived: WeakMethod[Arrived], event: Bucket | _Flush) -> StepSoFar:
-    """Returns this rank's step up to an event (its gradients for later events), for the error of a mismatch."""
+    """Returns the state of this rank's step at an event, for the error of a mismatch."""
     method = arrived()
     if method is None:
         return StepSoFar()
@@ -217,16 +222,16 @@ _MOST_CHARACTERS = 80  # in a callback's name
 
 
 class KnownCallback(NamedTuple):
-    """A callback on whose first use all ranks of a communicator have agreed.
+    """The number and name of a callback on a communicator. All ranks have checked that they use the same callback.
 
     This object keeps neither the callback nor the communicator alive.
 
     Attributes:
         number: the callback's number on the communicator, from 1, in the order of first use; the same on all ranks.
         name: the name that the program gave the callback, or None.
-        made_at: the line of this rank's program that made the callback.
-        used: a list of one number, which all callbacks of the communicator share: how many callbacks have been used
-            there.
+        made_at: the line of this rank's program that constructed the callback.
+        used: a list with one element: the number of callbacks that were used on the communicator. All callbacks of the
+            communicator share this list.
         communicator: a weak reference to the communicator.
     """
 
@@ -237,7 +242,7 @@ class KnownCallback(NamedTuple):
     communicator: ReferenceType[Communicator]
 
     def include_in(self, agreement: Agreement) -> Agreement:
-        """Returns a copy of the agreement whose digest and texts include this callback."""
+        """Returns a copy of an Agreement; its digest and texts also include this callback."""
         return agreement._replace(
             digest=digest_of(agreement.digest, self.number),
             describe=partial(self._describe, agreement),
@@ -300,7 +305,7 @@ class CallbackIdentity:
         _living[next(_serials)] = self
 
     def known_on(self, communicator: Communicator) -> KnownCallback | None:
-        """Returns the callback as the ranks of a communicator know it; None before its first use there."""
+        """Returns the callback's number and name on a communicator; None before the callback's first use there."""
         return self._known.get(communicator)
 
     def agree(self, communicator: Communicator) -> KnownCallback:
@@ -332,7 +337,7 @@ class CallbackIdentity:
         return Agreement(digest_of(*parts), describe, summarise=summarise)
 
     def _holds_other(self, digests: set[int], communicator: Communicator) -> bool:
-        """Whether this rank has an unused callback for the communicator with one of these digests."""
+        """Whether this rank has a callback with one of the given digests that was not used on the communicator yet."""
 
         def is_there() -> bool:
             others = [each for each in _alive() if each._digest in digests]
@@ -343,7 +348,7 @@ class CallbackIdentity:
         return is_there()
 
     def is_other(self, number: int, communicator: Communicator) -> bool:
-        """Whether this callback belongs to the communicator but is not the callback that has this number there."""
+        """Whether this callback belongs to the communicator, and is not the one with the given number."""
         known = self.known_on(communicator)
         return self._is_for(communicator) and (known is None or known.number != number)
 
@@ -359,7 +364,7 @@ class _Made(threading.local):
         self._of_groups: WeakKeyDictionary[Communicator, dict[tuple[str, ...], int]] = WeakKeyDictionary()
 
     def count(self, group: Communicator | None, stack: tuple[str, ...]) -> int:
-        """Returns the number of callbacks that these lines have constructed before, and counts one more."""
+        """Returns how many callbacks were constructed at the same lines of code before, and counts one more."""
         counts = self._of_world if group is None else self._of_groups.setdefault(group, {})
         number = counts[stack] = counts.get(stack, -1) + 1
         return number
@@ -378,12 +383,12 @@ def _alive() -> list[CallbackIdentity]:
 
 
 def _describe(name: str | None, stack: tuple[str, ...], number: int | None) -> Description:
-    """Describes the first use of a callback: the line that constructed it, and the calls that led there."""
+    """Describes the first use of a callback: the line and the calls that constructed it."""
     if name is not None:
         return Description(f"the first use of callback {name!r} (made at {stack[0]})", kind="first use")
     lines = [f"called from {line}" for line in stack[1:]]
     if number is not None:
-        lines.append(f"number {number + 1} made there")
+        lines.append(f"number {number + 1} of the callbacks made at this line")
     items = tuple(map(Item, lines))
     what = f"the first use of a callback (made at {stack[0]})"
     return Description(what, items=items, item="how they were made", kind="first use")

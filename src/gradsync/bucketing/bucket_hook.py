@@ -56,7 +56,8 @@ def settings_of(hook: BucketHook) -> str:
     """Returns the text by which ranks compare their hooks: the hook's `settings` if it has any, else its name.
 
     Different lambdas or inner functions may have the same name, so their text includes a digest of their code. The
-    ranks do not compare the values in a closure, because the number of the rank may be one of them.
+    ranks do not compare the values in a hook's closure, because they may differ for a good reason, such as the rank's
+    own number.
     """
     settings = getattr(hook, "settings", None)
     if settings:

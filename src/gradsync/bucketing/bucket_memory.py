@@ -1,6 +1,6 @@
 """The memory of gradients that live inside the buckets.
 
-The ranks reduce this memory in place. Each parameter has a view of it.
+The ranks reduce this memory in place. Each parameter has a view of this memory.
 
 The memory belongs to the communicator: on the CPU the ranks share the memory, on a GPU it is device memory. A view
 keeps the memory alive: a program may read its views after the communicator is closed, but the ranks cannot reduce the
@@ -23,7 +23,7 @@ from gradsync.reduction import Array, dtype_of
 
 
 class ByteRange(NamedTuple):
-    """The bytes [begin, end) of the memory in which a bucket lies."""
+    """The range [begin, end) of a bucket's bytes in the memory."""
 
     begin_bytes: int
     end_bytes: int
@@ -37,7 +37,7 @@ class BucketMemory:
     Args:
         buckets: the buckets of the plan.
         communicator: the communicator that allocates the memory and reduces it.
-        agreed: a function that includes the callback in an agreement; see StepEvents.of_callback.
+        agreed: the function StepEvents.of_callback, which includes the callback in an Agreement.
 
     Attributes:
         memory: the memory of all buckets.
@@ -74,7 +74,7 @@ class BucketMemory:
         self._bounds = self._arrays.byte_bounds(self.memory.bytes)
 
     def byte_range(self, bucket: Bucket) -> ByteRange:
-        """Returns the bytes of the memory in which a bucket lies."""
+        """Returns the range of a bucket's bytes in the memory."""
         return self._ranges[bucket.number]
 
     def flat(self, bucket: Bucket) -> Array:
@@ -100,13 +100,13 @@ class BucketMemory:
         if self._arrays.byte_bounds(own) == (begin, end) and native.flags.c_contiguous:
             return True
         raise InvalidArgument(
-            f"{self._label}: the gradient of {self._names[position]} lies in the buckets' memory, but not where that "
-            "parameter has its view: hand over the array that gradient_buffers() gave for this parameter, or a copy"
+            f"{self._label}: the gradient of {self._names[position]} lies in the buckets' memory, but not in the "
+            "part for this parameter: hand over the array that gradient_buffers() returned for it, or a copy"
         )
 
 
 def _agreement(buckets: Sequence[Bucket]) -> Agreement:
-    """Returns the agreement on the buckets, which the ranks make before they allocate the memory."""
+    """Returns the Agreement that the ranks compare before they allocate the memory of the buckets."""
     specs = [bucket.specs for bucket in buckets]
 
     def describe() -> Description:

@@ -1,4 +1,4 @@
-"""AllreduceCallback: takes gradients one by one, reduces them bucket by bucket, resolves their futures.
+"""AllreduceCallback: takes gradients one by one, reduces them in buckets, and completes their futures.
 
 Programs use this class directly. The callback passes each gradient to step.py, which remembers the last step. plan.py
 decides which buckets the gradient completes. reducer.py reduces a complete bucket at once; the flush reduces the
@@ -33,7 +33,7 @@ from gradsync.reduction import parse_reduce_method
 if TYPE_CHECKING:
     from pathlib import Path
 
-_REMOVED = {"strategy": "leave it out, a bucket is always packed"}
+_REMOVED = {"strategy": "leave this option out: gradsync always packs the gradients of a bucket"}
 _FOREIGN = {
     "threshold": "threshold_bytes",
     "bucket_cap_mb": 'threshold_bytes="25 MB"',
@@ -45,7 +45,7 @@ _FOREIGN = {
 
 
 class AllreduceCallback:
-    """Averages gradients over the ranks: call it with each gradient as the backward pass makes it.
+    """Averages gradients over the ranks. Call this object with each gradient as soon as the gradient is computed.
 
         sync = gs.AllreduceCallback("mean")
         for batch in batches:
@@ -72,37 +72,39 @@ class AllreduceCallback:
             larger gradient gets a bucket of its own. None means 10 MiB, or 64 MiB for `gradient_as_bucket_view` on the
             CPU.
         first_bucket_bytes: the threshold for the first bucket of a step. A small value starts communication early.
-        parameters: a mapping of names to arrays or to (shape, dtype). Or a list of arrays, if the program hands over
-            gradients with arrays as `param`. This option fixes the gradients of each step and the buckets. Buckets are
-            launched in the order of this option, in whatever order the gradients arrive. Arrays must be the parameters
-            themselves: before the first step the ranks compare the arrays' bytes, once (0.1 s for 100 MB). If they
-            differ, the logger `gradsync` warns, and names the first array that differs. If you have only an array of
-            the right shape, pass (shape, dtype) instead.
+        parameters: the parameters that have a gradient in each step: a mapping of names to arrays or to (shape, dtype),
+            or, if the program hands over gradients with arrays as `param`, a list of these arrays. With this option,
+            all steps have the same gradients and the same buckets. Buckets are launched in the order of this option, in
+            whatever order the gradients arrive. Arrays must be the parameters themselves, because before the first step
+            the ranks compare the arrays' bytes (once; 0.1 s for 100 MB). If the bytes differ, the logger `gradsync`
+            warns, and names the first array that differs. If you have only an array of the right shape, pass (shape,
+            dtype) instead.
         missing: the action of flush() if a parameter has no gradient. "error": flush() raises on all ranks. "zero":
             flush() reduces zeros for the parameter, and puts the result into `filled`.
         gradient_as_bucket_view: whether gradients live inside the buckets; needs `parameters`. The futures then give
             views of the buckets, whose values are valid until the next step. See gradient_buffers().
         compression: "float16" or "bfloat16": the dtype in which float32 and float64 gradients are sent. On the CPU
-            gradsync adds these values up in float32, in rank order, and rounds the sum once; over MPI this holds for up
-            to 16 ranks. NCCL adds in half precision.
+            gradsync adds half-precision values in float32, in rank order, and rounds the sum once; over MPI this holds
+            only for up to 16 ranks. NCCL adds in half precision.
         prescale: the factor by which gradients are multiplied before the reduction.
         postscale: the factor by which results are multiplied after the reduction.
         nonfinite: the treatment of NaN and infinity; all ranks treat a step alike. "off": gradsync does not check.
             "raise": flush() raises NonFiniteGradient, which names the parameter and the rank. "skip": flush() sets
             `skip_step`, for loss scaling. An overflow in the sum counts as infinity.
         clip_norm: the largest allowed Euclidean norm of all reduced gradients of a step together. If their norm is
-            larger, flush() scales the gradients down to this norm; float("inf") only computes the norm. The attribute
-            `norm` has the value before clipping. Gradients are not clipped yet before the flush has ended, nor in
-            done-callbacks.
+            larger than clip_norm, flush() scales the gradients down to clip_norm. With float("inf"), gradsync only
+            computes the norm. The attribute `norm` is the norm before clipping. Clipping happens at the end of flush():
+            done-callbacks see unclipped gradients.
         lock_gradients: whether NumPy gradients are read-only from their hand-over until their future is done. A
-            `gradient += ...` in between then raises ValueError ("assignment destination is read-only"). Without the
-            lock, its addend would be averaged in, or lost. gradsync locks only arrays that it can surely unlock: arrays
-            that own their memory, and views of such arrays. A program can still write to the base array of a gradient,
-            and to older views. False locks nothing. Ranks may differ in this option.
+            `gradient += ...` during this time raises ValueError ("assignment destination is read-only"). Without the
+            lock, the added values would be averaged too, or lost. gradsync locks only arrays that it can always unlock:
+            arrays that own their memory, and views of such arrays. A program can still write to the base array of a
+            gradient, and to older views. False locks nothing. Ranks may differ in this option.
 
     Raises:
         InvalidArgument: an option has an unknown value, a size is below 1, two options exclude each other, or the group
-            is not a communicator. Later, when the process group ends: gradients were handed over and never reduced.
+            is not a communicator. Raised only when the process group ends: gradients were handed over but never
+            reduced.
         BackendUnavailable: the compression is "bfloat16", and ml_dtypes is not installed.
 
     Source: buckets as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), filled in arrival order as in MegEngine.
@@ -165,7 +167,8 @@ class AllreduceCallback:
     def threshold_bytes(self) -> int:
         """The largest size of a bucket of several gradients, in bytes.
 
-        With `gradient_as_bucket_view` and without a passed threshold, the value is final only after the first use.
+        If the constructor got `gradient_as_bucket_view` but no `threshold_bytes`, the value is final only after the
+        callback's first use.
         """
         return self._step.planner.threshold_bytes
 
@@ -173,20 +176,22 @@ class AllreduceCallback:
         """Hands over one gradient; reduces the bucket that it completes.
 
         Every rank must call it for the same parameters. Without the option `parameters` the order must be the same too.
-        Until the future is done the gradient belongs to gradsync: do not write to it. Until then a NumPy gradient is
-        read-only; see the option `lock_gradients`.
+        Until the future is done, the gradient belongs to gradsync: do not write to it. A NumPy gradient is read-only
+        until its future is done; see the option `lock_gradients`.
 
         Args:
-            param: the parameter: any hashable name, or an array. gradsync identifies an array by its identity. Across
-                ranks, arrays are the same parameter if they have the same index in the order of the calls (or in
-                `parameters`).
+            param: the parameter: any hashable name, or an array. gradsync identifies an array by its identity. On
+                different ranks, two arrays count as the same parameter if they have the same index in the order of the
+                calls (or in `parameters`).
             grad: the gradient: an array of any shape and layout, or a NumPy scalar or float (the future then gives a
-                0-d array). The reduce method must be defined for its dtype. The array must be on the communicator's
-                device, made by work on the current stream. NCCL takes arrays in host memory too, and copies the results
-                back to the host; but if gradients live in buckets, the futures give views on the device.
+                0-d array). The callback's reduce method must support the gradient's dtype. The array must be on the
+                communicator's device, made by work on the current stream. NCCL takes arrays in host memory too, and
+                copies the results back to the host; but if gradients live in buckets, the futures give views on the
+                device.
 
         Returns:
-            A future of the reduced gradient. It is not done before the bucket is full or flushed.
+            A future of the reduced gradient. The future is not done until its bucket is full, or flush() has reduced
+            the bucket.
 
         Raises:
             InvalidArgument: the parameter was handed over before in this step, or is not hashable; the gradient is no
@@ -226,7 +231,7 @@ class AllreduceCallback:
         Raises:
             InvalidArgument: the callback was constructed without gradient_as_bucket_view, or the call is in the middle
                 of a step.
-            BackendUnavailable: there is not enough memory to share.
+            BackendUnavailable: there is not enough memory for the buckets.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
         """
         if parameters is not None:
@@ -256,7 +261,7 @@ class AllreduceCallback:
         if isinstance(hook, type):
             raise InvalidArgument(f"register_hook() got the class {hook.__name__}: pass an instance, {hook.__name__}()")
         if hook is not None and not callable(hook):
-            raise InvalidArgument(f"register_hook() needs a function of a bucket, got {type(hook).__name__}")
+            raise InvalidArgument(f"register_hook() needs a function that takes a bucket, got {type(hook).__name__}")
         self._step.reducer.use_hook(hook)
 
     @property
@@ -277,8 +282,8 @@ class AllreduceCallback:
     def flush(self) -> None:
         """Ends the backward pass: reduces the remaining gradients, and completes every future of the step.
 
-        Every rank must call it. Within a block of local passes, such as no_sync(), it only ends a local pass. On a GPU
-        the current stream waits for the reductions; the host waits only for gradients in host memory.
+        Every rank must call it. Within accumulate() or no_sync(), flush() only ends a local pass. On a GPU the current
+        stream waits for the reductions; the host waits only for gradients in host memory.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: an all-reduce of the step has failed.
@@ -308,7 +313,9 @@ class AllreduceCallback:
         self._check_between_steps("dump_shapes()")
         specs = self._step.agreed
         if not specs:
-            raise InvalidArgument("dump_shapes() before any step: hand over the gradients of a step, and flush")
+            raise InvalidArgument(
+                "dump_shapes() needs a complete step: hand over the gradients of a step, and call flush(), first"
+            )
         from gradsync.bucketing.shapes_file import write_shapes  # imported here to keep start-up fast
 
         write_shapes(path, specs)
@@ -318,9 +325,9 @@ class AllreduceCallback:
         """A context manager for a backward pass; calls flush() at its end.
 
         If the body raises, gradsync cancels the futures that are not done and aborts the communicator, so that the
-        other ranks raise RankFailed instead of waiting. It does so within no_sync() too. PlanMismatch and
-        NonFiniteGradient from the callback's own collectives are raised on every rank. They leave the communicator
-        usable, unless the error's `broken` is True.
+        other ranks raise RankFailed instead of waiting. An error within no_sync() has the same effect. PlanMismatch and
+        NonFiniteGradient from the callback's own collectives are raised on every rank. After these errors the
+        communicator stays usable, unless the error's `broken` is True.
         """
         ended = self._step.ended
         try:
@@ -349,20 +356,21 @@ class AllreduceCallback:
         The ranks exchange nothing inside the block. gradsync adds gradients in the order of the passes and in their own
         dtype, with the same bits as `total += gradient`, and does not write to the gradients. The mean is over the
         ranks, not over the passes: divide by the number of passes, or use `prescale`. Futures of local passes are done
-        at once. They give the sum so far, and later passes add to that array. Futures of the last pass give the reduced
-        sum, in a separate array or in the buckets. flush() also reduces the sums of parameters that have no gradient in
-        the last pass, and puts the results into `filled`.
+        at once. Such a future gives the sum so far, in an array to which later passes add. Futures of the last pass
+        give the reduced sum, in a separate array or as a view of the bucket. flush() also reduces the sums of
+        parameters that have no gradient in the last pass, and stores the results in the attribute `filled`.
 
         Inside the block, a flush() or the end of `with callback.backward()` ends a local pass, and so does the end of
         the block. The ranks agree on the number of local passes: ranks that accumulate differently raise PlanMismatch.
 
         Args:
             reused: whether the program may hand over one array in several passes of a step. True is for arrays that
-                hold only the gradient of the current pass, such as scratch memory or those of gradient_buffers(). False
-                refuses such an array, because it could be a running total, which would be added twice.
+                hold only the gradient of the current pass, such as scratch memory or the arrays of gradient_buffers().
+                If False, gradsync raises an error for an array of an earlier pass of the step, because the array could
+                be a running total, whose earlier values would be added twice.
 
         Raises:
-            InvalidArgument: the call is in the middle of a step, or within another block of local passes.
+            InvalidArgument: the call is in the middle of a step, or within accumulate() or no_sync().
         """
         if not isinstance(reused, bool):
             raise InvalidArgument(f"accumulate() needs reused as True or False, got {reused!r}")
@@ -376,16 +384,16 @@ class AllreduceCallback:
                 raise
 
     def discard(self) -> None:
-        """Drops the sums of local passes: for a loop that ends before the step that would reduce them.
+        """Drops the sums of local passes. Call it if a loop ends before the step that would reduce the sums.
 
         Either every rank must call it, or no rank.
 
         Raises:
-            InvalidArgument: the call is in the middle of a step, or within a block of local passes.
+            InvalidArgument: the call is in the middle of a step, or within accumulate() or no_sync().
         """
         self._check_between_steps("discard()")
         if self._is_local:
-            raise InvalidArgument("discard() within a block of local passes: leave the block first")
+            raise InvalidArgument("discard() is not possible within accumulate() or no_sync(): leave that block first")
         self._step.discard()
 
     @contextmanager
@@ -393,10 +401,10 @@ class AllreduceCallback:
         """A context manager for local passes in which the program hands over no gradient; flush() counts the passes.
 
         The block is for programs that add gradients up by themselves and hand over the sum in the last pass, outside
-        this block. Handing over a gradient inside raises InvalidArgument; use accumulate() to let gradsync add
-        gradients up. This block only makes the ranks agree on the number of local passes: each flush() or backward()
-        inside counts one pass, and the next step's agreement includes the number. Ranks that accumulate differently
-        raise PlanMismatch.
+        this block. Handing over a gradient inside the block raises InvalidArgument; if gradsync should add the
+        gradients up, use accumulate(). The block only counts local passes: each flush() or backward() inside the block
+        is one pass. In the next step the ranks compare their numbers of local passes; if these differ, all ranks raise
+        PlanMismatch.
 
             for batch in batches[:-1]:
                 total += gradient_of(batch)
@@ -406,7 +414,7 @@ class AllreduceCallback:
                 future = sync("weights", total + gradient_of(batches[-1]))
 
         Raises:
-            InvalidArgument: the call is in the middle of a step, or within another block of local passes.
+            InvalidArgument: the call is in the middle of a step, or within accumulate() or no_sync().
         """
         with self._local_passes("no_sync()", _refuse_in_no_sync):
             yield
@@ -415,7 +423,9 @@ class AllreduceCallback:
     def _local_passes(self, what: str, take: Callable[[Any, Any, Communicator], GradientFuture]) -> Iterator[None]:
         self._check_between_steps(what)
         if self._is_local:
-            raise InvalidArgument(f"{what} within a block of local passes of the same callback: leave that block first")
+            raise InvalidArgument(
+                f"{what} is not possible within accumulate() or no_sync() of the same callback: leave that block first"
+            )
         self._take, self._is_local = take, True
         try:
             yield
@@ -442,9 +452,9 @@ class AllreduceCallback:
         If the body raises, the communicator is aborted, as in backward().
 
         Args:
-            parameters: a mapping of names to arrays or to (shape, dtype), in the order in which gradients are handed
-                over. Or a list of arrays, if the program hands over gradients with arrays as `param`. Needed only if a
-                rank may have no batch at all.
+            parameters: the parameters in the order in which their gradients are handed over: a mapping of names to
+                arrays or to (shape, dtype), or, if the program hands over gradients with arrays as `param`, a list of
+                these arrays. Needed only if a rank may have no batch at all.
 
         Returns:
             A context manager, which gives a Join. The attribute `last_rank` of the Join is known after the block.
@@ -458,8 +468,8 @@ class AllreduceCallback:
         self._check_between_steps("join()")
         if self._step.reducer.active_ranks is not None:
             raise InvalidArgument(
-                f"{self._communicator().label}: join() inside another join() of the same callback: one block surrounds "
-                "the whole loop over batches; leave it before the next begins"
+                f"{self._communicator().label}: join() is not possible inside another join() of the same callback: one "
+                "block surrounds the whole loop over batches; leave it before the next begins"
             )
         communicator = self._communicator()
         self._step.begin_with(communicator)
@@ -477,7 +487,7 @@ class AllreduceCallback:
         finally:
             reducer = self._step.reducer
             reducer.active_ranks = None
-            # The next step takes the sums that are left. If there are none, it does not count the block's local passes.
+            # The next step reduces the remaining sums. Without sums, it does not count the block's local passes.
             reducer.begin_step(passes=reducer.events.local_passes if self._step.sums.by_key else 0)
 
     def _note_locked(self, error: ValueError) -> None:
@@ -494,7 +504,7 @@ class AllreduceCallback:
 
     def _check_between_steps(self, what: str) -> None:
         if self._step.count:
-            raise InvalidArgument(f"{what} in the middle of a backward pass: flush first")
+            raise InvalidArgument(f"{what} is not possible in the middle of a backward pass: call flush() first")
 
     def _abandon(self, what: str, error: BaseException) -> None:
         """Cancels the step, and aborts the communicator unless every rank has raised this error."""

@@ -8,8 +8,9 @@ wire's own dtype, in each step of its algorithm, so sums over many ranks are les
 beyond 65504, also in the sum; a prescale of 1 / world_size with op "sum" keeps the sum within range. bfloat16 has the
 range of float32, but 8 bits of precision; float16 has 11.
 
-Over shared memory the backend scales and rounds the values while it copies them (Wire of reduction.py). Gradients
-without compression are scaled in place (Scaled) in bucket views and over MPI, unless they are tiny.
+Over shared memory the backend scales and rounds the values while it copies them (see the class Wire in reduction.py).
+On the CPU, gradients that are scaled but not compressed are scaled in place (class Scaled) in two cases: if they live
+in buckets, or over MPI. Tiny gradients are packed first (class Compressed).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _COMPRESSED = ("float32", "float64")
 
 
 def validate_compression(name: Any) -> str | None:
-    """Returns the option `compression` after a check: the dtype in which gradients are sent, or None for their own.
+    """Checks and returns the option `compression`: the dtype in which float32 and float64 gradients are sent, or None.
 
     Raises:
         InvalidArgument: the name is not None, "float16" or "bfloat16".
@@ -65,7 +66,7 @@ class WireFormat:
         InvalidArgument: the dtype name is unknown, or a scale is 0, not finite or not a number.
         BackendUnavailable: the dtype is bfloat16, and ml_dtypes is not installed.
 
-    Source: prescale and postscale as horovod.allreduce's prescale_factor and postscale_factor.
+    Source: prescale and postscale are the prescale_factor and postscale_factor of horovod.allreduce.
     """
 
     def __init__(self, dtype_name: str | None = None, prescale: float = 1.0, postscale: float = 1.0) -> None:
@@ -138,7 +139,8 @@ class WireFormat:
             arrays: the communicator's functions for arrays.
 
         Returns:
-            A 1-D contiguous array of all elements in the wire's dtype. It is valid until the next call of encode.
+            A 1-D contiguous array of all elements in the wire's dtype. The array is valid until the next call of
+            encode.
 
         Raises:
             UnsupportedDtype: see WireFormat.check.
@@ -187,11 +189,11 @@ class WireFormat:
 
 
 class Compressed:
-    """Packs gradients in the wire's format before their reduction; see Stage of for_bucketing.py.
+    """Packs gradients in the wire's format before their reduction; see the class Stage in for_bucketing.py.
 
     Args:
         wire: the format in which the gradients are sent.
-        targets: the arrays for the gradients' results.
+        targets: the arrays that receive the reduced gradients.
         arrays: the communicator's functions for arrays.
     """
 
@@ -205,21 +207,22 @@ class Compressed:
         return [self._wire.encode(given, self._arrays)]
 
     def after(self, results: Sequence[Array]) -> Sequence[Array]:
-        """Splits the results into the targets."""
+        """Converts and scales the reduced values, and copies them into the targets."""
         self._wire.decode(results[0], self._targets, self._arrays)
         return self._targets
 
 
 class Scaled:
-    """Scales gradients in place, before their reduction and after it; see Stage of for_bucketing.py.
+    """Scales gradients in place, before and after their reduction; see the class Stage in for_bucketing.py.
 
     Scaling in place needs half the memory traffic of a scaled copy, and the reduction then finds the gradients in the
-    cache. A read-only gradient is scaled into its target, so that all ranks reduce lists of equal sizes: over MPI,
-    ranks with lists of different sizes would send different messages.
+    cache. The scaled values of a read-only gradient are written into its target. So all ranks reduce lists of equal
+    sizes, even if only some ranks have read-only gradients: over MPI, lists of different sizes would need different
+    messages.
 
     Args:
         wire: the wire format, which has the scales.
-        targets: the arrays for the gradients' results; None if the gradients themselves get the results.
+        targets: the arrays that receive the reduced gradients; None if the results overwrite the gradients.
         arrays: the communicator's functions for arrays.
     """
 

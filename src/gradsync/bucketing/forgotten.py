@@ -1,8 +1,9 @@
-"""Reports gradients that were handed over and never reduced: raises when their group ends, and sets the exit code to 1.
+"""Reports gradients that were handed over but never reduced.
 
-The process group calls these functions when it ends and at the program's exit. In a rank that the launcher starts for
-one function, they are called when the function has returned. The process group imports this file, so this file imports
-almost nothing.
+When the process group ends, raise_forgotten() raises an error. At the program's exit, report_forgotten_at_exit() logs
+the error, and changes the exit code to 1. In a rank that the launcher starts for one function, the rank's process calls
+raise_forgotten() after the function has returned. The process group imports this file, so this file imports almost
+nothing.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def raise_forgotten(*, everywhere: bool = False) -> None:
     """Raises if some gradients can never be reduced; reports each of them only once.
 
     Args:
-        everywhere: whether to report the gradients on all communicators, because none will be reduced any more. If
-            False, only the gradients on closed communicators.
+        everywhere: if True, report the gradients on all communicators, because gradsync will reduce no more gradients.
+            If False, report only the gradients on closed communicators.
 
     Raises:
         InvalidArgument: some gradients can never be reduced; the text names this rank and the first parameter.
@@ -60,7 +61,8 @@ def raise_forgotten(*, everywhere: bool = False) -> None:
 def report_forgotten_at_exit() -> None:
     """Logs at the program's exit which gradients were never reduced; changes an exit code of 0 to 1.
 
-    If the program ends with an exception, the function logs nothing, because the exception is the cause.
+    If the program ends with an exception, the function logs nothing, because the exception explains why gradients were
+    not reduced.
     """
     texts = _take(everywhere=True)
     if uncaught_error() is None:
@@ -89,7 +91,7 @@ def _take(*, everywhere: bool) -> list[str]:
         found = step.forgotten()
         if found is not None and (everywhere or found[1].closed):
             texts.append(found[0])
-            step.fail(GradientCancelled("the group was left before its backward pass had ended"))
+            step.fail(GradientCancelled("the process group ended before the end of the backward pass"))
         if uncaught_error() is None:
             step.report_lost_sums(everywhere=everywhere)
     return texts
@@ -98,7 +100,7 @@ def _take(*, everywhere: bool) -> list[str]:
 def _collected(step: Step) -> None:
     """Warns if a garbage-collected callback had gradients that were never reduced, and makes them writeable again.
 
-    Sums of local passes only cause a warning, because a loop may end before the step that would take the sums.
+    Sums of local passes only cause a warning, because a loop may end before the step that would reduce the sums.
     """
     found = step.forgotten()
     step.unlock_waiting()
@@ -118,8 +120,8 @@ def _change_exit_code(code: int) -> None:
     """Changes the exit code of this process, which is about to exit.
 
     An exception in an exit handler does not change the code, and os._exit() in an exit handler would skip later
-    handlers and MPI_Finalize. So a handler of C's exit(), which runs after all exit handlers of Python, ends the
-    process.
+    handlers and MPI_Finalize. So gradsync registers a function that C's exit() calls after all exit handlers of Python;
+    this function ends the process with the new code.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the stream may be None, closed, or a pipe without a reader

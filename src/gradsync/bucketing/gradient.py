@@ -1,7 +1,7 @@
-"""A single gradient before its bucket is reduced: the checks of its array, its name, and its destination.
+"""Handles one gradient before its bucket is reduced: checks its array, and decides where its result is written.
 
 If two gradients shared memory, the reduction of one would change the other, so OverlapCheck refuses the second one. The
-last part of the file reads the option `parameters`, which names the gradients before the first step.
+last part of this module reads the option `parameters`, which lists the gradients before the first step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("gradsync")
 _PLAIN_NAMES = (str, int)  # the types of nearly all names, always hashable
 
 
-_RELEASED = object()  # stands in an entry for an array that was released
+_RELEASED = object()  # replaces the array in an entry that has released it
 
 
 @dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot twice as fast
@@ -38,23 +38,23 @@ class GradientEntry:
     Attributes:
         gradient: the array that was handed over.
         parameter: the parameter, kept alive so that no other object gets its id.
-        shape, dtype, state: properties of the array. The entry is used again only if they are unchanged. See
-            ArrayKind.state.
+        shape, dtype, state: the array's shape and dtype, and a fingerprint of its other properties (see
+            ArrayKind.state). The next step uses the entry again only if all three are unchanged.
         bucket: the number of the gradient's bucket.
         name: the parameter's name, the same on all ranks.
         result: the result of the gradient's future.
         is_locked: whether the gradient is read-only while it is in flight.
-        completes: the buckets that the gradient completes; see Assignment of plan.py.
+        completes: the buckets that the gradient completes; see the class Assignment in plan.py.
         key: the key that identifies the parameter in this process.
         spec: the name, shape and dtype of the gradient, on which the ranks agree.
-        position: the gradient's index in the order of arrival; with `parameters`, the parameter's index there.
-        native: the gradient as a native array (see ArrayKind). For a locked gradient, it is a view that stays
-            writeable.
+        position: the gradient's index in the order of arrival. If the callback has the option `parameters`: the
+            parameter's index in this option.
+        native: the gradient as a native array (see ArrayKind). If the gradient is locked: a view that stays writeable.
         source: a flat array of the values to reduce, on the communicator's device.
-        target: a flat array for the reduced values, on the same device. It is the source itself if the results may
-            overwrite the source.
+        target: a flat array for the reduced values, on the same device. If the results may overwrite the source, the
+            target is the source itself.
         write_back: the native array into which the target is copied after the reduction; None if no copy is needed. A
-            copy is needed if the array has another layout, or is on another device.
+            copy is needed if the native array is not contiguous, or is not on the communicator's device.
         recurs: whether the next step may use the entry again: the last step had the same array at this position, and
             the array is reduced in place.
         arrived_in: the number of the step in which the gradient arrived last.
@@ -179,7 +179,7 @@ def key_of(param: Any) -> Hashable:
 
 
 def display_name(param: Any, position: int) -> str:
-    """Returns a parameter's name for errors and agreements. It is the same on all ranks, so it contains no address."""
+    """Returns a parameter's name for errors and Agreements: the same on all ranks, and so without any address."""
     if type(param) in _PLAIN_NAMES:
         return repr(param)
     if isinstance(param, np.generic):
@@ -202,7 +202,10 @@ class _Claim(NamedTuple):
 
 
 class OverlapCheck:
-    """Refuses gradients of one step that share memory. It holds the gradients, so no other array gets their memory."""
+    """Refuses gradients of one step that share memory.
+
+    The check keeps the gradients alive, so that no other array gets their memory.
+    """
 
     def __init__(self) -> None:
         self._claims: list[_Claim] = []
@@ -210,7 +213,7 @@ class OverlapCheck:
         self._ranges_overlap = False  # True only with interleaved views, or with read-only arrays
 
     def claim(self, array: Array, name: str, arrays: ArrayKind) -> None:
-        """Adds a gradient to the check.
+        """Records the memory of a gradient; raises if an earlier gradient of the step shares this memory.
 
         Args:
             array: the gradient as a native array; host and devices share one address space.
@@ -279,11 +282,11 @@ class KnownParameter(NamedTuple):
 
 
 def known_parameters(parameters: Any, what: str, op: ReduceOp, communicator: Communicator) -> list[KnownParameter]:
-    """Returns the parameters of an option `parameters`, in order.
+    """Returns the entries of the option `parameters`, in order.
 
     Args:
-        parameters: a mapping of names to arrays or to (shape, dtype). Or a list of arrays, if the program hands over
-            gradients with arrays as `param`. None means no parameters.
+        parameters: the option: a mapping of names to arrays or to (shape, dtype), or a list of arrays. None means no
+            parameters.
         what: the name of the call, for errors.
         op: the operator of the reduction.
         communicator: the communicator that will reduce the gradients.
@@ -337,15 +340,16 @@ def warn_of_unequal_values(
 ) -> None:
     """Logs a warning, on one rank, if the parameters' values differ between ranks. Every rank must call it.
 
-    The ranks compare the bytes of the values. They compare nothing if some rank passed shapes and dtypes, or read-only
-    arrays (the program may use other arrays by now), or the arrays of its gradients.
+    The ranks compare the bytes of the values. The ranks skip the comparison if some rank passed shapes and dtypes
+    instead of arrays, read-only arrays (the program may have replaced them), or an array that shares memory with its
+    first gradient.
 
     Args:
-        known: the parameters, as known_parameters() returned them.
-        parameters: the parameters as the caller passed them.
+        known: the result of known_parameters().
+        parameters: the option `parameters`, as the program passed it.
         gradient: the first gradient that was handed over, or None.
         communicator: the communicator whose ranks compare their values.
-        agreed: a function that includes the callback in an agreement; see StepEvents.of_callback.
+        agreed: the function StepEvents.of_callback, which includes the callback in an Agreement.
 
     Raises:
         RankFailed, CollectiveTimeout, CommunicatorClosed: the exchange between the ranks has failed.

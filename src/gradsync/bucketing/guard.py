@@ -1,15 +1,15 @@
 """Protects gradients in flight: a lock makes NumPy arrays read-only, and the debug mode detects writes.
 
-The lock clears the WRITEABLE flag of a NumPy array. For an array that does not own its memory, NumPy sets the flag
-again only while an array in its base chain is writeable, and in some cases never. So gradsync locks a gradient only if
-it can surely restore the flag. gradsync itself writes through a view that it made before the lock, because a view keeps
-its own flag.
+The lock clears the WRITEABLE flag of a NumPy array. If an array does not own its memory, NumPy sets the flag again only
+while one of its base arrays (array.base, the base of array.base, and so on) is writeable; for some arrays NumPy never
+sets it again. So gradsync locks a gradient only if it can always restore the flag. gradsync itself writes through a
+view that it made before the lock, because a view keeps its own flag.
 
 The debug mode computes digests to detect writes. From the hand-over of a gradient until its bucket is reduced, the
 program must not write to the gradient. After the reduction the program may write to the result, but it must first call
 done() or result() of the future, to know that the reduction has ended. So the debug mode watches a result until the
-program makes such a call, or the step ends. So the debug mode detects a program that still adds to a gradient after the
-reduction.
+program calls done() or result(), or the step ends. In this way it detects a program that still adds to a gradient after
+the reduction.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class LockedGradients:
     def unlock(self) -> None:
         """Makes all gradients writeable again, even if NumPy refuses at first.
 
-        NumPy refuses if the base array of a gradient has become read-only meanwhile: the program has made it read-only,
-        or another callback has it in flight.
+        NumPy refuses to make a gradient writeable if its base array has become read-only since the lock: either the
+        program has made the base array read-only, or another callback has locked it.
 
         Raises:
             InvalidArgument: a gradient stays read-only, or another callback has the same memory in flight.
@@ -125,13 +125,13 @@ _holders: dict[int, weakref.ref[Any]] = {}  # the holders of this process, by id
 
 
 def register(holder: Holder) -> None:
-    """Registers a callback, so that others can find its gradients in flight. The callback is not kept alive."""
+    """Registers a callback, so that other callbacks can find its gradients in flight; keeps only a weak reference."""
     key = id(holder)
     _holders[key] = weakref.ref(holder, lambda _: _holders.pop(key, None))
 
 
 def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool:
-    """Whether a gradient may be locked, because its WRITEABLE flag can surely be restored.
+    """Whether a gradient may be locked, because gradsync can always restore its WRITEABLE flag.
 
     Args:
         gradient: a NumPy array, of any subclass.
@@ -152,12 +152,12 @@ def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool
 
 
 def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> None:
-    """Raises if another callback has an array in flight: such an array is read-only only until its reduction.
+    """Raises if another callback has a read-only array in flight, and so will make the array writeable again.
 
     Args:
         array: a read-only array, or a view of read-only memory.
-        who: the beginning of the error: this rank, and the array's name.
-        holder: the callback that checks the array; None for other functions.
+        who: the beginning of the error text, which names this rank and the array.
+        holder: the callback that checks the array; None if the caller is not a callback.
 
     Raises:
         InvalidArgument: the array is in flight.
@@ -175,7 +175,7 @@ def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> No
 
 
 def _owner(array: Array) -> Array | None:
-    """Returns the NumPy array that owns an array's memory; None if no NumPy array does."""
+    """Returns the NumPy array that owns an array's memory; None if no NumPy array owns it."""
     while not array.flags.owndata:
         base = array.base
         if not isinstance(base, np.ndarray):
@@ -210,7 +210,7 @@ class GradientGuard:
         self._results: list[_Watched] = []
 
     def take(self, entry: GradientEntry, end: CollectiveEnd) -> None:
-        """Begins to watch a gradient at its hand-over; `end` is the CollectiveEnd of its bucket."""
+        """Begins to watch a gradient at its hand-over. `end` is the CollectiveEnd of the gradient's bucket."""
         digest = self._digest(_watched_array(entry))
         found = caller()
         line = "an unknown line" if found is None else f"{found.code.co_filename}:{found.line}"
@@ -239,7 +239,7 @@ class GradientGuard:
                 self._results.append(watched)
 
     def check_results(self) -> None:
-        """Checks that results are unchanged since their reduction, unless the program called done() or result().
+        """Checks that results are unchanged since their reduction, except those whose done() or result() was called.
 
         Raises:
             GradientChanged: the program wrote to one of the arrays.

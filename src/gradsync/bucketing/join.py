@@ -79,7 +79,11 @@ class Join:
                 )
 
     def _exchange(self, answer: int, passes: int = 0) -> tuple[int, int]:
-        """Shares answers; returns the number of ranks with gradients, and the local passes of the first such rank."""
+        """Sends this rank's answer and number of local passes to all ranks, and receives theirs.
+
+        Returns:
+            The number of ranks that have gradients, and the number of local passes of the first such rank.
+        """
         agreement = self._step.reducer.events.of_callback(_AGREEMENT)
         answers = self._communicator._share_numbers("join", [answer, passes], agreement)
         present = [rank for rank, (answer, _) in enumerate(answers) if answer == _PRESENT]
@@ -103,7 +107,7 @@ class Join:
         )
 
     def _zeros_for(self, bucket: Bucket) -> Reduction:
-        """Returns a reduction of zeros for a bucket.
+        """Returns a Reduction of the bucket whose arrays hold zeros.
 
         The zeros are in memory that all buckets share, or in the bucket itself.
 

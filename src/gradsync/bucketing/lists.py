@@ -53,7 +53,7 @@ def param_pack_concat(
     Args:
         inputs: arrays of any shape and layout, all of one dtype and one device; their elements are copied in index (C)
             order.
-        offsets: the result of get_offsets for the inputs' shapes. It may be an array on the device.
+        offsets: the result of get_offsets for the inputs' shapes. The offsets may be an array on the device.
         offsets_val: the same offsets in host memory, used in place of `offsets` if `offsets` is on a device.
         out: a 1-D contiguous array of the inputs' dtype with room for all elements; None makes a new array.
 
@@ -156,8 +156,8 @@ def bcast_list_(
     Every rank must call it with arrays of the same shapes and dtypes in the same order.
 
     Args:
-        arrays: arrays of any shape, layout and dtype on the communicator's device. They must be writable, except on the
-            root.
+        arrays: arrays of any shape, layout and dtype on the communicator's device. The arrays must be writable, except
+            on the root.
         root: the rank whose values all ranks get.
         communicator: the communicator of the ranks; None means the world communicator.
         group: another name for `communicator`.
@@ -243,7 +243,10 @@ def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: 
         writeable = communicator._arrays.writeable(native)
         if not writeable or overlaps_itself(native):
             kind = "overlaps itself" if writeable else "is read-only"
-            raise InvalidArgument(f"{communicator.label}: {what} writes in place; {name or 'the tree'} {kind}")
+            raise InvalidArgument(
+                f"{communicator.label}: {what} writes into the given arrays, but {name or 'the tree'} {kind}: "
+                "pass a copy"
+            )
 
 
 def broadcast_named(what: str, named: Sequence[tuple[str, Array]], root: int, communicator: Communicator) -> None:

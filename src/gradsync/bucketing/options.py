@@ -16,7 +16,7 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, d
 
 @dataclass(frozen=True)
 class Options:
-    """The checked options of a callback. They have the names of the arguments of AllreduceCallback.
+    """The checked options of a callback. Each option has the name of an argument of AllreduceCallback.
 
     Attributes:
         op: the operator of the reduction: sum or mean.
@@ -65,7 +65,7 @@ class Options:
         return default_bytes if self.threshold_bytes is None else self.threshold_bytes
 
     def settings(self) -> dict[str, str]:
-        """Returns the options on which the ranks must agree, with their values; a part of each bucket's agreement."""
+        """Returns the options that must be equal on all ranks, with their values. Each bucket's digest has them."""
         settings = self.wire.settings()
         if self.missing == "zero":
             settings["missing"] = '"zero"'

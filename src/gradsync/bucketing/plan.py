@@ -56,7 +56,7 @@ class GradientSpec(NamedTuple):
 
     @property
     def item(self) -> Item:
-        """Describes the gradient for the error of ranks that disagree."""
+        """Describes the gradient for PlanMismatch."""
         return Item(self.name, self.dtype, self.shape)
 
     @property
@@ -118,7 +118,7 @@ class Bucket:
 
 
 class _Filling(NamedTuple):
-    """A bucket that is not complete and takes further gradients."""
+    """A bucket that is not full, and takes further gradients."""
 
     number: int
     limit_bytes: int
@@ -138,8 +138,8 @@ class Assignment(NamedTuple):
     Attributes:
         spec: the gradient's name, shape and dtype.
         bucket: the number of the gradient's bucket.
-        completes: the buckets that the gradient completes, in launch order. None if they depend on the order in which
-            the gradients arrive; then Planner.note_arrival returns them.
+        completes: the buckets that the gradient completes, in launch order. None if the gradients may arrive in any
+            order; Planner.note_arrival then returns these buckets.
     """
 
     spec: GradientSpec
@@ -151,7 +151,7 @@ class Planner:
     """Assigns gradients to buckets, and reports when a bucket is complete.
 
     Without `specs` a gradient's position is its index in the order of arrival, and buckets fill gradient by gradient. A
-    step that repeats the last one gets the same buckets. With `specs` the positions and the buckets are fixed, and the
+    step that repeats the last step gets the same buckets. With `specs` the positions and the buckets are fixed, and the
     gradients arrive in any order. Then a bucket is complete when all of its gradients have arrived and all buckets
     before it are complete. So ranks whose gradients arrive in different orders launch the buckets in the same order.
 
@@ -164,8 +164,8 @@ class Planner:
 
     Attributes:
         threshold_bytes, first_bucket_bytes: see above.
-        assignments: the assignments of this step's gradients, by position. While the step repeats the last one, they
-            are those of all gradients of the last step.
+        assignments: the Assignment of each gradient of this step, by position. While the step repeats the last step,
+            the list has the Assignments of all gradients of the last step.
         repeats: whether all gradients of this step so far were in the last step, at the same positions.
         buckets: with `specs`, all buckets in launch order; else an empty list.
 
@@ -211,8 +211,8 @@ class Planner:
         Args:
             spec: the gradient's name, shape and dtype. The planner compares specs by identity: pass the same object as
                 in the last step to save work.
-            position: the gradient's position. Without the planner's `specs`, the number of gradients that arrived
-                before it.
+            position: the gradient's position. Without the planner's `specs`, this is the number of gradients that
+                arrived earlier in the step.
         """
         if self._is_fixed:
             return self.assignments[position]
@@ -235,10 +235,10 @@ class Planner:
         return self.buckets[begin : self._next]
 
     def flush(self, count: int) -> list[Bucket]:
-        """Completes the open buckets of a step with `count` gradients, sorted by dtype; begins a new step.
+        """Ends a step with `count` gradients; returns the buckets that were not full, in the order of their dtypes.
 
-        An empty step keeps the plan of the last step. With `specs` no bucket is open here, because all gradients have
-        arrived, or none.
+        An empty step keeps the plan of the last step. With `specs`, the list is empty: either all gradients of the step
+        have arrived, so that every bucket is complete, or no gradient has arrived.
         """
         if self._is_fixed:
             self.reset()
@@ -263,7 +263,7 @@ class Planner:
         return complete + self.flush(len(specs))
 
     def reset(self) -> None:
-        """Forgets this step and the last one."""
+        """Forgets this step and the last step."""
         if self._is_fixed:
             self._next, self._missing = 0, [len(bucket.slots) for bucket in self.buckets]
             self.repeats = True
@@ -274,7 +274,7 @@ class Planner:
         self.repeats = False
 
     def _stop_repeating(self, count: int) -> None:
-        """Plans this step's first `count` gradients again, because this step then differs from the last one."""
+        """Plans this step's first `count` gradients again, because this step no longer repeats the last step."""
         self.repeats = False
         del self.assignments[count:]
         for position, assignment in enumerate(self.assignments):
@@ -305,7 +305,7 @@ class Planner:
         return Assignment(spec, filling.number, complete)
 
     def _alone(self, position: int, spec: GradientSpec, before: list[Bucket]) -> Assignment:
-        """Puts a gradient into a bucket of its own; `before` lists buckets that the gradient has completed already."""
+        """Puts a gradient into a bucket of its own, after the buckets `before`, into which the gradient did not fit."""
         number, self._opened = self._opened, self._opened + 1
         bucket = Bucket(spec.dtype, (Slot(position, spec, 0, spec.size_elements),), number)
         return Assignment(spec, number, [*before, bucket])
@@ -322,7 +322,7 @@ def checked_bytes(name: str, size: object) -> int:
     """Returns a size in bytes, given as an integer or as text: "25 MB" is 25 * 1024**2.
 
     Raises:
-        InvalidArgument: the size is neither an integer nor such a text, or it is below 1.
+        InvalidArgument: the size is neither an integer nor a text such as "25 MB", or it is below 1.
     """
     number = integer_of(size)
     if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
@@ -334,6 +334,6 @@ def checked_bytes(name: str, size: object) -> int:
 
 
 def list_of_names(names: Sequence[str]) -> str:
-    """Returns a text with the first names of a list, and the number of the others."""
+    """Returns the names at the beginning of a list as text, and how many names follow."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

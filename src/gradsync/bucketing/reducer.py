@@ -1,9 +1,9 @@
-"""The collectives of a step: the all-reduce of each complete bucket, and the agreement on the end of the step.
+"""Runs the collectives of a step: the all-reduce of each complete bucket, and the check that all ranks end the step.
 
-The backend does the work of an all-reduce: it compares the agreements of the ranks, copies the bytes, adds up, and
-divides for a mean. For shared memory, this code is in communicators/shared_memory/collectives.py (small lists) and
-pipelined.py (large lists). If the agreements differ, the backend raises PlanMismatch on every rank, and Step.fail ends
-the step.
+The backend does the work of an all-reduce: it compares the ranks' digests of the bucket (see Agreement), copies the
+bytes, adds up, and divides for a mean. For shared memory, this code is in communicators/shared_memory/collectives.py
+(small lists) and pipelined.py (large lists). If the digests differ, the backend raises PlanMismatch on every rank, and
+Step.fail ends the step.
 """
 
 from __future__ import annotations
@@ -61,13 +61,15 @@ class Reduction:
 
     Attributes:
         bucket: the bucket that is reduced.
-        sources: flat arrays of the values to reduce, one for each slot. If gradients live in the bucket, one flat view
-            of it.
-        targets: flat arrays for the results, in the order of the sources; see ListReduction of for_bucketing.py.
-        write_backs: pairs of a target and the native array that gets the target's values after the reduction.
+        sources: flat arrays of the values to reduce, one for each slot. If gradients live in the bucket, the only
+            source is a flat view of the whole bucket.
+        targets: flat arrays for the results, in the order of the sources; see the class ListReduction in
+            for_bucketing.py.
+        write_backs: pairs of a target and a native array; after the reduction, the target is copied into the native
+            array.
         results: the native arrays that hold the reduced values after the reduction.
         locked: the gradients that are read-only until the reduction ends; None if there are none.
-        memory: the buckets' memory if gradients live there; else None.
+        memory: the memory of the buckets, if gradients live in it; else None.
         prepared: the prepared all-reduce of these arrays if they will arrive again; else None.
     """
 
@@ -101,7 +103,7 @@ class Reduction:
     def prepare(
         self, communicator: Communicator, op: ReduceOp, *, checks: Checks, wire: Wire | None, recurs: bool = False
     ) -> ListReduction:
-        """Returns an all-reduce of the arrays; see ListReduction of for_bucketing.py."""
+        """Returns an all-reduce of the arrays; see the class ListReduction in for_bucketing.py."""
         return ListReduction(
             communicator,
             self.sources,
@@ -126,14 +128,14 @@ class ActiveRanks(Protocol):
 
 
 class Reducer:
-    """Runs the collectives of one step after another.
+    """Runs the collectives of a callback, step after step.
 
     Args:
         options: the options of the callback.
 
     Attributes:
         op: the operator of the reduction: sum or mean.
-        events: the object that makes the agreements of a step.
+        events: the object that makes the Agreements of a step.
         statistics: the counters of all steps.
         active_ranks: inside join(), the object that counts the ranks with gradients before the first collective of a
             step; else None.
@@ -158,7 +160,11 @@ class Reducer:
         self._last: dict[int, Reduction] = {}  # by bucket: reductions of the last step whose arrays may arrive again
 
     def begin_with(self, callback: KnownCallback | None) -> None:
-        """Starts to use a communicator, on which the ranks know `callback`; forgets the arrays of the last one."""
+        """Starts to use a new communicator, and forgets the arrays of the previous one.
+
+        Args:
+            callback: the callback's number and name on the new communicator; None before its first use there.
+        """
         self.events.change_callback(callback)
         self._wire.forget_memory()
         self._last.clear()
@@ -185,12 +191,12 @@ class Reducer:
         communicator: Communicator,
         holder: Holder,
     ) -> Reduction:
-        """Returns the reduction of a complete bucket: the one of the last step if all arrays are the same.
+        """Returns the Reduction of a complete bucket: the object of the last step if all arrays are the same.
 
         Args:
             bucket: a bucket whose gradients have all arrived.
             entries: the gradients of the step, by position.
-            memory: the buckets' memory if gradients live there; else None.
+            memory: the memory of the buckets, if gradients live in it; else None.
             communicator: the communicator whose ranks reduce the buckets.
             holder: the callback that has the gradients in flight.
         """
@@ -220,7 +226,7 @@ class Reducer:
             del self._last[number]
 
     def keep(self, numbers: Iterable[int]) -> None:
-        """Forgets the reductions of all buckets except those with these numbers."""
+        """Forgets the reductions of all buckets whose numbers are not in `numbers`."""
         for number in self._last.keys() - set(numbers):
             del self._last[number]
 
@@ -231,13 +237,13 @@ class Reducer:
     def reduce(
         self, reduction: Reduction, communicator: Communicator, producers: Sequence[Any], end: CollectiveEnd
     ) -> Completion | None:
-        """Reduces a bucket, or calls the hook with it. end() waits for the hook's result.
+        """Reduces a bucket, or passes it to the hook. end() waits for the hook's result.
 
         Args:
-            reduction: the reduction of the bucket.
+            reduction: the Reduction that reduction_of() returned for the bucket.
             communicator: the communicator whose ranks reduce the buckets.
-            producers: GPU events after the work that made the sources; see Backend.mark_work.
-            end: the CollectiveEnd that the bucket's futures share; used only with a hook.
+            producers: GPU events, recorded after the work that computes the gradients; see Backend.mark_work.
+            end: the end of the bucket's collective, for which the bucket's futures wait. Used only with a hook.
         """
         started = time.perf_counter()
         bucket, op, mean_over = reduction.bucket, self.op, None
@@ -274,7 +280,7 @@ class Reducer:
         op: ReduceOp,
         mean_over: int | None,
     ) -> Completion | None:
-        """Reduces a bucket with the stages that it needs: checks of its values, division, scaling, compression."""
+        """Reduces a bucket; checks, divides, scales and compresses its values, as far as the options ask for it."""
         arrays, dtype = communicator._arrays, reduction.sources[0].dtype
         wire, scale = self._conversion_of(reduction, communicator)
         is_divided = mean_over is not None and (reduction.memory is None or wire is not None or scale is not None)
@@ -329,12 +335,13 @@ class Reducer:
     def _conversion_of(
         self, reduction: Reduction, communicator: Communicator
     ) -> tuple[Wire | None, Scaled | Compressed | None]:
-        """Returns the wire format if the backend converts a bucket's values, or else the stage that converts them.
+        """Returns how a bucket's values are scaled and converted.
 
-        Both are None if the values are only reduced. A backend that can convert values does so while it copies them.
-        For other backends, values are scaled in place, unless the gradients are so small that packing them first costs
-        less. On a GPU the values are scaled while they are packed. All ranks have the same stage, so that their lists
-        have equal sizes.
+        Returns:
+            Two values; at least one is None. First, the wire format, if the backend converts values while it copies
+            them. Second, the Stage (see for_bucketing.py) that converts the values for other backends. It scales in
+            place, unless the gradients are so small that packing them first costs less; on a GPU it scales while it
+            packs. All ranks use the same class of Stage, so that they reduce lists of equal sizes.
         """
         wire, arrays, dtype = self._wire, communicator._arrays, reduction.sources[0].dtype
         if wire.is_plain or not wire.changes(dtype):
@@ -359,13 +366,13 @@ class Reducer:
         """Takes part in a whole step of the other ranks, with zeros.
 
         Args:
-            planner: the callback's planner, between steps.
+            planner: the callback's planner, which must not be in the middle of a step.
             specs: the names, shapes and dtypes of the step's gradients, by position.
             communicator: the communicator whose ranks reduce the buckets.
-            zeros: a function: zeros(bucket) returns the reduction of an array of zeros. The next call may use that
-                array again.
+            zeros: a function: zeros(bucket) returns a Reduction whose arrays hold zeros. The next call may use these
+                arrays again.
             present: the number of ranks that have gradients.
-            passes: the number of local passes of those ranks, which their agreements include.
+            passes: the number of local passes of the ranks that have gradients. The ranks compare this number.
         """
         own_passes = self.events.local_passes
         self.begin_step(present, passes)
@@ -387,12 +394,13 @@ class Reducer:
             completion.order()  # the next bucket's zeros use the same memory
 
     def end(self, gradients: int, communicator: Communicator) -> Completion | None:
-        """Lets the ranks agree that the step ends after `gradients` gradients.
+        """Checks that the step ends after `gradients` gradients on all ranks.
 
         On a GPU, work that the caller queues next sees the results.
 
         Returns:
-            The Completion of later work that changes the results, such as clipping; None if there is no such work.
+            The end of GPU work that changes the results after their reduction, such as clipping; None if there is no
+            such work.
 
         Raises:
             NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; all ranks raise it.
@@ -414,16 +422,16 @@ class Reducer:
         return later
 
     def agree_on_missing(self, gradients: int, missing: tuple[str, ...], communicator: Communicator) -> None:
-        """Lets the ranks agree that the step ends after `gradients` gradients, and that those in `missing` are missing.
+        """Checks that all ranks have `gradients` gradients in this step, and that all lack the gradients in `missing`.
 
         Raises:
-            PlanMismatch: the gradients in `missing` are not missing on all ranks.
+            PlanMismatch: the ranks differ; all ranks raise it.
         """
         self._count_active()
         communicator._agree(self.events.flush(gradients, missing))
 
     def begin_step(self, present: int | None = None, passes: int = 0) -> None:
-        """Begins a step; keeps the agreements of the last step, because this one may repeat it.
+        """Begins a step; keeps the Agreements of the last step, because the new step may repeat it.
 
         Args:
             present: the number of ranks with gradients for the new step, if it is known already.
@@ -434,7 +442,7 @@ class Reducer:
         self._present = present
 
     def fail(self) -> None:
-        """Forgets the findings of the checks, and the hook's buckets, after a step has failed."""
+        """Forgets the results of the value checks, and the hook's buckets, after a step has failed."""
         self.values.fail()
         if self._hooked is not None:
             self._hooked.reset()
@@ -457,7 +465,7 @@ class Reducer:
 
 
 class _Divided:
-    """Divides a sum by the number of ranks that had gradients. See Stage of for_bucketing.py."""
+    """Divides a sum by the number of ranks that had gradients. See the class Stage in for_bucketing.py."""
 
     def __init__(self, count: int, arrays: ArrayKind) -> None:
         self._count = count
@@ -476,7 +484,7 @@ class _Divided:
 
 
 class _UnderWay(NamedTuple):
-    """A bucket with which the hook was called."""
+    """A bucket that was passed to the hook, and whose result was not copied into the gradients yet."""
 
     reduction: Reduction
     bucket: GradientBucket
@@ -488,11 +496,11 @@ class _UnderWay(NamedTuple):
 
 
 class _HookedBuckets:
-    """The buckets of a step that a hook reduces. On a GPU all work here is queued on the current stream.
+    """Reduces the buckets of a step through a hook. On a GPU all work here is queued on the current stream.
 
     Args:
         hook: the program's function, which takes a GradientBucket.
-        wire: the format in which gradients travel, with the factors of prescale and postscale.
+        wire: the wire format of the callback, which has the factors prescale and postscale.
     """
 
     def __init__(self, hook: BucketHook, wire: WireFormat) -> None:
@@ -514,12 +522,12 @@ class _HookedBuckets:
         """Packs a bucket, scales its values, and calls the hook with it.
 
         Args:
-            reduction: the reduction of the bucket, on which the ranks have agreed.
+            reduction: the Reduction of the bucket. The ranks have already compared the bucket's Agreement.
             communicator: the communicator whose ranks reduce the buckets.
             op: the operator of the reduction.
             mean_over: the divisor of a sum if not all ranks have gradients; else None.
-            producers: GPU events after the work that made the sources; see Backend.mark_work.
-            end: the CollectiveEnd that the bucket's futures share.
+            producers: GPU events, recorded after the work that computes the gradients; see Backend.mark_work.
+            end: the end of the bucket's collective, for which the bucket's futures wait.
             watch: the object that checks the values before and after the reduction; None for no checks.
         """
         communicator._follow_work(producers)
@@ -550,7 +558,7 @@ class _HookedBuckets:
             end.finish(None, None, communicator._mark_end())
 
     def reset(self) -> None:
-        """Forgets the hook's buckets of a failed step, and their memory, because the hook may still use this memory."""
+        """Forgets the buckets of a failed step. Their memory is not used again: the hook may still access it."""
         self._under_way.clear()
         self._flats.clear()
 

@@ -1,7 +1,7 @@
-"""A file of gradients: their names, shapes and dtypes, in the order in which they are handed over.
+"""Shapes files: a file lists the names, shapes and dtypes of gradients, in the order in which they are handed over.
 
-AllreduceCallback.dump_shapes writes such a file, and `gradsync bench thresholds --model` reads it. The file is JSON: a
-list of [name, shape] or [name, shape, dtype].
+AllreduceCallback.dump_shapes writes a shapes file, and `gradsync bench thresholds --model` reads it. The file is JSON:
+a list of [name, shape] or [name, shape, dtype].
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_shapes(path: str | Path) -> list[GradientSpec]:
     """Reads the gradients of a file, in its order; gradients without a dtype are float32.
 
     Raises:
-        InvalidArgument: the file cannot be read, does not contain such a list, is empty, or has a dtype that cannot be
+        InvalidArgument: the file cannot be read, is not a list of gradients, is empty, or has a dtype that cannot be
             reduced. The text gives the index of the wrong entry, from 0.
     """
     try:

@@ -1,8 +1,8 @@
-"""The steps of a callback: take gradients, reduce complete buckets at once, and reduce the rest at the flush.
+"""Runs the training steps of a callback: reduces each bucket as soon as it is complete, and the rest in flush().
 
-For each gradient, Step.take checks whether the step repeats the last one. If the array is the same that the last step
-had at this position, gradsync uses everything known about it again: its entry, its bucket, and in the end its bucket's
-reduction (see Reducer.reduction_of). Otherwise Step._admit checks the gradient and makes a new entry.
+For each gradient, Step.take checks whether the step repeats the last step. If the last step had the same array at the
+same position, gradsync reuses the array's GradientEntry, its bucket and, when the bucket is complete, the bucket's
+Reduction (see Reducer.reduction_of). Otherwise Step._admit checks the gradient and makes a new entry.
 
 gradsync keeps an array from one step to the next only if the array arrived in two consecutive steps. So a loop that
 makes new arrays in each step does not hold the memory of two steps.
@@ -68,14 +68,14 @@ class Step:
     Attributes:
         planner: the planner, which assigns gradients to buckets.
         reducer: the reducer, which runs the collectives of the step.
-        memory: the buckets' memory if gradients live in the buckets; else None.
+        memory: the memory of the buckets, if gradients live in it; else None.
         count: the number of gradients handed over since the last flush.
         ended: the number of steps that have ended, including empty ones; it is also the index of the current step.
-        raised_on_all: the last error from a collective of this callback that every rank raised.
+        raised_on_all: the last error that every rank raised in a collective of this callback; None if there is none.
         filled: after a flush, the results of parameters for which this rank had no gradient, by parameter.
-        sums: the sums of the gradients of local passes, until the next step takes them.
-        agreed: the gradients of the last step that ended with an agreement of all ranks; with `parameters`, all
-            gradients.
+        sums: the sums of the gradients of local passes, until the next step reduces the sums.
+        agreed: the gradients of the last step that ended in the same way on all ranks. If the callback has the option
+            `parameters`: the gradients of all parameters.
     """
 
     def __init__(self, options: Options, identity: CallbackIdentity) -> None:
@@ -102,8 +102,8 @@ class Step:
         self._entries: dict[int, GradientEntry] = {}
         # The rest of the attributes belong to the current step.
         self._new: list[GradientEntry] = []  # the gradients whose array differs from that of the last step
-        # While _new is empty, the gradients are the same as in the last step, and shared no memory there. From the
-        # first new gradient on, all gradients of the step are checked for shared memory.
+        # While _new is empty, the gradients are those of the last step, which were checked for shared memory. From the
+        # first new gradient on, all gradients of the step are checked again.
         self._keys: set[Hashable] = set()
         self._overlaps = OverlapCheck()
         self._ends: dict[int, CollectiveEnd] = {}  # by bucket; a defaultdict makes a missing end
@@ -118,15 +118,19 @@ class Step:
     # -- Before a step ---------------------------------------------------------------------------------------------
 
     def begin_with(self, communicator: Communicator) -> None:
-        """Starts to use a communicator, and forgets the arrays of the last one; refuses a change within a step."""
+        """Starts to use a new communicator, and forgets the arrays of the previous one.
+
+        Raises:
+            InvalidArgument: a step has begun on the previous communicator, which is still open.
+        """
         if communicator is self._communicator:
             return
         if self.count:
             if self._communicator is not None and not self._communicator.closed:
                 raise InvalidArgument(
-                    f"{communicator.label}: the group has changed in the middle of a backward pass: flush first"
+                    f"{communicator.label}: the group has changed in the middle of a backward pass: call flush() first"
                 )
-            self.fail(GradientCancelled("the group ended before its backward pass did"))
+            self.fail(GradientCancelled("the process group ended before the end of the backward pass"))
         self.report_lost_sums()
         self.forget_memory()
         self.agreed = []
@@ -190,7 +194,7 @@ class Step:
         self._ensure_memory(communicator)
 
     def _ensure_memory(self, communicator: Communicator) -> None:
-        """Allocates the buckets' memory if gradients live there and it does not exist yet.
+        """If gradients live in buckets, allocates the buckets' memory, unless it exists already.
 
         The allocation is collective.
         """
@@ -229,7 +233,7 @@ class Step:
             if (positions := self._positions) is not None:
                 position = positions.get(param if type(param) is str else key_of(param))
             entry = self._entries.get(position)  # type: ignore[arg-type]  # None is no position
-            # True if this step repeats the last one: the same array, unchanged, is at the same position. (A parameter
+            # True if this step repeats the last step: the same array, unchanged, is at the same position. (A parameter
             # that is a string is its own key: that saves a call for each gradient.)
             if (
                 entry is not None
@@ -272,13 +276,13 @@ class Step:
             check_may_call(communicator.label, what)
         if self._is_busy:
             raise InvalidArgument(
-                f"{communicator.label}: {what} while another thread, or the code that a signal handler has "
-                "interrupted, hands over a gradient to this callback or flushes it: use one thread at a time, or give "
-                "each thread a callback and a group of its own"
+                f"{communicator.label}: {what} was called before an earlier call of this callback had returned, from "
+                "another thread or a signal handler: use one thread at a time, or give each thread its own callback "
+                "and group"
             )
 
     def _note(self, entry: GradientEntry, end: CollectiveEnd, communicator: Communicator) -> None:
-        """Records a gradient: its work on a GPU, its arrival in the trace, and its digest in debug mode."""
+        """Records a gradient: its arrival in the trace, its digest in debug mode, and on a GPU the work before it."""
         if communicator._runs_beside_host:
             self._producers.setdefault(entry.bucket, []).append(communicator._mark_work())
         if (tracer := tracing.active) is not None:  # read once: another thread may end the trace
@@ -363,7 +367,7 @@ class Step:
         return position
 
     def _spec_of(self, param: Any, native: Array, position: int, communicator: Communicator) -> GradientSpec:
-        """Returns the spec of a gradient; this is the last step's object if both are equal."""
+        """Returns the spec (name, shape and dtype) of a gradient: the last step's object if it is equal."""
         dtype, assignments = dtype_name(native.dtype), self.planner.assignments
         known = assignments[position].spec if position < len(assignments) else None
         is_same = known is not None and known.shape == native.shape and known.dtype == dtype
@@ -371,8 +375,8 @@ class Step:
             if is_same:
                 return known
             raise InvalidArgument(
-                f"{communicator.label}: the gradient of {known.name} must be {known.dtype}{list(known.shape)}, as in "
-                f"the callback's parameters, got {dtype}{list(native.shape)}"
+                f"{communicator.label}: the gradient of {known.name} must be {known.dtype}{list(known.shape)}, as the "
+                f"option parameters= says, got {dtype}{list(native.shape)}"
             )
         name = display_name(param, position)
         if known is not None and is_same and known.name == name:
@@ -380,7 +384,7 @@ class Step:
         return GradientSpec(name, native.shape, dtype, native.dtype.itemsize)
 
     def _destination(self, grad: Any, native: Array, position: int, communicator: Communicator) -> Destination:
-        """Decides where the reduced values go; copies the gradient into its bucket if gradients live there."""
+        """Decides where the reduced values go. If gradients live in buckets, copies the gradient into its bucket."""
         if self.memory is None:
             return destination(grad, native, communicator)
         view = self.memory.views[position]
@@ -456,7 +460,7 @@ class Step:
             if self._guard is not None:
                 self._guard.check_results()
             later = self.reducer.end(self.count, communicator)
-            if later is not None:  # results are final only at the end of later work, such as clipping
+            if later is not None:  # results are final only at the end of this work: clipping
                 for end in self._ends.values():
                     end.completion = later
             if (tracer := tracing.active) is not None and self.count:
@@ -477,7 +481,7 @@ class Step:
 
     @contextmanager
     def noting_errors(self) -> Iterator[None]:
-        """A context manager for collectives outside the step. Records errors that every rank raises, as fail() does."""
+        """A context manager for collectives outside the step; records an error that every rank raises."""
         try:
             yield
         except BaseException as error:
@@ -489,7 +493,10 @@ class Step:
             self.raised_on_all = error
 
     def fail(self, error: BaseException) -> None:
-        """Ends the step with an error, which all futures that are not done will raise; keeps only `agreed`."""
+        """Ends the step with an error, which all futures that are not done will raise.
+
+        Forgets the gradients of this step and of the last step, but keeps `agreed`.
+        """
         self._note_raised_on_all(error)
         if isinstance(error, NonFiniteGradient):  # raised at the end of the step, after all ranks have agreed on it
             self.agreed = [assignment.spec for assignment in self.planner.assignments]
@@ -508,7 +515,7 @@ class Step:
         self._raise_leaving()
 
     def _take_rest(self, communicator: Communicator) -> dict[Any, GradientFuture]:
-        """Takes the sums of parameters without a gradient in the last pass; returns their futures by name."""
+        """Hands over the sums of parameters without a gradient in the last pass; returns their futures by name."""
         futures = {}
         for param, total in self.sums.take_rest(communicator):
             position = self.count if self._positions is None else self._positions[key_of(param)]
@@ -519,7 +526,8 @@ class Step:
     def _complete(self, communicator: Communicator) -> None:
         """Hands over zeros for missing gradients, or raises. All ranks do the same.
 
-        In a step without any gradient none counts as missing; with missing="zero" all count as missing.
+        In a step without any gradient, no parameter counts as missing if the option is missing="error"; all parameters
+        count as missing if it is missing="zero".
         """
         if not self.count and self._options.missing == "error":
             return
@@ -539,7 +547,7 @@ class Step:
             self.filled[parameter.label] = zeros
 
     def _zeros_at(self, position: int, communicator: Communicator) -> Any:
-        """Returns zeros for a missing gradient: the parameter's view of its bucket, or an array kept for later."""
+        """Returns zeros for a missing gradient, in the parameter's view of its bucket or in an array kept for reuse."""
         arrays, spec = communicator._arrays, self._parameters[position].spec
         array: Any
         if self.memory is not None:
@@ -594,7 +602,7 @@ class Step:
             raise leaving
 
     def _learn(self) -> None:
-        """Remembers a step that did not repeat the last one: its gradients, and the arrays that may arrive again."""
+        """Remembers a step that differs from the step before: its gradients, and the arrays that may arrive again."""
         self.agreed = [assignment.spec for assignment in self.planner.assignments]
         for entry in self._new:
             if not entry.recurs:
@@ -623,17 +631,17 @@ class Step:
 
     @property
     def label(self) -> str:
-        """See Holder of guard.py."""
+        """See the class Holder in guard.py."""
         return "" if self._communicator is None else self._communicator.label
 
     @property
     def whose(self) -> str:
-        """See Holder of guard.py."""
+        """See the class Holder in guard.py."""
         group = "" if self._communicator is None else f" of group {self._communicator.recorder.group!r}"
         return f'an AllreduceCallback("{self.reducer.op.value}"){group}'
 
     def locked(self) -> list[GradientEntry]:
-        """See Holder of guard.py; includes gradients whose reduction was launched and has not ended."""
+        """See the class Holder in guard.py; includes gradients whose reduction was launched and has not ended."""
         return [entry for entry, end in self._of_step_with_ends() if entry.is_locked and not end.is_over()]
 
     def unlock_waiting(self) -> None:
@@ -653,7 +661,7 @@ class Step:
             _log.error("%s", error)
 
     def communicator_ended(self, lifetime: Lifetime) -> None:
-        """See Observer of lifetime.py. Unlocks the waiting gradients, because they will not be reduced."""
+        """See the class Observer in lifetime.py. Unlocks the gradients that wait, because they will not be reduced."""
         if self._communicator is not None and lifetime is self._communicator._lifetime:
             self.unlock_waiting()
             if lifetime.is_inherited:
@@ -664,7 +672,8 @@ class Step:
     def forgotten(self) -> tuple[str, Communicator] | None:
         """Returns the error text for gradients that wait for a flush, and their communicator; None if there are none.
 
-        Also returns None if a failure ended the communicator, because the failure is why the gradients wait.
+        Also returns None if a failure ended the communicator, because this failure explains why gradients were not
+        reduced.
         """
         communicator = self._communicator
         if not self.count or communicator is None or communicator._lifetime.has_failed:
@@ -681,10 +690,10 @@ class Step:
         return text, communicator
 
     def report_lost_sums(self, *, everywhere: bool = True) -> None:
-        """Drops the sums that no step will take. Logs a warning, unless a failure ended the communicator.
+        """Drops sums of local passes that were never reduced. Logs a warning, unless a failure ended the communicator.
 
         Args:
-            everywhere: whether to drop the sums on any communicator. If False, only those on a closed communicator.
+            everywhere: if False, keep the sums if their communicator is still open.
         """
         communicator = self._communicator
         if not self.sums.by_key or communicator is None or not (everywhere or communicator.closed):
@@ -700,10 +709,7 @@ class Step:
             )
 
     def _arrived(self) -> tuple[list[GradientSpec], bool, dict[str, str]]:
-        """Returns this step's gradients that are not reduced yet, whether no more will follow, and the buckets' sizes.
-
-        The error of ranks that disagree shows these values.
-        """
+        """Returns the state of this step, for PlanMismatch; see Arrived in agreements.py."""
         planner = self.planner
         sizes = {"threshold_bytes": str(planner.threshold_bytes)}
         if planner.first_bucket_bytes is not None:

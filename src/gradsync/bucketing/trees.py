@@ -1,14 +1,14 @@
 """Trees (nested containers of arrays): averages them over the ranks, or broadcasts one from the root to all ranks.
 
 average_gradients() is for loops that have all gradients before they synchronise any. The function flattens the tree,
-lets the ranks agree once on all arrays, and reduces the arrays in lists that the communicator packs by itself. If a
-callback is given, the gradients go through the callback, so that the callback's options apply.
+and checks that all ranks have the same arrays. Then it reduces the arrays in lists; the communicator packs each list.
+If a callback is given, the gradients go through the callback, so that the callback's options apply.
 
 broadcast_tree() sends the whole training state from the root to all ranks. The function copies arrays in place; the
 tree that it returns also has the root's other values. Each rank splits its tree into the arrays and a layout. The
 layout has everything except the arrays' values. The root sends its layout to all ranks. Every rank compares its own
-tree with that layout, and makes the tree that it will return, before it writes to any array. Then all ranks report
-whether their trees fit.
+tree with the root's layout, and makes the tree that it will return, before it writes to any array. Then all ranks
+report whether their trees fit.
 """
 
 from __future__ import annotations
@@ -67,14 +67,15 @@ def average_gradients(
     Args:
         tree: a tree of gradients on the communicator's device. A single array is a tree too. The function does not
             change the tree's containers.
-        callback: a callback that gets each gradient, with its path as the name, and then ends its step. So all options
-            of the callback apply, such as clipping. Within the callback's no_sync() the call is an error, because no
-            gradient may be handed over there.
-        op: "mean" or "sum", in upper or lower case. None means "mean", or the callback's operator.
-        communicator: the communicator of the ranks. None means the world communicator, or the callback's communicator.
+        callback: the AllreduceCallback that reduces the gradients; the path of a gradient is its name. The function
+            also flushes the callback. All options of the callback apply, such as clipping. Within the callback's
+            no_sync() the call is an error, because it hands over gradients.
+        op: "mean" or "sum", in upper or lower case. None means the callback's operator or, without a callback, "mean".
+        communicator: the communicator of the ranks. None means the callback's communicator or, without a callback, the
+            world communicator.
 
     Returns:
-        A tree of the same structure; a dataclass in it is a copy.
+        A tree of the same structure. Each dataclass in the returned tree is a copy.
 
     Raises:
         InvalidArgument: a value in the tree is neither an array nor a number; two arrays share memory, or have the same
@@ -141,7 +142,7 @@ def average_leaves(leaves: Sequence[Leaf], op: ReduceOp, communicator: Communica
 
 
 class _Plan(NamedTuple):
-    """The agreement on a tree, and the buckets of arrays that are reduced together."""
+    """The Agreement that the ranks compare for a tree, and the buckets of arrays that are reduced together."""
 
     agreement: Agreement
     buckets: list[Bucket]
@@ -149,7 +150,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]) -> _Plan:
-    """Returns the plan of a tree; cached, because loops repeat their trees."""
+    """Returns the plan of a tree. Plans are cached, because a training loop averages the same tree in each step."""
 
     def describe() -> Description:
         items = sorted([spec.item for spec in specs] + [Item(path, "None") for path in absent])
@@ -274,16 +275,16 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     paths. A tree nests dicts (of the same keys, in any order), lists, tuples, namedtuples and dataclasses. The root's
     arrays are copied into the arrays of the other ranks. All other values (step counters, learning rates, strings,
     NumPy scalars, None, objects of any class) are sent by pickle, so ranks must trust the root. Only the returned tree
-    has these other values.
+    has the root's other values; the given tree keeps its own.
 
     Args:
-        tree: the tree of this rank. The function does not change its containers.
+        tree: the tree of this rank. The function does not change the tree's containers.
         root: the rank whose values all ranks get.
         communicator: the communicator of the ranks; None means the world communicator.
 
     Returns:
-        A tree of the same structure with the root's values. Its dicts have the root's order, and its arrays are the
-        caller's own. A dataclass in it is a copy.
+        A tree of the same structure with the root's values. The dicts of the returned tree have the root's order. Its
+        arrays are the arrays of the given tree; its dataclasses are copies.
 
     Raises:
         InvalidArgument: the root is outside the communicator; an array is read-only on a rank other than the root; a
@@ -311,7 +312,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     except Difference as found:
         difference = str(found)
     except Exception as error:  # from the caller's classes: reported to the other ranks, because they wait
-        difference = f"the root's values do not fit here: {describe(error)}"
+        difference = f"the root's values do not fit on this rank: {describe(error)}"
     _raise_differences(communicator.objects.all_gather_for("broadcast_tree", difference), root, communicator)
     broadcast_named("broadcast_tree", named, root, communicator)
     return whole
@@ -329,8 +330,8 @@ class _RootPlan(NamedTuple):
 
     Attributes:
         layout: the layout of the tree.
-        shared: the pairs of arrays that share memory. A key has the indices of the two arrays in the tree, the lower
-            one first.
+        shared: the pairs of arrays that share memory. Each key is a pair of indices of arrays in the tree, the lower
+            index first.
     """
 
     layout: Layout
@@ -338,7 +339,7 @@ class _RootPlan(NamedTuple):
 
 
 def _split(tree: Any, native: ToNative, communicator: Communicator) -> tuple[list[tuple[str, Array]], _RootPlan]:
-    """Returns the arrays of this rank's tree with their paths, and the plan that it would send as the root."""
+    """Returns the arrays of this rank's tree with their paths, and the plan that this rank sends if it is the root."""
     try:
         layout = layout_of(tree, native)
         named = list(arrays_along(layout, tree, native))
@@ -376,7 +377,10 @@ def _plan_of_root(plan: _RootPlan, root: int, communicator: Communicator) -> _Ro
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return f"it does not unpickle here: {describe(error)}; can this rank import all of its classes?"
+        return (
+            f"the root's tree does not unpickle on this rank: {describe(error)}; can this rank import all of the "
+            "tree's classes?"
+        )
     return theirs
 
 
@@ -401,12 +405,12 @@ def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> dic
 def _check_shared_memory(
     named: Sequence[tuple[str, Array]], of_root: dict[tuple[int, int], _SharedMemory], arrays: ArrayKind
 ) -> None:
-    """Refuses arrays that share memory here, unless they share it in the same way on the root."""
+    """Refuses arrays that share memory on this rank, unless they share memory in the same way on the root."""
     for pair, memory in sorted(_shared_memory(named, arrays).items()):
         if of_root.get(pair) != memory:
             first, second = (named[number][0] for number in pair)
-            how = "memory of its own" if pair not in of_root else "memory shared otherwise"
-            raise Difference(f"{second}: {how} against memory shared with {first}")
+            how = ", but not on the root" if pair not in of_root else " in a different way than on the root"
+            raise Difference(f"{second}: shares memory with {first}{how}")
 
 
 def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: Communicator) -> None:
@@ -415,8 +419,8 @@ def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: C
     if differences:
         lines = "".join(f"\n  rank {rank}: {text}" for rank, text in differences.items())
         raise PlanMismatch(
-            f"{communicator.label}: broadcast_tree needs the same tree on all ranks; no array was written to. First "
-            f"differences, rank {communicator.ranks[root]} (the root) against the others:{lines}",
+            f"{communicator.label}: broadcast_tree needs the same tree on all ranks; no array was written to. The "
+            f"first difference of each rank from rank {communicator.ranks[root]} (the root):{lines}",
             descriptions=differences,
         )
 
@@ -427,12 +431,12 @@ def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: C
 class Difference(Exception):
     """Two trees differ.
 
-    The text of this error has the first different path, and the values there on the root and on this rank.
+    The text of this error names the first different path, and shows the values of this rank and the root at this path.
     """
 
 
 class Unfit(Exception):
-    """A tree has a container that gradsync cannot copy. The text names the path of the container."""
+    """A tree has a container that gradsync cannot copy. The error's text names the path of the container."""
 
 
 class ArrayLayout(NamedTuple):
@@ -561,7 +565,7 @@ def join(path: str, key: Hashable) -> str:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array with memory. A description, such as jax.ShapeDtypeStruct, is not an array."""
+    """Whether a value is an array that holds data. A description of an array, such as jax.ShapeDtypeStruct, is none."""
     if isinstance(value, np.ndarray):
         return True
     exports = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
@@ -627,12 +631,12 @@ def _check_keys(path: str, layout: ContainerLayout, children: dict[Hashable, Any
     of_root = dict(layout.children)
     for key in of_root:
         if key not in children:
-            raise Difference(f"{join(path, key)}: {of_root[key]} against nothing")
+            raise Difference(f"{join(path, key)}: missing, but {of_root[key]} on the root")
     for key, child in children.items():
         if key not in of_root:
             where = join(path, key)
-            raise Difference(f"{where}: nothing against {layout_of(child, native, where)}")
+            raise Difference(f"{where}: {layout_of(child, native, where)}, but missing on the root")
 
 
 def _difference(path: str, layout: Layout, tree: Any, native: ToNative) -> Difference:
-    return Difference(f"{path or 'the tree itself'}: {layout} against {layout_of(tree, native, path)}")
+    return Difference(f"{path or 'the tree itself'}: {layout_of(tree, native, path)}, but {layout} on the root")

@@ -3,9 +3,9 @@
     before a bucket's reduction: each rank checks its own gradients
     after the reduction: each rank checks its share of the results, which are the same on all ranks
     (a communicator that can make these checks makes them during the reduction instead)
-    at the end of the step: all ranks exchange their findings, in the same collective in which they agree on the flush
+    at the end of the step: all ranks exchange the results of these checks, in the collective that ends the step
 
-NaN or infinity on one rank reaches the results of all ranks, but only that rank knows the parameter.
+NaN or infinity on one rank spreads to the results of all ranks, but only that rank can tell in which gradient it was.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _EPSILON = 1e-6
 
 
 class _Names(NamedTuple):
-    """The index of a bucket's first gradient in the step, and the bucket, which has the names for errors."""
+    """A bucket, in which errors look up a gradient's name; `begin` is the index of its first gradient in the step."""
 
     begin: int
     bucket: Bucket
@@ -50,11 +50,12 @@ class _Names(NamedTuple):
 class Values:
     """Checks the values of buckets, step after step, and clips them.
 
-    On a GPU only end() waits for the device, once. All calls of a step must use the same stream.
+    On a GPU the host waits for the device only once per step, in end(). All calls of a step must use the same stream.
 
     Args:
         policy: the treatment of NaN and infinity: "off", "raise" or "skip".
-        max_norm: the largest norm without clipping. Infinity only computes the norm; None does not compute it.
+        max_norm: the largest allowed norm; gradients with a larger norm are clipped. If max_norm is infinity, the norm
+            is computed, but nothing is clipped. If max_norm is None, the norm is not computed.
 
     Attributes:
         norm: the norm of the last step's reduced gradients, before clipping; None without max_norm.
@@ -75,13 +76,14 @@ class Values:
         self._begin()
 
     def watch(self, bucket: Bucket, results: Sequence[Any], communicator: Communicator, checks: Checks) -> BucketWatch:
-        """Returns the stage that checks a bucket before and after its reduction.
+        """Returns the BucketWatch that checks a bucket before and after its reduction.
 
         Args:
             bucket: the bucket. All ranks pass the same buckets in the same order.
             results: the native arrays that hold the bucket's reduced values after the reduction.
             communicator: the communicator that reduces the bucket.
-            checks: the checks that the communicator makes during the reduction; the stage makes the others.
+            checks: the checks that the communicator makes during the reduction; the BucketWatch makes the remaining
+                checks.
         """
         self._buckets += 1
         if self._max_norm is not None:
@@ -89,16 +91,16 @@ class Values:
         return BucketWatch(self, bucket, communicator, checks)
 
     def end(self, communicator: Communicator, agreement: Agreement) -> Completion | None:
-        """Ends a step: the ranks agree on the end, exchange their findings, and clip.
+        """Ends a step: compares the Agreements, exchanges the results of the checks, and clips the gradients.
 
         Collective.
 
         Args:
             communicator: the communicator that reduced the buckets.
-            agreement: this rank's agreement on the end of the step.
+            agreement: the Agreement of the end of the step, which the ranks compare.
 
         Returns:
-            The Completion of the clipping on a GPU; else None.
+            The end of the clipping, if gradients were clipped on a GPU; else None.
 
         Raises:
             PlanMismatch: the step of another rank ends differently.
@@ -132,7 +134,7 @@ class Values:
         return communicator._mark_end()
 
     def fail(self) -> None:
-        """Forgets the findings of a step that has failed."""
+        """Forgets the results of the checks of a step that has failed."""
         self.norm, self.skip_step = None, False
         self._begin()
 
@@ -142,8 +144,8 @@ class Values:
         self._squares: list[Any] = []  # sums of squares of this rank's share of the results
         self._gradients = 0
         self._names: list[_Names] = []  # one for each bucket, in order
-        self._own: dict[int, Any] = {}  # by gradient: whether it is finite; the last one may be known not to be
-        self._found: dict[int, int] = {}  # by rank: the first gradient that a finder has found not to be finite
+        self._own: dict[int, Any] = {}  # by gradient: whether the gradient is finite
+        self._found: dict[int, int] = {}  # by rank: the first gradient that is not finite, found by the finder
         self._finite_results: list[Any] = []
         self._knows_bad = False  # whether a gradient is known not to be finite; on a GPU unknown
 
@@ -157,7 +159,7 @@ class Values:
             self._knows_bad = finite is False
 
     def _note_found(self, bucket: Bucket, finder: NonFiniteFinder) -> None:
-        """Records the findings of the communicator's finder from the reduction of a bucket."""
+        """Records the gradients of a bucket in which the communicator found NaN or infinity during the reduction."""
         found, begin = finder.take(), self._add_names(bucket)
         for rank, element in enumerate(found.firsts):
             if element != NOWHERE:
@@ -167,7 +169,7 @@ class Values:
             self._finite_results.append(False)
 
     def _note_results(self, results: Sequence[Array], communicator: Communicator, checks: Checks) -> None:
-        """Checks this rank's share of the reduced values; the other ranks check the rest."""
+        """Checks this rank's share of the reduced values; the other ranks check the other shares."""
         share = packed(own_share(results, communicator))
         if Checks.NONFINITE in checks:
             self._finite_results += [communicator._arrays.all_finite(part) for part in share]
@@ -193,11 +195,12 @@ class Values:
         return names.bucket.slots[number - names.begin].spec.label
 
     def _record(self, communicator: Communicator) -> list[int]:
-        """Returns this rank's findings as numbers; all ranks return equally many.
+        """Returns the results of this rank's checks as integers, equally many on all ranks.
 
-        The numbers are: whether some result is not finite; the first gradient that is not finite, of this rank or, with
-        a finder, of each rank; the sum of the squares of this rank's share. On a GPU the host waits until these are
-        known.
+        The first is 1 if some result is not finite, else 0. Next comes the index of the first gradient that is not
+        finite: for each rank, if the communicator has a NonFiniteFinder, else only for this rank. The last one encodes
+        the sum of the squares of this rank's share of the results. Integers of checks that are off are left out. On a
+        GPU the host waits until the device has computed the results.
         """
         numbers = on_host([*self._own.values(), *self._finite_results, *self._squares])
         own, results = len(self._own), len(self._own) + len(self._finite_results)
@@ -229,10 +232,10 @@ class Values:
 
 
 class BucketWatch:
-    """Checks the values of one bucket before and after its reduction; see Stage of for_bucketing.py.
+    """Checks the values of one bucket before and after its reduction; see the class Stage in for_bucketing.py.
 
     Args:
-        values: the object that records the findings.
+        values: the object that collects the results of the checks.
         bucket, communicator, checks: the arguments of Values.watch.
     """
 
@@ -269,7 +272,8 @@ def clip_factor(norm: float, max_norm: float) -> float:
     """Returns the factor that scales gradients to a norm of at most `max_norm`; never more than 1.
 
     Args:
-        norm: the norm of all gradients. If it is infinite, the factor is 0; if it is NaN, the factor is NaN.
+        norm: the norm of all gradients. If the norm is infinite, the factor is 0; if the norm is NaN, the factor is
+            NaN.
         max_norm: the largest norm that is allowed; above 0.
 
     Raises:
@@ -284,7 +288,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def own_share(flats: Sequence[Array], communicator: Communicator) -> list[Array]:
-    """Returns this rank's share of some flat arrays: views of one world_size-th of all their elements."""
+    """Returns this rank's share of some flat arrays: views that together have 1/world_size of all elements."""
     if not flats:
         return []
     sizes = tuple([flat.size for flat in flats])
@@ -293,7 +297,7 @@ def own_share(flats: Sequence[Array], communicator: Communicator) -> list[Array]
 
 
 def packed(flats: Sequence[Array]) -> list[Array]:
-    """Returns flat arrays of one dtype. It copies the small ones into one array, because checking each costs more."""
+    """Returns the large arrays, and one array with a copy of all small ones: to check each small array costs more."""
     small = [flat for flat in flats if flat.size < _SMALL_ELEMENTS]
     if len(small) < 2:
         return list(flats)
@@ -314,7 +318,7 @@ def _error(label: str, bad: dict[int, str]) -> NonFiniteGradient:
     if not bad:
         return NonFiniteGradient(
             f"{label}: the gradients of every rank are finite, but the sum overflowed its dtype: lower the loss scale, "
-            "or the prescale, or let gradients travel in a dtype of a wider range"
+            "or the prescale, or send gradients in a dtype of a wider range"
         )
     where = ", ".join(f"{name!r} on rank {rank}" for rank, name in bad.items())
     rank = next(iter(bad))
