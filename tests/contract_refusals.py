@@ -116,7 +116,7 @@ def check_what_the_errors_advise(comm: Any, kit: Any) -> None:
 
     def attempts() -> Iterator[None]:
         who = f"rank {comm.rank}/{comm.world_size}: "
-        out = "got an array: pass out= by name"
+        out = "got an array: pass the output array as out="
         yield from refused(
             gs.InvalidArgument, lambda: comm.all_reduce(array, array), f"{who}all_reduce: op needs to be"
         )

@@ -53,7 +53,7 @@ class Attempt:
         error = self._got.get(timeout=WAIT)
         assert isinstance(error, gs.InvalidArgument), error
         assert f" in a done-callback, at {__file__}:" in str(error)
-        assert "call it once flush() or result() has returned" in str(error)
+        assert "call the collective after flush() or result() has returned" in str(error)
         return str(error)
 
     def went_well(self) -> bool:

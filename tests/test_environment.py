@@ -216,11 +216,11 @@ def test_first_host_of_a_list(hosts, first):
         ({"RANK": "1.0"}, "RANK needs to be an integer, got '1.0'"),
         ({"RANK": "9" * 5000}, "RANK needs to be an integer"),
         ({"RANK": "٣"}, "RANK needs to be an integer"),
-        ({"RANK": "8"}, "RANK needs to be 0 to WORLD_SIZE - 1 = 7, got 8"),
-        ({"RANK": "-1"}, "RANK needs to be 0 to WORLD_SIZE - 1 = 7, got -1"),
+        ({"RANK": "8"}, r"RANK needs to be from 0 to 7 \(WORLD_SIZE - 1\), got 8"),
+        ({"RANK": "-1"}, r"RANK needs to be from 0 to 7 \(WORLD_SIZE - 1\), got -1"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE needs to be at least 1, got 0"),
-        ({"LOCAL_RANK": "4"}, "LOCAL_RANK needs to be 0 to LOCAL_WORLD_SIZE - 1 = 3, got 4"),
-        ({"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": None}, "LOCAL_RANK needs to be 0 to 7, got 8"),
+        ({"LOCAL_RANK": "4"}, r"LOCAL_RANK needs to be from 0 to 3 \(LOCAL_WORLD_SIZE - 1\), got 4"),
+        ({"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": None}, "LOCAL_RANK needs to be from 0 to 7, got 8"),
         ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE needs to be at most WORLD_SIZE=8, got 9"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT needs to be a port from 1 to 65535, got '65536'"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT needs to be a port from 1 to 65535, got 'http'"),
@@ -238,8 +238,8 @@ def test_malformed_values_are_named(change, text):
     [
         ({"SLURM_STEP_TASKS_PER_NODE": "4(2)"}, r"needs to be a list such as 4\(x2\),1, got '4\(2\)'"),
         ({"SLURM_NODEID": "3"}, "SLURM_NODEID=3 has no entry"),
-        ({"SLURM_LOCALID": "4"}, "SLURM_LOCALID needs to be 0 to 3, got 4"),
-        ({"SLURM_STEP_NUM_TASKS": "7"}, "SLURM_PROCID needs to be 0 to SLURM_STEP_NUM_TASKS - 1 = 6, got 7"),
+        ({"SLURM_LOCALID": "4"}, "SLURM_LOCALID needs to be from 0 to 3, got 4"),
+        ({"SLURM_STEP_NUM_TASKS": "7"}, r"SLURM_PROCID needs to be from 0 to 6 \(SLURM_STEP_NUM_TASKS - 1\), got 7"),
     ],
 )
 def test_malformed_slurm_values_are_named(change, text):

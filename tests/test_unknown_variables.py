@@ -36,7 +36,7 @@ def test_it_is_told_once_for_a_run(command: list[str], variables: dict[str, str]
     environ = {**os.environ, **variables, "GRADSYNC_TIMOUT": "3"}
     done = subprocess.run([sys.executable, *command, str(script)], env=environ, capture_output=True, text=True)
     told = [line for line in done.stderr.splitlines() if "GRADSYNC_TIMOUT" in line]
-    line = "gradsync: warning: GRADSYNC_TIMOUT: no such variable, so it does nothing: did you mean "
+    line = "gradsync: warning: GRADSYNC_TIMOUT: gradsync has no such variable and ignores it; did you mean "
     assert told == [f"{line}GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS?"] * count, done.stderr
 
 

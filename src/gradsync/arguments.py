@@ -48,8 +48,8 @@ def check_integer(who: str, name: str, value: Any, lowest: int, highest: int | N
     """
     number = integer_of(value)
     if number is None or number < lowest or (highest is not None and number > highest):
-        range_text = f"at least {lowest}" if highest is None else f"{lowest} to {highest}"
-        raise InvalidArgument(f"{who} needs {name} to be an integer of {range_text}, got {value!r}")
+        range_text = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
+        raise InvalidArgument(f"{who} needs {name} to be an integer {range_text}, got {value!r}")
     return number
 
 
@@ -71,12 +71,12 @@ def refuse_words(
         who: the function's name, for the error.
         given: the unknown arguments, by name.
         known: the names of the function's arguments.
-        removed: a mapping of arguments that earlier versions had to advice for users.
-        foreign: a mapping of argument names in other systems to the function's own argument names.
+        removed: a mapping from the name of each argument that only earlier versions had, to advice for the user.
+        foreign: a mapping from names that other libraries use for the arguments, to the function's own names.
 
     Raises:
-        InvalidArgument: an earlier version of the function had the argument.
-        TypeError: no version of the function had the argument.
+        InvalidArgument: only earlier versions of the function had this argument.
+        TypeError: no version of the function had this argument.
     """
     for name in given:
         if name in removed:
@@ -151,5 +151,5 @@ def join_address(host: str, port: int) -> str:
 
 
 def port_beside(port: int) -> int:
-    """Returns the rendezvous server's port for a MASTER_PORT: the next port, or the previous one for the last port."""
+    """Returns the rendezvous server's port for a MASTER_PORT: MASTER_PORT + 1, or 65534 if MASTER_PORT is 65535."""
     return port + 1 if port < LARGEST_PORT else port - 1

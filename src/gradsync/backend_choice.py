@@ -41,19 +41,19 @@ class BackendModule(Protocol):
         """Checks, before the ranks join, that this process can use the backend.
 
         Raises:
-            BackendUnavailable, InvalidArgument: this process cannot use the backend; the text has the reason and a
-                remedy.
+            BackendUnavailable, InvalidArgument: this process cannot use the backend; the error message says why, and
+                what to do.
         """
 
     def offer(self, settings: WorldSettings, /) -> str:
-        """Checks, after the ranks have joined, that this rank can use the backend, as far as one rank can know.
+        """Checks, after the ranks have joined, that this rank can use the backend; asks no other rank.
 
         Returns:
             The identity of the GPU that this rank will use, so that rank 0 can see whether two ranks have the same GPU;
-            "" for a backend without GPUs.
+            "" if the backend does not use GPUs.
 
         Raises:
-            BackendUnavailable: this rank cannot use the backend; the text has the reason.
+            BackendUnavailable: this rank cannot use the backend; the error message says why.
         """
 
     def connect(self, client: Any, settings: WorldSettings, group: str, /) -> Backend:
@@ -62,7 +62,7 @@ class BackendModule(Protocol):
         Args:
             client: the rendezvous client of the ranks; None for a world of one rank.
             settings: the settings of the world.
-            group: the name of the communicator; no earlier communicator may have had this name.
+            group: the communicator's name, unique since the last init_process_group().
         """
 
 
@@ -75,10 +75,10 @@ def load(backend: str) -> BackendModule:
 
 
 def choose_before_joining(wanted: str, settings: WorldSettings) -> str:
-    """Returns the backend that this process can know before it joins the other ranks; otherwise "auto".
+    """Returns the backend if this process can determine it before it joins the other ranks; otherwise "auto".
 
-    A process knows the backend if the user has named it, or if the world has only one rank. It checks that it can use
-    this backend.
+    The process can determine the backend if the user has named one, or if the world has only one rank. In both cases,
+    the function checks that this process can use the backend.
 
     Args:
         wanted: the backend that the user asks for, one of BACKENDS; "auto" with a CUDA device means "nccl".
@@ -86,7 +86,7 @@ def choose_before_joining(wanted: str, settings: WorldSettings) -> str:
 
     Raises:
         InvalidArgument: the backend does not support the device, or is "local" although there are several ranks.
-        BackendUnavailable: this process cannot use the backend; the text has the reason.
+        BackendUnavailable: this process cannot use the backend; the error message says why.
     """
     place, device = settings.place, settings.device
     if device is not None and not (isinstance(device, str) and re.fullmatch(_DEVICE, device)):
@@ -106,10 +106,14 @@ def choose_before_joining(wanted: str, settings: WorldSettings) -> str:
 
 
 def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[str, str]:
-    """Returns the best backend for ranks that have made these offers for NCCL, and the reason for the choice.
+    """Returns the best backend for the ranks of the world, and the reason for the choice.
+
+    Args:
+        offers: the offer of each rank for NCCL, which says whether this rank can use NCCL.
+        settings: the settings of the world.
 
     Raises:
-        BackendUnavailable: no backend can connect these ranks; the text has the reason.
+        BackendUnavailable: no backend can connect these ranks; the error message says why.
     """
     place = settings.place
     no_gpus = _why_not(offers, settings)
@@ -125,7 +129,7 @@ def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[st
 
 
 def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
-    """Checks that MPI can connect ranks on several hosts, after NCCL was found unusable; the error has advice."""
+    """Checks that MPI can connect ranks on several hosts, because NCCL cannot; the error message says what to do."""
     instead = f"start them with mpiexec or srun, as in {_MPIEXEC}; if all are on one machine, set {BACKEND}=shm"
     if place.source in SOURCES_WITH_MPI:
         try:
@@ -175,7 +179,7 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
 
 
 def agree_on_another(client: RendezvousClient, backend: str, settings: WorldSettings) -> None:
-    """Checks that ranks can also use a backend that is not the world's. Every rank must call it, once for each client.
+    """Checks that the ranks can use a second backend. Every rank must call it, once for each client.
 
     Args:
         client: a rendezvous client of the ranks, made for this call only.
@@ -235,7 +239,7 @@ def _offer_of_gpu(settings: WorldSettings) -> str:
 
 
 def _why_not(offers: Sequence[str], settings: WorldSettings) -> str:
-    """Returns the reason why a backend cannot connect ranks that have made these offers; "" if it can."""
+    """Returns the reason why a backend cannot connect the ranks that made these offers; "" if the backend can."""
     for rank, offer in enumerate(offers):
         if not offer.startswith(_YES):
             reason = offer.removeprefix(_NO)
@@ -253,7 +257,7 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
         backend: the name of a backend that all these ranks can use.
         client: the rendezvous client of the ranks; None for "local".
         settings: the settings of the world.
-        group: the name of the communicator; no earlier communicator may have had this name.
+        group: the communicator's name, unique since the last init_process_group().
 
     Raises:
         BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: the ranks could not connect.

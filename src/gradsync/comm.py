@@ -120,7 +120,7 @@ def is_main_process() -> bool:
 
 
 def synchronize() -> None:
-    """Waits until every rank has called this function; returns at once in a world of one rank."""
+    """Waits until every rank has called this function; returns immediately in a world of one rank."""
     if _ranks_of(None, "synchronize") is not None:
         group_barrier()
 
@@ -130,7 +130,7 @@ def all_gather(data: Any, group: Communicator | None = None) -> list[Any]:
 
     Args:
         data: any object that can be pickled. In a world of one rank, the list contains this object itself, not a copy.
-        group: the communicator of the ranks; None means the world's.
+        group: the communicator of the ranks; None means the world communicator.
 
     Raises:
         InvalidArgument: a rank's data cannot be pickled (then every rank raises the error), or cannot be unpickled.
@@ -147,8 +147,8 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
 
     Args:
         data: any object that can be pickled. In a world of one rank, the list contains this object itself, not a copy.
-        dst: the rank in the group that gets the data. A world of one rank ignores it.
-        group: the communicator of the ranks; None means the world's.
+        dst: the rank in the group that gets the data. In a world of one rank, gradsync ignores `dst`.
+        group: the communicator of the ranks; None means the world communicator.
 
     Raises:
         InvalidArgument: there is no rank `dst`, or data cannot be pickled or unpickled, see all_gather.
@@ -163,10 +163,9 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
 def shared_random_seed() -> int:
     """Returns a random number of 31 bits: the same on all ranks, and a new one in each call. Every rank must call it.
 
-    If all ranks seed a generator with this number, for example the generator of a sampler, they then draw the same
-    numbers. The seed is rank 0's next `np.random.randint(2**31)`, as in detectron2, so a program that calls
-    `np.random.seed` gets the same seeds in each run. Every rank draws a number, so that ranks with the same state of
-    `np.random` keep the same state.
+    Ranks that seed a generator (for example a sampler's) with this number draw the same random numbers. The seed is
+    rank 0's next `np.random.randint(2**31)`, as in detectron2, so a program that calls `np.random.seed` gets the same
+    seeds in each run. Every rank draws a number, so that ranks with the same state of `np.random` keep the same state.
     """
     seed = int(np.random.randint(2**31))  # of NumPy's global generator, because programs seed it
     world = _ranks_of(None, "shared_random_seed")
@@ -185,12 +184,12 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
 
     Returns:
         The results by name, in the order of input_dict, as NumPy scalars; `.item()` converts one to a Python number.
-        Floating and complex numbers keep their precision. The sum of integers is a 64-bit integer. The mean of integers
-        is a float64, computed from the exact sum.
+        Floating and complex numbers keep their precision. The sum of integers is a 64-bit integer. gradsync computes
+        the mean of integers from their exact sum, and returns this mean as a float64.
 
     Raises:
-        PlanMismatch: the ranks have different names, or different values of `average`. All ranks raise it, and its text
-            lists the names that each rank lacks.
+        PlanMismatch: the ranks have different names, or different values of `average`. All ranks raise this error, and
+            the error message lists the names that each rank lacks.
         InvalidArgument: a value is not a scalar, a sum of integers needs more than 64 bits, or the ranks' types have no
             common type; all ranks raise it.
         RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
@@ -204,7 +203,7 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
 
 
 def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
-    """Returns the group's communicator, or the world's if `group` is None; None if it has only one rank."""
+    """Returns `group`, or the world's communicator if `group` is None; returns None if there is only one rank."""
     communicator = get_world() if group is None else group_or_world(group, what)
     if pending:
         check_may_call("rank 0/1" if communicator is None else communicator.label, what)
@@ -275,7 +274,7 @@ def _scalar(name: Any, value: Any) -> np.generic:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
-    """Returns the NumPy dtype for a dtype such as torch.float32; None, so that NumPy chooses, if there is none."""
+    """Returns NumPy's dtype for a dtype such as torch.float32; None if NumPy has no dtype of this name."""
     try:
         return np.dtype(str(dtype).rpartition(".")[2])
     except TypeError:

@@ -37,7 +37,7 @@ def check_consistency(named_arrays: Any, communicator: Communicator | None = Non
         named_arrays: a mapping of names to arrays, or a list of (name, array) pairs, in any order; or a list of arrays,
             which get their positions as names. The arrays may have any shape, layout and dtype, and be on the
             communicator's device or the host.
-        communicator: the communicator of the ranks; None means the world's.
+        communicator: the communicator of the ranks; None means the world communicator.
 
     Raises:
         PlanMismatch: an array differs between ranks. All ranks raise the same error, which names the first such array
@@ -57,7 +57,7 @@ def check_consistency(named_arrays: Any, communicator: Communicator | None = Non
 
 
 def _named(named_arrays: Any, communicator: Communicator) -> dict[str, Array]:
-    """Returns the arrays by their names, which it converts to text."""
+    """Returns a dict from name to array; converts the names to str."""
     who = f"{communicator.label}: check_consistency"
     if hasattr(named_arrays, "dtype") or isinstance(named_arrays, str) or not isinstance(named_arrays, Iterable):
         raise InvalidArgument(

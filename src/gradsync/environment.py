@@ -91,7 +91,8 @@ def parse_secret(origin: str, text: str) -> bytes:
     """Converts a secret from hexadecimal text to bytes.
 
     Args:
-        origin: the variable or file that contains the secret. The error names it, but never quotes the secret.
+        origin: the variable or file that contains the secret. The error message names the origin, but never shows the
+            secret.
         text: the hexadecimal digits. White space before and after the digits is ignored.
 
     Raises:
@@ -139,7 +140,7 @@ class Variable(str, Generic[T]):
         """Returns the value of the variable, or the default if the variable is not set or is empty.
 
         Raises:
-            InvalidArgument: the value is invalid; the text names the variable.
+            InvalidArgument: the value is invalid; the error message names the variable.
         """
         text = value_of(environ, self)
         return self.default if text is None else self._parse(self, text)
@@ -184,7 +185,7 @@ START = Variable(
     "GRADSYNC_START",
     _text,
     None,
-    "Name of the start or restart to which this rank belongs, if the launchers of several machines use one server.",
+    "Name of this start or restart of the run. gradsync's launchers set it if several of them use one server.",
 )
 BACKEND = Variable(
     "GRADSYNC_BACKEND",
@@ -277,7 +278,12 @@ _warned: set[str] = set()
 def refused_variables(
     environ: Mapping[str, str] = os.environ, variables: Iterable[Variable[object]] = VARIABLES
 ) -> Iterator[tuple[str, InvalidArgument]]:
-    """Yields name and error of each removed variable that is set, and of each of `variables` with an invalid value."""
+    """Yields (name, error) for each variable that is set but no longer supported, or that has an invalid value.
+
+    Args:
+        environ: the environment variables.
+        variables: the variables whose values the function checks.
+    """
     for name, advice in _REMOVED.items():
         if value_of(environ, name) is not None:
             yield name, InvalidArgument(f"{name} is set, but {advice}")
@@ -298,15 +304,15 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str 
 def describe_unknown(meant: str | None) -> str:
     """Returns the warning about an unknown variable; `meant` is the name that the user probably meant, or None."""
     if meant is None:
-        return "no such variable, so it does nothing; docs/environment.md lists all variables"
-    return f"no such variable, so it does nothing: did you mean {meant}?"
+        return "gradsync has no such variable and ignores it; docs/environment.md lists all variables"
+    return f"gradsync has no such variable and ignores it; did you mean {meant}?"
 
 
 def check_removed_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """Checks that no variable is set that gradsync has removed.
+    """Checks that no variable is set that gradsync no longer supports.
 
     Raises:
-        InvalidArgument: a removed variable is set; the text has advice.
+        InvalidArgument: such a variable is set; the error message says what to do instead.
     """
     for _, error in refused_variables(environ, ()):
         raise error
@@ -316,7 +322,7 @@ def check_variables(environ: Mapping[str, str] = os.environ) -> None:
     """Checks all variables in the launcher, because otherwise each rank would report the same error.
 
     Raises:
-        InvalidArgument: a variable that ranks inherit is invalid or removed.
+        InvalidArgument: a variable that ranks inherit has an invalid value, or is no longer supported.
     """
     for _, error in refused_variables(environ, [variable for variable in VARIABLES if variable not in OF_A_RUN]):
         raise error
@@ -389,16 +395,17 @@ class RankEnvironment(NamedTuple):
         address: the address of the rendezvous server, as host:port, or None.
         secret: the secret of the run, or None. repr() never shows it.
         hosted: whether a server of gradsync's launcher or of `gradsync serve` runs at `address`.
-        master_addr: the value of MASTER_ADDR. If it is not set, the first host of a Slurm step on several hosts, or
-            None.
-        master_port: the value of MASTER_PORT. If it is not set, a port computed from the number of a Slurm step on
-            several hosts, or None. The port belongs to the user, not to the rendezvous server.
-        source: where the rank comes from: "gradsync", "RANK" (set by torchrun or by hand), "Open MPI", "PMI" or "Slurm"
-            for variables, "MPI" for a query to MPI, and "arguments" for arguments or a process without a launcher.
+        master_addr: the value of MASTER_ADDR. If MASTER_ADDR is not set: in a Slurm step on several hosts, the step's
+            first host; otherwise None.
+        master_port: the value of MASTER_PORT. If MASTER_PORT is not set: in a Slurm step on several hosts, a port that
+            is computed from the step's number; otherwise None. The rendezvous server does not use this port, but the
+            port next to it.
+        source: the origin of the rank. "gradsync", "RANK" (set by torchrun or by hand), "Open MPI", "PMI" and "Slurm"
+            mean environment variables. "MPI" means a query to MPI. "arguments" means the arguments of
+            init_process_group(), or a process without a launcher.
         run_name: the name of the run on this machine, if all ranks are on it and mpiexec or srun has set no address;
             otherwise None.
-        start: the name of the start or restart to which this rank belongs, if several launchers use one server;
-            otherwise None.
+        start: the name of this start or restart of the run, if several launchers use one server; otherwise None.
     """
 
     rank: int
@@ -438,7 +445,7 @@ class WorldSettings(NamedTuple):
 
 
 def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvironment | None:
-    """Reads this process's rank from the first launcher in this table that has set its variables.
+    """Reads this process's rank from the variables of the first launcher in the table below that has set its variables.
 
     | precedence | launcher | variables |
     | --- | --- | --- |
@@ -448,11 +455,11 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
     | 4 | mpiexec of MPICH or Intel MPI (PMI) | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
     | 5 | srun (Slurm) | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID` |
 
-    If several of the first four launchers have set their variables, all must give the same rank and world size.
-    Otherwise one launcher has inherited the variables of another one, and gradsync cannot know which of them is right.
-    There are two exceptions. All processes of a Slurm step inherit Slurm's variables, so gradsync uses them only if no
-    other launcher has set its variables, or to add what that launcher has not set. If mpiexec has started torchrun's
-    agents, one on each machine, gradsync uses torchrun's variables.
+    If several launchers have set their variables, all must give the same rank and world size. If the values differ, one
+    launcher has inherited the variables of another launcher, and gradsync cannot know which values are right. There are
+    two exceptions. All processes of a Slurm step inherit Slurm's variables, so gradsync uses Slurm's rank only if no
+    other launcher gives a rank, and Slurm's local rank only if no other launcher gives a local rank. If mpiexec has
+    started torchrun's agents, one on each machine, gradsync uses torchrun's variables.
 
     gradsync reads MASTER_ADDR, MASTER_PORT and the other GRADSYNC_* variables under every launcher. It removes
     GRADSYNC_SECRET from `environ`.
@@ -464,8 +471,8 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
         The rank environment of this process, or None if no launcher has set its variables.
 
     Raises:
-        InvalidArgument: a variable is malformed or out of range, its counterpart is not set, or two launchers give this
-            process different ranks; the text names the variables.
+        InvalidArgument: a variable is malformed or out of range; only one variable of a rank and its world size is set;
+            or two launchers give this process different ranks. The error message names the variables.
     """
     place = find_place(environ, _OURS)
     return None if place is None else _complete(environ, place)
@@ -505,10 +512,11 @@ def alone() -> RankEnvironment:
 
 
 def alone_without_launcher(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Returns the rank environment of a process without a launcher: a world of one rank. Logs one line about this.
+    """Returns the rank environment of a process without a launcher, and logs that it is a world of one rank.
 
     Raises:
-        InvalidArgument: a variable suggests that a launcher has started this process; the text names the variable.
+        InvalidArgument: a variable suggests that a launcher has started this process; the error message names the
+            variable.
     """
     hints: list[str] = [name for name in OF_A_RUN if name != BACKEND and value_of(environ, name) is not None]
     hints += hints_of_launcher(environ)
@@ -532,7 +540,7 @@ def no_rank_is_known(reason: str) -> InvalidArgument:
 
 
 def _complete(environ: MutableMapping[str, str], place: Place) -> RankEnvironment:
-    """Returns the rank environment of a process at this place, with an address or a run name if it needs one."""
+    """Adds the addresses, the secret and the other values of the rank environment to a process's rank."""
     address = ADDRESS.read(environ)
     master_addr, master_port, run_name = value_of(environ, "MASTER_ADDR"), read_port(environ, "MASTER_PORT"), None
     if place.world_size > 1 and not address and not (master_addr and master_port):
@@ -570,8 +578,8 @@ def hold_secret(secret: bytes) -> None:
 def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
     """Returns the secret of this run, and removes it from the environment.
 
-    GRADSYNC_SECRET takes precedence over GRADSYNC_SECRET_FILE. The function keeps the secret that it finds, or that
-    `hold_secret` got, in a private variable, so that later calls return it again.
+    GRADSYNC_SECRET takes precedence over GRADSYNC_SECRET_FILE. The function stores the secret in a private variable, as
+    `hold_secret` does, so that later calls return the same secret.
 
     Args:
         environ: the environment variables; the function removes GRADSYNC_SECRET from them.

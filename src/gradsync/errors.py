@@ -42,7 +42,7 @@ class UnsupportedDtype(GradsyncError, TypeError):
 
 
 class BackendUnavailable(GradsyncError, RuntimeError):
-    """This process cannot use the requested backend; the text has the reason."""
+    """This process cannot use the requested backend; the error message says why."""
 
 
 class RendezvousError(GradsyncError, RuntimeError):
@@ -76,7 +76,7 @@ class PlanMismatch(GradsyncError, RuntimeError):
 
     Every rank raises this error. The collective has moved no data, and the communicator stays usable. NCCL is an
     exception: if ranks repeat a sequence of collectives, and then one rank calls a different collective, the ranks may
-    detect the mismatch too late. Then the communicator is broken.
+    detect the mismatch too late. After such a mismatch the communicator is broken.
 
     Attributes:
         index: the position of the first collective that differs between ranks (for gradients, its position in the
@@ -85,7 +85,8 @@ class PlanMismatch(GradsyncError, RuntimeError):
         places: the line of code that called the collective, by rank, such as "train.py:41 in step". For an asynchronous
             collective, it is the line that submitted the collective; if the rank had already continued, it is the
             current line of that rank.
-        broken: whether the communicator is broken; then the gradients of this step are undefined.
+        broken: whether the communicator is broken. If so, no later collective can use it, and the gradients of this
+            step are undefined.
     """
 
     def __init__(
@@ -105,9 +106,10 @@ class PlanMismatch(GradsyncError, RuntimeError):
 
 
 class MissingGradient(PlanMismatch):
-    """A step has ended, and all ranks lack the gradients of the same `parameters` of the callback.
+    """At the end of a step, some parameters of the callback have no gradient: the same parameters on all ranks.
 
-    This error derives from PlanMismatch. If only some ranks lack a gradient, all ranks raise PlanMismatch itself.
+    This error derives from PlanMismatch. If a gradient is missing on some ranks only, all ranks raise PlanMismatch, not
+    MissingGradient.
     """
 
 
@@ -115,8 +117,8 @@ class CollectiveTimeout(GradsyncError, TimeoutError):
     """A collective reached its deadline.
 
     Attributes:
-        missing_ranks: the ranks that had not called the collective. A rank that does not wait for other ranks comes
-            first.
+        missing_ranks: the ranks that had not called the collective. The first of them is, if possible, a rank that is
+            not itself waiting for other ranks.
     """
 
     def __init__(self, message: str, *, missing_ranks: tuple[int, ...] = ()) -> None:
@@ -130,8 +132,8 @@ class RankFailed(GradsyncError, RuntimeError):
     Attributes:
         rank: the rank that failed, or None if it is not known.
         phase: the phase of the failed rank: "joining" until all ranks have joined, then "running", and "left" if it has
-            left. It is "collective" if this rank found the failure through shared memory, and "function" if a launched
-            function raised an exception.
+            left. The phase is "collective" if this rank detected the failure through shared memory, and "function" if a
+            function that gradsync launched raised an exception.
         exit_code: the failed rank's exit code, if known; a negative number is the signal that killed it.
         traceback_text: the failed rank's traceback, if known.
         results: the results of a launched function on other ranks, by rank.
@@ -195,9 +197,9 @@ class NonFiniteGradient(GradsyncError, ArithmeticError):
     Attributes:
         rank: the first rank with a gradient that contains NaN or infinity; None if all gradients are finite but their
             sum overflowed.
-        parameter: the first parameter of rank `rank` with such a gradient, in the order of reduction; "" if `rank` is
-            None.
-        parameters: the first parameter with such a gradient on each rank that has one, by rank.
+        parameter: the first parameter, in the order of reduction, whose gradient on rank `rank` contains NaN or
+            infinity; "" if `rank` is None.
+        parameters: a dict from rank to the first parameter whose gradient on this rank contains NaN or infinity.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class NonFiniteGradient(GradsyncError, ArithmeticError):
 
 
 class FutureNotReady(GradsyncError, RuntimeError):
-    """The program read a future that was not done, such as that of a gradient whose bucket was not reduced yet."""
+    """The program read a future that was not done. The bucket of a gradient, for example, was not reduced yet."""
 
 
 class GradientCancelled(GradsyncError, RuntimeError):
@@ -239,14 +241,14 @@ class GradientChanged(GradsyncError, RuntimeError):
 
 
 class Caller(NamedTuple):
-    """A line of the user's program. It keeps no frame alive, because it refers only to the frame's code object."""
+    """A line of the user's program. A Caller refers only to the frame's code object, so it keeps no frame alive."""
 
     code: CodeType
     instruction: int
 
     @property
     def line(self) -> int:
-        """The number of the line. The property computes it only when needed, because that takes long in long files."""
+        """The line number, computed only when it is needed, because the computation takes long for long files."""
         lines = (line for begin, end, line in self.code.co_lines() if begin <= self.instruction < end)
         return next(lines, None) or self.code.co_firstlineno
 
@@ -255,7 +257,7 @@ class Caller(NamedTuple):
         return self._in(self.code.co_filename)
 
     def short(self) -> str:
-        """Returns the text of str() without the file's folder, which may differ between machines."""
+        """Returns the same text as str(), but without the folder of the file, which may differ between machines."""
         return self._in(os.path.basename(self.code.co_filename))
 
     def _in(self, file: str) -> str:
@@ -301,7 +303,10 @@ def callers() -> list[Caller]:
 
 
 def raised_at(error: BaseException) -> Caller | None:
-    """Returns the innermost line of the user's program in an error's traceback, or else its innermost line."""
+    """Returns the innermost line of the user's program in an error's traceback.
+
+    If no line of the traceback belongs to the user's program, returns the innermost line of the traceback.
+    """
     trace = error.__traceback__
     innermost = found = None
     while trace is not None:
@@ -329,8 +334,9 @@ def _shortened(name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Returns the text by which an error shows a wrong argument: its repr, or advice if it is an array."""
-    return "an array: pass out= by name" if hasattr(value, "shape") and hasattr(value, "dtype") else repr(value)
+    """Returns the text that shows a wrong argument in an error message: its repr, or advice if it is an array."""
+    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+    return "an array: pass the output array as out=" if is_array else repr(value)
 
 
 def uncaught_error() -> BaseException | None:
@@ -368,5 +374,5 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def headline(error: BaseException) -> str:
-    """Returns the first line of `describe`, which leaves out the reports of other ranks."""
+    """Returns the first line of `describe(error)`, without the reports of other ranks in the following lines."""
     return describe(error).partition("\n")[0]

@@ -1,9 +1,10 @@
-"""Futures of collectives and of gradients, and the end of a collective, for which futures wait.
+"""Futures of collectives and of gradients, and CollectiveEnd, the object for which these futures wait.
 
-A Completion is the end of a collective that was launched on a GPU. A collective on the CPU has no Completion, because
-it has ended when its call returns. A CollectiveEnd is the end of one collective on the CPU or on a GPU. A single
-collective has one future. Each gradient of a bucket has a future of its own, but all these futures share one
-CollectiveEnd, so that a bucket of ten thousand gradients ends once, not ten thousand times.
+A CollectiveEnd belongs to one collective, and gets the collective's result or error. A single collective has one
+future. Each gradient of a bucket has its own future, but all these futures share the bucket's CollectiveEnd, so that
+gradsync finishes one object for a bucket of ten thousand gradients, not ten thousand objects. A Completion belongs to a
+collective that was launched on a GPU: threads and streams can wait for it until the GPU has run the collective. A
+collective on the CPU has no Completion, because the collective has ended when its call returns.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Completion(Protocol):
-    """The end of one collective on a GPU. If the collective has failed, order() and wait() raise its error."""
+    """Lets threads and streams wait for one collective on a GPU; order() and wait() raise the collective's error."""
 
     @property
     def has_host_results(self) -> bool:
@@ -58,21 +59,20 @@ class Completion(Protocol):
     def before_done(self, function: Callable[[], None]) -> None:
         """Calls function() once the collective has ended, before done() returns True.
 
-        The function may run on any thread. It runs at once if the collective is done already.
-
-        If the function raises an exception, the collective fails with this exception.
+        The function may run on any thread. If the collective is done already, before_done() calls the function
+        immediately. If the function raises an exception, the collective fails with this exception.
         """
 
     def when_done(self, function: Callable[[], None]) -> None:
-        """Calls function() once the collective has ended, on a thread of gradsync; at once if it has ended already."""
+        """Calls function() on a gradsync thread when the collective ends, or immediately if it has ended already."""
 
 
 _log = logging.getLogger("gradsync")
 
-#: The reasons why a collective cannot begin at once, for all threads; nearly always empty. It contains the submitted
-#: jobs that have not ended, in order; the running done-callbacks; and the error of a done-callback that called a
-#: collective, which gradsync will raise again. It is a variable, because every collective checks it and a function call
-#: would take too long.
+#: The reasons why a collective cannot begin immediately, for all threads; nearly always empty. The dict contains the
+#: submitted jobs that have not ended, in order; the running done-callbacks; and the error of a done-callback that
+#: called a collective, which gradsync will raise again. It is a variable, because every collective checks whether it is
+#: empty, and a function call would take too long.
 pending: dict[object, Any] = {}
 _REFUSED = "error of a done-callback"
 # One lock for all CollectiveEnds: threads hold it only for a few assignments, and a step makes hundreds of ends.
@@ -80,7 +80,7 @@ _lock = threading.Lock()
 
 
 class _ThreadState(threading.local):
-    """The state of one thread.
+    """The data that gradsync keeps for each thread.
 
     Attributes:
         is_in_callback: whether the thread is running a done-callback.
@@ -103,13 +103,13 @@ def check_may_call(label: str, what: str) -> None:
 
     Raises:
         InvalidArgument: the calling thread is running a done-callback; or an earlier done-callback called a collective,
-            and gradsync has not raised that error again yet.
+            and this function now raises the error of that call again.
     """
     if _thread_state.is_in_callback:
         place = caller()
         error = InvalidArgument(
             f"{label}: {what} in a done-callback{'' if place is None else f', at {place}'}: done-callbacks must not "
-            "call collectives, because ranks would run them in different orders; call it once flush() or "
+            "call collectives, because ranks would run them in different orders; call the collective after flush() or "
             "result() has returned"
         )
         pending.setdefault(_REFUSED, error)
@@ -123,10 +123,12 @@ def is_in_callback() -> bool:
 
 
 def raise_refused() -> None:
-    """Raises again, once, the error of a done-callback that called a collective; the first time it was only logged.
+    """Raises the error of a done-callback that called a collective; gradsync has only logged this error before.
+
+    A second call does not raise the error again, and a call within a done-callback raises nothing.
 
     Raises:
-        InvalidArgument: a done-callback called a collective. Within a done-callback, the function raises nothing.
+        InvalidArgument: a done-callback called a collective.
     """
     if not _thread_state.is_in_callback:
         error = pending.pop(_REFUSED, None)
@@ -135,25 +137,25 @@ def raise_refused() -> None:
 
 
 class LogEntry(Protocol):
-    """The log entry of a failure. gradsync writes it only if the program does not get the failure from a future."""
+    """The log entry of an error, which gradsync writes only if the program does not get the error from a future."""
 
     def forget(self) -> None:
-        """Drops the log entry, because the program has got the failure."""
+        """Drops the log entry, because the program has received the error from a future."""
 
 
 class CollectiveEnd:
-    """The end of a collective.
+    """The object for which the futures of a collective wait; it holds the collective's result or error.
 
     Args:
         timeout_seconds: how long a future waits if its caller passes no timeout; None means until the collective's own
             deadline.
 
     Attributes:
-        timeout_seconds: the constructor's argument of this name.
+        timeout_seconds: see Args.
         value: the collective's result.
         completion: the Completion of a collective that was launched on a GPU; otherwise None.
         has_result: whether the collective has succeeded and its result is complete, so that a future need not wait.
-        was_asked: whether the program has learnt from a future that the collective is over.
+        was_asked: whether the program may know, from a method of a future, that the collective is over.
         has_begun: whether the collective (for gradients, their bucket's collective) has begun, so that its own deadline
             applies.
     """
@@ -215,7 +217,7 @@ class CollectiveEnd:
             return self._callbacks is None
 
     def add_callback(self, function: Callable[[Any], None], future: Any) -> None:
-        """Calls function(future) once the collective is over; if it is over already, at once in the calling thread."""
+        """Calls function(future) when the collective is over, or immediately if the collective is over already."""
         call = partial(_run, function, future)
         with _lock:
             if self._callbacks is not None:
@@ -230,13 +232,16 @@ class CollectiveEnd:
         completion: Completion | None = None,
         log_entry: LogEntry | None = None,
     ) -> None:
-        """Ends the collective with a value, an error, or the Completion of its launch; does nothing if it has ended.
+        """Stores the collective's result, error or Completion, and wakes the waiting threads.
+
+        Only the first call has an effect.
 
         Args:
             value: the collective's result.
             error: the collective's error, or None.
-            completion: the Completion of the launch on a GPU, or None.
-            log_entry: the log entry of the error, or None. It is dropped if the program asks for the error.
+            completion: the Completion of a collective that was launched on a GPU; otherwise None.
+            log_entry: the log entry of the error, or None. Once the program reads the error from a future, gradsync
+                drops this entry.
         """
         with _lock:
             callbacks, waiting = self._callbacks, self._waiting
@@ -275,7 +280,7 @@ class CollectiveEnd:
         return self._error
 
     def take_failure(self) -> BaseException | None:
-        """Returns failure(), and drops the log entry, because the program has asked a future for the error."""
+        """Returns failure() to a future, and drops the log entry, because the program now receives the error."""
         if self._log_entry is not None:
             self._log_entry.forget()
         return self.failure()
@@ -307,7 +312,7 @@ def _run(function: Callable[[Any], None], future: Any) -> None:
 
 
 def _again(error: BaseException) -> BaseException:
-    """Returns a copy of an error, to be raised. The original would collect the frames of every call that raises it."""
+    """Returns a copy of an error, because raising the same object again would add frames to its traceback."""
     try:
         fresh = copy.copy(error)
     except Exception:  # an error of another library may not be copyable
@@ -370,15 +375,15 @@ class CollectiveFuture:
         result. The host waits only for results in host memory.
 
         Args:
-            timeout: the seconds that the host waits for the end of the collective, or on a GPU for its launch; None
-                means until the collective's own deadline.
+            timeout: how many seconds the host waits. On the CPU, the host waits until the collective has ended; on a
+                GPU, until the collective is launched. None means until the collective's own deadline.
 
         Raises:
             FutureNotReady: the wait might never end, because only the calling thread can complete the future, or
                 because the caller is a done-callback.
             CollectiveTimeout: the wait reached its deadline; the collective continues.
-            InvalidArgument: the timeout is not a number of seconds, or a done-callback has called a collective, and
-                gradsync has only logged the error so far.
+            InvalidArgument: the timeout is not a number of seconds; or a done-callback called a collective, and
+                gradsync has logged but not yet raised the error of this call.
             PlanMismatch, RankFailed, ...: the collective failed with this error.
         """
         self._wait(None, timeout)
@@ -403,23 +408,27 @@ class CollectiveFuture:
         return self._end.take_failure()
 
     def add_done_callback(self, function: Callable[[Self], None]) -> None:
-        """Calls function(self) once the future is done; if it is done already, at once in the calling thread.
+        """Calls function(self) when the future is done.
 
+        If the future is done already, add_done_callback() calls the function immediately, in the calling thread.
         Otherwise the thread that completes the future calls the function: on the CPU the thread that ran the
         collective, on a GPU one of the communicator's threads. gradsync logs the exceptions of the function, and does
-        not raise them. The function must not call collectives on any backend, and must not hand over gradients. Such a
-        call raises InvalidArgument in the function, and this rank's next flush(), result() or collective raises the
-        error again. If the function waits for a future that is not done, the wait raises FutureNotReady.
+        not raise them. The function must not call collectives on any backend, and must not hand over gradients. A
+        collective or hand-over within the function raises InvalidArgument, and this rank's next flush(), result() or
+        collective raises this error again. If the function waits for a future that is not done, the wait raises
+        FutureNotReady.
 
         Args:
-            function: the function to call. Its argument is this future.
+            function: the function to call. gradsync passes this future to the function.
 
         Raises:
             InvalidArgument: `function` is not callable.
         """
         if not callable(function):
             given = type(function).__name__
-            raise InvalidArgument(f"{self.name}: add_done_callback needs a function of the future, got {given}")
+            raise InvalidArgument(
+                f"{self.name}: add_done_callback needs a function that takes the future as its argument, got {given}"
+            )
         self._end.was_asked = True  # from now on, the function may run at any time
         self._end.add_callback(function, self)
 
@@ -456,11 +465,11 @@ class CollectiveFuture:
         return end
 
     def _check_may_wait(self, completion: Completion | None) -> None:
-        """Raises an error for a wait in a done-callback, because its thread may be the one that ends the collective."""
+        """Raises an error if a done-callback would wait, because the collective may end on the callback's thread."""
         if _thread_state.is_in_callback and (completion is None or not completion.done()):
             raise FutureNotReady(
-                f"{self.name} is not ready: a done-callback cannot wait for it, because it may end only after the "
-                "callback; return from the callback first"
+                f"{self.name} is not ready: a done-callback cannot wait for a collective, because the collective may "
+                "end only after the callback has returned; wait outside of done-callbacks"
             )
 
     def _await_launch(self, timeout: float | None) -> None:
@@ -481,9 +490,9 @@ class GradientFuture(CollectiveFuture):
     """The future of a gradient, made by AllreduceCallback: it gives the reduced gradient once its bucket is reduced.
 
     Until the future is done, the gradient belongs to gradsync: do not write to it. The result is the array that the
-    program handed over, with the reduced values. If that array is read-only, the result is a new array. With
-    gradient_as_bucket_view, the result is a view of the bucket. On a GPU the future has its value as soon as the bucket
-    is launched; result() then makes the current stream, not the host, wait for the reduction. Before the launch,
+    program handed over, with the reduced values. If the array of the gradient is read-only, the result is a new array.
+    With gradient_as_bucket_view, the result is a view of the bucket. On a GPU the future has its value as soon as the
+    bucket is launched; result() then makes the current stream, not the host, wait for the reduction. Before the launch,
     result() raises FutureNotReady in the thread that hands over gradients, because only that thread can launch the
     bucket. result() raises GradientCancelled if the backward pass ended with an exception.
 

@@ -1,14 +1,15 @@
 """`gs.hooks`: compressed reductions of gradient buckets, which move fewer bytes than an all-reduce.
 
-Both hooks use error feedback: each rank keeps the error that compression has made in a step, and adds it to the
-gradients of the next step. So over many steps, the sum of the results differs from the true sum only by the error of
-one step. Sources: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed
-training of speech DNNs", Interspeech 2014 (section 3.1). For the proof that the rate of convergence stays that of SGD:
-Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019.
+Both hooks use error feedback: each rank stores the error that compression makes in a step (the compression error), and
+adds this error to the gradients of the next step. So over many steps, the sum of the results differs from the true sum
+only by the error of one step. Sources: Seide et al., "1-bit stochastic gradient descent and its application to
+data-parallel distributed training of speech DNNs", Interspeech 2014 (section 3.1). For the proof that the rate of
+convergence stays that of SGD: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
+schemes", ICML 2019.
 
-A hook keeps one error for each bucket, so each callback needs its own hook. If a bucket gets different gradients (in
-the first steps, or because of a new threshold), the hook resets its error. NaN and infinity affect the result of the
-step in which they occur, and no later result.
+A hook stores the compression error of each bucket, so each callback needs its own hook. If the set of gradients in a
+bucket changes (in the first steps, or with a new bucket size), the hook sets the bucket's compression error to zero.
+NaN and infinity affect the result of the step in which they occur, and no later result.
 """
 
 from __future__ import annotations
@@ -49,23 +50,24 @@ class Int8Hook:
     """Sends gradients as int8, with one float32 scale for each 256 elements: about a quarter of float32's bytes.
 
     The scale of a block of 256 elements is 1/127 of its largest absolute value. Each rank divides each block by its
-    scale, and rounds the quotients to int8. All ranks gather quotients and scales, and add their products in rank order
-    in float32 (for float64 gradients, in float64), so every rank gets the same bits. The error that a rank adds in one
-    step is at most 1/254 of the largest absolute value in the block.
+    scale, and rounds the quotients to int8. Every rank gathers the int8 values and scales of all ranks, multiplies each
+    value by its scale, and adds the products in rank order, so every rank gets the same bits. The sum is computed in
+    float32, or in float64 for float64 gradients. The error that a rank adds in one step is at most 1/254 of the largest
+    absolute value in the block.
 
     With p ranks, each rank receives (p - 1) / 4 times the bytes of the gradients. An all-reduce moves about twice the
-    bytes of the gradients. So the hook saves bytes with up to 8 ranks, and most with two. The hook all-reduces integers
-    and complex numbers without compression.
+    bytes of the gradients. So the hook sends fewer bytes than an all-reduce only with at most 8 ranks, and saves the
+    most bytes with 2 ranks. The hook all-reduces integers and complex numbers without compression.
 
-    Source: QSGD (Alistarh et al., NeurIPS 2017, section 4) has blocks with scales. This hook rounds to nearest, and
-    adds error feedback.
+    Source: QSGD (Alistarh et al., NeurIPS 2017, section 4) also divides gradients into blocks with one scale each.
+    Unlike QSGD, this hook rounds to nearest, and uses error feedback.
     """
 
     def __init__(self) -> None:
         self._errors: dict[int, tuple[_Signature, Array]] = {}
 
     def reset(self) -> None:
-        """Sets the kept errors to zero."""
+        """Sets the stored compression errors to zero."""
         self._errors.clear()
 
     def __call__(self, bucket: GradientBucket) -> Any:
@@ -74,7 +76,7 @@ class Int8Hook:
         Every rank must call the hook for the same buckets in the same order.
 
         Args:
-            bucket: a bucket of gradients, on the host or a GPU. The hook overwrites its flat buffer.
+            bucket: a bucket of gradients, on the host or a GPU. The hook overwrites `bucket.flat`.
         """
         flat, communicator = bucket.flat, bucket.communicator
         if not _is_compressible(bucket):
@@ -140,7 +142,7 @@ class _LowRankState:
 
     Attributes:
         signature: the names, shapes and types of the bucket's gradients, see _signature.
-        error: the error of the last step, as a square matrix that is padded with zeros.
+        error: the compression error of the last step, as a square matrix that is padded with zeros.
         initial: the right factor before the first step.
         right: the right factor of the last step.
     """
@@ -157,19 +159,19 @@ class PowerSGDHook:
     Each step does one power iteration, which moves the factors of the last step towards the largest singular vectors of
     the matrix M. P = M Q is averaged over the ranks and made orthonormal, Q = M^T P is averaged, and the result is P
     Q^T. Every rank gets the same bits if all ranks have the same processor and libraries. For a bucket of n elements,
-    the hook sends 2 * rank * sqrt(n) elements. If that is more than n / 2, or if the numbers are integers or complex,
-    the hook all-reduces the bucket without compression.
+    the hook sends 2 * rank * sqrt(n) elements. If it would send more than n / 2 elements, or if the elements are
+    integers or complex numbers, the hook all-reduces the bucket without compression.
 
     Args:
-        rank: the number of columns of each factor. More columns make the error smaller and the hook slower.
+        rank: the number of columns of each factor. More columns make the compression error smaller and the hook slower.
         start_after: the number of steps before compression begins. Gradients change most in the first steps.
 
     Raises:
         InvalidArgument: `rank` is below 1, `start_after` is below 0, or one of them is not an integer.
 
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
-    optimization", NeurIPS 2019, algorithm 1, with error feedback and warm start. It is applied to whole buckets, as in
-    PyTorch's batched_powerSGD_hook.
+    optimization", NeurIPS 2019, algorithm 1, with error feedback and warm start. The hook compresses whole buckets, as
+    PyTorch's batched_powerSGD_hook does.
     """
 
     def __init__(self, rank: int = 4, start_after: int = 0) -> None:
@@ -180,7 +182,7 @@ class PowerSGDHook:
         self.settings = f"PowerSGDHook(rank={rank}, start_after={start_after})"  # these must be equal on all ranks
 
     def reset(self) -> None:
-        """Resets the kept errors, the factors and the number of steps."""
+        """Resets the stored compression errors, the factors and the number of steps."""
         self._states.clear()
         self._steps.clear()
 
@@ -190,7 +192,7 @@ class PowerSGDHook:
         Every rank must call the hook for the same buckets in the same order.
 
         Args:
-            bucket: a bucket of gradients, on the host or a GPU. The hook overwrites its flat buffer.
+            bucket: a bucket of gradients, on the host or a GPU. The hook overwrites `bucket.flat`.
         """
         flat, communicator = bucket.flat, bucket.communicator
         step = self._steps[bucket.index] = self._steps.get(bucket.index, 0) + 1
@@ -227,7 +229,7 @@ class PowerSGDHook:
 
 
 def _signature(bucket: GradientBucket) -> _Signature:
-    """Returns a bucket's names, shapes, dtype and array type. If they change, the hook resets the kept error."""
+    """Returns a bucket's names, shapes, dtype and array type. If one of them changes, the hook resets its state."""
     return bucket.names, bucket.shapes, bucket.flat.dtype, type(bucket.flat)
 
 
@@ -236,7 +238,7 @@ def _is_compressible(bucket: GradientBucket) -> bool:
 
 
 def _write_result(reduced: Array, target: Array, bucket: GradientBucket, *, is_mean: bool) -> None:
-    """Converts a mean or sum to the bucket's operator, and writes it into a part of the bucket."""
+    """Writes a sum or a mean into a part of the bucket; first converts it to the other of the two if `bucket.op` is."""
     world_size = bucket.communicator.world_size
     if is_mean and bucket.op is ReduceOp.SUM:
         reduced *= world_size

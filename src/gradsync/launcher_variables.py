@@ -42,9 +42,9 @@ class LauncherVariables(NamedTuple):
 
     Attributes:
         name: the launcher's name in messages.
-        rank, world_size, local_rank, local_world_size: the names of the variables for these attributes of a Place.
-        companions: the names of other variables of the launcher. A user who unsets the variables above must unset these
-            too.
+        rank, world_size, local_rank, local_world_size: the names of the environment variables that hold these values.
+        companions: the names of the launcher's other variables. A user who unsets the variables of the rank must unset
+            the companions too.
     """
 
     name: str
@@ -96,13 +96,13 @@ _PORTS = 15_000
 
 
 def find_place(environ: Mapping[str, str], ours: LauncherVariables) -> Place | None:
-    """Returns the place from the first of these launchers that has set its variables: `ours`, torchrun, MPI's, Slurm.
+    """Returns this process's rank from the first launcher that has set its variables: `ours`, torchrun, MPI's, Slurm.
 
-    If that launcher gives no local rank, the local rank comes from the next launcher that gives one.
+    If the launcher that gives the rank gives no local rank, the local rank comes from the next launcher that gives one.
 
     Raises:
-        InvalidArgument: a variable is malformed or out of range, its counterpart is not set, or two launchers give this
-            process different ranks; the text names the variables.
+        InvalidArgument: a variable is malformed or out of range; only one variable of a rank and its world size is set;
+            or two launchers give this process different ranks. The error message names the variables.
     """
     launchers = [
         launcher
@@ -125,14 +125,14 @@ def find_place(environ: Mapping[str, str], ours: LauncherVariables) -> Place | N
 def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
     """Returns the names of the variables that mpiexec sets for a rank.
 
-    If mpiexec has started gradsync's launcher, the launcher removes these variables for its own ranks. Otherwise each
-    rank would use the launcher's MPI rank.
+    If mpiexec has started gradsync's launcher, the launcher removes these variables from the environment of its own
+    ranks. With these variables, each rank would use the MPI rank of the launcher as its own rank.
     """
     return {name for name in environ if name.startswith(_PREFIXES_OF_MPI)}
 
 
 def find_mpiexec(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the path of mpiexec: next to this Python, where MPI's wheels install it, or else from the PATH."""
+    """Returns the path of the mpiexec next to this Python, where MPI's wheels install it; otherwise of that in PATH."""
     import shutil  # imported here, because the import takes a millisecond
 
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
@@ -165,7 +165,7 @@ def _read_place(environ: Mapping[str, str], launcher: LauncherVariables) -> Plac
 
 
 def _with_local_rank(environ: Mapping[str, str], same: Sequence[Place]) -> Place:
-    """Returns the first place. If it has no local rank, adds the local rank of the first other place or of Slurm."""
+    """Returns the first place, if necessary with the local rank from the next place that has one, or from Slurm."""
     first = same[0]
     if first.local_rank is not None:
         return first
@@ -206,7 +206,7 @@ def _contradiction(environ: Mapping[str, str], first: LauncherVariables, second:
 
 
 def _slurm_place(environ: Mapping[str, str]) -> Place | None:
-    """Returns the place in a step of `srun`; None for a command in a batch script, although SLURM_PROCID is 0 there."""
+    """Returns the rank of a process that srun has started; None in a batch script, although SLURM_PROCID is 0 there."""
     step = _step_of(environ)
     is_special = step is not None and step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
     if value_of(environ, "SLURM_PROCID") is None or step is None or is_special:
@@ -222,7 +222,7 @@ def _slurm_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Returns this node's tasks from SLURM_STEP_TASKS_PER_NODE, such as "4(x2),1"; None if that is not set."""
+    """Returns the number of tasks on this node; None if SLURM_STEP_TASKS_PER_NODE, such as "4(x2),1", is not set."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = value_of(environ, name)
     if text is None:
@@ -273,15 +273,15 @@ def name_run(environ: Mapping[str, str], source: str) -> str | None:
     """Returns a name for this run: the same for all its ranks on this machine, and different for other runs.
 
     For a Slurm step, the name contains the number of the step. MPI's launchers set no variable that is common to all
-    ranks. But all ranks on a machine descend from one process, the launcher or its daemon. So for MPI, the name
-    contains the pid and the start time of this ancestor.
+    ranks. But all ranks on a machine descend from one process, MPI's launcher or its daemon. So for MPI, the name
+    contains the pid and the start time of the launcher or daemon.
 
     Args:
         environ: the environment variables.
         source: the launcher's name, see `Place.source`.
 
     Returns:
-        The name, which can be part of a file name; None if the user started the ranks by hand, or if each rank is in
+        The name, which can be part of a file name. None if the user started the ranks by hand, or if each rank runs in
         its own container.
     """
     if source == SLURM:
@@ -294,7 +294,9 @@ def name_run(environ: Mapping[str, str], source: str) -> str | None:
 
 
 def _launcher_process(own: set[bytes]) -> tuple[int, str] | None:
-    """Returns pid and start time of the closest ancestor that is not part of this rank. A shell may be part of it.
+    """Returns pid and start time of the closest ancestor that does not belong to this rank.
+
+    A shell between the launcher and this process belongs to the rank.
 
     Args:
         own: variables of this rank, as NAME=value. All processes that belong to the rank inherit them.
@@ -350,7 +352,7 @@ def _read_below(environ: Mapping[str, str], name: str, limit: int, limit_text: s
     """Returns an integer from 0 to limit - 1; `limit_text` says in the error where the limit comes from."""
     value = _read_integer(environ, name)
     if not 0 <= value < limit:
-        raise InvalidArgument(f"{name} needs to be 0 to {limit_text}{limit - 1}, got {value}")
+        raise InvalidArgument(f"{name} needs to be from 0 to {limit - 1}{limit_text}, got {value}")
     return value
 
 
@@ -362,4 +364,4 @@ def _read_pair(environ: Mapping[str, str], rank_name: str, size_name: str) -> tu
     size = _read_integer(environ, size_name)
     if size < 1:
         raise InvalidArgument(f"{size_name} needs to be at least 1, got {size}")
-    return _read_below(environ, rank_name, size, f"{size_name} - 1 = "), size
+    return _read_below(environ, rank_name, size, f" ({size_name} - 1)"), size

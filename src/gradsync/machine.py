@@ -1,6 +1,6 @@
 """Describes this machine: its identity, processes, cores, GPUs, memory and addresses.
 
-The module also has calls with a timeout, and a flag for waits that Ctrl-C may interrupt.
+The module also has run_with_timeout(), for functions that may hang, and Latch, a flag for which threads can wait.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ProcessStat(NamedTuple):
         state: the state of the process as one letter: "R" for running, "S" for sleeping, "T" for stopped, "Z" if it has
             ended but its parent has not waited for it.
         parent: the pid of the process's parent; 0 if the parent is not in this pid namespace.
-        start_time: the start of the process, in clock ticks since the boot. It differs between processes that have had
-            the same pid.
+        start_time: the start of the process, in clock ticks since the boot. Two processes that had the same pid one
+            after the other have different start times.
     """
 
     state: str
@@ -121,7 +121,9 @@ class Latch:
 def run_with_timeout(
     function: Callable[[], _Result], name: str, seconds: float, check: Callable[[], None] | None = None
 ) -> _Result:
-    """Calls a function that may hang in C code on a daemon thread, with a deadline. If it hangs, it is abandoned.
+    """Calls a function on a daemon thread, and waits until it returns or a deadline has passed.
+
+    The function may hang in C code: gradsync abandons its thread at the deadline.
 
     Args:
         function: the function to call.
@@ -172,7 +174,7 @@ def blas_thread_variables(n_processes: int, environ: Mapping[str, str] = os.envi
 
     Args:
         n_processes: number of ranks on this machine.
-        environ: the environment. The result leaves out variables that are set there.
+        environ: the environment variables. The result leaves out the variables that are already set in `environ`.
 
     Returns:
         The variables to add. Each has the value max(1, usable cores // n_processes).
@@ -184,12 +186,12 @@ def blas_thread_variables(n_processes: int, environ: Mapping[str, str] = os.envi
 def begin_on_core(number: int) -> None:
     """Moves the calling thread to one of its allowed cores, and then allows all these cores again.
 
-    Ranks that start together often share a core, and the kernel does not move them if every core is busy. Then each
-    collective waits until the kernel schedules the other rank. On two ranks, a collective of 4 KB takes 26 us then,
-    instead of 5 us.
+    Ranks that start together often share a core, and the kernel does not move them if every core is busy. If two ranks
+    share a core, each collective waits until the kernel schedules the other rank. A collective of 4 KB on two ranks
+    takes 26 us on one core, instead of 5 us on two cores.
 
     Args:
-        number: the local rank. The function uses it modulo the number of cores.
+        number: the local rank. The number of the core is the local rank modulo the number of cores.
     """
     with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed
         usable = os.sched_getaffinity(0)
@@ -247,7 +249,7 @@ def default_process_count(device_type: str = "auto") -> int:
 class MemoryGroup(NamedTuple):
     """A memory control group (cgroup). Its methods return None for values that cannot be read.
 
-    Counts include the groups inside this group.
+    All values of a group include those of the groups inside this group.
 
     Attributes:
         directory: the path of the folder with the files of the group.
@@ -330,7 +332,10 @@ def numbered_line(path: str, name: str) -> int | None:
 
 
 def _group_paths(file: str) -> dict[str, str]:
-    """Reads the paths of this process's groups by controller from /proc/self/cgroup; version 2 has controller ""."""
+    """Reads /proc/self/cgroup: returns the path of this process's group for each controller.
+
+    The controller "" stands for the group in cgroup version 2.
+    """
     paths: dict[str, str] = {}
     for line in _lines(file):
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "")

@@ -92,23 +92,24 @@ def init_process_group(
 ) -> Communicator:
     """Joins the other ranks and makes the world's communicator. Every rank must call it.
 
-    The result can be used in a `with` statement. Then the end of the block destroys the process group, and an exception
-    that leaves the block also makes the other ranks fail.
+    The result can be used in a `with` statement. The end of the `with` block destroys the process group, and an
+    exception that leaves the block also makes the other ranks fail.
 
     Args:
         backend: "auto", "nccl", "shm", "mpi" or "local". "auto" means "nccl" if each rank has a GPU. Otherwise it means
             "local" for a world of one rank, "shm" if all ranks are on one host, and "mpi" if mpiexec or srun has
-            started them on several hosts. gradsync logs the choice and its reason. `with gs.override_backend(name)`
-            replaces "auto", and otherwise GRADSYNC_BACKEND does.
+            started them on several hosts. gradsync logs the choice and its reason. Within gs.override_backend(name),
+            "auto" means the backend `name`; elsewhere, "auto" means the value of GRADSYNC_BACKEND, if this variable is
+            set.
         rank: this process's rank, 0 to world_size - 1. If rank and world_size are None, both are read from the
             environment. If no variable suggests a launcher, this process is a world of one rank, and a line on standard
             error says so.
         world_size: the number of ranks.
-        address: the address, as host:port, at which rank 0 hosts the rendezvous server. None takes it from the
-            environment.
-        device: the device of the arrays: "cpu", or "cuda:N" for "nccl", where N is the GPU's number in this process.
-            With None, "nccl" takes the visible GPU whose number is the rank's LOCAL_RANK, or the only visible GPU. This
-            GPU becomes CuPy's current device.
+        address: the address, as host:port, at which rank 0 hosts the rendezvous server. If None, gradsync reads the
+            address from the environment variables.
+        device: the device of the arrays: "cpu", or "cuda:N" for "nccl", where N is the GPU's number in this process. If
+            None, "nccl" takes the visible GPU whose number is the rank's LOCAL_RANK, or the only visible GPU. This GPU
+            becomes CuPy's current device.
         timeout_seconds: the deadline for joining the other ranks.
         collective_timeout_seconds: how long a collective waits for a rank; GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS, if set,
             takes precedence.
@@ -116,7 +117,7 @@ def init_process_group(
             variable GRADSYNC_ALLOW_SHARED_GPU=1 allows it too.
         debug: whether to use the debug mode, the same on all ranks. In this mode, ranks check before every collective
             that they all call the same one, and a write to a gradient that gradsync is reducing raises GradientChanged.
-            None takes the value of GRADSYNC_DEBUG. See docs/tracing.md.
+            None means the value of GRADSYNC_DEBUG. See docs/tracing.md.
 
     Returns:
         The world's communicator; gs.get_communicator() returns it too.
@@ -124,7 +125,7 @@ def init_process_group(
     Raises:
         InvalidArgument: the process group is initialised already, the backend is unknown, the rank is outside the
             world, or no rank is known.
-        BackendUnavailable: this process cannot use the backend; the text has the reason.
+        BackendUnavailable: this process cannot use the backend; the error message says why.
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks could not join.
     """
     global _settings
@@ -172,11 +173,12 @@ def destroy_process_group() -> None:
     process ends.
 
     Raises:
-        InvalidArgument: gradsync has never reduced some gradients, because the program did not end their backward pass
-            with flush() or `with callback.backward()`; or a done-callback called a collective, which is an error
-            that no earlier call has raised. This rank has left the process group even if this error or one of the
-            errors below is raised.
-        RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure on the GPU that no call has raised yet.
+        InvalidArgument: some gradients were never reduced, because the program did not end the backward pass with
+            flush() or `with callback.backward()`; or a done-callback called a collective, and no earlier call has
+            raised the error of the done-callback. This rank has left the process group even if destroy_process_group()
+            raises an error.
+        RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a collective on the GPU has failed, and no earlier call
+            has raised this error.
     """
     global _settings
     communicator = get_initial_world()
@@ -234,10 +236,10 @@ def is_distributed() -> bool:
 
 
 def group_barrier(communicator: Communicator | None = None) -> None:
-    """Waits until every rank has called this function; returns at once without a process group.
+    """Waits until every rank has called this function; returns immediately without a process group.
 
     Args:
-        communicator: the communicator of the ranks; None means the world's.
+        communicator: the communicator of the ranks; None means the world communicator.
 
     Raises:
         InvalidArgument: `communicator` is not a communicator.
@@ -289,10 +291,10 @@ def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 def override_backend(name: str) -> Iterator[Communicator | None]:
     """Replaces the world's backend within a `with` block.
 
-    If the block contains init_process_group(), the name replaces "auto" there. If the process group exists already,
-    every rank must enter the block. Inside the block, gs.WORLD, gs.get_communicator() and `group=None` then mean a
-    communicator of all ranks over the named backend. gradsync makes this communicator in the first such block, and
-    keeps it until destroy_process_group(). Blocks may be nested.
+    If init_process_group() is called within the block with the backend "auto", it uses the named backend. If the
+    process group exists already, every rank must enter the block, and within the block gs.WORLD, gs.get_communicator()
+    and `group=None` mean a communicator of all ranks over the named backend. gradsync makes this communicator in the
+    first such block, and keeps it until destroy_process_group(). Blocks may be nested.
 
     Args:
         name: "nccl", "shm", "mpi" or "local".
@@ -302,11 +304,11 @@ def override_backend(name: str) -> Iterator[Communicator | None]:
 
     Raises:
         InvalidArgument: the backend is unknown, or is "local" for several ranks.
-        BackendUnavailable: the backend cannot connect these ranks. All of them raise this error, and the process group
+        BackendUnavailable: the backend cannot connect these ranks. All ranks raise this error, and the process group
             stays usable.
         CommunicatorClosed: an earlier block has made the communicator, but it was closed or aborted, or has failed.
-        BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: connecting failed after the ranks had agreed on
-            the backend; then the process group has failed.
+        BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: the ranks could not connect, although they had
+            agreed on the backend. In this case, the process group has failed.
     """
     if name not in TABLE:
         raise InvalidArgument(f"unknown backend {name!r}: use one of {', '.join(TABLE)}")
@@ -372,7 +374,7 @@ def _find_place(backend: str, rank: int | None, world_size: int | None, address:
     if size is None or size < 1:
         raise InvalidArgument(f"world_size needs to be an integer of at least 1, got {world_size!r}")
     if number is None or not 0 <= number < size:
-        raise InvalidArgument(f"rank needs to be 0 to world_size - 1 = {size - 1}, got {rank!r}")
+        raise InvalidArgument(f"rank needs to be from 0 to {size - 1} (world_size - 1), got {rank!r}")
     if environment is None or environment.world_size != size:
         base = RankEnvironment(number, size, number, size, source="arguments")
         return base if environment is None else base._replace(address=environment.address)
@@ -416,7 +418,7 @@ def _agree_and_connect(
 
 
 def _world_over(backend: str) -> Communicator | None:
-    """Returns the world's communicator over a backend, made by all ranks at its first use; None without a world."""
+    """Returns the world's communicator over a backend, which all ranks make at its first use; None without a world."""
     world, settings = get_initial_world(), _settings
     if world is None or settings is None or world.backend == backend:
         return world

@@ -68,7 +68,7 @@ def parse_reduce_method(value: str | ReduceOp) -> ReduceOp:
 
 
 class Wire(NamedTuple):
-    """How gradsync converts the arrays of a list before their reduction. It converts the results back.
+    """How gradsync converts the arrays of a list before their reduction. gradsync converts the results back.
 
     Attributes:
         dtype: the dtype in which gradsync sends and reduces the values.
@@ -103,7 +103,7 @@ _BLOCK_ELEMENTS = 2**16
 
 
 class _Block(threading.local):
-    """Memory of one thread for one block in float32."""
+    """A thread's buffer for one block of values, converted to float32."""
 
     def __init__(self) -> None:
         self.total = np.empty(_BLOCK_ELEMENTS, np.float32)
@@ -192,7 +192,7 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @lru_cache(maxsize=64)
 def product_dtype(first: np.dtype[Any], second: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype, float32 or wider, for a multiplication of values of `first` with a result of `second`."""
+    """Returns the dtype, float32 or wider, in which to multiply values of dtype `first` for an array of `second`."""
     return np.promote_types(accumulation_dtype(first), accumulation_dtype(second))
 
 
@@ -207,8 +207,8 @@ def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array) -> Non
 
     Args:
         op: an operator that check_operation has accepted for the dtype.
-        contributions: one array of each rank, in rank order, all with the same shape and dtype. Only the first or the
-            second may be `out` itself.
+        contributions: one array of each rank, in rank order, all with the same shape and dtype. The first or the second
+            of these arrays may be `out` itself, but no other.
         out: a contiguous array for the result, with the same shape and dtype.
     """
     reduction_of(op, out.dtype, len(contributions))(contributions, out)
@@ -253,7 +253,10 @@ def _reduce_halves(op: ReduceOp, contributions: Sequence[Array], out: Array) -> 
 
 
 def divide_into(values: Array, count: int, out: Array) -> None:
-    """Divides values by the number of ranks. Multiplies instead, several times faster, if the result has the same bits.
+    """Divides values by the number of ranks.
+
+    If the number of ranks is a power of two, the function multiplies by 1 / count, which gives the same bits and is
+    several times faster than a division.
 
     Args:
         values: a floating or complex array. A complex array must be contiguous.
@@ -286,7 +289,9 @@ def _division(dtype: np.dtype[Any], count: int) -> tuple[Callable[..., Any], Arr
 
 
 def part_pairs(source: Any, out: Any) -> list[tuple[Any, Any]]:
-    """Returns pairs of real views of two complex arrays, or the arrays themselves if they are real.
+    """Returns views of the real and imaginary parts, as pairs of a part of `source` and the same part of `out`.
+
+    If both arrays are contiguous, one pair has all parts. If both arrays are real, the only pair is (source, out).
 
     gradsync multiplies real and imaginary parts separately, because infinity times a complex number is NaN.
 

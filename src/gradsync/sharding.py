@@ -30,15 +30,15 @@ def shard_indices(
     and `epoch`: it is the same for any number of ranks and any version of NumPy.
 
     Args:
-        n: the number of samples in the data set. It may be less than the number of ranks.
+        n: the number of samples in the data set. There may be fewer samples than ranks.
         epoch: the epoch, 0 or more; each epoch has its own order.
         seed: the training's seed, 0 or more; the same on all ranks.
         shuffle: whether to shuffle the samples. False keeps the order of the data set.
         uneven: the rule for an `n` that is not a multiple of the number of ranks. "pad" repeats samples from the
             beginning of the order, "drop" leaves out the last samples, and "keep" gives the first ranks one sample more
             (see AllreduceCallback.join).
-        communicator: the communicator of the ranks. None means the world's, or a world of one rank before
-            init_process_group().
+        communicator: the communicator of the ranks. None means the world communicator; before
+            init_process_group(), None means a world of one rank.
 
     Returns:
         The indices in the order of use, as a 1-D int64 array. Two ranks have the same index only because of padding.

@@ -281,7 +281,7 @@ def test_bad_arguments_are_refused_before_any_process_starts(monkeypatch, argume
 def test_bad_port(port):
     with (
         pytest.warns(DeprecationWarning, match="started_port"),
-        pytest.raises(gs.InvalidArgument, match="started_port to be an integer of 0 to 65535"),
+        pytest.raises(gs.InvalidArgument, match="started_port to be an integer from 0 to 65535"),
     ):
         gs.spawn(rank_functions.place, started_port=port)
 

@@ -1,9 +1,9 @@
 """The agreement of the ranks before a collective over MPI: the ranks compare digests (hashes) of their calls.
 
-With up to 16 ranks, each rank sends its digest to every other rank. A rank sends a small array in the same message, so
-that the all-reduce of this array needs one exchange of messages instead of two. The receiver reads the array only if
-all digests are equal. With more ranks, MPI computes the smallest and the largest digest; if these two are equal, all
-digests are equal.
+With up to 16 ranks, each rank sends its digest to every other rank. If the array to reduce is small, each rank sends it
+in the same message as the digest, so that the all-reduce needs one exchange of messages instead of two. The receiver
+reads the arrays only if all digests are equal. With more ranks, MPI computes the smallest and the largest digest; if
+these two are equal, all digests are equal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MpiAgreement:
         self._mine, self._smallest = np.zeros(2, np.uint64), np.zeros(2, np.uint64)
 
     def payload(self, size_bytes: int) -> Array:
-        """Returns the memory (uint8) for the array that this rank sends with its next digest."""
+        """Returns a uint8 buffer, into which the caller writes the array that this rank sends with its next digest."""
         return self._messages[self._requests.rank, _HEADER_BYTES : _HEADER_BYTES + size_bytes]
 
     def payloads(self, size_bytes: int) -> Array:

@@ -68,7 +68,9 @@ def offer(settings: WorldSettings) -> str:
 
 
 def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> MpiBackend:
-    """See BackendModule. The caller must report an error of this function, because the other ranks wait for this rank.
+    """See BackendModule.
+
+    If this function raises an error, the caller must report it to the other ranks, because they wait for this rank.
 
     Raises:
         BackendUnavailable: mpi4py is missing, or mpiexec or srun has not started exactly these ranks.
@@ -90,7 +92,7 @@ def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds:
     Args:
         mpi: the module mpi4py.MPI.
         client: this rank's connection to the rendezvous server; the run has the same ranks as MPI_COMM_WORLD.
-        name: the group's name; no group since the last start of the ranks has had this name.
+        name: the group's name, unique since the last init_process_group().
         timeout_seconds: the time limit for all steps.
 
     Raises:
@@ -135,7 +137,7 @@ class MpiBackend(Backend):
         comm: an MPI communicator of exactly the client's ranks, in the client's order; `release` frees the
             communicator.
         client: this rank's connection to the rendezvous server.
-        group: the communicator's name; no group since the last start of the ranks has had this name.
+        group: the communicator's name, unique since the last init_process_group().
         timeout_seconds: how long a collective waits for a rank.
     """
 
@@ -336,11 +338,11 @@ class MpiBackend(Backend):
         return rows
 
     def _goes_directly(self, bounds: Bounds) -> bool:
-        """Whether ranks send parts in direct messages: there are few ranks, or too many bytes for MPI's collectives."""
+        """Whether ranks send direct messages, because there are few ranks, or too many bytes for MPI's collectives."""
         return self._requests.is_direct or bounds[-1] >= _COUNT_LIMIT
 
     def _layout(self, array: Array, bounds: Bounds) -> list[Any]:
-        """Describes an array with one part for each rank to MPI's calls: memory, sizes, offsets and datatype."""
+        """Returns an array with one part for each rank as MPI's calls take it: memory, sizes, offsets and datatype."""
         counts = [end - begin for begin, end in pairwise(bounds)]
         return [array, counts, list(bounds[:-1]), self._mpi.BYTE]
 
@@ -409,10 +411,10 @@ class MpiBackend(Backend):
                 raise message_mismatch(self.label, {self.ranks[rank]: description for rank, description in both})
 
     def _refuse_messages(self) -> None:
-        """Sends an empty answer to each rank that has begun a message to or from this rank before this collective.
+        """Refuses the messages to and from this rank that other ranks began before this collective.
 
-        The empty answer refuses the message. A message that began after this collective has a different tag, so this
-        method does not refuse it.
+        To refuse a message, this rank sends an empty answer to the rank that began the message. A message that began
+        after this collective has a different tag, so this method does not refuse it.
         """
         digest = np.zeros(1, np.uint64)
         sender, receiver = _tags_after(self._requests.begun - 1)
@@ -466,17 +468,18 @@ class _Transfer:
     Each rank first sends the digest of its description of the message. If the digests are equal, the sender sends the
     bytes. If the digests differ, both ranks send their descriptions. In this way both ranks know of a disagreement
     before any array changes, and `send` returns only when the receiver has begun to receive. If the peer waits in a
-    collective meanwhile, the peer answers without a digest. The tag depends on the number of collectives that a rank
-    has begun, which is the same for two ranks that exchange a message. So a rank that has begun one more collective
-    knows from the tag which messages began before this collective, and refuses only these messages.
+    collective meanwhile, the peer answers without a digest. A rank computes the tag from the number of collectives that
+    the rank has begun. Two ranks that exchange a message have begun the same number. So a rank that waits in a
+    collective recognises, by the tag, the messages that began before this collective, and refuses only these messages.
 
     Args:
         requests: the object that begins the communicator's MPI requests and waits for them.
-        message: the message to send or to receive; if it is to receive, `message.flat` is the memory for the bytes.
+        message: the message to send or to receive. To receive, this rank writes the bytes into `message.flat`.
         is_sending: whether this rank sends the message.
 
     Attributes:
-        peer, agreement: the message's peer and agreement.
+        peer: the rank to which this rank sends, or from which it receives.
+        agreement: the digest and the description of the message, on which both ranks must agree.
         pending: the MPI requests of the current step; empty when the message has ended.
         has_peer_answered: whether the peer has answered. A peer that has answered completes the message before it
             closes the communicator.
@@ -544,7 +547,7 @@ class _MpiErrors(AbstractContextManager[None]):
 
 
 def _tags_after(collectives: int) -> tuple[int, int]:
-    """Returns the sender's and the receiver's tag for a message that begins after a given number of collectives."""
+    """Returns the sender's and the receiver's tag for a message of ranks that have begun this number of collectives."""
     odd = collectives % 2
     return _TAG_OF_SENDER + odd, _TAG_OF_RECEIVER + odd
 

@@ -3,8 +3,8 @@
 Importing mpi4py.MPI initialises MPI, which takes time, so only `load_mpi` imports mpi4py.MPI.
 
 The user of an MPI job need not set the address of the rendezvous server: rank 0 sends the address to the other ranks
-over MPI, with the run's secret. MPI does not encrypt messages, but an attacker who can read the secret can read the
-gradients as well.
+over MPI, with the run's secret. MPI does not encrypt messages. An attacker who can read the secret in MPI's messages
+can read the gradients there as well.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_place(mpi: Any, rank: int, world_size: int) -> None:
     """Checks that this process has the same rank and world size in gradsync and in MPI_COMM_WORLD.
 
     Raises:
-        BackendUnavailable: the rank or the world size differs. The error's text shows the likely reason.
+        BackendUnavailable: the rank or the world size differs. The error message shows the likely reason.
     """
     found = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
     if found == (rank, world_size):

@@ -6,8 +6,9 @@ treated as in NumPy, and the result has the same bits as with the shared-memory 
 reductions need fewer messages. So among many ranks the backend uses MPI's reductions for the dtypes and operators that
 MPI supports, and converts half precision to float32.
 
-Source of the cost: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
-section 4.5: reduce-scatter and all-gather move 2 (n - 1) / n of the bytes, which is the minimum.
+Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.5:
+in an all-reduce that consists of a reduce-scatter and an all-gather, each rank sends 2 (n - 1) / n of the bytes of the
+array, which is the minimum.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ class _Chunk(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """The contributions to this rank's share of a chunk, while MPI receives the other ranks' contributions.
+    """A chunk whose shares the ranks are exchanging over MPI.
 
     Attributes:
-        requests: the MPI requests of these messages.
-        contributions: the arrays that receive the contributions, by rank; this rank's own contribution is complete.
+        requests: the MPI requests that send and receive the shares.
+        contributions: one array for each rank, which receives that rank's contribution to this rank's share; this
+            rank's own contribution is already in its array.
     """
 
     requests: list[Any]
@@ -173,7 +175,7 @@ class MpiReduction:
         deliver: Callable[[_Chunk, Sequence[Array]], None],
         begun: Sequence[Any] = (),
     ) -> None:
-        """Exchanges the shares of the chunks. This rank sends the next chunk while it reduces the current chunk.
+        """Exchanges the shares of the chunks with the other ranks. Sends a chunk while it reduces the chunk before it.
 
         Args:
             chunks: the chunks, which have the same dtype, and the same bounds on every rank.
@@ -261,7 +263,7 @@ class _Native(NamedTuple):
     divisor: int
 
     def described(self, array: Array) -> list[Any]:
-        """Describes an array to MPI's calls: its memory and its MPI datatype."""
+        """Returns an array as MPI's calls take it: its memory and its MPI datatype."""
         return [array.view(self.wire), self.datatype]
 
     def deliver(self, result: Array, target: Array) -> None:

@@ -1,8 +1,8 @@
-"""Begins the MPI requests of one communicator, and waits for them with checks for failures.
+"""Begins the MPI requests of one communicator, and waits until they have completed, a rank has failed or time is up.
 
 A blocking call of MPI never returns if a rank has died or does not make its call. So a rank uses non-blocking requests,
-and tests them repeatedly. Between the tests the rank checks the deadline, and whether the rendezvous server has
-reported a failure.
+and tests repeatedly whether they have completed. Between these tests, the rank checks whether the deadline has passed,
+and whether the rendezvous server has reported a failure.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MpiRequests:
         is_direct: whether there are at most DIRECT_RANKS ranks.
         peers: the other ranks, in the order in which this rank sends to them.
         begun: the number of collectives that this rank has begun.
-        has_abandoned: whether a wait has failed, so that MPI may still work on the requests of this wait.
+        has_abandoned: whether a wait has failed. If so, MPI may still read and write the memory of its requests.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class MpiRequests:
 
         Args:
             requests: MPI requests of this communicator.
-            memory: the arrays of the requests, if the requests do not keep them alive. Requests of `post` keep their
-                arrays alive, but not all requests of MPI's collectives do.
+            memory: the arrays of the requests, which the wait keeps alive. Not needed for requests that `post`
+                returned, because these requests keep their arrays alive.
             poll: a function to call every few milliseconds during a longer wait.
 
         Raises:
@@ -143,9 +143,11 @@ class MpiRequests:
         Args:
             is_done: a function that returns whether the wait is over; each call lets MPI make progress.
             kept: the requests and their memory; this object keeps them for ever if the wait fails.
-            missing: for messages, a function that returns the ranks (numbers in this communicator) whose messages have
-                not completed. For collectives `missing` is None, because MPI does not show which ranks are missing.
-            absent: for messages, a function that returns the ranks that have not even begun their messages.
+            missing: for messages between two ranks, a function that returns the ranks whose messages have not
+                completed, as numbered in this communicator. For collectives `missing` is None, because MPI does not
+                show which ranks are missing.
+            absent: for messages between two ranks, a function that returns the ranks that have not even begun their
+                messages; for collectives None.
             poll: a function to call every few milliseconds during a longer wait.
         """
         try:
