@@ -1,8 +1,8 @@
 """Chooses the backend for all ranks, and makes their communicator. backends.py has the table of all backends.
 
-If the user names a backend, each rank checks it before joining. For "auto", rank 0 chooses the backend after all ranks
-have joined, because before that no rank knows whether every rank has its own GPU. If one rank has an error, all ranks
-raise it; otherwise the other ranks would wait for that rank.
+If the user names a backend, each rank checks the backend before joining. For "auto", rank 0 chooses the backend after
+all ranks have joined, because before that no rank knows whether every rank has its own GPU. If one rank has an error,
+all ranks raise it; otherwise the other ranks would wait for that rank.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ HOSTED = Variable(
     "GRADSYNC_HOSTED",
     _switch,
     False,
-    '"1" if a server of gradsync\'s launcher or of `gradsync serve` runs at GRADSYNC_ADDRESS. Then rank 0 starts no '
+    '"1" if a server of gradsync\'s launcher or of `gradsync serve` runs at GRADSYNC_ADDRESS, so that rank 0 starts no '
     "server.",
 )
 START = Variable(
@@ -218,13 +218,14 @@ STATE_DIR = Variable(
     "GRADSYNC_STATE_DIR",
     _text,
     None,
-    "Directory for checkpoints, which is kept when ranks restart.",
+    "Directory for checkpoints. gradsync's launcher keeps this directory when it restarts the ranks.",
 )
 COLLECTIVE_TIMEOUT_SECONDS = Variable(
     "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS",
     _seconds,
     None,
-    "Seconds that a collective waits for a rank. This value overrides that of the script, for example for a debugger.",
+    "Seconds that a collective waits for a rank. This value overrides the script's value, for example under a "
+    "debugger.",
 )
 LOG = Variable(
     "GRADSYNC_LOG", _log_level, None, "Level of the `gradsync` logger: debug, info, warning, error or critical."
@@ -252,7 +253,7 @@ DEBUG = Variable(
     "GRADSYNC_DEBUG",
     _switch,
     False,
-    '"1" makes ranks check before each collective that all ranks call the same one, and detects writes to '
+    '"1" makes ranks check before each collective that all ranks call the same collective, and detects writes to '
     "gradients that gradsync is reducing.",
 )
 

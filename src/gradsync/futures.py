@@ -348,8 +348,10 @@ class CollectiveFuture:
 
     __slots__ = ("_end", "_name")
 
-    _PENDING: ClassVar[str] = "it has not ended yet"
-    _LATE: ClassVar[str] = "did not end within {:g} s; it continues: call result() again, or use a longer timeout"
+    _PENDING: ClassVar[str] = "the collective has not ended yet"
+    _LATE: ClassVar[str] = (
+        "did not end within {:g} s; the collective continues: call result() again, or use a longer timeout"
+    )
 
     def __init__(self, name: str, end: CollectiveEnd) -> None:
         self._name = name
@@ -393,7 +395,7 @@ class CollectiveFuture:
         """Waits and raises errors as result() does, but returns nothing.
 
         Args:
-            stream: the CUDA stream that waits; None means the current stream. The CPU ignores it.
+            stream: the CUDA stream that waits; None means the current stream. On the CPU, gradsync ignores `stream`.
             timeout: the timeout, see result().
 
         Raises:
@@ -534,7 +536,7 @@ class GradientFuture(CollectiveFuture):
         """Waits as result() does, but does not raise the error of the reduction, because the step's flush() raises it.
 
         Args:
-            stream: the CUDA stream that waits; None means the current stream. The CPU ignores it.
+            stream: the CUDA stream that waits; None means the current stream. On the CPU, gradsync ignores `stream`.
             timeout: the timeout, see result().
 
         Raises:
@@ -592,6 +594,6 @@ class GradientFuture(CollectiveFuture):
         if self._end.is_of_caller() and not _thread_state.is_in_callback:
             raise FutureNotReady(
                 f"{self.name} is not ready: its bucket is not full yet; call flush(), or leave the "
-                "`with callback.backward()` block, before asking for it"
+                "`with callback.backward()` block, before you read the future"
             )
         super()._await_launch(timeout)

@@ -116,8 +116,8 @@ def init_process_group(
         allow_shared_gpu: whether several ranks may use one GPU through NCCL. This is slow, and meant for tests. The
             variable GRADSYNC_ALLOW_SHARED_GPU=1 allows it too.
         debug: whether to use the debug mode, the same on all ranks. In this mode, ranks check before every collective
-            that they all call the same one, and a write to a gradient that gradsync is reducing raises GradientChanged.
-            None means the value of GRADSYNC_DEBUG. See docs/tracing.md.
+            that all ranks call the same collective, and a write to a gradient that gradsync is reducing raises
+            GradientChanged. None means the value of GRADSYNC_DEBUG. See docs/tracing.md.
 
     Returns:
         The world's communicator; gs.get_communicator() returns it too.
