@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 import gradsync as gs
 from gradsync.communicators.nccl.connect import choose_device
+from gradsync.communicators.nccl.kernels import CHUNK, PACK_SOURCE
 from gradsync.communicators.nccl.library import Nccl, version_text
 
 # Which GPU a rank takes.
@@ -82,3 +84,12 @@ def test_the_page_maps_each_method_to_cupys_and_to_nccl4pys() -> None:
     page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
     methods = {name for name in vars(Nccl) if not name.startswith("_")}
     assert {name for name in methods if f"`{name}`" not in page} == set()
+
+
+# The table of chunks.
+
+
+def test_the_kernels_read_the_fields_that_the_host_writes() -> None:
+    """CuPy's stand-in does not compile CUDA source, so it would not notice a field that became part of a comment."""
+    struct = PACK_SOURCE.split("struct Chunk {")[1].split("}")[0]
+    assert re.sub("//.*", "", struct).split() == [word for name in CHUNK.names or () for word in ("u64", f"{name};")]

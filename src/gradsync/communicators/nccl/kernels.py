@@ -47,8 +47,9 @@ PACK_SOURCE = r"""
 typedef unsigned long long u64;
 
 struct Chunk {
-    u64 address; // the address of a piece of an array u64 offset; // the piece's offset in the flat buffer u64 size; //
-    the piece's size in bytes: at most CHUNK_BYTES, never 0
+    u64 address;  // the address of a piece of an array
+    u64 offset;   // the piece's offset in the flat buffer
+    u64 size;     // the piece's size in bytes: at most CHUNK_BYTES, never 0
 };
 
 struct alignas(16) Vector {
