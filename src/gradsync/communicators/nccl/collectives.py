@@ -105,12 +105,12 @@ class Collectives:
                 self.receive(target[part_of(receive_bounds, peer)], peer)
 
     def send(self, part: Any, peer: int) -> None:
-        """Sends a part to another rank, which must receive the same number of bytes. Skips an empty part."""
+        """Sends a part of an array to another rank, which must receive as many bytes. Skips an empty part."""
         if part.size:
             self._nccl.send(part, peer)
 
     def receive(self, part: Any, peer: int) -> None:
-        """Receives a part from another rank, which must send the same number of bytes. Skips an empty part."""
+        """Receives a part of an array from another rank, which must send as many bytes. Skips an empty part."""
         if part.size:
             self._nccl.receive(part, peer)
 
@@ -157,7 +157,10 @@ class Collectives:
             self._reduce_indirectly(source, target, op, lambda s, t, o: self.reduce(s, t, o, root))
 
     def reduce_scatter(self, source: Any, target: Any, bounds: Bounds, op: ReduceOp) -> None:
-        """Reduces part i of all sources into the `target` of rank i, which may be a view of part i of its `source`."""
+        """Reduces part i of all sources into the `target` of rank i.
+
+        The target may be a view of part i of that rank's `source`.
+        """
         if not source.size:
             return
         if self._must_gather(source.dtype, op):

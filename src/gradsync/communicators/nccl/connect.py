@@ -168,7 +168,8 @@ def device_identity(device_id: int, nccl_version: int) -> str:
 
     With thousands of ranks, a message has room for only the first bytes of each rank's text. So the text begins with
     the parts that identify the GPU. The MIG slices of one GPU have the same bus id but different UUIDs. NCCL before
-    2.30 does not allow two ranks with the same bus id, so for these versions the text contains no UUID.
+    2.30 does not allow two ranks with the same bus id, so for these versions the text contains the bus id without the
+    UUID.
 
     Args:
         device_id: the CUDA device number in this process.

@@ -46,8 +46,8 @@ class DeviceArrays:
     Attributes:
         results_on: the stream on which the program will use a result; None means the current stream. `empty` allocates
             memory for this stream. CuPy's memory pool gives freed memory at once to the next allocation for the same
-            stream, so work that is still queued on this stream may use the memory. `empty` makes the current stream
-            wait for such work.
+            stream. So work that is still queued on this stream may read or write the new array's memory; `empty` makes
+            the current stream wait until this work has ended.
     """
 
     def __init__(self, device_id: int) -> None:
@@ -136,7 +136,10 @@ class DeviceArrays:
                 target[...] = native
 
     def scratch(self, size: int, dtype: Any) -> Any:
-        """See ArrayKind. Allocates memory for the current stream only, not for `results_on`."""
+        """See ArrayKind.
+
+        The memory is for work on the current stream only; the program's stream `results_on` must not use it.
+        """
         with cupy.cuda.Device(self._device_id):
             return cupy.empty(size, dtype)
 
@@ -285,7 +288,7 @@ class _Exporter:
 
     Attributes:
         is_read_only: whether the array is read-only; known when CuPy has called `__dlpack__`. Capsules of DLPack before
-            1.0 have no flags. JAX makes such capsules, so this class treats every array of JAX as read-only.
+            1.0 have no flags. JAX exports capsules without flags, so this class treats every JAX array as read-only.
     """
 
     def __init__(self, array: Any) -> None:
@@ -331,5 +334,8 @@ def _launch(kernel: str, values: Any, result: Any) -> None:
 
 @lru_cache(maxsize=1)
 def _kernels() -> Any:
-    """Returns the CUDA module with the kernels of VALUE_SOURCE. CuPy compiles it for each device at first use."""
+    """Returns the CUDA module with the kernels of VALUE_SOURCE.
+
+    CuPy compiles the module for each device at its first use there.
+    """
     return cupy.RawModule(code=VALUE_SOURCE)

@@ -58,7 +58,7 @@ struct alignas(16) Vector {
 
 const unsigned LOADS_IN_FLIGHT = 4;
 
-// Copies `count` words. All loads of a round are issued before its first store waits for one of them.
+// Copies `count` words. Each round issues all its loads before its first store, so that the loads overlap.
 template <typename Word>
 __device__ void copy_words(const Word* from, Word* to, unsigned count) {
     const unsigned stride = blockDim.x;
@@ -163,7 +163,8 @@ union Float64 {
     double value;
 };
 
-// The absolute value: enough for a square. In float64, where compiling with flush-to-zero loses no small ones.
+// Converts only the absolute value, because that is enough for a square. Multiplies in float64: flush-to-zero, if the
+// compiler uses it, sets small float32 values to zero, but not float64 values.
 struct Float16 {
     unsigned short bits;
     __device__ double widened() const {
@@ -279,7 +280,10 @@ def _cut(
 
 
 class _DeviceTable(NamedTuple):
-    """A table of chunks in GPU memory. Only one stream allocates, writes, reads and frees its memory."""
+    """A table of chunks in GPU memory.
+
+    Only one stream uses the table's memory, from its allocation until its release.
+    """
 
     chunks: Any  # device array
     rows: int  # the number of chunks

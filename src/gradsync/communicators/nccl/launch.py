@@ -43,9 +43,9 @@ _CUDA_CAPTURE_IMPLICIT = 906  # the null stream was queried while a stream that 
 class Events:
     """CUDA events of one device, for reuse, because creating an event takes longer than recording it.
 
-    It is safe to record an event again. A stream that already waits for the event still waits only for the work before
-    the earlier record. A stream that begins to wait later waits for more work than necessary, but never for its own
-    work.
+    It is safe to record an event again. A stream that already waits for the event goes on waiting only for the work
+    before the previous record. A stream that begins to wait after the new record also waits for the work between the
+    two records; it does not need this work, but it never waits for its own work.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Launch:
 
     Attributes:
         name: the collective's name in errors and logs.
-        agreed: the agreements of the ranks that allow this launch: one for a collective, or one for each message.
+        agreed: the events on which the ranks agreed before this launch: one for a collective, or one for each message.
         memory: the arrays that the GPU reads or writes. Without these references, CuPy's pool would reuse the memory
             while a stream still uses it.
         stream, thread: the stream on which the collective runs, and the id of the thread that launched it.
@@ -153,9 +153,10 @@ class Launch:
     # -- While launching -----------------------------------------------------------------------------------------
 
     def bring_back(self, flat: Any, native: Any) -> None:
-        """Makes the host copy a device array to `native` when the collective has ended.
+        """Prepares the copy of a device array into the host array `native`.
 
-        On the current stream, the array is first copied to pinned memory.
+        The current stream copies the device array to pinned memory. When the collective has ended, the host copies it
+        from there into `native`.
         """
         await_results_in(native)  # otherwise an earlier collective could overwrite the new result
         pinned = cupy.cuda.alloc_pinned_memory(max(flat.nbytes, 1))
@@ -244,15 +245,12 @@ class Launch:
             agreement.raise_if_closed(position)
 
     def peers(self) -> list[int] | None:
-        """Returns the peers (world ranks) of a launch of messages; None if the launch can wait for any rank."""
+        """Returns the world ranks of the peers if the launch contains only messages; None for a collective."""
         peers = [agreement.peer for agreement, _ in self.agreed if agreement.peer is not None]
         return peers if self.agreed and len(peers) == len(self.agreed) else None
 
     def fail(self, error: BaseException) -> None:
-        """Ends the launch with an error, even if the GPU has reached the event `ended`.
-
-        After an abort the GPU reaches this event too.
-        """
+        """Ends the launch with an error, even if the GPU has reached the event `ended`."""
         self._end(error)
 
     def _settle(self) -> bool:
@@ -272,8 +270,8 @@ class Launch:
     def _device_error(self, status: int) -> NcclError:
         cause = cupy.cuda.runtime.CUDARuntimeError(status)
         return NcclError(
-            f"{self.name}: the GPU failed in it, or in earlier work of this rank: {cause}; run the script with "
-            "CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer, to find the kernel",
+            f"{self.name}: the GPU failed in this collective, or in earlier work of this rank: {cause}; run the script "
+            "with CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer, to find the kernel",
             code=1,
             name="ncclUnhandledCudaError",
         )
@@ -349,7 +347,7 @@ _registering = threading.Lock()  # a set must not grow while another thread iter
 
 
 def await_results_in(array: Any) -> None:
-    """Waits until no launch of this process still has to write a result to the memory of a host array."""
+    """Waits until all launches of this process that write a result to a host array have written it."""
     with _registering:
         launches = [launch for launch in _with_host_results if launch.will_write(array)]
     for launch in launches:
@@ -364,7 +362,7 @@ def as_stream(stream: Any, device_id: int, who: str) -> Any:
         stream: a CuPy stream, a PyTorch stream, a stream's handle as an integer, or an object with CUDA's method
             `__cuda_stream__`; None means the calling thread's current stream on the device.
         device_id: the CUDA number of the device to which the stream must belong.
-        who: the beginning of an error's text.
+        who: the name of the caller, with which an error's text begins.
 
     Raises:
         InvalidArgument: `stream` is not a stream, or belongs to another GPU.
@@ -387,18 +385,19 @@ def as_stream(stream: Any, device_id: int, who: str) -> Any:
 
 
 def refuse_capturing(stream: Any, label: str, what: str) -> None:
-    """Raises an error if a stream captures a CUDA graph. Queries the driver once, and does not wait.
+    """Raises an error if a stream captures a CUDA graph.
 
-    A graph cannot contain a collective's agreement, deadline and events. Without this check, CUDA would raise error 905
-    or 907 in the middle of the call, when the other ranks already wait for this rank.
+    Queries the driver once, and does not wait. A collective's agreement between the ranks, its deadline and its events
+    run on the host, and a CUDA graph cannot contain them. Without this check, CUDA would raise error 905 or 907 in the
+    middle of the call, when the other ranks already wait for this rank.
 
     Args:
         stream: the CuPy stream to check.
         label, what: the names of this rank and of the call, for the error's text.
 
     Raises:
-        InvalidArgument: the stream captures a graph; or the stream is the null stream, and a stream that waits for the
-            null stream captures a graph.
+        InvalidArgument: the stream captures a graph; or it is the null stream, and another stream that synchronizes
+            with the null stream captures a graph.
     """
     try:
         if not stream.is_capturing():

@@ -2,10 +2,10 @@
 
 Only `join`, and the methods that are called after it, need a GPU. ncclCommInitRank, ncclCommSplit, ncclCommDestroy and
 ncclCommAbort may block for ever if another rank has died. So each of these NCCL calls runs on a daemon thread, and the
-caller waits until a deadline. CuPy destroys a communicator when Python's garbage collector deletes its object, and this
-call could block at any point of the program. So the class Nccl keeps CuPy's object alive until Nccl has ended the
-communicator itself. Errors contain NCCL's own text and a hint. docs/architecture.md lists the function of NVIDIA's
-nccl4py for each method.
+caller waits until a deadline. CuPy calls ncclCommDestroy when Python's garbage collector deletes CuPy's communicator
+object; this call could block the program at any point. So the class Nccl keeps CuPy's object alive until Nccl has
+destroyed or aborted the communicator. Errors contain NCCL's own text and a hint. docs/architecture.md lists the
+function of NVIDIA's nccl4py for each method.
 
 Source: NCCL's API reference, `ncclDataType_t`, `ncclRedOp_t` and `ncclResult_t`.
 """
@@ -243,7 +243,7 @@ class Nccl:
     def split(self, client: RendezvousClient, color: int, key: int, timeout_seconds: float) -> Nccl | None:
         """Splits the communicator into groups by ncclCommSplit, which is faster than `join`.
 
-        All ranks of the communicator must call it, while no collective of the communicator runs.
+        All ranks of the communicator must call `split`, while no collective of the communicator runs.
 
         Args:
             client: this rank's connection to the rendezvous server.
@@ -366,9 +366,9 @@ class Nccl:
     def group(self) -> Iterator[None]:
         """Launches the NCCL calls of the `with` block together at its end, so that messages do not wait for each other.
 
-        The group of NCCL ends with the block, even if the block raises an error. NCCL still launches the calls that
-        were made before the error, because NCCL cannot withdraw them. After an error in the block, the communicator
-        must be ended.
+        NCCL's group (ncclGroupStart, ncclGroupEnd) ends with the block, even if the block raises an error. NCCL still
+        launches the calls that were made before the error, because NCCL cannot withdraw them. After an error in the
+        block, the caller must abort the communicator.
 
         Raises:
             NcclError, CommunicatorClosed: as for `call`.
@@ -425,7 +425,10 @@ class Nccl:
         return self.error(int(error.status), call)  # type: ignore[attr-defined]
 
     def _ended_error(self, what: str) -> CommunicatorClosed:
-        """Returns the error for a call on an ended communicator: CuPy would pass a null pointer to NCCL."""
+        """Returns the error for a call after `destroy` or `abort`.
+
+        Without the error, CuPy would pass a null pointer to NCCL.
+        """
         return CommunicatorClosed(f"{self.label}: {what} needs an NCCL communicator that has not been ended")
 
     # -- The end ---------------------------------------------------------------------------------------------------
@@ -435,7 +438,7 @@ class Nccl:
         undefined.
 
         Args:
-            before: a function that the separate thread calls first; the function may block.
+            before: a function that the thread calls before the abort; the function may block.
         """
         self._begin_end("abort", before)
 
@@ -458,7 +461,8 @@ class Nccl:
         lock.
 
         Args:
-            before: a function that a separate thread calls first, even if the communicator has already ended.
+            before: a function that a separate thread calls before the abort, even if the communicator has already
+                ended; the function may block.
         """
         self._tasks.put(partial(self._leave, before))
 
@@ -501,7 +505,7 @@ class Nccl:
                 task()
 
     def _release_kept(self) -> None:
-        """Frees the memory of failed launches that the GPU has finished, if the communicator has ended."""
+        """If the communicator has ended, frees the memory of those failed launches that the GPU no longer executes."""
         if not self.has_ended.is_set():
             return
         query = self._cupy.cuda.runtime.eventQuery

@@ -1,8 +1,8 @@
 """The backend between GPUs: CuPy arrays over NCCL.
 
 A collective that the program calls runs on the caller's stream. A gradient bucket is reduced on the communicator's own
-stream: this stream waits for the work that computes the gradients, packs, reduces and splits the bucket, and records an
-event after this work. The host does not wait.
+stream. This stream first waits until the gradients are computed. Then it packs, reduces and splits the bucket, and an
+event is recorded on it. The host does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class NcclBackend(Backend):
     def take_over(
         cls, nccl: Nccl, client: RendezvousClient, group: str, timeout_seconds: float, *, force_packing: bool = False
     ) -> NcclBackend:
-        """Makes a backend from a new NCCL communicator. If this fails, ends the NCCL communicator."""
+        """Makes a backend from a new NCCL communicator. After an error the method aborts the NCCL communicator."""
         try:
             return cls(nccl, client, group, timeout_seconds, force_packing=force_packing)
         except BaseException:
@@ -582,7 +582,7 @@ def _report_failure(
 
 
 def _end_rest(watched: Watched, agreements: NcclAgreements, client: RendezvousClient) -> None:
-    """Ends the watcher's checks and the agreements of a communicator that Python has garbage-collected."""
+    """Ends the watcher's checks and the answers to other ranks, after Python has garbage-collected a communicator."""
     watched.stop()
     agreements.close()
     if client.name:  # only a group's client has a name; the world's client stays open

@@ -1,17 +1,17 @@
 """Agreement of the ranks on the next collective, by prediction, because NCCL's collectives cannot carry a digest.
 
-In this file an event is a collective, a message or the end of a step. Ranks that have agreed on all earlier events have
-the same history, and predict the same next event from it. A rank launches the predicted event without asking. Before
-any other event the rank asks the other ranks, through the rendezvous server. If two ranks have different next events,
-at most one of these is the predicted event, so at least one rank asks. If one rank asks, and the other rank has already
-launched the predicted event, that launch was wrong. After a wrong launch the ranks raise an error, and the communicator
-is broken for all ranks.
+In this file an event is a collective, a message or the end of a step. Ranks that have agreed on all earlier events
+predict the same next event. A rank launches the predicted event at once, without asking. For any other event the rank
+first asks the other ranks, through the rendezvous server, whether their next event is the same. If two ranks have
+different next events, at most one of these is the predicted event, so at least one rank asks. If the other rank has
+already launched the predicted event, the ranks raise an error, and the communicator is broken for all ranks.
 
-If all steps of a training loop make the same calls, the ranks ask only in the first steps. If the loop sometimes
-evaluates, the ranks ask before and after each evaluation.
+If all steps of a training loop make the same calls, the ranks ask only in the first steps. If the loop sometimes runs
+an evaluation, the prediction is wrong when the evaluation begins and after it has ended, and the ranks ask there.
 
 All ranks of a communicator agree on its collectives. For a message, only the sender and the receiver agree. Each
-direction between two ranks has its own agreement, which the two ranks create at the first message in that direction.
+direction between two ranks has a SpeculativeAgreement of its own, which the two ranks create at the first message in
+that direction.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class History:
     """Predicts the next event from the agreed events, which are the same on all ranks.
 
     Attributes:
-        expected: the digest of the predicted event. If the most recent events have happened before in the same order,
-            the predicted event is the one that came next at that time. Otherwise there is no prediction, and `expected`
-            is None.
+        expected: the digest of the predicted event. If the most recent events have occurred before in the same order,
+            this is the event that followed them the last time. Otherwise there is no prediction, and `expected` is
+            None.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class History:
         self.expected = known.get(context)
 
     def break_off(self) -> None:
-        """Begins a new history after a disagreement. `expected` is None until the ranks agree again."""
+        """Forgets the most recent events, after a disagreement. `expected` is None until the ranks agree again."""
         self._breaks += 1
         self._context = (-self._breaks,)  # different from all digests, which are not negative
         self.expected = None
@@ -77,8 +77,8 @@ class Agreed(NamedTuple):
     """An event on which the ranks have agreed, so that this rank may launch it.
 
     Attributes:
-        agreement: the SpeculativeAgreement of the ranks that take part in the event.
-        position: the event's number in that agreement.
+        agreement: the SpeculativeAgreement object in which the ranks agreed.
+        position: the event's number among all events of the SpeculativeAgreement.
     """
 
     agreement: SpeculativeAgreement
@@ -86,13 +86,16 @@ class Agreed(NamedTuple):
 
 
 class SpeculativeAgreement:
-    """Lets all ranks of a communicator agree on collectives, or two ranks on the messages in one direction.
+    """Lets ranks agree on their next event.
+
+    Either all ranks of a communicator agree on collectives, or two ranks agree on the messages that one of them sends
+    to the other.
 
     Args:
-        client: this rank's connection to the rendezvous server; the client's ranks are the ranks that agree.
+        client: this rank's connection to the rendezvous server; the ranks that agree are `client.world_ranks`.
         group: the communicator's name, the same on all ranks.
         label: this rank's name in errors, e.g. "rank 0/2"; errors name other ranks by their world ranks.
-        timeout_seconds: how long a question waits for the answers of the other ranks.
+        timeout_seconds: how long a rank that asks waits for the answers of the other ranks.
         failures: the failures that the server reports; read when a rank does not answer.
         peer: the world rank of the other rank that sends or receives the messages; None for collectives.
         raise_if_peer_closed: a function that raises RankFailed if the peer closed the communicator before its first
@@ -102,8 +105,8 @@ class SpeculativeAgreement:
         peer: see Args.
         position: the number of the next event.
         asks_always: whether this rank asks about predicted events too; all ranks have the same value.
-        was_overtaken: whether this rank has launched an event that another rank did not launch. `overtaken` returns the
-            error for such a launch, once.
+        was_overtaken: whether this rank has launched an event that another rank did not launch. The next call of
+            `overtaken` returns the error for this launch.
     """
 
     def __init__(
@@ -141,13 +144,13 @@ class SpeculativeAgreement:
         client.follow(group, self._on_asked)
 
     def repeated(self, agreement: Agreement) -> Agreed | None:
-        """If an event is the predicted event, adds it without asking, so that this rank may launch it.
+        """If an event is the predicted event, adds it to the history without asking, so that this rank may launch it.
 
         Args:
-            agreement: this rank's digest and description of the event.
+            agreement: the digest and the description of this rank's event.
 
         Returns:
-            The event; None if this rank must call `asked`.
+            The event, which this rank may launch; None if this rank must first ask the other ranks, with `asked`.
 
         Raises:
             RankFailed, CollectiveTimeout: the server has reported a failure.
@@ -168,9 +171,9 @@ class SpeculativeAgreement:
         """Asks the other ranks about an event, and returns it when this rank may launch it.
 
         Args:
-            agreement: this rank's digest and description of the event.
-            arrivals: a list that records the order of decisions: when the server's decision for this
-                SpeculativeAgreement arrives, the client appends this SpeculativeAgreement to the list.
+            agreement: the digest and the description of this rank's event.
+            arrivals: a list; the client appends this SpeculativeAgreement to the list when the server's decision
+                arrives. So a list that several calls share has the order of the decisions.
 
         Raises:
             PlanMismatch: the ranks have different events at the same position. If the error's attribute `broken` is
@@ -189,7 +192,7 @@ class SpeculativeAgreement:
         raise self._disagreement(position, agreement, broken=decision is Decision.LAUNCHED)
 
     def overtaken(self) -> PlanMismatch | None:
-        """Returns the error, once, if this rank launched an event that another rank did not; otherwise None."""
+        """Returns an error, only once, if this rank has launched an event that another rank did not launch; otherwise None."""
         with self._lock:
             position, self._overtaken_at = self._overtaken_at, None
             if position is None:
@@ -198,14 +201,15 @@ class SpeculativeAgreement:
         return self._mismatch(position, launched, broken=True)
 
     def announce_closed(self) -> None:
-        """Before this rank closes the communicator: reports to the server how many events it has been through."""
+        """Reports to the server that this rank will close the communicator, and after how many events."""
         self._client.announce_left(self._departures, self.position)
 
     def raise_if_closed(self, position: float, ranks: Iterable[int] | None = None) -> None:
         """Raises RankFailed if another rank has closed the communicator before the given event.
 
         Args:
-            position: the event's number; math.inf for a question, because a rank that has closed does not answer.
+            position: the event's number; math.inf if this rank asks, because a rank that has closed the communicator
+                answers no questions.
             ranks: the world ranks to check; None means all other ranks.
         """
         raise_if_left(self._client, self._departures, self._label, position, ranks)
@@ -213,7 +217,7 @@ class SpeculativeAgreement:
             self._raise_if_peer_closed()
 
     def close(self) -> None:
-        """Stops answering the questions of other ranks."""
+        """Stops the answers to other ranks that ask about an event."""
         self._client.unfollow(self._group)
 
     def _other_ranks(self) -> list[int]:
@@ -228,7 +232,8 @@ class SpeculativeAgreement:
     def _on_asked(self, position: int) -> LaunchedEvent | None:
         """Handles another rank's question about the event at a position.
 
-        Returns the event that this rank has launched at this position without asking; None if there is no such event.
+        Returns the event that this rank has launched at this position without asking the other ranks; None if there is
+        none.
         """
         with self._lock:
             if position >= self.position:
@@ -260,7 +265,7 @@ class SpeculativeAgreement:
                 self._failures.warn(waited_seconds, missing)
 
     def _disagreement(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
-        """Returns the error for a question on which the ranks disagree, or for an earlier wrong launch of this rank."""
+        """Returns the error for an event on which the ranks disagree, or for an event that only this rank has launched."""
         began_at = self._client.launched_position(self._group) if broken else None
         if began_at is not None and began_at < position:
             with self._lock:
@@ -315,7 +320,7 @@ class Question(NamedTuple):
 
     Attributes:
         sender, receiver: the numbers of the two ranks in the communicator; one of them is this rank.
-        agreement: this rank's digest and description of the message.
+        agreement: the digest and the description of the message on this rank.
     """
 
     sender: int
@@ -331,17 +336,17 @@ class Answer(NamedTuple):
 
 
 class NcclAgreements:
-    """The agreements of one communicator: of all ranks on collectives, and of two ranks on messages.
+    """The SpeculativeAgreement objects of a communicator: one for collectives, and one for each direction of messages.
 
     Args:
         client: this rank's connection to the rendezvous server; the client's ranks are the communicator's ranks.
         group: the communicator's name, the same on all ranks.
         label: this rank's name in errors.
-        timeout_seconds: how long a question waits for the answers of the other ranks.
+        timeout_seconds: how long a rank that asks waits for the answers of the other ranks.
         failures: the failures that the server reports; read when a rank does not answer.
 
     Attributes:
-        of_all: the agreement of all ranks on collectives.
+        of_all: the SpeculativeAgreement in which all ranks agree on collectives.
     """
 
     def __init__(
@@ -359,14 +364,15 @@ class NcclAgreements:
     def on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Answer]]:
         """Asks about one or two messages, and yields the answers in groups: whether this rank may launch each message.
 
-        The other rank of a message gets the same answer. The caller launches the messages of a group together, before
-        it requests the next group. All predicted messages are one group. Every message that was not predicted is a
-        group of its own. The groups that were not predicted come in the order of the server's answers, which is the
-        same on all ranks, so ranks do not wait for each other in a circle. The first answer is yielded before the
-        second is known, because the second answer may arrive only after the other rank has received the first message.
-        A rank always asks about the first message to another rank: NCCL connects two ranks in the first group that has
-        a message between them, and both ranks need the same messages in that group. Source: NCCL, src/transport.cc,
-        ncclTransportP2pSetup.
+        Both ranks of a message get the same answer. The caller launches the messages of a group together, before it
+        requests the next group. All predicted messages form one group. Every message that was not predicted forms a
+        group of its own. These groups are yielded in the order in which the server decides, which is the same on all
+        ranks, so that ranks do not wait for each other in a circle. The first of them is yielded at once, because the
+        server may decide on the second only after the other rank has received the first message.
+
+        A rank always asks about its first message to another rank. NCCL connects two ranks in the first NCCL group that
+        has a message between them, and both ranks must launch the same messages in that group. Source: NCCL,
+        src/transport.cc, ncclTransportP2pSetup.
 
         Raises:
             PlanMismatch: this rank or its peer has launched a message that the other rank did not. The error's
@@ -387,7 +393,10 @@ class NcclAgreements:
             yield from _ask_at_once({directions[question]: question for question in asked})
 
     def always_ask(self) -> None:
-        """Makes this rank ask about every later collective and message, even if predicted. All ranks must call it."""
+        """Makes this rank ask about every later collective and message, even if predicted.
+
+        All ranks must call `always_ask`.
+        """
         for agreement in self._all():
             agreement.asks_always = True
 
@@ -397,7 +406,7 @@ class NcclAgreements:
         return any(agreement.was_overtaken for agreement in self._all())
 
     def overtaken(self) -> PlanMismatch | None:
-        """Returns the error, once, if this rank launched an event that another rank did not; otherwise None."""
+        """Returns an error, only once, if this rank has launched an event that another rank did not launch; otherwise None."""
         for agreement in self._all():
             mismatch = agreement.overtaken()
             if mismatch is not None:
@@ -405,7 +414,7 @@ class NcclAgreements:
         return None
 
     def raise_if_closed(self) -> None:
-        """Raises RankFailed if a rank has closed the communicator before the last event that this rank has passed."""
+        """Raises RankFailed if a rank closed the communicator before the last event on which this rank has agreed."""
         for agreement in self._all():
             agreement.raise_if_closed(agreement.position - 1)
 
@@ -414,12 +423,12 @@ class NcclAgreements:
         self.of_all.raise_if_closed(math.inf, [self._client.world_ranks[rank] for rank in ranks])
 
     def announce_closed(self) -> None:
-        """Before this rank closes the communicator: reports to the server how many events it has been through."""
+        """Reports to the server that this rank will close the communicator, and after how many events."""
         for agreement in self._all():
             agreement.announce_closed()
 
     def close(self) -> None:
-        """Stops answering the questions of other ranks."""
+        """Stops the answers to other ranks that ask about an event."""
         for agreement in self._all():
             agreement.close()
         for client in self._pairs.values():

@@ -105,8 +105,8 @@ class StorePath:
 
         Args:
             sizes: the number of bytes of each stream.
-            outgoing: the streams that this rank sends, by number.
-            incoming: buffers for the streams that this rank reads, by number.
+            outgoing: stream number -> the bytes that this rank sends in that stream.
+            incoming: stream number -> the buffer for the bytes that this rank receives in that stream.
         """
         self._moves += 1
         try:
@@ -142,7 +142,7 @@ class StorePath:
             yield f"{self._keys}/{self._moves}/{number}/{offset}", piece
 
     def _put(self, key: str, data: bytes) -> None:
-        """Stores a piece on the server. Waits while the store is full, which other communicators may use too."""
+        """Stores a piece on the server. Waits while the store, which all communicators use, is full."""
         began = time.monotonic()
         pause_seconds = _FIRST_PAUSE_SECONDS
         while True:

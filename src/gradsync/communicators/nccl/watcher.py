@@ -45,7 +45,7 @@ class Watched:
         nccl: this rank's NCCL communicator.
         client: this rank's connection to the rendezvous server.
         failures: the failures that the server reports.
-        agreements: the agreements of the communicator's ranks.
+        agreements: the object with which the communicator's ranks agree on the next collective.
         label: this rank's name in errors.
         timeout_seconds: how long a collective may run.
         on_failure: a method; the watcher's thread calls it once, with the error that broke the communicator.
@@ -235,7 +235,11 @@ class Watched:
         stuck: str,
         entry: Entry | None,
     ) -> None:
-        """Logs a warning after a long wait. After the deadline, raises the failure on which the server has decided."""
+        """Logs a warning after a long wait.
+
+        After the deadline, raises an error; if there are several ranks, the server chooses the same error for all of
+        them.
+        """
         on_behalf.thread = thread  # a report names the line of the program in this thread
         several = self._client.world_size > 1
         if waited_seconds > self._timeout_seconds and still_waits():
