@@ -26,7 +26,7 @@ def message(data: Any, peer: int) -> Message:
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found while waiting must be certain, however early somebody looks."""
-    monkeypatch.setattr(shared_barrier, "_LOOK_FOR_FAILURES_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(shared_barrier, "_CHECK_EVERY_SECONDS", 0.0)
 
 
 # Between processes.

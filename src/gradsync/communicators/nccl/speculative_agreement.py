@@ -192,7 +192,7 @@ class SpeculativeAgreement:
         raise self._disagreement(position, agreement, broken=decision is Decision.LAUNCHED)
 
     def overtaken(self) -> PlanMismatch | None:
-        """Returns an error, only once, if this rank has launched an event that another rank did not launch; otherwise None."""
+        """Returns an error, once, if this rank launched an event that another rank did not launch; otherwise None."""
         with self._lock:
             position, self._overtaken_at = self._overtaken_at, None
             if position is None:
@@ -265,7 +265,7 @@ class SpeculativeAgreement:
                 self._failures.warn(waited_seconds, missing)
 
     def _disagreement(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
-        """Returns the error for an event on which the ranks disagree, or for an event that only this rank has launched."""
+        """Returns the error for an event on which the ranks disagree, or that only this rank has launched."""
         began_at = self._client.launched_position(self._group) if broken else None
         if began_at is not None and began_at < position:
             with self._lock:
@@ -406,7 +406,7 @@ class NcclAgreements:
         return any(agreement.was_overtaken for agreement in self._all())
 
     def overtaken(self) -> PlanMismatch | None:
-        """Returns an error, only once, if this rank has launched an event that another rank did not launch; otherwise None."""
+        """Returns an error, once, if this rank launched an event that another rank did not launch; otherwise None."""
         for agreement in self._all():
             mismatch = agreement.overtaken()
             if mismatch is not None:

@@ -4,10 +4,10 @@ Ranks pass arrays to each other through rings. The ring of a rank has four regio
 barrier use one after the other. A rank writes only to its own regions. After a barrier the other ranks read these
 regions. The number of the round determines the region, so all ranks know it.
 
-Two regions would be enough: before a rank writes to a region again, all ranks have arrived at the next barrier, and so
-have read the region. But with two regions a rank would overwrite memory that another core has just read, and the
-processor would first have to fetch each cache line back. For arrays of up to 16 KB four regions bring no gain, so the
-ranks alternate between two small regions.
+Two regions would be correct: before a rank writes to a region again, all ranks have arrived at the next barrier, and so
+have read the region. Four are faster: with two, a rank would overwrite memory that another core has just read, and the
+processor would first have to transfer each cache line back from that core. For arrays of up to 16 KB four regions bring
+no gain, so a ring also has two small regions, which the ranks use alternately.
 
 Large lists of arrays are reduced in chunks. The chunks go through slots, into which other ranks write the results: see
 pipelined.py.
@@ -44,7 +44,7 @@ class SharedRings:
     """The regions of all ranks of a communicator.
 
     Args:
-        memory: shared memory. The rings use its first bytes_for(world_size, round_bytes) bytes.
+        memory: shared memory. The rings use the first bytes_for(world_size, round_bytes) bytes of this memory.
         world_size: the number of ranks.
         round_bytes: the size in bytes of each large region; a multiple of the item size of every dtype.
         barrier: the communicator's barrier.
@@ -105,7 +105,7 @@ def share_begin(owner: int, reader: int, size_bytes: int) -> int:
 
 
 def shares_bytes(world_size: int, size_bytes: int) -> int:
-    """Returns the size in bytes of a region that has one share for each rank except its owner."""
+    """Returns the size in bytes of a region with one share for each rank, except for the region's owner."""
     return share_begin(0, world_size, size_bytes)
 
 
@@ -113,16 +113,16 @@ SlotArrays = tuple[tuple[Array, ...], ...]  # [number of the slot][rank] -> the 
 
 
 class Slots:
-    """The slots of all ranks: buffers of a fixed size in shared memory. Successive chunks use them one after the other.
+    """The slots of all ranks: buffers of a fixed size in shared memory. Successive chunks use successive slots.
 
     Args:
-        memory: shared memory. The slots use its first bytes_for(world_size, slot_bytes) bytes.
+        memory: shared memory. The slots use the first bytes_for(world_size, slot_bytes) bytes of this memory.
         world_size: the number of ranks.
         slot_bytes: the size of one slot in bytes.
 
     Attributes:
         bytes: the number of bytes that the slots and their flags use.
-        flags: [number of the slot][rank] -> a byte that this rank writes and all ranks read.
+        flags: [number of the slot][rank] -> a byte that only the given rank writes, and all ranks read.
     """
 
     def __init__(self, memory: memoryview, world_size: int, slot_bytes: int) -> None:
@@ -136,7 +136,10 @@ class Slots:
 
     @staticmethod
     def bytes_for(world_size: int, slot_bytes: int) -> int:
-        """Returns the size in bytes of all slots and of their flags. The size of the flags is in whole pages."""
+        """Returns the size in bytes of all slots and of their flags.
+
+        The size of the flags is rounded up to whole pages.
+        """
         flags_bytes = whole_pages(CHUNKS_IN_FLIGHT * world_size)
         return CHUNKS_IN_FLIGHT * world_size * slot_bytes + flags_bytes
 
@@ -194,10 +197,10 @@ class ShmContext(NamedTuple):
         rings: the regions of all ranks in shared memory.
         small_bytes: the largest size of an array or list that is all-reduced in one round, in bytes.
         chunk_bytes: the size of the chunks in which larger arrays and lists are all-reduced, in bytes.
-        round_bytes: the largest number of bytes of an array that one round of a broadcast, gather, all_gather or reduce
-            moves.
-        share_bytes: the largest number of bytes for each rank that one round of a scatter, all_to_all or reduce_scatter
-            moves.
+        round_bytes: in a broadcast, gather, all_gather or reduce, one round moves at most this number of bytes of an
+            array.
+        share_bytes: in a scatter, all_to_all or reduce_scatter, one round moves at most this number of bytes for each
+            rank.
         recorder: the communicator's flight recorder.
         finder: the object that collects non-finite values.
         squares: the object that adds up the squares of results.

@@ -1,14 +1,12 @@
 """The barrier of a shared-memory communicator, which also compares digests and announces close and abort.
 
-Each rank owns one cache line, and memory for two texts. It writes only to its own line and texts, and reads those of
-all ranks. The line contains the number of the round at which the rank has arrived, and whether the rank has closed or
-aborted the communicator. So a rank that arrives at the barrier writes to one cache line only.
+Each rank owns one cache line in shared memory, and memory for two texts. A rank writes only to its own cache line and
+texts, and reads those of all ranks. A rank's cache line contains the number of the last round at which the rank has
+arrived, the 64-bit digest of the collective that the rank has called, and whether the rank has closed or aborted the
+communicator. So a rank that arrives at the barrier writes to one cache line only, and the digests take no extra time.
 
-On x86-64, other cores see aligned 8-byte stores in program order. The barrier, and the protocols that use it, need no
-other guarantee about the order of stores. On other processors check_platform raises an error.
-
-A rank arrives at the barrier by storing the number of the round in its line. The 64-bit digest of the collective that
-the rank has called is in the same line, so comparing digests takes no extra time.
+On x86-64, other cores see aligned 8-byte stores in program order. The barrier, and the protocols that use it, rely on
+this guarantee alone. On other processors check_platform raises an error.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from gradsync.communicators.mismatch import first_difference, mismatch
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 
-# Each rank has a 64-byte line of eight words. After these lines there is a common line, whose first word is not zero
-# once any rank has aborted. The first three words of a rank's line belong to the barrier, and the last two are not
-# used.
+# Each rank has a cache line of eight words. After these cache lines there is a common one, whose first word is not zero
+# once any rank has aborted. The first three words of a rank's cache line belong to the barrier, and the last two are
+# not used.
 WORDS_PER_RANK = 8
 _STATE = 3
 _CULPRIT = 4  # after an abort: the world rank that has failed, often this rank itself
@@ -44,9 +42,9 @@ _REASON_BYTES = 1024  # the memory for the text with the reason of an abort
 SPINS = 60
 _YIELD_FOR_SECONDS = 100e-6
 _SLEEP_SECONDS = 50e-6
-_LOOK_FOR_FAILURES_EVERY_SECONDS = 5e-3
+_CHECK_EVERY_SECONDS = 5e-3
 
-# The words of a rank's line that belong to the barrier.
+# The words of a rank's cache line that belong to the barrier.
 _ARRIVALS = 0  # the number of the last round that the rank has arrived at
 _DIGESTS = 1  # two words, for even and odd rounds: a fast rank may be one round ahead of a slow reader
 _TEXT_BYTES = 16384  # the memory for the description of a collective, for PlanMismatch
@@ -57,7 +55,7 @@ ANY_ROUND = 2**64 - 1  # a number that is larger than that of any round
 
 
 def waiting_bytes(world_size: int) -> int:
-    """Returns the size in bytes of the shared memory for the lines and the abort reasons of all ranks."""
+    """Returns the size in bytes of the shared memory for the cache lines and the abort reasons of all ranks."""
     return (world_size + 1) * WORDS_PER_RANK * 8 + world_size * _REASON_BYTES
 
 
@@ -65,20 +63,21 @@ class SharedWaiting:
     """The states that ranks announce, and the checks of a waiting rank for failures and for the deadline.
 
     Args:
-        memory: waiting_bytes(world_size) bytes of shared memory, zero at the start.
-        rank: the number of this rank in the communicator. Methods use such numbers for all ranks, unless they say
-            "world rank".
+        memory: waiting_bytes(world_size) bytes of shared memory, initially all zero.
+        rank: the number of this rank in the communicator. Methods number all ranks in this way, unless they say "world
+            rank".
         ranks: the world ranks of all members, for errors and for reports to the server.
         label: this rank's name in errors.
         timeout_seconds: how long to wait for a rank before CollectiveTimeout.
-        failures: the monitor that receives failures from the server. A waiting rank checks it every few milliseconds.
+        failures: the monitor that receives failures from the server. A waiting rank checks this monitor every few
+            milliseconds.
 
     Attributes:
-        words: the lines of all ranks and the common line, as 8-byte words.
+        words: the cache lines of all ranks, and one cache line that all ranks share, as 8-byte words.
         aborted: the index of the word that is not zero once any rank has aborted.
         completed: the number of the last round of the barrier for which this rank saw all ranks arrive.
         has_failed: a function that takes 0.1 us and returns whether the generation has failed.
-        rank, ranks, label: see above.
+        rank, ranks, label: see Args.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class SharedWaiting:
     def check_for_aborts(self, round_number: int) -> None:
         """Raises an error if another rank has aborted in this round of the barrier or in an earlier round.
 
-        A rank that arrived at the round and then aborted counts too.
+        A rank raises this error even if the other rank aborted after it had arrived at the round.
 
         Args:
             round_number: the round in which this rank waits; ANY_ROUND if an abort in any round is an error.
@@ -171,7 +170,7 @@ class SharedWaiting:
         self._failures.warn(waited_seconds, awaited)
 
     def announce_closed(self) -> None:
-        """Announces that this rank has closed the communicator. Its earlier arrivals at the barrier remain valid."""
+        """Announces that this rank has closed the communicator. The rounds at which it has arrived remain valid."""
         self.words[self._line + _STATE] = _CLOSED_AFTER_FAILURE if self.has_failed() else _CLOSED
 
     def announce_abort(self, reason: str, culprit: int | None = None) -> None:
@@ -211,7 +210,7 @@ class Pauses:
         self._began = began
         self._now = now
         self._sleep_from = now + _YIELD_FOR_SECONDS
-        self._check_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
+        self._check_at = now + _CHECK_EVERY_SECONDS
 
     def pause(self) -> bool:
         """Pauses once. Returns whether the rank should now check for failures."""
@@ -222,7 +221,7 @@ class Pauses:
         self._now = now = time.monotonic()
         if now < self._check_at:
             return False
-        self._check_at = now + _LOOK_FOR_FAILURES_EVERY_SECONDS
+        self._check_at = now + _CHECK_EVERY_SECONDS
         return True
 
     @property
@@ -236,7 +235,7 @@ class TextBoard:
 
     Args:
         memory: the memory for all texts.
-        bytes_each: the size of the memory for one text, with 4 bytes for its length.
+        bytes_each: the size in bytes of the memory for one text, including 4 bytes for the length of the text.
     """
 
     def __init__(self, memory: memoryview, bytes_each: int) -> None:
@@ -268,19 +267,21 @@ def header_bytes(world_size: int) -> int:
 
 
 class SharedBarrier:
-    """A reusable barrier that compares digests. It ends with an error after an abort, a failure or the deadline.
+    """A reusable barrier that compares digests. A wait raises an error after an abort, a failure or the deadline.
 
     Args:
-        memory: header_bytes(world_size) bytes of shared memory, zero at the start.
+        memory: header_bytes(world_size) bytes of shared memory, initially all zero.
         rank: the number of this rank in the communicator.
         world_size: the number of ranks.
         timeout_seconds: how long to wait for a rank before CollectiveTimeout.
-        failures: the monitor that receives failures from the server. A waiting rank checks it every few milliseconds.
+        failures: the monitor that receives failures from the server. A waiting rank checks this monitor every few
+            milliseconds.
         ranks: the world ranks of all members, for errors; None if they are 0 to world_size - 1.
         label: this rank's name in errors; None means a name such as "rank 0/2".
 
     Attributes:
-        waiting: the states of the ranks, and the checks of a waiting rank. PointToPoint uses it too.
+        waiting: the object with which a waiting rank checks for aborts, failures and the deadline. PointToPoint uses it
+            too.
         round: the number of the last round at which this rank has arrived.
     """
 
@@ -313,8 +314,8 @@ class SharedBarrier:
     def next_parity(self) -> int:
         """The parity of the next round, 0 or 1, which selects one of two buffers.
 
-        A rank writes to the same buffer again two rounds later. It enters that round only after all ranks have left the
-        round in between, and so have read the buffer.
+        A rank writes to the same buffer again two rounds later. Before that, all ranks arrive at the round in between,
+        and a rank arrives there only after it has read the buffer.
         """
         return (self.round + 1) & 1
 
@@ -343,7 +344,7 @@ class SharedBarrier:
         self._words[self._line + _ARRIVALS] = self.round  # this store publishes everything that this rank wrote before
 
     def await_round(self, number: int) -> None:
-        """Waits until every rank has arrived at a round. This rank must have arrived at it before.
+        """Waits until every rank has arrived at a round. This rank must already have arrived at the round.
 
         Raises:
             RankFailed, CollectiveTimeout: see `agree`.
@@ -363,7 +364,8 @@ class SharedBarrier:
         """Arrives at a round that other ranks have entered for a different collective: every rank then raises an error.
 
         Args:
-            agreement: this rank's agreement, which differs from the agreement of another rank in this round.
+            agreement: the digest and the description of this rank's call; another rank has a different digest in this
+                round.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout: see `agree`.
@@ -403,7 +405,8 @@ class SharedBarrier:
         """Exchanges descriptions of the collectives, so that every rank can raise the same error.
 
         First the ranks exchange checksums of the lines of their descriptions, in batches, to find the first line that
-        differs. Then they exchange the text from that line on, because the whole text may be too long.
+        differs. Then they exchange their descriptions from the first different line on, because a whole description may
+        be too long.
         """
         head, *lines = agreement.described().to_lines(_TEXT_BYTES - 4)
         first, at_a_time = 0, (_TEXT_BYTES - 4) // 4
@@ -423,7 +426,7 @@ class SharedBarrier:
         raise mismatch(self._label, agreement, descriptions)
 
     def announce_closed(self) -> None:
-        """Announces that this rank has closed the communicator. Its earlier arrivals remain valid."""
+        """Announces that this rank has closed the communicator. The rounds at which it has arrived remain valid."""
         self.waiting.announce_closed()
 
     def announce_abort(self, reason: str, culprit: int | None = None) -> None:

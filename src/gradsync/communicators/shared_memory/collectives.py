@@ -1,13 +1,13 @@
 """The plans of the collectives over shared memory; pipelined.py has the all-reduce of large lists.
 
 A plan is a collective for given sizes: the copies into this rank's region, and the reads from the regions of the other
-ranks. A plan is made once. It keeps no reference to a caller's array, so all calls with the same sizes use the same
+ranks. A plan is made once, and keeps no reference to a caller's array, so all calls with the same sizes use the same
 plan. In one collective some ranks may make a new plan while others use an old one: the rounds of both are the same.
 
-To publish data, a rank writes the data into its own ring. After a barrier, the other ranks read the data there. A large
-array is moved in several rounds: while some ranks still read in one round, others already write for the next round. An
-array that fits into one round is published completely before any target is written, so its source and its target may
-overlap.
+To publish data, a rank writes the data into its own ring. After a barrier, the other ranks read the data from that
+ring. A large array is moved in several rounds: while some ranks still read in one round, others already write for the
+next round. An array that fits into one round is published completely before any target is written, so its source and
+its target may overlap.
 
 Reductions combine the operands in rank order, so all ranks get bitwise equal results, and equal inputs give bitwise
 equal results in every run. The result of an element does not depend on the size of the array either. Complex products
@@ -171,7 +171,7 @@ class Round(NamedTuple):
         region_bytes: the number of bytes of each region that the round uses; the same on all ranks.
         published: the copies into this rank's region, each as (slice of the source, begin, end).
         kept: the copy of the part that this rank sends to itself, as (slice of the source, slice of the target). In an
-            in-place call both are the same bytes.
+            in-place call the two slices are the same bytes.
         fetched: the copies from the regions of other ranks, each as (rank, begin, end, slice of the target).
     """
 
@@ -199,7 +199,10 @@ class Movement(_Plan):
         self._rounds = _Rounds(size, step, make)
 
     def run(self, source: Array | None, target: Array | None, agreement: Agreement) -> None:
-        """Moves the parts. The source is None if this rank sends nothing, and the target if it receives nothing."""
+        """Moves the parts.
+
+        The source is None if this rank sends nothing; the target is None if this rank receives nothing.
+        """
         regions, own = self._regions, self._own
         is_in_place = source is target
         source = None if source is None else _as_bytes(source)
@@ -235,9 +238,9 @@ class _Rounds:
     """The rounds of a collective. There is at least one round, and each round has a barrier.
 
     Args:
-        size: the number of bytes or elements to move, in all rounds together.
-        step: the number of bytes or elements to move in one round.
-        make: a function; make(begin, end) returns the round for the bytes or elements [begin, end).
+        size: how much all rounds handle together: a number of elements in a reduction, and a number of bytes otherwise.
+        step: how much one round handles, in the same unit.
+        make: a function; make(begin, end) returns the round for the range [begin, end), in the same unit.
 
     Attributes:
         held: all rounds, if there are few; otherwise empty, and each run makes the rounds again.
@@ -324,7 +327,7 @@ def _within(bounds: Bounds, rank: int, begin: int, end: int) -> slice:
 def _shares(
     context: ShmContext, bounds: Bounds, begin: int, end: int, itemsize: int = 1
 ) -> list[tuple[slice, int, int]]:
-    """Returns the copies of a round into this rank's region: the elements [begin, end) of each other rank's part.
+    """Returns one round's copies into this rank's region: the elements [begin, end) of the part for every other rank.
 
     Each copy is (slice of the source, begin in the region, end in the region), in elements.
     """
@@ -375,7 +378,8 @@ class _Reduction(_Plan):
 
     Args:
         context: the communicator's objects and sizes.
-        quietly: a function that calls another function without floating-point errors; see quiet_caller.
+        quietly: a function that calls another function, and makes NumPy ignore floating-point errors in it; see
+            quiet_caller.
         dtype: the dtype of the arrays.
         op: the operator of the reduction, which the dtype must support.
     """
@@ -518,8 +522,8 @@ class OneShotList:
         sources, targets: see Backend.all_reduce.
         context: the communicator's objects and sizes.
         scratch: the buffers of this process.
-        checks: the checks of the results to be made.
-        wire: the dtype and the factors for values that ranks exchange; None exchanges them as they are.
+        checks: the checks that the plan makes on the results.
+        wire: the dtype and the factors for the values that ranks exchange; None if they exchange the values unchanged.
     """
 
     def __init__(
@@ -638,7 +642,7 @@ class _ReductionRound(NamedTuple):
 
 
 class PartialReduction(_Reduction):
-    """The plan of a reduce_scatter or a reduce: each rank, or only the root, gets its part of the result.
+    """The plan of a reduce_scatter (each rank gets a part of the result) or of a reduce (the root gets the result).
 
     Args:
         context, quietly, dtype, op: see _Reduction.
@@ -742,8 +746,8 @@ def _reduce(
 def quiet_caller() -> Callable[..., Any]:
     """Returns a function `call`: call(function, *arguments) calls the function and ignores floating-point errors.
 
-    If NumPy raised these errors as exceptions, only some ranks would raise them. Overflow and NaN are visible in the
-    results.
+    If NumPy raised these errors as exceptions, only some ranks would raise them. A program finds overflow and NaN in
+    the results.
     """
     context = Context()
     context.run(np.seterr, all="ignore")  # a setting of the context; entering it is fast

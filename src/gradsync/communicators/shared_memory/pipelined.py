@@ -1,14 +1,15 @@
 """The pipelined all-reduce of a large list of arrays over shared memory, chunk by chunk.
 
-Each chunk is divided into one slice for each rank, which owns that slice. Every rank publishes the slices of the other
-owners in a slot of its own. Then every rank reduces the slice that it owns, and writes the result into the slots of the
-other ranks, which copy it from there to their targets. So each rank reads and reduces only 1/n of the list. (In
-measurements the all-reduce took a quarter longer if the ranks copied the results from the owner's memory.)
+Each chunk is divided into one slice for each rank, which owns that slice. Every rank copies the slices that other ranks
+own into its own slot in shared memory: it publishes them. Then every rank reduces the slice that it owns, and writes
+the result into the slots of the other ranks, which copy it from there to their targets. So each rank reads and reduces
+only 1/n of the list. (In measurements the all-reduce took a quarter longer if each rank instead copied the results from
+the memory of their owner.)
 
-The file has three parts. The first part plans: it divides the list, as one flat sequence of elements, into chunks,
-slices and steps. The second part makes NumPy calls. A call is made once and run many times, because making a view takes
-as long as copying some kilobytes. Pieces of arrays below some kilobytes are copied together in one call. The third part
-has the check for non-finite values and the all-reduce itself.
+This file has three parts. The first part makes the plan: it divides the list, as one flat sequence of elements, into
+chunks, slices and steps. The second part turns the plan into NumPy calls. A call is prepared once and run many times,
+because creating a view takes as long as copying some kilobytes. Pieces of arrays below some kilobytes are copied
+together in one call. The third part contains the check for non-finite values and the all-reduce itself.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _GATHERED_BYTES = 128 * 1024
 
 
 class Section(NamedTuple):
-    """The elements [begin, end) of a chunk. They consist of `pieces` of arrays, in this order."""
+    """The elements [begin, end) of a chunk. The section consists of `pieces` of arrays, in this order."""
 
     begin: int
     end: int
@@ -62,12 +63,12 @@ class Section(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One chunk as one rank handles it, divided into sections that are each large enough for a NumPy call.
+    """The work of one rank on one chunk, divided into sections that are each large enough to be worth a NumPy call.
 
     Attributes:
         own: the sections of the slice that this rank reduces.
-        published: the sections of all other slices, for the copy into shared memory.
-        delivered: the sections of all other slices, for the copy of the results to the targets.
+        published: the sections of the slices that other ranks reduce; this rank copies them into shared memory.
+        delivered: the sections of the same slices; this rank copies their results to the targets.
     """
 
     own: tuple[Section, ...]
@@ -76,13 +77,14 @@ class Chunk(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """The largest lengths of chunks and sections, in elements.
+    """The largest numbers of elements of chunks and sections.
 
     Attributes:
-        chunk: the length of a chunk.
-        reduced: the length of a section that is reduced, if it consists of one piece.
-        published: the length of a section that is copied into shared memory, if it consists of one piece.
-        gathered: the length of a section that consists of several small pieces.
+        chunk: the largest number of elements of a chunk.
+        reduced: the largest number of elements of a section that consists of one piece and is reduced.
+        published: the largest number of elements of a section that consists of one piece and is copied into shared
+            memory.
+        gathered: the largest number of elements of a section that consists of several small pieces.
     """
 
     chunk: int
@@ -230,7 +232,7 @@ def collecting(sources: Sequence[Array], packed: Array, wire: Wire | None, scrat
     Args:
         sources: the arrays to copy.
         packed: the array that gets the values.
-        wire: the dtype and the factors for values that ranks exchange; None copies the values as they are.
+        wire: the dtype and the factors for the values that ranks exchange; None if they exchange the values unchanged.
         scratch: the buffers of this process.
     """
     if wire is None:
@@ -256,7 +258,7 @@ def adding_squares(squares: SumOfSquares, values: Array, *, stays: bool) -> list
 def scattering(packed: Array, targets: Sequence[Array]) -> Call:
     """Returns the call that splits a packed array into small 1-D arrays of the same total size.
 
-    The call uses memoryviews. For small arrays they take half the time of NumPy.
+    The call assigns memoryviews: for small arrays this takes half the time of assigning NumPy arrays.
     """
     whole, *memories = _memories([packed, *targets])
     places, begin = [], 0
@@ -268,14 +270,15 @@ def scattering(packed: Array, targets: Sequence[Array]) -> Call:
 
 
 class CopyOut:
-    """Makes the calls that copy results from shared memory to the targets.
+    """Prepares the calls that copy results from shared memory to the targets.
 
     Args:
         targets: the 1-D arrays that get the results.
         divisor: the number by which the results are divided, or 1. If the divisor is larger than 1, the results have
             the dtype of the targets.
         scratch: the buffers of this process.
-        wire: the dtype of the results, and the factors for their conversion; None if they have the targets' dtype.
+        wire: the dtype of the results, and the factors for their conversion; None if the results have the targets'
+            dtype.
     """
 
     def __init__(self, targets: Sequence[Array], divisor: int, scratch: Scratch, wire: Wire | None) -> None:
@@ -296,7 +299,7 @@ class CopyOut:
         return [*self._delivering(results, together), scattering(together, targets)]
 
     def delivered(self, results: Array, pieces: Sequence[Piece]) -> Array:
-        """Returns one array with the values that `calls` copies: a piece of a target, or a buffer for reuse."""
+        """Returns one array with the values that the pieces get: the only piece, `results`, or a reused buffer."""
         if len(pieces) == 1:
             return piece_of(self._targets, pieces[0])
         if not self._divides and self._wire is None:
@@ -370,7 +373,10 @@ class ChunkCheck:
         self._flags_of(chunk)[self._rank] = False
 
     def check_results(self, chunk: int, section: Section, results: Array) -> None:
-        """Checks results that this rank has reduced. If one is not finite, also checks this rank's contribution."""
+        """Checks results that this rank has reduced.
+
+        If a result is not finite, also checks this rank's contribution.
+        """
         if not self._is_finite(results):
             self._flags_of(chunk)[self._rank] = True
             self._finder.note_nonfinite_result()
@@ -410,8 +416,8 @@ class PipelinedAllReduce:
         scratch: the buffers of this process.
         slots: the slots as arrays of the dtype that ranks exchange; a chunk fits into one slot.
         flags: the flags of all ranks for non-finite results.
-        checks: the checks of the results to be made.
-        wire: the dtype and the factors for values that ranks exchange; None exchanges them as they are.
+        checks: the checks that the plan makes on the results.
+        wire: the dtype and the factors for the values that ranks exchange; None if they exchange the values unchanged.
     """
 
     def __init__(
@@ -455,7 +461,7 @@ class PipelinedAllReduce:
         self._kept: list[_StepCalls] | None = None
 
     def keep(self) -> None:
-        """Makes the calls of all steps once, for all later runs."""
+        """Prepares the calls of all steps now, so that all later runs use them."""
         self._kept = list(self._work_out())
 
     def run(self, agreement: Agreement) -> None:

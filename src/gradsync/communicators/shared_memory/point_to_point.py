@@ -1,18 +1,20 @@
 """Messages between two ranks of a shared-memory communicator.
 
-Each ordered pair of ranks has two cache lines. The sender writes one line, the receiver writes the other, and both read
-both lines. Each side posts its message: it writes a digest and a size, then the number of the message. Then each side
-compares its post with the post of the other side, so both sides get the same result. The bytes go through the sender's
-slots, which successive pieces use one after the other. The sender counts the pieces that it has written, the receiver
-counts the pieces that it has read, and each continues as far as the other's count allows.
+Each ordered pair of ranks has two cache lines. The sender writes one of them, the receiver writes the other, and each
+side reads both. Each side posts its message: it writes the digest and the size of the message, and then the number of
+the message, to its own cache line. Then each side compares its digest and size with those of the other side, so both
+sides get the same result. The bytes go through the sender's slots, which successive pieces of the message use one after
+the other. The sender counts the pieces that it has written, the receiver counts the pieces that it has read, and each
+continues as far as the other's count allows.
 
 Neither side can be more than one message ahead, because a message ends for the sender only when the receiver has read
-all of it. A side that is one message ahead could overwrite a post that the slower side still has to compare, so digests
-and sizes have two words each.
+all of it. A side that is one message ahead posts the next message while the slower side may still have to compare the
+current one. So each cache line has two words for digests and two for sizes, which successive messages use alternately.
 
 A transfer never waits: `advance` does the work that is possible now. So one thread can send and receive at once, and
 ranks that exchange in pairs or rings of any size cannot deadlock. While a rank waits, it checks for failures, as it
-does at the barrier. It also checks for messages that cannot arrive because the other rank waits in a collective.
+does at the barrier. The waiting rank also checks for messages that cannot arrive because the other rank waits in a
+collective.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SPINS, Pause
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.reduction import Array
 
-# The eight words of a line. Each side of a message writes its own line.
+# The eight words of a cache line. Each side of a message writes its own cache line.
 _NUMBER = 0  # the number of the last message that this side has posted
 _DIGESTS = 1  # two words, for messages of even and odd number
 _SIZES = 3  # two words, for messages of even and odd number
@@ -47,7 +49,7 @@ SLOTS = 4
 
 _LINE_WORDS = 8
 _TEXT_BYTES = 4096  # the memory for the description of a message, for PlanMismatch
-_SENDING, _RECEIVING = 0, 1  # the numbers of a rank's two texts, and of a channel's two lines
+_SENDING, _RECEIVING = 0, 1  # the numbers of a rank's two texts, and of a channel's two cache lines
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -56,8 +58,8 @@ class Side:
     """The memory to which one side of a channel writes.
 
     Args:
-        line: the index of the first word of the side's line.
-        text: the number of the side's text on the board.
+        line: the index of the first word of the side's cache line.
+        text: the number under which TextBoard stores the side's description of a message.
     """
 
     __slots__ = ("line", "text")
@@ -71,7 +73,7 @@ class Transfer:
     """The messages of one direction between this rank and a peer, one after the other.
 
     Args:
-        words: the lines of all channels, as 8-byte words.
+        words: the cache lines of all channels, as 8-byte words.
         board: the texts in which ranks describe messages that they disagree on.
         own: the memory of this rank's side of the channel.
         other: the memory of the peer's side of the channel.
@@ -79,7 +81,7 @@ class Transfer:
         peer: the number of the other rank in the communicator.
 
     Attributes:
-        peer: see above.
+        peer: see Args.
         is_over: whether the last message was moved, or both sides know that they disagree on it.
         descriptions: the descriptions of the message by this rank and by the peer, if they disagree; otherwise None.
     """
@@ -103,7 +105,7 @@ class Transfer:
         self._dispute: str | None = None  # this rank's description of the message, while the sides disagree
 
     def begin(self, message: Message) -> None:
-        """Posts the next message, so that the other side can compare it with its own."""
+        """Posts the next message, so that the other side can compare the digests and sizes of both sides."""
         words, line = self._words, self._line
         self._data = data = message.flat
         self.agreement = message.agreement
@@ -118,7 +120,7 @@ class Transfer:
         words[line + _NUMBER] = number  # publishes all words written before
 
     def advance(self) -> bool:
-        """Does the work that is possible now. Returns whether there was such work, or the message is over."""
+        """Does the work that is possible now. Returns True if there was any work, or if the message is over."""
         if self.is_over:
             return True
         if self._dispute is not None:
@@ -131,7 +133,10 @@ class Transfer:
         return True
 
     def _prepare(self) -> int:
-        """Does the work that is possible before this rank posts the message. Returns the number of written pieces."""
+        """Does the work that is possible before this rank posts the message.
+
+        Returns the number of pieces that this rank has written to its slots.
+        """
         return 0
 
     def _move_ahead(self) -> bool:
@@ -143,7 +148,10 @@ class Transfer:
         raise NotImplementedError
 
     def _compare(self) -> bool:
-        """Compares the posts of both sides, if the other side has posted. Returns whether the other side has posted."""
+        """Compares the digests and sizes of both sides.
+
+        Returns False if the other side has not posted its message yet.
+        """
         words, other = self._words, self._other_line
         if words[other + _NUMBER] < self._number:
             return False
@@ -157,7 +165,7 @@ class Transfer:
         return True
 
     def _piece(self, number: int) -> tuple[Array, Array]:
-        """Returns a piece of the message, and the part of a slot through which the piece goes."""
+        """Returns a piece of the message, and the part of the slot that the piece uses."""
         if self._pieces == 1:
             return self._data, self._slots[0][: self._data.size]
         data = self._data[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
@@ -268,7 +276,8 @@ class PointToPoint:
     """The channels of a communicator: one from every rank to every other rank.
 
     Args:
-        memory: bytes_for(world_size) bytes of shared memory, which are zero at the start and begin at a page boundary.
+        memory: bytes_for(world_size) bytes of shared memory, initially all zero. Their address is a multiple of the
+            page size.
         rank: the number of this rank in the communicator.
         world_size: the number of ranks.
         barrier: the communicator's barrier.
@@ -300,10 +309,10 @@ class PointToPoint:
             receive: the message from the rank `receive.peer`, with a writable array.
 
         Raises:
-            PlanMismatch: the two ranks of a message disagree on it, and both raise this error. If the other rank waits
-                for this rank in a collective instead, all ranks raise this error.
-            RankFailed, CollectiveTimeout: see SharedBarrier.agree. The awaited rank is the peer. If two ranks both send
-                first, and so wait for each other, both raise CollectiveTimeout.
+            PlanMismatch: the two ranks of a message disagree on it, and both raise this error. If the other rank has
+                called a collective, and waits there for this rank, all ranks raise this error.
+            RankFailed, CollectiveTimeout: see SharedBarrier.agree. The error names the peer as the rank that is
+                missing. If two ranks both send first, and so wait for each other, both raise CollectiveTimeout.
         """
         if send is not None and receive is not None and send.peer == self._rank:
             copy_words(send.flat, receive.flat)
@@ -346,8 +355,8 @@ class PointToPoint:
 
     def _check_for_collectives(self, pending: Sequence[Transfer]) -> None:
         """Raises PlanMismatch if the peers of all pending transfers wait for this rank in a collective."""
-        # The barrier is read before the posts, so that this rank sees every post that a peer made before it arrived at
-        # the barrier. All peers must wait there: a transfer with any other peer may still end, and must not stop in the
+        # The barrier is read first, so that this rank sees every message that a peer posted before it arrived at the
+        # barrier. All peers must wait there: a transfer with any other peer may still end, and must not stop in the
         # middle.
         if all(self._barrier.is_ahead(transfer.peer) and transfer.is_awaiting_peer() for transfer in pending):
             self._join_collective(pending)
@@ -395,7 +404,7 @@ class PointToPoint:
 
 
 def _areas(world_size: int) -> tuple[int, int, int]:
-    """Returns the sizes in bytes of the lines of all channels, of the texts, and of the slots."""
+    """Returns the sizes in bytes of three areas: the channels' cache lines, the descriptions of messages, the slots."""
     lines = 2 * world_size * world_size * _LINE_WORDS * 8
     return lines, 2 * world_size * _TEXT_BYTES, world_size * SLOTS * PIECE_BYTES
 
@@ -417,7 +426,7 @@ class _Progress:
         self._is_made = False
 
     def is_needed(self) -> bool:
-        """Whether any transfer is not over yet. The call also resets the progress."""
+        """Whether any transfer is not over yet. Afterwards `is_made` reports only new progress."""
         self.pending = [transfer for transfer in self.pending if not transfer.is_over]
         self._is_made = False
         return bool(self.pending)

@@ -49,7 +49,7 @@ _TICKET_WORDS = 12
 
 
 class Range(NamedTuple):
-    """A range of resident memory, and its reduction. It is the key under which prepared calls are stored."""
+    """A range of resident memory, and how to reduce it: the key under which prepared calls are stored."""
 
     begin_bytes: int
     end_bytes: int
@@ -69,7 +69,7 @@ class SharedResidentMemory(ResidentMemory):
         rank: the number of this rank in the communicator.
 
     Attributes:
-        parts: see above.
+        parts: see Args.
     """
 
     def __init__(self, parts: Sequence[Array], rank: int) -> None:
@@ -78,7 +78,7 @@ class SharedResidentMemory(ResidentMemory):
         self._prepared: dict[Range, list[Call]] = {}
 
     def prepared(self, key: Range, prepare: Callable[[SharedResidentMemory, Range], list[Call]]) -> list[Call]:
-        """Returns the prepared calls for a range.
+        """Returns the NumPy calls that reduce a range, which `prepare` has made.
 
         The calls are cached, because a training loop reduces the same ranges in every step.
         """
@@ -136,7 +136,7 @@ class ResidentReduction:
 
         Args:
             parts: [rank] -> the elements of the chunk in that rank's part.
-            key: the range and its reduction.
+            key: the range, and how to reduce it.
             at: the offset of the chunk in the range, in elements.
         """
         is_finite = finite_test(key.dtype) if Checks.NONFINITE in key.checks else None
@@ -178,7 +178,7 @@ class Handover(NamedTuple):
         """Makes resident memory. Every rank must call this method.
 
         Raises:
-            BackendUnavailable: there is not enough memory, or this rank or another rank could not get it.
+            BackendUnavailable: there is not enough memory, or one of the ranks could not map the memory.
         """
         rank, world_size = self.context.rank, self.context.world_size
         is_large = size_bytes >= _HUGE_FROM_BYTES
@@ -261,7 +261,10 @@ def _open_offer(size_bytes: int) -> tuple[int, SegmentOffer]:
 
 
 def _as_words(ticket: bytes) -> list[int]:
-    """Returns a ticket as a list of integers of fixed length. The first integer is the ticket's size in bytes."""
+    """Returns a ticket of SegmentOffer as a list of integers of fixed length.
+
+    The first integer is the ticket's size in bytes.
+    """
     padded = ticket.ljust(8 * _TICKET_WORDS, b"\0")
     return [len(ticket), *np.frombuffer(padded, np.int64).tolist()]
 

@@ -28,7 +28,7 @@ from gradsync.machine import available_memory_bytes
 _MADV_POPULATE_WRITE = 23  # from Linux's mman.h; not in Python's mmap
 _TOKEN_BYTES = 32
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_LOOK_FOR_FAILURES_EVERY_SECONDS = 0.05
+_CHECK_EVERY_SECONDS = 0.05
 _PAGE_BYTES = 4096  # sizes in the layout of the memory are multiples of this size
 
 # Measured: a reduction of 100 MB takes a tenth to a third less time on huge pages, because the processor looks up fewer
@@ -50,7 +50,8 @@ def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
 
     Args:
         size_bytes: the size of the memory in bytes.
-        allocated: whether to allocate the memory now. If not, `reserve` must allocate the memory before its first use.
+        allocated: whether to allocate the memory now. Otherwise the caller must allocate the memory by `reserve` before
+            its first use.
 
     Raises:
         BackendUnavailable: the kernel has no memfd, or there is not enough memory.
@@ -123,9 +124,9 @@ def map_segment(descriptor: int, *, on_huge_pages: bool = False) -> mmap.mmap:
 def populate(mapping: mmap.mmap, begin: int, end: int) -> None:
     """Makes the kernel create the page table entries of the bytes [begin, end) now.
 
-    Otherwise the kernel creates the entries at the first access, during a collective, and this takes longer than the
-    collective itself. Do not call this function for memory that may never be used, because the call takes time at the
-    start of a rank.
+    Otherwise the kernel creates the page table entries at the first access, during a collective, and creating them
+    takes longer than the collective itself. Do not call this function for memory that may never be used, because the
+    call takes time at the start of a rank.
     """
     begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
     try:
@@ -153,11 +154,11 @@ class SegmentOffer:
         self.ticket = self._token + name
 
     def serve(self, descriptor: int, peers: int, deadline: float, check_for_failure: Callable[[], None]) -> None:
-        """Passes the descriptor to `peers` processes of the same user.
+        """Passes the descriptor to other processes of the same user.
 
         Args:
             descriptor: the segment's file descriptor.
-            peers: the number of processes.
+            peers: the number of processes that must get the descriptor.
             deadline: the latest time, in time.monotonic() seconds.
             check_for_failure: a function that this method calls while it waits; it raises an error if a rank has
                 failed.
@@ -165,7 +166,7 @@ class SegmentOffer:
         Raises:
             RendezvousTimeout: not all peers had connected at the deadline.
         """
-        self._listener.settimeout(_LOOK_FOR_FAILURES_EVERY_SECONDS)
+        self._listener.settimeout(_CHECK_EVERY_SECONDS)
         served = 0
         while served < peers:
             check_for_failure()
@@ -267,7 +268,8 @@ def take_huge_pages(mapping: mmap.mmap, begin: int, end: int, seconds: float) ->
 
     Args:
         mapping: a mapping that _map_for_huge_pages has made.
-        begin, end: the offsets of the part, which must be allocated. Both offsets are multiples of the huge page size.
+        begin, end: the offsets of this part in the mapping, both multiples of the huge page size. The part must be
+            allocated.
         seconds: the time limit.
     """
     deadline = time.monotonic() + seconds
