@@ -109,7 +109,7 @@ def test_the_field_is_named(real: Any, tmp_path: Path, place: tuple[Any, ...]) -
 def test_a_field_that_is_not_there_is_named(real: Any, tmp_path: Path) -> None:
     path = tmp_path / "dump.json"
     path.write_text(json.dumps(altered(real, ("groups", 0, "entries", 1, "ended"), ABSENT)))
-    with pytest.raises(gs.InvalidArgument, match=r"groups\[0\]\.entries\[1\] has no 'ended'"):
+    with pytest.raises(gs.InvalidArgument, match=r"groups\[0\]\.entries\[1\] has no field 'ended'"):
         read_dumps([path])
 
 

@@ -30,7 +30,7 @@ def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
     """Returns the Chrome trace of the dumps of a run, for JSON.
 
     Ranks on one machine use the same monotonic clock. To align ranks on different machines, this function compares
-    their wall clocks at the times of the dumps, so the trace is only as exact as these clocks agree.
+    their wall clocks at the times of the dumps. An error of these clocks becomes an error of the trace.
     """
     names = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     tracks = {name: _FIRST_GROUP_TRACK + _LANES * number for number, name in enumerate(names)}
@@ -58,7 +58,7 @@ class Clock:
         self._zero = min(begins, default=0.0)
 
     def microseconds(self, dump: Dump, at: float) -> float:
-        """Returns the time in the trace for a time on the clock of a dump's rank, rounded to a nanosecond."""
+        """Converts a time on the clock of a dump's rank to microseconds of the trace, rounded to a nanosecond."""
         return round((at + self._offsets[id(dump)] - self._zero) * 1e6, 3)
 
 

@@ -1,8 +1,8 @@
 """Finds the first collective in which ranks differ, and ranks that wait for each other in a circle.
 
-The functions do no I/O and read no clocks. The server uses them while ranks wait, and `gradsync trace` uses them on
-dumps. A rank remembers only its last collectives, so these functions compare only collectives that at least two ranks
-remember. If a rank is only behind the others, it does not differ from them.
+These functions do no I/O and read no clocks. The server calls these functions while ranks wait, and `gradsync trace`
+calls them to compare dumps. A rank remembers only its last collectives, so these functions compare only collectives
+that at least two ranks remember. If a rank is only behind the others, it does not differ from them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
 
 class History(NamedTuple):
-    """The collectives of a group that one rank remembers.
+    """The last collectives that one rank has begun in a group.
 
     Attributes:
         rank: the world rank.
@@ -48,8 +48,9 @@ class Divergence(NamedTuple):
         number: the number of the collective.
         sides: the different collectives that ranks called under this number, each with its ranks. The collective that
             most ranks called comes last.
-        is_certainly_first: whether all these ranks remember the previous collective, in which they did not differ. If
-            not, they may have differed in collectives that they no longer remember.
+        is_certainly_first: whether all ranks that remember this collective remember the previous collective too. There
+            they did not differ. Otherwise the ranks may have differed earlier, in collectives that they no longer
+            remember.
     """
 
     group: str
@@ -128,7 +129,7 @@ class Wait(NamedTuple):
 
 
 def circle(waits: Iterable[Wait]) -> list[Wait] | None:
-    """Returns the waits of ranks that wait for each other in a circle; None if there is no circle.
+    """Returns the ranks that wait for each other in a circle, each as a Wait; None if there is no circle.
 
     Each rank waits for the next rank, and the last rank for the first. The circle begins with its lowest rank.
     """
@@ -157,7 +158,7 @@ def _place(wait: Wait) -> str:
 
 
 def circle_text(waits: Sequence[Wait]) -> str:
-    """Returns a sentence that describes a circle."""
+    """Returns a sentence that names ranks that wait for each other in a circle, and their collectives."""
     steps = [
         f"rank {wait.rank} waits in {wait.what}{_place(wait)} for rank {after.rank}"
         for wait, after in zip(waits, [*waits[1:], waits[0]], strict=True)

@@ -170,11 +170,11 @@ def check(value: Any, schema: Any, place: str = "") -> None:
             if not rule.accepts(each):  # there may be half a million rows: a text is made only for a wrong value
                 raise _refused(f"{place}[{column}]", rule.needed, each)
     elif not isinstance(value, dict):
-        raise _refused(place or "it", "an object", value)
+        raise _refused(place or "the file", "an object", value)
     elif isinstance(schema, ByName):
         for name, each in value.items():
             if not schema.name.accepts(name):
-                raise DamagedError(f"{place} needs {schema.name.needed} as each name, got {reprlib.repr(name)}")
+                raise _refused(f"each name in {place}", schema.name.needed, name)
             check(each, schema.schema, f"{place}.{name}")
     else:
         for name, each in schema.items():
@@ -182,7 +182,7 @@ def check(value: Any, schema: Any, place: str = "") -> None:
                 inner = each.schema if isinstance(each, OptionalField) else each
                 check(value[name], inner, f"{place}.{name}" if place else name)
             elif not isinstance(each, OptionalField):
-                raise DamagedError(f"{place or 'it'} has no {name!r}")
+                raise DamagedError(f"{place or 'the file'} has no field {name!r}")
 
 
 def _refused(place: str, needed: str, value: Any) -> DamagedError:
@@ -225,7 +225,7 @@ def snapshot(reason: str, tracer: tracing.Tracer | None = None, raised_at: str =
 
 
 def _group(recorder: FlightRecorder, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the part of a dump for one group, and adds the group's collectives to `calls` by their digests."""
+    """Returns the part of a dump for one group, and adds the group's collectives to `calls`, under their digests."""
     place = recorder.place
     return {
         "group": recorder.group,
@@ -269,8 +269,8 @@ def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: 
     """Writes a dump, and returns the path of its file.
 
     Args:
-        path: the path of a file that ends in .json, or of a folder. In a folder, the name of the file contains rank and
-            pid.
+        path: the path of a file that ends in .json, or of a folder. If the path is a folder, the name of the file
+            contains rank and pid.
         reason, tracer, raised_at: see `snapshot`.
         seconds: the time limit for writing. A large dump gets more time.
 
@@ -399,7 +399,7 @@ class Dump(NamedTuple):
         at: the time of the dump, in seconds on the machine's monotonic clock.
         wall_at: the time of the dump, in seconds on the wall clock.
         groups: the groups by name.
-        phases, arrivals, steps: the events of a trace.
+        phases, arrivals, steps: the traced phases of collectives, arrivals of gradients, and training steps.
         left_out: the number of events for which the trace had no room.
     """
 
@@ -428,10 +428,11 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
         paths: the paths of dumps, or of folders that contain dumps.
 
     Returns:
-        The latest dump of each rank, in the order of ranks; and the other dumps, which are older or have no rank.
+        The latest dump of each rank, in the order of ranks; and the other dumps, which are older or do not name their
+        rank.
 
     Raises:
-        InvalidArgument: there are no dumps, a file is not a dump, or no dump has a rank.
+        InvalidArgument: there are no dumps, a file is not a dump, or none of the dumps names its rank.
     """
     paths = list(paths)
     contents = [(file, content) for path in paths for file, content in _contents(path)]
@@ -443,7 +444,7 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
     latest = {dump.rank: dump for dump in dumps if dump.rank is not None}
     if not latest:
         raise InvalidArgument(
-            f"no dump in {', '.join(map(str, paths))} has a rank: all were written before init_process_group()"
+            f"no dump in {', '.join(map(str, paths))} names its rank: all were written before init_process_group()"
         )
     kept = sorted(latest.values(), key=lambda dump: dump.rank or 0)
     return kept, [dump for dump in dumps if dump not in kept]
@@ -478,7 +479,9 @@ def _content(path: Path) -> Any:
 
 def _dump(path: Path, content: Any) -> Dump:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InvalidArgument(f"{path} is no dump of gradsync's flight recorder: it needs format {FORMAT!r}")
+        raise InvalidArgument(
+            f"{path} is no dump of gradsync's flight recorder: it has no field 'format' with the value {FORMAT!r}"
+        )
     try:
         check(content, SCHEMA)
         for digest, facts in content["calls"].items():

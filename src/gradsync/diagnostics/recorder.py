@@ -107,7 +107,7 @@ class FlightRecorder:
         place: the communicator; None if `recorders` shall not return this recorder.
 
     Attributes:
-        group, place: see above.
+        group, place: see Args.
         begun: the number of collectives that this rank has begun.
     """
 
@@ -143,7 +143,7 @@ class FlightRecorder:
         self._running = self._ring[noted % self._size] = [self.begun, what, monotonic(), None, False]
 
     def end(self, failed: bool = False) -> None:
-        """Records that the running collective has ended, unless `hand_over` has returned it."""
+        """Records that the running collective has ended. Does nothing if `hand_over` has returned the collective."""
         running = self._running
         if running is not None:
             self._running = None

@@ -33,9 +33,9 @@ def report_dumps(paths: Sequence[str], out: str | None) -> int:
         out: the path of the Chrome trace; None writes no Chrome trace.
 
     Returns:
-        The exit code. It is 1 if a rank raised an exception, a collective failed, ranks differ, or ranks wait for each
-        other in a circle; otherwise 0. If a rank is only late, the code is 0, because in a healthy run some rank is
-        always behind.
+        The exit code: 1 if a rank raised an exception, a collective failed, ranks differ, or ranks wait for each other
+        in a circle; otherwise 0. A rank that is only late does not make the exit code 1, because in a healthy run some
+        rank is always late.
 
     Raises:
         InvalidArgument: there are no dumps, a dump cannot be read, or the Chrome trace cannot be written.
@@ -85,7 +85,7 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
 
 
 def _raised(dumps: Sequence[Dump]) -> list[str]:
-    """Returns a line for each exception that ended ranks, the earliest first, with the line of code that raised it."""
+    """Returns a text for each exception that ended ranks, the earliest first, with the line of code that raised it."""
     by_error: dict[str, list[int]] = {}
     for dump in sorted(dumps, key=lambda dump: dump.wall_at):
         if dump.raised_at:
@@ -128,8 +128,8 @@ def _ends_of_steps(dump: Dump) -> list[float]:
 def _shares(dump: Dump) -> dict[str, float]:
     """Returns the share of time of each phase of a rank's collectives, and the share outside of gradsync.
 
-    A small collective has no phases. The whole time of such a collective, with its waiting, is in the share "in small
-    collectives".
+    A small collective has no phases. The share "in small collectives" is the whole time of all small collectives,
+    including the time in which the rank waits.
     """
     first, *_, last = _ends_of_steps(dump)
     spans = [(phase.name, phase.began, phase.ended) for phase in dump.phases]
@@ -260,10 +260,10 @@ def _differences(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
 
 
 def _first_different_lines(calls: Sequence[tuple[Sequence[int], DumpedCall]], are_buckets: bool) -> list[str]:
-    """Returns the first line that differs between descriptions of a collective, once for each description.
+    """Compares descriptions of one collective. Returns the first line that differs, from each description.
 
-    The first line of a bucket's description has the number of gradients. This function compares that line last. Each
-    other line describes one gradient.
+    The first line of a bucket's description has the number of gradients, and each other line describes one gradient.
+    This function compares the number of gradients last.
     """
     descriptions = [call.facts["description"] for _, call in calls]
     lines = list(zip_longest(*descriptions, fillvalue="(no further gradient)" if are_buckets else "(nothing)"))
@@ -312,17 +312,19 @@ def _without_dump(of_ranks: dict[int, DumpedGroup]) -> set[int]:
 
 
 def _progress(name: str, of_ranks: dict[int, DumpedGroup]) -> list[str]:
-    """Returns a line with the number of collectives that ranks have begun, and with those that were compared."""
+    """Returns a line with the number of collectives that ranks have begun, and the collectives that were compared."""
     begun: dict[int, list[int]] = {}
     for rank, group in of_ranks.items():
         begun.setdefault(group.begun, []).append(rank)
     *behind, (most, first) = sorted(begun.items())
     line = f"group {name!r}: {name_ranks(first)} {'has' if len(first) == 1 else 'have'} begun {most} collectives"
     for count, ranks in reversed(behind):
-        line += f"; {name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {most - count} behind, at {count}"
+        line += f"; {name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} begun {count}"
     numbers = compared([_history(rank, group) for rank, group in of_ranks.items()])
     if len(of_ranks) > 1:
-        line += f"; compared: #{numbers[0]} to #{numbers[-1]}" if numbers else "; no two ranks remember the same one"
+        line += (
+            f"; compared: #{numbers[0]} to #{numbers[-1]}" if numbers else "; no two ranks remember the same collective"
+        )
         if numbers and numbers[0] > 1:
             line += ", earlier collectives are not remembered"
     missing = sorted(_without_dump(of_ranks))
@@ -347,7 +349,7 @@ def _whereabouts(dump: Dump, *, says_why: bool) -> list[str]:
 
 
 def _place(dump: Dump) -> list[str]:
-    """Returns the line of code that raised the rank's exception, or else the innermost line of the program."""
+    """Returns the line of code that raised the rank's exception; without one, the line that the rank is running."""
     if dump.raised_at:
         return [f"  at {dump.raised_at}"]
     _, *lines = dump.stacks.splitlines() or [""]  # the main thread comes first
@@ -371,7 +373,7 @@ def _left_out(dumps: Sequence[Dump], earlier: Sequence[Dump]) -> list[str]:
 
 
 def _why_left_out(dump: Dump) -> str:
-    return "it has no rank" if dump.rank is None else f"there is a later dump of rank {dump.rank}"
+    return "it does not name its rank" if dump.rank is None else f"there is a later dump of rank {dump.rank}"
 
 
 def _rank(dump: Dump) -> int:

@@ -57,7 +57,7 @@ class Laps:
 
     Args:
         tracer: the tracer that records the phases.
-        recorder: the communicator's recorder. The phases are those of its last collective.
+        recorder: the communicator's recorder. The phases belong to the communicator's last collective.
     """
 
     __slots__ = ("_group", "_number", "_since", "_tracer")
@@ -80,7 +80,7 @@ class Tracer:
 
     Attributes:
         phases, arrivals, steps: the recorded events.
-        left_out: the number of further events, which were not recorded.
+        left_out: the number of events that were not recorded, because their list was full.
     """
 
     def __init__(self) -> None:

@@ -38,9 +38,9 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
     files of all ranks.
 
     Args:
-        path: the path of a file that ends in .json, or of a folder, which is made if needed. In a folder, the name of
-            the file contains rank and pid. None means the folder that GRADSYNC_DUMP_DIR names, or the current folder if
-            this variable is not set.
+        path: the path of a file that ends in .json, or of a folder, which is made if needed. If the path is a folder,
+            the name of the file contains rank and pid. None means the folder that GRADSYNC_DUMP_DIR names, or the
+            current folder if this variable is not set.
 
     Returns:
         The path of the file.
@@ -58,15 +58,16 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """Records when each bucket was packed, waited for, reduced and split, inside a `with` block.
 
-    A trace is not a collective, so not all ranks need one. `gradsync trace` shows the ranks that have traced. At the
-    end of the block, the process writes a dump. Inside the block, the recorder remembers 16,384 collectives.
+    A trace is not a collective, so some ranks may record one and others not. `gradsync trace` shows the ranks that
+    recorded a trace. At the end of the block, the process writes a dump. Inside the block, the recorder remembers
+    16,384 collectives.
 
     Args:
         path: the path of the dump; see dump_flight_recorder.
 
     Raises:
         InvalidArgument: a trace of this process is already on, or the file cannot be written. If the block itself
-            raises an error, that error is raised instead.
+            raises an error, the caller gets that error, and not an error from writing the trace.
     """
     from pathlib import Path
 
@@ -178,7 +179,7 @@ def _dump_now(reason: str, raised_at: str = "") -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Makes threads write their dumps one after the other, so that the last dump remains."""
+    """Lets only one thread at a time write a dump, so that the file contains the dump that was requested last."""
     is_held = _turn.acquire(timeout=_URGENT_SECONDS)
     try:
         yield
@@ -196,7 +197,10 @@ def _on_request(number: int, _frame: FrameType | None) -> None:
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Writes a dump before the stack unwinds, then raises KeyboardInterrupt. A second Ctrl-C does so at once."""
+    """Writes a dump before the stack unwinds, then raises KeyboardInterrupt.
+
+    A second Ctrl-C raises KeyboardInterrupt at once.
+    """
     global _interrupted_at
     try:
         _interrupted_at = time.monotonic()
