@@ -73,7 +73,8 @@ Examples:
 Exit codes:
   0      all ranks ended with 0
   2      the command line is wrong (or the script ended with 2)
-  130    Ctrl-C;  128 + n: another signal n to gradsync, or the signal that killed the rank that failed first
+  130    the user pressed Ctrl-C
+  128+n  signal n ended gradsync, or killed the rank that failed first
   else   the exit code of the rank that failed first (1 for an exception)
 
 Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT to the script.
@@ -84,7 +85,8 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     "--nprocs",
     "--nproc-per-node",
     type=click.IntRange(min=1),
-    help="Number of ranks on this machine.  [default: one per GPU of --gpus, or visible GPU, or usable core]",
+    help="Number of ranks on this machine.  [default: one per GPU in --gpus; without --gpus, one per visible GPU; "
+    "without a GPU, one per usable core]",
 )
 @click.option(
     "--gpus",
@@ -143,7 +145,8 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--node-rank",
     type=click.IntRange(min=0),
-    help="This machine's number, from 0. Its ranks follow the ranks of machines with lower numbers.",
+    help="This machine's number, from 0. The ranks of machine 0 have the lowest numbers, then the ranks of machine 1, "
+    "and so on.",
 )
 @click.option(
     "--rendezvous",

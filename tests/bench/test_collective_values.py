@@ -57,9 +57,7 @@ def test_a_size_makes_elements_and_those_the_size(kind):
 def test_collectives_by_name():
     assert [kind.name for kind in kinds_of("all")] == list(KINDS)
     assert [kind.name for kind in kinds_of("all-reduce, broadcast,all_reduce")] == ["all_reduce", "broadcast"]
-    with pytest.raises(
-        gs.InvalidArgument, match="called 'allreduce': use `all` alone, or a list of some of all_reduce"
-    ):
+    with pytest.raises(gs.InvalidArgument, match="called 'allreduce': use `all` alone, or one or more of all_reduce"):
         kinds_of("allreduce")
     with pytest.raises(gs.InvalidArgument, match="at least one"):
         kinds_of(",")

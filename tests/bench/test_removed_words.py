@@ -11,7 +11,10 @@ from gradsync.cli import main
 
 TESTS = Path(__file__).parents[1]
 
-PREDICT = "leave it out to measure, or predict with benchmarks/predict_threshold.py of the repository"
+PREDICT = (
+    "leave this option out to measure thresholds, or run benchmarks/predict_threshold.py of the repository to predict "
+    "the best one"
+)
 COMPARE = "run benchmarks/beside_peers.py of the repository"
 SCALE = "run benchmarks/rendezvous_scale.py of the repository"
 

@@ -34,9 +34,9 @@ def test_a_sweep_over_two_ranks(shapes, tmp_path):
         *("--thresholds", "0.0005,0.01,1"),
     )
     assert (code, err) == (0, "")
-    assert text.startswith("shapes.json: 4 gradients, 3.54 KB\n2 ranks over shm; medians of the slowest rank, 2 steps")
+    assert text.startswith("shapes.json: 4 gradients, 3.54 KB\n2 ranks over shm; median times of the slowest rank, 2 ")
     assert "quartiles" not in text
-    for part in ("Not measured: 1 MB", "<- fastest", " a step; too few steps to be sure, use --steps 20."):
+    for part in ("Not measured: 1 MB", "<- fastest", "the command measured too few steps: use --steps 20."):
         assert part in text
     result = json.loads(out.read_text())
     assert {"command", "date", "machine", "versions", "settings", "rows"} <= set(result)
@@ -62,7 +62,7 @@ def test_the_launcher_of_a_job_starts_its_ranks_and_one_of_them_reports(shapes):
 def test_one_rank_has_no_bus_and_a_limit_ends_it_early(shapes):
     code, text, err = bench("--model", shapes, "--backend", "local", "--steps", 50, "--time-limit", 0)
     assert (code, err) == (0, "")
-    assert "1 rank over local; medians of the slowest rank, 3 steps each of 50, because of --time-limit 0 s" in text
+    assert "of the slowest rank, because of --time-limit 0 s only 3 of 50 steps with each threshold" in text
 
 
 def test_a_terminal_sees_the_table_grow(shapes):

@@ -15,7 +15,7 @@ from gradsync.bench.models import gradients_of
 from gradsync.bench.report import MEGABYTE, Seconds, plot
 from gradsync.bench.thresholds import (
     DEFAULT_MEGABYTES,
-    Contender,
+    Candidate,
     Row,
     Sweep,
     panel,
@@ -38,7 +38,7 @@ def specs(*sizes):
 
 def row(threshold, milliseconds, all_reduces=1, noise=0.0, steps=9):
     low, high = 1e-3 * (milliseconds - noise / 2), 1e-3 * (milliseconds + noise / 2)
-    return Row(Contender(threshold, all_reduces), Seconds(1e-3 * milliseconds, low, high, steps), 0.0)
+    return Row(Candidate(threshold, all_reduces), Seconds(1e-3 * milliseconds, low, high, steps), 0.0)
 
 
 def test_thresholds_are_read_in_megabytes_ascending_and_once():
@@ -70,22 +70,22 @@ def test_wrong_thresholds_are_told(text, told):
 def test_of_thresholds_with_the_same_buckets_the_smallest_is_measured():
     # Two gradients of 400 bytes: together from 800 bytes on.
     assert plan_sweep(specs(100, 100), [100, 400, 800, 4000]) == [
-        Contender(100, 2, (400,)),
-        Contender(800, 1, (4000,)),
+        Candidate(100, 2, (400,)),
+        Candidate(800, 1, (4000,)),
     ]
 
 
 @given(st.lists(st.integers(0, 50), min_size=1), st.lists(st.integers(1, 1000), min_size=1, unique=True).map(sorted))
 def test_every_threshold_is_measured_or_stands_beside_one_with_as_many_buckets(sizes, thresholds):
-    contenders = plan_sweep(specs(*sizes), thresholds)
-    assert sorted(t for c in contenders for t in (c.threshold_bytes, *c.same_buckets)) == thresholds
-    for contender in contenders:
-        for threshold in (contender.threshold_bytes, *contender.same_buckets):
-            assert len(plan_buckets(specs(*sizes), threshold)) == contender.all_reduces
+    candidates = plan_sweep(specs(*sizes), thresholds)
+    assert sorted(t for c in candidates for t in (c.threshold_bytes, *c.same_buckets)) == thresholds
+    for candidate in candidates:
+        for threshold in (candidate.threshold_bytes, *candidate.same_buckets):
+            assert len(plan_buckets(specs(*sizes), threshold)) == candidate.all_reduces
 
 
 def test_rows_have_medians_and_bandwidth_and_one_rank_has_none():
-    sweep = Sweep(specs(250), [Contender(1, 7), Contender(2, 3)], 3, 1.0)
+    sweep = Sweep(specs(250), [Candidate(1, 7), Candidate(2, 3)], 3, 1.0)
     steps = [[1.0, 3.0, 2.0], [4.0, 4.0, 4.0]]
     first, _ = rows_of(sweep, steps, ranks=4)
     assert first.seconds.median == 2.0
@@ -121,10 +121,13 @@ DEFAULT = 10 * MEGABYTE
         (
             [row(MEGABYTE // 4, 10.0, noise=5.0), row(MEGABYTE, 14.0), row(DEFAULT, 13.0)],
             "All these thresholds are equally fast, 10 ms to 14 ms a step. "
-            "Differences below 5 ms are noise: the quartiles of the fastest threshold lie that far apart.\n"
+            "Differences below 5 ms are noise: the quartiles of the fastest threshold are 5 ms apart.\n"
             "So the default (10 MB) is right.",
         ),
-        ([row(MEGABYTE, 10.0, 54)], "Nothing to choose: all thresholds make the same 54 bucket(s). 10 ms a step"),
+        (
+            [row(MEGABYTE, 10.0, 54)],
+            "All thresholds give the same 54 bucket(s), so there is nothing to choose. A step takes 10 ms.",
+        ),
     ],
 )
 def test_one_sentence_says_which_thresholds_do_and_how_sure_that_is(rows, told):
@@ -133,7 +136,8 @@ def test_one_sentence_says_which_thresholds_do_and_how_sure_that_is(rows, told):
 
 def test_few_steps_are_not_sure():
     rows = [row(MEGABYTE, 306, steps=3), row(DEFAULT, 341, steps=3), row(50 * MEGABYTE, 283, noise=36.7, steps=3)]
-    told = "50 MB was fastest, 283 ms a step; too few steps to be sure, use "
+    told = "50 MB was fastest, 283 ms a step. This result is not reliable, "
+    told += "because the command measured too few steps: use "
     assert recommendation(rows, 3) == f"{told}--steps 20."
     assert recommendation(rows, 20) == f"{told}a longer --time-limit."
     assert recommended(rows) is rows[2]
@@ -143,13 +147,13 @@ def test_the_default_is_recommended_where_it_does_else_the_smallest_that_does():
     rows = [row(MEGABYTE, 10.2), row(DEFAULT, 10.1), row(25 * MEGABYTE, 10.0)]
     assert recommended(rows) is rows[1]
     assert recommended([rows[0], rows[2]]) is rows[0]
-    standing_for_it = replace(rows[2], contender=Contender(5 * MEGABYTE, 1, (DEFAULT,)))
+    standing_for_it = replace(rows[2], candidate=Candidate(5 * MEGABYTE, 1, (DEFAULT,)))
     assert recommended([rows[0], standing_for_it]) is standing_for_it
 
 
 def test_what_was_not_measured_and_rising_counts_are_explained():
-    first = replace(row(MEGABYTE // 4, 1.0, 45), contender=Contender(MEGABYTE // 4, 45, (MEGABYTE // 2,)))
-    assert same_buckets([first]) == "Not measured: 0.5 MB; the buckets are those of 0.25 MB."
+    first = replace(row(MEGABYTE // 4, 1.0, 45), candidate=Candidate(MEGABYTE // 4, 45, (MEGABYTE // 2,)))
+    assert same_buckets([first]) == "Not measured: 0.5 MB (same buckets as 0.25 MB)."
     assert same_buckets([row(1, 1.0)]) == ""
     assert rising_counts([first, row(MEGABYTE, 1.0, 48)]).startswith("A larger threshold can make more all-reduces")
     assert rising_counts([first, row(MEGABYTE, 1.0, 45)]) == ""

@@ -1,4 +1,4 @@
-"""`gradsync bench collectives`: times collectives over a range of sizes, in the columns of NVIDIA's nccl-tests.
+"""`gradsync bench collectives`: measures collectives over a range of sizes, and prints the columns of nccl-tests.
 
 Every rank runs this program, whether gradsync's launcher, mpiexec, srun or torchrun has started it. Only rank 0 prints.
 The sizes, the in-place layouts of arrays and the factors for the bus bandwidth are those of nccl-tests, so that results
@@ -139,10 +139,10 @@ def kinds_of(names: str) -> list[Kind]:
     for name in wanted:
         if name not in KINDS:
             raise InvalidArgument(
-                f"no collective is called {name!r}: use `all` alone, or a list of some of {', '.join(KINDS)}"
+                f"no collective is called {name!r}: use `all` alone, or one or more of {', '.join(KINDS)}"
             )
     if not wanted:
-        raise InvalidArgument(f"name at least one collective: `all`, or a list of some of {', '.join(KINDS)}")
+        raise InvalidArgument(f"name at least one collective: `all`, or one or more of {', '.join(KINDS)}")
     return [KINDS[name] for name in dict.fromkeys(wanted)]
 
 
@@ -156,8 +156,8 @@ class Case:
         dtype: NumPy's name of the dtype.
         op: the reduction operator; "" if the collective does not reduce.
         ranks: the number of ranks.
-        iterations: the number of timed calls in each block.
-        warm_up: the number of untimed calls before the first block.
+        iterations: the number of calls in each block; a block is a series of calls that is timed as a whole.
+        warm_up: the number of untimed calls before the first block of timed calls.
         checks: whether the ranks compare their results with NumPy's.
     """
 
@@ -223,7 +223,7 @@ def parse_dtype(text: str) -> str:
 
 
 def plan_cases(kind: Kind, sizes: Sequence[int], itemsize: int, template: Case) -> list[Case]:
-    """Returns the cases to measure for one collective. Sizes that round to the same number of elements share one case.
+    """Returns the cases to measure for one collective; sizes that give equal numbers of elements are one case.
 
     Args:
         kind: the collective.
@@ -238,7 +238,7 @@ def plan_cases(kind: Kind, sizes: Sequence[int], itemsize: int, template: Case) 
 
 # Inputs and expected results.
 
-# The length of the repeated pattern is a prime, so that the check also notices data at a wrong offset.
+# The input array repeats so many values. The number is a prime, so that the check also finds data at a wrong offset.
 _PERIOD = 1009
 _EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 _UFUNCS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
@@ -250,7 +250,7 @@ def source_of(case: Case, rank: int) -> Array:
 
 
 def _period(case: Case, rank: int) -> Array:
-    """Returns the pattern that source_of repeats. Products use only 1 and 2, so that they stay exact."""
+    """Returns the short array that source_of repeats; for products it holds only 1 and 2, so that results are exact."""
     most = 2 if case.op == "prod" else 8
     return np.random.default_rng(rank).integers(1, most + 1, _PERIOD).astype(dtype_of(case.dtype))
 
@@ -292,8 +292,8 @@ def _reduced(sources: Sequence[Array], op: str) -> Array:
 def count_wrong(case: Case, result: Array | None, rank: int) -> int:
     """Returns the number of wrong elements in a rank's result; all elements count as wrong if the result is missing.
 
-    Averages, and reductions of 16-bit floats, may differ by one rounding error per rank. All other results must be
-    exact.
+    Averages, and reductions of 16-bit floats, may differ from NumPy's result by one rounding error per rank. All other
+    results must be exact.
     """
     expected = expected_of(case, rank)
     if expected is None:
@@ -407,7 +407,7 @@ class Row:
 
 
 def wrong_in_all(rows: Sequence[Row]) -> int:
-    """Returns the sum of the wrong elements in all rows, out of place and in place."""
+    """Returns how many elements are wrong in all rows together, out of place and in place."""
     return sum(form.wrong or 0 for row in rows for form in row.forms.values())
 
 
@@ -441,7 +441,7 @@ class Wanted(NamedTuple):
     Attributes:
         cases: one list of cases for each collective.
         itemsize: the size of one element in bytes.
-        blocks: the number of blocks, each of `iterations` timed calls; the reported time is the median of the blocks.
+        blocks: the number of blocks of timed calls; the reported time is the median over the blocks.
         verbose: whether rank 0 prints all columns even on a terminal.
     """
 
@@ -474,7 +474,7 @@ def measure(wanted: Wanted) -> Measured:
         of_blocks = f"the median of {wanted.blocks} blocks of {wanted.cases[0][0].iterations} calls"
         ranks = "1 rank" if comm.world_size == 1 else f"{comm.world_size} ranks"
         print(f"# gradsync/{comm.backend}: {ranks}, {usable_cores()} cores on this machine")
-        print(f"# each time is the slowest rank's: {of_blocks}, after {wanted.cases[0][0].warm_up} warm-up calls")
+        print(f"# times are those of the slowest rank: {of_blocks}, after {wanted.cases[0][0].warm_up} warm-up calls")
         if busy := busy_machine():
             print(f"# {busy}")
         sys.stdout.flush()
@@ -603,7 +603,7 @@ def bench_collectives(
     kinds = kinds_of(collectives)
     operation, name = ReduceOp.parse(op), parse_dtype(dtype)
     if name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
-        raise InvalidArgument("NumPy supports bfloat16 with: pip install ml_dtypes")
+        raise InvalidArgument("bfloat16 needs the package ml_dtypes: pip install ml_dtypes")
     ranks = count_ranks(nprocs, backend)
     check_outputs(json_path, plot_path)
     if any(kind.reduces for kind in kinds):
@@ -707,7 +707,7 @@ def average_bus_gigabytes(rows: Sequence[Row]) -> float:
 
 
 def panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """Returns two plot panels per collective, with the times and bus bandwidths of the faster layout."""
+    """Returns two plot panels per collective, times and bus bandwidths, of the faster: in place or out of place."""
     found = []
     for collective in dict.fromkeys(row.case.collective for row in rows):
         of_collective = [row for row in rows if row.case.collective == collective]

@@ -12,8 +12,11 @@ import click
 from gradsync.backends import BACKENDS
 from gradsync.errors import InvalidArgument
 
-#: By command, the options that 0.2 has removed, and what to do instead.
-_PREDICT = "leave it out to measure, or predict with benchmarks/predict_threshold.py of the repository"
+#: For each command, the options that version 0.2 has removed, each with the text that says what to do instead.
+_PREDICT = (
+    "leave this option out to measure thresholds, or run benchmarks/predict_threshold.py of the repository to predict "
+    "the best one"
+)
 _REMOVED_OPTIONS = {
     "thresholds": dict.fromkeys(("--predict", "--backward-ms", "--latency-us", "--bandwidth-gbs"), _PREDICT),
     "collectives": {
@@ -24,7 +27,7 @@ _REMOVED_OPTIONS = {
 
 
 class _Command(click.Command):
-    """A command whose error for a removed option says what to do instead."""
+    """A command; if a user passes an option that was removed, the error shows what to do instead."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -37,7 +40,7 @@ class _Command(click.Command):
 
 
 class _Commands(click.Group):
-    """A group whose error for a removed command says what to run instead."""
+    """A group of commands; if a user runs a command that was removed, the error shows what to run instead."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -80,8 +83,8 @@ Examples:
   mpiexec -n 4 gradsync bench thresholds --model bert     mpiexec has started the ranks; srun and torchrun work too
 
 \b
-Thresholds are in MB; 1 MB is 1024**2 bytes. With -v the table has a column "bus", the bus bandwidth: 2 (n - 1) / n of
-the gradients' bytes over the time of a step, for n ranks.
+Thresholds are in MB; 1 MB is 1024**2 bytes. With -v the table has a column "bus", the bus bandwidth for n ranks:
+2 (n - 1) / n times the bytes of all gradients, divided by the time of a step.
 """,
 )
 @click.option(
@@ -116,11 +119,10 @@ the gradients' bytes over the time of a step, for n ranks.
 @_json
 @_plot
 def thresholds(**options: Any) -> None:
-    """Measures which threshold_bytes synchronises a model's gradients fastest, and says how sure that is.
+    """Measures which threshold_bytes synchronises a model's gradients fastest, and how reliable this result is.
 
     The command starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) has started it. Each round
-    times one step of each threshold. The time of a step is that on the slowest rank. The time of a threshold is the
-    median of its rounds.
+    times one step with each threshold, on the slowest rank. The table shows the median over the rounds.
     """
     from gradsync.bench.thresholds import bench_thresholds
 
@@ -129,7 +131,7 @@ def thresholds(**options: Any) -> None:
 
 @bench.command(
     cls=_Command,
-    short_help="Times collectives, in the columns of nccl-tests.",
+    short_help="Times collectives, and prints the columns of nccl-tests.",
     epilog="""\b
 Examples:
   gradsync bench collectives                                    all_reduce, two ranks, 1 KB to 32 MB
@@ -138,12 +140,13 @@ Examples:
   srun -n 16 gradsync bench collectives -e 256M                 ranks that a launcher has started
 
 \b
-On a terminal the command shows a table with size, time and GB/s, which is size / time. With -v, or in a file or a pipe,
-it prints all columns of NVIDIA's nccl-tests: algbw is size / time; busbw is algbw times 2 (n - 1) / n for all_reduce,
-(n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for broadcast, reduce and exchange. The
-size is that of the larger of source and target. GB are 1e9 bytes; KB and MB are units of 1024. #wrong is the number of
-elements on all ranks that differ from NumPy's result. If a collective cannot run in place, or not out of place, those
-columns have "-". The exit code is 1 if elements are wrong.
+On a terminal the command shows a table with size, time and GB/s (size / time). With -v, or if the output goes to a file
+or a pipe, the command prints all columns of NVIDIA's nccl-tests. algbw is size / time. busbw is algbw times a factor:
+2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter; 1 for
+broadcast, reduce and exchange. The size is the number of bytes of the source or the target, whichever is larger. 1 GB
+is 1e9 bytes; 1 KB is 1024 bytes, and 1 MB is 1024**2 bytes. #wrong is the number of elements, on all ranks, that differ
+from NumPy's result. If a collective runs only out of place, or only in place, the other columns show "-". The exit code
+is 1 if elements are wrong.
 """,
 )
 @click.option(
@@ -170,7 +173,7 @@ columns have "-". The exit code is 1 if elements are wrong.
     type=click.IntRange(min=1),
     default=20,
     show_default=True,
-    help="Number of timed calls in each block.",
+    help="Number of timed calls in each block of calls.",
 )
 @click.option(
     "-w",
@@ -178,14 +181,14 @@ columns have "-". The exit code is 1 if elements are wrong.
     type=click.IntRange(min=0),
     default=5,
     show_default=True,
-    help="Number of untimed calls before the first block.",
+    help="Number of untimed calls before the first block of timed calls.",
 )
 @click.option(
     "--blocks",
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Number of blocks; the reported time is their median.",
+    help="Number of blocks of timed calls; the reported time is the median over the blocks.",
 )
 @click.option(
     "-o", "--op", default="sum", show_default=True, help="Operator of reductions: sum, mean, prod, min or max."

@@ -91,7 +91,7 @@ def gradients_of(model: str) -> list[GradientSpec]:
     """Returns the gradients of one backward pass, in the order in which it produces them.
 
     Args:
-        model: a key of MODELS (float32 gradients), or the path of a shapes file, which is already in that order.
+        model: a key of MODELS (float32 gradients), or the path of a shapes file, which lists gradients in this order.
 
     Raises:
         InvalidArgument: the name is unknown, the file is missing or malformed, the file has bfloat16 gradients and the
@@ -108,7 +108,7 @@ def gradients_of(model: str) -> list[GradientSpec]:
         )
     specs = read_shapes(model)
     if any(spec.dtype == "bfloat16" for spec in specs) and importlib.util.find_spec("ml_dtypes") is None:
-        raise InvalidArgument(f"{model!r} has bfloat16 gradients, which NumPy supports with: pip install ml_dtypes")
+        raise InvalidArgument(f"{model!r} has bfloat16 gradients, which need the package: pip install ml_dtypes")
     if total_bytes(specs) == 0:
         raise InvalidArgument(f"the gradients of {model!r} have no elements: there is nothing to time")
     return specs

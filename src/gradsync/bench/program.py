@@ -49,7 +49,7 @@ def array_module(communicator: Communicator) -> tuple[Any, Callable[[], None]]:
 
 
 def count_ranks(nprocs: int | None, backend: str) -> int:
-    """Returns the number of ranks that a launcher has started, or else the number that this command is to start.
+    """Returns the number of ranks: those that a launcher has started, or, without a launcher, those to start here.
 
     Raises:
         InvalidArgument: the option -n does not fit the backend, or differs from the launcher's number of ranks.
@@ -73,16 +73,16 @@ def count_ranks(nprocs: int | None, backend: str) -> int:
 def run_as_ranks(
     program: Callable[[_Wanted], _Result], wanted: _Wanted, *, nprocs: int | None, backend: str
 ) -> _Result | None:
-    """Calls a function on all ranks, in an initialised process group, and returns rank 0's result.
+    """Calls `program(wanted)` on all ranks, in an initialised process group, and returns rank 0's result.
 
     Args:
-        program: the function; it must be defined at the top level of a module, because gradsync pickles it.
-        wanted: the argument of the function; gradsync pickles it too.
+        program: a function at the top level of a module, because gradsync pickles it.
+        wanted: the settings of the measurement; gradsync pickles them too.
         nprocs, backend: the options --nprocs and --backend of the command.
 
     Returns:
-        Rank 0's result. None if another process prints the result: this process is not rank 0, or it has started the
-        ranks with mpiexec.
+        Rank 0's result. None if a different process prints the result, because this process is not rank 0, or because
+        this process has started the ranks with mpiexec.
 
     Raises:
         GradsyncError: a rank failed; its traceback is on stderr.

@@ -1,6 +1,6 @@
 """Helpers for all measurements: statistics, units, a description of the machine, and files of results.
 
-The extra `plot` installs matplotlib. Only functions that draw import it.
+The extra `plot` installs matplotlib. Only the functions that draw plots import matplotlib.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Panel(NamedTuple):
         quantity: the label of the vertical axis, with the unit.
         sizes: the sizes in bytes, ascending.
         values: one value per size: a number, or a Seconds, drawn as its median with a bar between its quartiles.
-        unit: the unit of the vertical axis in seconds, such as 1e-3 for milliseconds.
+        unit: the length of one unit of the vertical axis in seconds, such as 1e-3 if the axis shows milliseconds.
         is_logarithmic: whether the vertical axis is logarithmic; if False, the axis is linear and begins at 0.
         chosen: the size at which the panel draws a vertical line, as the recommended size; None for no line.
     """
@@ -262,7 +262,7 @@ def _draw(axes: Any, panel: Panel) -> None:
 
 
 def _tick(axes: Any) -> None:
-    """Puts the ticks of a logarithmic axis at each decade; on a short axis also at 2 and 5 times a decade."""
+    """Puts the ticks of a logarithmic axis at 1, 10, 100 and so on; on a short axis also at 2, 5, 20, 50 and so on."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axes.get_ylim()

@@ -1,9 +1,9 @@
 """`gradsync bench thresholds`: measures which threshold_bytes synchronises a model's gradients fastest.
 
-Every rank runs this program. Each round times one step per threshold, with the same gradients. The time of a step is
-that on the slowest rank; the time of a threshold is the median over the rounds. Every second round measures thresholds
-in reverse order, so that no threshold always follows the same one. Every round measures every threshold, so a change of
-the machine's speed affects all of them.
+Every rank runs this program. Each round times one step with every threshold, so that a change of the machine's speed
+affects all thresholds. Every second round measures the thresholds in reverse order, so that a threshold is not always
+measured after the same other threshold. The time of a step is measured on the slowest rank. The program reports the
+median over the rounds.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument
 
 DEFAULT_MEGABYTES = "0.25,0.5,1,2,5,10,25,50,100"
-# The least gain in time, as a part of the step, for which a larger threshold is recommended: a larger threshold costs
-# memory and delays the first all-reduce.
+# Thresholds whose times differ by less than this fraction count as equally fast. A larger threshold must gain more,
+# because it costs memory and delays the first all-reduce.
 TOLERANCE = 0.03
 WARM_UP_ROUNDS = 2
 _FEWEST_ROUNDS = 3  # measured even beyond the time limit, because a median of fewer rounds says little
@@ -55,7 +55,7 @@ _FLOATING = ("float", "bfloat", "complex")
 
 
 @dataclass(frozen=True)
-class Contender:
+class Candidate:
     """One threshold to measure.
 
     Attributes:
@@ -74,13 +74,13 @@ class Sweep(NamedTuple):
 
     Attributes:
         specs: the descriptions of a step's gradients, in the order in which the backward pass produces them.
-        contenders: the thresholds to measure.
+        candidates: the thresholds to measure.
         steps: the number of rounds; each round times one step per threshold.
-        limit_seconds: the time limit; no further round begins if it would end later.
+        limit_seconds: the time limit; after 3 rounds, the measurement stops if the next round would exceed the limit.
     """
 
     specs: Sequence[GradientSpec]
-    contenders: Sequence[Contender]
+    candidates: Sequence[Candidate]
     steps: int
     limit_seconds: float
 
@@ -89,7 +89,7 @@ class Measured(NamedTuple):
     """The result of a measurement.
 
     Attributes:
-        steps: one list per contender, with the duration of its step in each round, in seconds.
+        steps: one list per candidate, with the duration of its step in each round, in seconds.
         backend, device: the backend and the device of the communicator.
     """
 
@@ -103,26 +103,26 @@ class Row:
     """One line of the printed table: the measurement of one threshold.
 
     Attributes:
-        contender: the measured threshold.
+        candidate: the measured threshold.
         seconds: the durations of a step.
         bus_bytes_per_second: the bus bandwidth as nccl-tests defines it for all-reduce: 2 (n - 1) / n times the bytes
-            of the gradients, divided by the median duration, for n ranks. It is 0 for one rank.
+            of the gradients, divided by the median duration, for n ranks. For one rank the bus bandwidth is 0.
     """
 
-    contender: Contender
+    candidate: Candidate
     seconds: Seconds
     bus_bytes_per_second: float
 
     def has(self, threshold_bytes: int) -> bool:
         """Whether this row holds for the given threshold: it measured that threshold, or one with the same buckets."""
-        return threshold_bytes in (self.contender.threshold_bytes, *self.contender.same_buckets)
+        return threshold_bytes in (self.candidate.threshold_bytes, *self.candidate.same_buckets)
 
     def as_dictionary(self) -> dict[str, object]:
         """Returns the row as a dictionary for JSON; times are in seconds."""
         return {
-            "threshold_bytes": self.contender.threshold_bytes,
-            "same_buckets_threshold_bytes": self.contender.same_buckets,
-            "all_reduces": self.contender.all_reduces,
+            "threshold_bytes": self.candidate.threshold_bytes,
+            "same_buckets_threshold_bytes": self.candidate.same_buckets,
+            "all_reduces": self.candidate.all_reduces,
             "seconds": vars(self.seconds),
             "spread": self.seconds.spread,
             "bus_bytes_per_second": self.bus_bytes_per_second,
@@ -149,7 +149,7 @@ def parse_megabytes(text: str) -> list[int]:
     return sorted(thresholds)
 
 
-def plan_sweep(specs: Sequence[GradientSpec], thresholds: Sequence[int]) -> list[Contender]:
+def plan_sweep(specs: Sequence[GradientSpec], thresholds: Sequence[int]) -> list[Candidate]:
     """Returns the thresholds to measure. If several thresholds produce the same buckets, only the smallest is measured.
 
     Args:
@@ -160,17 +160,23 @@ def plan_sweep(specs: Sequence[GradientSpec], thresholds: Sequence[int]) -> list
     for threshold in thresholds:
         buckets = plan_buckets(specs, threshold)
         found.setdefault(tuple(tuple(slot.position for slot in b.slots) for b in buckets), []).append(threshold)
-    return [Contender(same[0], len(buckets), tuple(same[1:])) for buckets, same in found.items()]
+    return [Candidate(same[0], len(buckets), tuple(same[1:])) for buckets, same in found.items()]
 
 
 def rows_of(sweep: Sweep, steps: Sequence[Sequence[float]], ranks: int) -> list[Row]:
-    """Returns one row per contender; `steps` needs the durations of at least one round."""
+    """Returns one row for each measured threshold.
+
+    Args:
+        sweep: the settings of the measurement.
+        steps: for each measured threshold, the durations of its step in one or more rounds, in seconds.
+        ranks: the number of ranks.
+    """
     size_bytes = total_bytes(list(sweep.specs))
     rows = []
-    for number, contender in enumerate(sweep.contenders):
+    for number, candidate in enumerate(sweep.candidates):
         seconds = Seconds.of(steps[number])
         bus = 2 * (ranks - 1) / ranks * size_bytes / seconds.median if seconds.median else math.inf
-        rows.append(Row(contender, seconds, bus))
+        rows.append(Row(candidate, seconds, bus))
     return rows
 
 
@@ -224,13 +230,13 @@ def _round(
 
 
 def _operations(sweep: Sweep, comm: Communicator) -> list[Callable[[], None]]:
-    """Returns one function per contender, which synchronises all gradients once with that threshold."""
+    """Returns one function per threshold; each function synchronises all gradients once with its threshold."""
     xp, wait = array_module(comm)
     gradients = [_gradient(xp, spec, comm.rank) for spec in sweep.specs]
     method = "mean" if all(spec.dtype.startswith(_FLOATING) for spec in sweep.specs) else "sum"
     return [
-        _step(AllreduceCallback(method, comm, threshold_bytes=contender.threshold_bytes), gradients, wait)
-        for contender in sweep.contenders
+        _step(AllreduceCallback(method, comm, threshold_bytes=candidate.threshold_bytes), gradients, wait)
+        for candidate in sweep.candidates
     ]
 
 
@@ -246,7 +252,7 @@ def _step(callback: AllreduceCallback, gradients: Sequence[Any], wait: Callable[
 
 
 def _gradient(xp: Any, spec: GradientSpec, rank: int) -> Any:
-    """Creates a gradient that repeated reductions do not overflow: floats, which are averaged, or integer zeros."""
+    """Creates a gradient of floats, which are averaged, or of integer zeros: values that never overflow."""
     if spec.dtype == "bfloat16":
         import ml_dtypes
 
@@ -280,8 +286,8 @@ def bench_thresholds(
     check_outputs(json_path, plot_path)
     made = provenance(["gradsync", *sys.argv[1:]])
     specs = gradients_of(model)
-    contenders = plan_sweep(specs, parse_megabytes(DEFAULT_MEGABYTES if thresholds is None else thresholds))
-    sweep = Sweep(specs, contenders, steps, limit_seconds)
+    candidates = plan_sweep(specs, parse_megabytes(DEFAULT_MEGABYTES if thresholds is None else thresholds))
+    sweep = Sweep(specs, candidates, steps, limit_seconds)
     measured = run_as_ranks(run_sweep, sweep, nprocs=nprocs, backend=backend)
     if measured is None:  # another process prints the result
         return
@@ -290,8 +296,10 @@ def bench_thresholds(
     where = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'} over {measured.backend}"
     print(f"{name}: {len(specs)} gradients, {megabytes(total_bytes(specs))}")
     on = "" if measured.device == "cpu" else f" on {measured.device} (rank 0)"
-    less = f" of {steps}, because of --time-limit {limit_seconds:g} s" if rounds < steps else ""
-    print(f"{where}{on}; medians of the slowest rank, {rounds} steps each{less}\n")
+    number = str(steps)
+    if rounds < steps:
+        number = f"because of --time-limit {limit_seconds:g} s only {rounds} of {steps}"
+    print(f"{where}{on}; median times of the slowest rank, {number} steps with each threshold\n")
     print_table(table(rows, verbose=verbose))
     print("\n" + "\n".join(filter(None, (same_buckets(rows), rising_counts(rows), recommendation(rows, steps)))))
     if plot_path is not None:
@@ -299,7 +307,7 @@ def bench_thresholds(
         print(f"drawn in {plot_path}")
     settings |= {"gradients": len(specs), "total_bytes": total_bytes(specs), "ranks": ranks}
     settings |= {"rounds": rounds, "measured_backend": measured.backend, "device": measured.device}
-    chosen = recommended(rows).contender.threshold_bytes
+    chosen = recommended(rows).candidate.threshold_bytes
     result = {"rows": [row.as_dictionary() for row in rows], "recommended_threshold_bytes": chosen}
     write_json(json_path, made, {"settings": settings, **result})
 
@@ -324,7 +332,7 @@ def _fastest(rows: Sequence[Row]) -> Row:
 
 
 def _noise_seconds(row: Row) -> float:
-    """Returns the largest difference that counts as noise: the distance between quartiles, or TOLERANCE if larger."""
+    """Returns the largest difference that counts as noise: TOLERANCE, or the distance between quartiles if larger."""
     return row.seconds.median * max(TOLERANCE, row.seconds.spread)
 
 
@@ -334,10 +342,10 @@ def is_sure(rows: Sequence[Row]) -> bool:
 
 
 def recommended(rows: Sequence[Row]) -> Row:
-    """Returns the recommended row.
+    """Returns the row of the recommended threshold.
 
-    If the default threshold is among the rows that alike() returns, it is recommended; else the smallest of those
-    thresholds. After too few rounds the fastest row is recommended.
+    Of the thresholds that are equally fast, see alike(), this is the default threshold, or the smallest threshold if
+    the default is not one of them. If too few rounds were measured, the function returns the fastest row.
     """
     if not is_sure(rows):
         return _fastest(rows)
@@ -354,16 +362,17 @@ def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
     """
     fastest = _fastest(rows)
     if len(rows) == 1:
-        buckets = f"{fastest.contender.all_reduces} bucket(s)"
-        return f"Nothing to choose: all thresholds make the same {buckets}. {fastest.seconds} a step."
+        buckets = f"{fastest.candidate.all_reduces} bucket(s)"
+        return f"All thresholds give the same {buckets}, so there is nothing to choose. A step takes {fastest.seconds}."
     if not is_sure(rows):
         more = "a longer --time-limit" if fastest.seconds.samples < wanted_steps else "--steps 20"
-        name = megabytes(fastest.contender.threshold_bytes)
+        name = megabytes(fastest.candidate.threshold_bytes)
         return (
-            f"{name} was fastest, {milliseconds(fastest.seconds.median)} a step; too few steps to be sure, use {more}."
+            f"{name} was fastest, {milliseconds(fastest.seconds.median)} a step. This result is not reliable, because "
+            f"the command measured too few steps: use {more}."
         )
     found = alike(rows)
-    low, high = (megabytes(row.contender.threshold_bytes) for row in (found[0], found[-1]))
+    low, high = (megabytes(row.candidate.threshold_bytes) for row in (found[0], found[-1]))
     if len(found) == 1:
         which = f"{low} is fastest, {milliseconds(fastest.seconds.median)} a step."
     else:
@@ -371,16 +380,16 @@ def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
         names = "All these thresholds" if len(found) == len(rows) else f"Thresholds from {low} to {high}"
         took = f"{milliseconds(min(times))} to {milliseconds(max(times))} a step"
         which = f"{names} are equally fast, {took}."
-    noise = f"Differences below {milliseconds(_noise_seconds(fastest))} "
+    limit = milliseconds(_noise_seconds(fastest))
     if fastest.seconds.spread > TOLERANCE:
-        noise += "are noise: the quartiles of the fastest threshold lie that far apart."
+        noise = f"Differences below {limit} are noise: the quartiles of the fastest threshold are {limit} apart."
     else:
-        noise += f"({TOLERANCE:.0%}) do not count."
+        noise = f"Differences below {limit} ({TOLERANCE:.0%}) do not count."
     chosen = recommended(rows)
     if chosen.has(DEFAULT_THRESHOLD_BYTES):
         todo = f"So the default ({megabytes(DEFAULT_THRESHOLD_BYTES)}) is right."
     else:
-        todo = f"Use gs.AllreduceCallback(threshold_bytes={_as_code(chosen.contender.threshold_bytes)})."
+        todo = f"Use gs.AllreduceCallback(threshold_bytes={_as_code(chosen.candidate.threshold_bytes)})."
     return f"{which} {noise}\n{todo}"
 
 
@@ -392,8 +401,8 @@ def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
         found.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     chosen, mark = recommended(rows), "<- recommended" if is_sure(rows) else "<- fastest"
     for row in rows:
-        threshold, bus = row.contender.threshold_bytes, row.bus_bytes_per_second
-        cells = [megabytes(threshold), milliseconds(row.seconds.median), str(row.contender.all_reduces)]
+        threshold, bus = row.candidate.threshold_bytes, row.bus_bytes_per_second
+        cells = [megabytes(threshold), milliseconds(row.seconds.median), str(row.candidate.all_reduces)]
         if verbose:
             lower = milliseconds(row.seconds.lower_quartile).removesuffix(" ms")
             cells += [
@@ -407,16 +416,16 @@ def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
 def same_buckets(rows: Sequence[Row]) -> str:
     """Returns a note for thresholds that were not measured because a smaller one gives the same buckets; else ""."""
     return "\n".join(
-        f"Not measured: {', '.join(map(megabytes, row.contender.same_buckets))}; "
-        f"the buckets are those of {megabytes(row.contender.threshold_bytes)}."
+        f"Not measured: {', '.join(map(megabytes, row.candidate.same_buckets))} "
+        f"(same buckets as {megabytes(row.candidate.threshold_bytes)})."
         for row in rows
-        if row.contender.same_buckets
+        if row.candidate.same_buckets
     )
 
 
 def rising_counts(rows: Sequence[Row]) -> str:
     """Returns a note that explains why a larger threshold gave more buckets than a smaller one; else ""."""
-    counts = [row.contender.all_reduces for row in rows]
+    counts = [row.candidate.all_reduces for row in rows]
     if counts == sorted(counts, reverse=True):
         return ""
     return "A larger threshold can make more all-reduces, because a gradient that does not fit begins a new bucket."
@@ -430,9 +439,9 @@ def _as_code(size_bytes: int) -> str:
 
 
 def panel(rows: Sequence[Row]) -> Panel:
-    """Returns the plot panel that shows the time of a step over the threshold."""
-    thresholds = [row.contender.threshold_bytes for row in rows]
-    chosen = recommended(rows).contender.threshold_bytes
+    """Returns a plot panel with the thresholds on the horizontal axis and the times of a step on the vertical axis."""
+    thresholds = [row.candidate.threshold_bytes for row in rows]
+    chosen = recommended(rows).candidate.threshold_bytes
     return Panel(
         "bars are quartiles", "time per step (ms)", thresholds, [row.seconds for row in rows], 1e-3, chosen=chosen
     )
