@@ -91,11 +91,12 @@ def fault_matrix(results: dict[str, Any]) -> list[str]:
         for text in dict.fromkeys(cell["complaints"] + cell["left_behind"])
     ]
     extent = (
-        f"{summary['cells']} cells were tested in {summary['rounds']} runs. Failed cells: {'; '.join(wrong) or 'none'}."
+        f"The test made {summary['rounds']} runs for {summary['cells']} combinations of fault, point and process, "
+        f"{results['settings']['cells_at_a_time']} at a time."
     )
+    failed = f"These combinations failed: {'; '.join(wrong)}." if wrong else "No combination failed."
     loads = [results["machine"][f"load_average_{when}"] for when in ("before", "after")]
-    busy = f"{results['settings']['cells_at_a_time']} cells ran at a time. The machine had a load average of"
-    return [*lines, "", f"{extent} {busy} {loads[0]:.0f} to {loads[1]:.0f}."]
+    return [*lines, "", f"{extent} {failed} The machine had a load average of {loads[0]:.0f} to {loads[1]:.0f}."]
 
 
 def _entry(cells: Sequence[dict[str, Any]]) -> str:
@@ -161,7 +162,8 @@ def simulation(results: dict[str, Any]) -> list[str]:
     lines = ["| fault | seeds | seeds with a reported failure |", "| --- | --- | --- |"]
     lines += [f"| {fault} | {found['seeds']:,} | {found['told']:,} |" for fault, found in results["faults"].items()]
     extent = (
-        f"The simulation played {results['seeds']:,} seeds with {results['events']:,} events, in "
+        f"The simulation ran with {results['seeds']:,} seeds. These runs had {results['events']:,} events in "
         f"{results['virtual_seconds']:,} s of virtual time"
     )
-    return [*lines, "", f"{extent}. {len(results['checks'])} checks found {len(results['violations'])} violations."]
+    found = f"{len(results['checks'])} checks after each run found {len(results['violations'])} violations"
+    return [*lines, "", f"{extent}. {found}."]

@@ -57,28 +57,28 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "proof_transcripts": transcripts,
     "proof_hostile": hostile,
 }
-#: docs/performance.md says once that its tables show medians, and that the programs ran alternately.
+#: docs/performance.md says once that its tables show medians, and that the compared programs took turns.
 METHOD = "The times were measured with two ranks", ""
-_MEDIANS = "The table shows medians. The programs ran alternately in one run"
+_MEDIANS = "The table shows medians. The compared programs took turns"
 _AS_PROVEN = "`{command}` makes the table"
-_BOLD = "The times are counted from the failure. Times above their limit are in bold"
+_BOLD = "Each time begins with the failure. Times above their limit are in bold"
+_COST = "The benchmark compares steps with and without a feature. The cost is the increase of the lower quartile"
 #: The line below a table, before and after the machine; {command} is the command in the file of results.
 METHODS = {
     "all_reduce": (
         METHOD[0],
-        'In the rows "busy cores", other processes do not run in every round, so a time below that on idle cores is '
-        "noise",
+        'In the rows "busy cores", other processes do not run in every round. If such a time is below the time on idle '
+        "cores, the difference is noise",
     ),
     "collectives": (
         METHOD[0],
         "The table names the size of a rank's input (all_gather, all_to_all), of its output (reduce_scatter), or "
-        "of the array (broadcast). Samples and limits are in `benchmarks/results/collectives.json`",
+        "of the array (broadcast)",
     ),
     "buckets": (
         METHOD[0],
         "MPI reduces the gradients one by one (each), or all of them as one array (flat). The time of "
-        "DDP is its backward pass minus the same pass in `no_sync()`. Samples and limits are in "
-        "`benchmarks/results/buckets.json`",
+        "DDP is its backward pass minus the same pass in `no_sync()`",
     ),
     "training_speed": (
         "The times were measured",
@@ -93,14 +93,14 @@ METHODS = {
     ),
     "torch_adapter": (
         METHOD[0],
-        "The table shows the times of the slower rank. The programs ran alternately in one run. The gradients have the "
-        "shapes of ResNet-50 and exist before the pass, so the times are those of the synchronisation alone. "
+        "The table shows the times of the slower rank. The compared programs took turns. The gradients have the shapes "
+        "of ResNet-50 and exist before the pass, so the times are those of the synchronisation alone. "
         "`python benchmarks/torch_adapter.py` makes the table",
     ),
     "gpt2_training": (
         METHOD[0],
-        "The table shows medians of the steps after the first, on the slower rank. The programs ran alternately in one "
-        "run, with batches of 64 tokens, dropout and AdamW. `python benchmarks/gpt2_training.py` makes the table",
+        "The table shows medians on the slower rank, without the first step. The compared programs took turns, with "
+        "batches of 64 tokens, dropout and AdamW. `python benchmarks/gpt2_training.py` makes the table",
     ),
     "first_edition": (
         METHOD[0],
@@ -114,16 +114,16 @@ METHODS = {
     ),
     "rendezvous_scale": (
         "The times were measured with simulated ranks",
-        f"{_MEDIANS}. The times are wall times. The simulated ranks ran on the same cores as the server. The "
-        "processor time of the server is in brackets",
+        f"{_MEDIANS} of the wall time and, in brackets, of the server's processor time. The simulated ranks ran on the "
+        "same cores as the server",
     ),
     "steady_cost": (
         METHOD[0],
-        "The cost compares the lower quartiles of alternating steps. An interval that includes 0 shows no cost above "
-        'the noise. The column "counted" is the time of the part alone, divided by the time of a step. '
-        "`python benchmarks/steady_cost.py` makes the table",
+        f'{_COST}. An interval that includes 0 shows no cost above the noise. The column "alone" is the time of the '
+        "feature, measured by itself, divided by the time of a step. `python benchmarks/steady_cost.py` makes the "
+        "table",
     ),
-    "steady_cost.debug": (METHOD[0], "The cost compares the lower quartiles of alternating steps"),
+    "steady_cost.debug": (METHOD[0], _COST),
     "proof_transcripts": ("The test ran", "`{command}` makes the table"),
     "proof_hostile": ("The times were measured", "The server runs in its own process. `{command}` makes the table"),
     "failure_detection": ("The times were measured", _BOLD),

@@ -28,8 +28,8 @@ def hostile(results: dict[str, Any]) -> list[str]:
         f"| join, 99th percentile | {_milliseconds(before, 'p99')} | {_milliseconds(under, 'p99')} | "
         f"{1e3 * targets['join_p99_seconds']:.0f} ms |",
         f"| join, worst | {_milliseconds(before, 'worst')} | {_milliseconds(under, 'worst')} | |",
-        f"| memory of the server | | + {found['memory_growth_bytes'] / 2**20:.1f} MiB | "
-        f"+ {targets['memory_growth_bytes'] / 2**20:.0f} MiB |",
+        f"| memory of the server | | + {found['memory_growth_bytes'] / 2**20:.1f} MB | "
+        f"+ {targets['memory_growth_bytes'] / 2**20:.0f} MB |",
         f"| descriptors of the server, before and after | {found['descriptors_before']} | "
         f"{found['descriptors_after']} | {found['descriptors_before']} |",
         f"| ranks harmed | | {len(found['faults'])} | 0 |",

@@ -138,7 +138,7 @@ def rendezvous_scale(results: dict[str, Any]) -> list[str]:
 
 def steady_cost(results: dict[str, Any], of: Sequence[str]) -> list[str]:
     """Returns the lines of a table of the costs of some features in a step of each model."""
-    lines = ["| step | of | cost | 95 % interval | counted |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| step | feature | cost | 95 % interval | alone |", "| --- | --- | --- | --- | --- |"]
     for found in results["results"]:
         step = f"{found['model']}, {1e3 * found['step_seconds']['median']:.3g} ms"
         for cost in found["costs"]:
@@ -169,6 +169,6 @@ SCALE_CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
     "share an id": _phase("put id", "get id"),
     "barrier": _phase("barrier"),
     "all three": lambda of_one: _wall_and_cpu([of_one["together"]]),
-    "memory of the server": lambda of_one: f"+ {of_one['memory_growth_bytes'] / 1e6:.1f} MB",
+    "memory of the server": lambda of_one: f"+ {of_one['memory_growth_bytes'] / 2**20:.1f} MB",
     "heartbeats": _heartbeats,
 }

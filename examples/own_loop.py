@@ -8,7 +8,7 @@ with gs.init_process_group() as comm:  # joins the other ranks that the launcher
     y = x @ [1.0, 2.0, 3.0] + 4.0
     weights, bias = rng.normal(size=3), rng.normal(size=1)
     gs.bcast_list_([weights, bias], root=0)  # all ranks begin with the parameters of rank 0
-    sync = gs.AllreduceCallback("mean")  # packs gradients into buckets of up to 10 MiB
+    sync = gs.AllreduceCallback("mean")  # packs gradients into buckets of up to 10 MB
 
     for _ in range(100):
         error = x @ weights + bias - y

@@ -188,7 +188,7 @@ def values(*, large: bool) -> list[Row]:
     large_values = [
         Row(
             f"large-result-{mebibytes}",
-            f"return value of {mebibytes} MiB",
+            f"return value of {mebibytes} MB",
             "gs.launch",
             2,
             call("large-result", str(mebibytes)),

@@ -86,7 +86,7 @@ def deaths() -> list[Row]:
         ),
         killed(
             "killed-in-big-all_reduce",
-            phase="all_reduce of 64 MiB",
+            phase="all_reduce of 64 MB",
             ranks=2,
             play=run(2, "big-all_reduce", "kill"),
             raising=(0,),

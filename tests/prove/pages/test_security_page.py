@@ -44,10 +44,10 @@ def test_limits_are_those_of_the_code() -> None:
     limits = dict(re.findall(rows, PAGE, flags=re.MULTILINE))
     assert limits == {
         "a frame before the proof": f"{wire.MAX_HANDSHAKE_FRAME_BYTES} bytes",
-        "a frame after it": f"{wire.MAX_FRAME_BYTES // 1024} KiB",
+        "a frame after it": f"{wire.MAX_FRAME_BYTES // 1024} KB",
         "from connecting to the first valid message": f"{server.HANDSHAKE_SECONDS:g} s, however many bytes arrive",
         "unauthenticated connections": f"{server.MAX_UNAUTHENTICATED} plus one for each rank; the oldest closes first",
-        "unread data for a peer": f"{server.MAX_OUTPUT_BYTES // 2**20} MiB",
+        "unread data for a peer": f"{server.MAX_OUTPUT_BYTES // 2**20} MB",
     }
 
 
