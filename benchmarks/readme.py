@@ -19,12 +19,11 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from page_tables import table
+from page_tables import fill_tables
 from source_tables import SOURCES
 
 ROOT = Path(__file__).parent.parent
-# The tables of docs/scaling.md are predictions too: scaling_page.py makes them.
-PAGES = (ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "scaling.md"}))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 #: Files that a command of a page leaves for the next command of the page.
 LEFT_BEHIND = ("dumps", "traced", "trace.json")
 
@@ -87,12 +86,7 @@ def _made_anew(text: str) -> str:
         text,
         flags=re.DOTALL,
     )
-    return re.sub(
-        r"(<!-- table: (\S+) -->\n).*?(<!-- end -->\n)",
-        lambda m: m[1] + "\n" + table(m[2]) + m[3],
-        text,
-        flags=re.DOTALL,
-    )
+    return fill_tables(text)
 
 
 def play(command: str, exit_code: int) -> str:

@@ -24,7 +24,6 @@ OTHER_SCRIPTS = {
     "two_checkouts_rank",
     "readme",
     "gpt2_training_rank",
-    "scaling_page",
     "scenes",
     "training_speed_rank",
 }

@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import readme
-import scaling_page
 import scenes
 
 SAYS = {
@@ -50,11 +49,6 @@ def test_a_page_leaves_the_files_of_other_pages_that_are_made_beside_it(
     assert (tmp_path / "dumps").is_dir()
     readme.render("```console\n$ gradsync trace dumps\n```\n")
     assert not (tmp_path / "dumps").exists()
-
-
-def test_the_page_on_scaling_is_up_to_date() -> None:
-    """Its predictions are of cost_model.py and nccl_cost_model.py: whoever changes these sees it here."""
-    assert scaling_page.PAGE.read_text() == scaling_page.render(scaling_page.PAGE.read_text())
 
 
 @pytest.mark.parametrize("scene", scenes.SCENES, ids=lambda scene: scene.name)

@@ -1,21 +1,13 @@
-"""Writes the tables of docs/scaling.md: predictions from the models of costs, measured figures from benchmarks/results.
-
-python benchmarks/scaling_page.py          # rewrites docs/scaling.md
-python benchmarks/scaling_page.py --check  # exit code 1 if the page is not up to date
-"""
+"""The predictions of docs/scaling.md, from the models of costs."""
 
 from __future__ import annotations
 
-import re
-import sys
+from collections.abc import Callable
 
-import page_tables
-import readme
 from cost_model import best_threshold_bytes, exposed_seconds
 from models import MODELS, element_count
 from nccl_cost_model import H100_NODES, Algorithm, fastest
 
-PAGE = readme.ROOT / "docs" / "scaling.md"
 MEGABYTE = 1024**2
 BUCKET_BYTES = 10 * MEGABYTE
 GPUS = (8, 64, 1024)
@@ -64,32 +56,5 @@ def thresholds() -> list[str]:
     return lines
 
 
-TABLES = {"nccl": nccl, "thresholds": thresholds}
-
-
-def render(text: str) -> str:
-    """Returns the page with new content between its markers."""
-    return re.sub(
-        r"(<!-- table: (\S+) -->\n).*?(<!-- end -->\n)",
-        lambda m: f"{m[1]}\n{_table(m[2])}{m[3]}",
-        text,
-        flags=re.DOTALL,
-    )
-
-
-def _table(name: str) -> str:
-    return "\n".join(TABLES[name]()) + "\n" if name in TABLES else page_tables.table(name)
-
-
-def main() -> int:
-    """Rewrites or checks the page."""
-    old = PAGE.read_text()
-    new = render(old)
-    if "--check" in sys.argv[1:]:
-        return int(old != new)
-    PAGE.write_text(new)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+#: By their names in the page.
+PREDICTIONS: dict[str, Callable[[], list[str]]] = {"nccl": nccl, "thresholds": thresholds}
