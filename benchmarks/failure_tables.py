@@ -22,7 +22,7 @@ def detection(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each failure."""
     lines = [
         "| failure | while | ranks | reported, median | worst | limit | all ended, median | worst | limit "
-        "| culprit named | left behind |",
+        "| cause named | resources left |",
         "| --- |" + " --- |" * 10,
     ]
     for found in results["results"]:
@@ -39,7 +39,7 @@ def detection(results: dict[str, Any]) -> list[str]:
 def detection_at_a_glance(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table of the most common failures."""
     lines = [
-        "| a rank | while | reported, median | worst | all ended, worst | culprit named | left behind |",
+        "| a rank | while | reported, median | worst | all ended, worst | cause named | resources left |",
         "| --- |" + " --- |" * 6,
     ]
     found = {(one["failure"], one["phase"], one["ranks"]): one for one in results["results"]}
@@ -118,15 +118,18 @@ def told(measured: dict[str, Any]) -> dict[str, Any] | None:
     return slower(measured["raised"], measured["reported"]) or measured["down"]
 
 
+_VICTIMS = {"grandchild": "child process of a rank"}
+
+
 def kills(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table of victims and signals, with how often each was hit."""
     summary = results["summary"]
     by_kind = {tuple(name.split()): count for name, count in summary["by_kind"].items()}
     signals = sorted({signal for signal, _ in by_kind})
-    lines = [f"| hit | {' | '.join(signals)} |", "| --- |" + " --- |" * len(signals)]
+    lines = [f"| signals to | {' | '.join(signals)} |", "| --- |" + " --- |" * len(signals)]
     for victim in sorted({victim for _, victim in by_kind}):
         counts = (str(by_kind.get((signal, victim), 0)) for signal in signals)
-        lines += [f"| a {victim} | {' | '.join(counts)} |"]
+        lines += [f"| {_VICTIMS.get(victim, victim)} | {' | '.join(counts)} |"]
     left = summary["left_something_behind"]
     return [*lines, "", f"{left} of {summary['kills']} kills left a process, shared memory, a port or a file behind."]
 
@@ -136,7 +139,7 @@ def restarts(results: dict[str, Any]) -> list[str]:
     summary = results["summary"]
     hits = ", ".join(f"{count} x {name}" for name, count in sorted(summary["struck"].items()))
     return [
-        "| trainings | hits, each followed by a restart | ended with other results, or left something |",
+        "| trainings | signals, each followed by a restart | trainings with wrong results or resources left |",
         "| --- | --- | --- |",
         f"| {summary['runs']} | {hits} | {summary['faulty_runs']} |",
     ]
@@ -157,10 +160,30 @@ def model_check(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+# The faults of the simulation by their names in the results; the first five must not cause a failure.
+_SIMULATED = {
+    "none": "none",
+    "slow": "a rank is slow",
+    "short stop": "a rank is paused for a short time",
+    "short cut": "the network of a rank is cut for a short time",
+    "wall clock": "the wall clock jumps",
+    "crash": "a rank is killed",
+    "stop": "a rank is paused for good",
+    "cut": "the network of a rank is cut for good",
+    "vanish": "the machine of a rank fails",
+    "reset": "the connections of a rank are reset",
+    "raises": "a rank raises an exception",
+    "absent": "a rank does not arrive at a step",
+    "server crash": "the server is killed",
+}
+
+
 def simulation(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each kind of fault that seeds have drawn."""
     lines = ["| fault | seeds | seeds with a reported failure |", "| --- | --- | --- |"]
-    lines += [f"| {fault} | {found['seeds']:,} | {found['told']:,} |" for fault, found in results["faults"].items()]
+    for fault, name in _SIMULATED.items():
+        found = results["faults"][fault]
+        lines.append(f"| {name} | {found['seeds']:,} | {found['told']:,} |")
     extent = (
         f"The simulation ran with {results['seeds']:,} seeds. These runs had {results['events']:,} events in "
         f"{results['virtual_seconds']:,} s of virtual time"

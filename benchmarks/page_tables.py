@@ -111,8 +111,8 @@ METHODS = {
     "network_partition": ("two network namespaces", "`python benchmarks/network_partition.py` makes the table"),
     "rendezvous_scale": (
         "simulated ranks",
-        f"{_MEDIANS} of the wall time and, in brackets, of the server's processor time. The simulated ranks ran on the "
-        "same cores as the server",
+        "The table shows medians of the wall time and, in brackets, of the server's processor time. The servers took "
+        "turns. The simulated ranks ran on the same cores as the server",
     ),
     "steady_cost": (
         USUAL,

@@ -20,7 +20,7 @@ HOST_SECONDS_PER_BUCKET = 100e-6
 def nccl() -> list[str]:
     """Returns the predicted times of NCCL's rings and trees for one bucket."""
     lines = [
-        "| GPUs | algorithm | time | of it latency | bus bandwidth | |",
+        "| GPUs | algorithm | time | share of latency | bus bandwidth | NCCL uses it |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for ranks in GPUS:
@@ -31,7 +31,7 @@ def nccl() -> list[str]:
             bus = way.bus_bytes_per_second(ranks, BUCKET_BYTES) / 1e9
             lines.append(
                 f"| {ranks:,} | {algorithm.value}, {way.protocol.value} | {1e6 * way.seconds:,.0f} us | {share:.0f} % "
-                f"| {bus:.0f} GB/s | {'taken' if way == chosen else ''} |"
+                f"| {bus:.0f} GB/s | {'yes' if way == chosen else 'no'} |"
             )
     return lines
 
@@ -39,8 +39,8 @@ def nccl() -> list[str]:
 def thresholds() -> list[str]:
     """Returns the predicted wait after the backward pass, by threshold."""
     sizes = (1, 10, 25)
-    heads = " | ".join(f"{size} MB" for size in sizes)
-    lines = [f"| gradients | GPUs | best threshold | then | {heads} |", "| --- |" + " --- |" * (3 + len(sizes))]
+    heads = " | ".join(f"with {size} MB" for size in sizes)
+    lines = [f"| gradients | GPUs | best threshold | with it | {heads} |", "| --- |" + " --- |" * (3 + len(sizes))]
     for model, backward in BACKWARD_SECONDS.items():
         total = 4 * element_count(MODELS[model]())
         for ranks in GPUS:

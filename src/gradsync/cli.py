@@ -218,8 +218,9 @@ Examples:
 
 \b
 Exit codes:
-  0      none of the following; a late rank alone does not change the exit code
-  1      a rank raised an exception, a collective failed, ranks differ, or ranks wait for each other in a circle
+  0      no failure was found; a late rank alone is no failure
+  1      a rank raised an exception, a collective failed, ranks called different collectives, or ranks wait for each
+         other (deadlock)
   2      there are no dumps, or a dump cannot be read
 """,
 )
@@ -240,7 +241,7 @@ def trace(dumps: tuple[str, ...], out: str | None) -> None:
     short_help="Shows which backends work on this machine, and how to repair the others.",
     epilog="""\b
 Exit codes:
-  0   a backend other than local works (with --backend: that backend), and nothing is broken
+  0   a backend other than local works (with --backend: that backend), and no other line is broken
   1   otherwise
   2   the command line is wrong
 

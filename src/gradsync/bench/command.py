@@ -122,7 +122,7 @@ def thresholds(**options: Any) -> None:
     """Measures which threshold_bytes synchronises a model's gradients fastest, and how reliable this result is.
 
     The command starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) has started it. Each round
-    times one step with each threshold, on the slowest rank. The table shows the median over the rounds.
+    measures the time of one step with each threshold, on the slowest rank. The table shows the median over the rounds.
     """
     from gradsync.bench.thresholds import bench_thresholds
 
