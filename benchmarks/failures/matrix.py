@@ -187,7 +187,7 @@ def _report_of(cell: Cell) -> tuple[str, ...]:
         KILL: (rf"{rank} was killed by SIGKILL",),
         RAISE: (rf"{rank} failed with exit code 1", "^ValueError: no such batch"),
         EXIT_3: (rf"{rank} failed with exit code 3",),
-        EXIT_0: (rf"^gradsync: rank {cell.victim} \(pid \d+\) had ended with exit code 0", because),
+        EXIT_0: (rf"^gradsync: rank {cell.victim} \(pid \d+\) ended with exit code 0 before this failure", because),
         STOP: (because,),
         CLOSE: (rf"{rank} failed with exit code 1|{because}",),
         HALF_OPEN: (rf"{rank} failed with exit code 1|{because}",),

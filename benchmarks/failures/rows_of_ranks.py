@@ -107,7 +107,7 @@ def deaths() -> list[Row]:
             2,
             run(2, "computing", "exit-0"),
             raising=(0,),
-            report=(r"^gradsync: rank 1 \(pid \d+\) had ended with exit code 0",),
+            report=(r"^gradsync: rank 1 \(pid \d+\) ended with exit code 0 before this failure",),
             exit_codes=FAILED,
         ),
     ]

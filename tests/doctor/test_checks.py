@@ -118,7 +118,7 @@ BROKEN = [
         "launcher",
         "broken",
         "WORLD_SIZE",
-        "unset the variables that a different run has left",
+        "unset the environment variables that this error names",
     ),
     (
         {"environ": {"GRADSYNC_BACKED": "shm"}},
@@ -195,7 +195,7 @@ ANSWERS = [
     ("mpiexec", {"text": "mpiexec (OpenRTE) 4.1"}, "MPI", "warning", "belongs to Open MPI", "use the mpiexec of MPICH"),
     (
         "cupy",
-        {"error": "the process that loaded it was killed by SIGSEGV"},
+        {"error": "the process that imported the library was killed by SIGSEGV"},
         "CuPy",
         "not usable here",
         "SIGSEGV",

@@ -52,10 +52,13 @@ def test_the_stand_in_is_not_taken_for_a_gpu():
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "the process that loaded it was killed by SIGSEGV"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            "the process that imported the library was killed by SIGSEGV",
+        ),
         (
             "raise OSError('libcuda.so.1: cannot open')",
-            "the process that loaded it ended with exit code 1: OSError: libcuda.so.1",
+            "the process that imported the library ended with exit code 1: OSError: libcuda.so.1",
         ),
         ("raise ImportError('libcublas is missing')", "libcublas is missing"),
     ],

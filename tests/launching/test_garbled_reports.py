@@ -11,7 +11,7 @@ import pytest
     [
         ("b'R' + bytes(8) + bytes([255] * 8)", "a result file of 0 bytes does not hold bytes 0 to"),
         ("b'E' + bytes(16)", "Expecting value"),
-        ("b'R' + bytes(16)", "the table of a result cannot have 0 bytes"),
+        ("b'R' + bytes(16)", "the table of offsets in a result file cannot have 0 bytes"),
         ("b'?' + bytes(16)", r"b'\?.*' is no report"),
         ("b'R'", "b'R' is no report"),
     ],

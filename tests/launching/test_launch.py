@@ -140,7 +140,7 @@ def test_launch_inside_a_rank_is_refused_before_any_process_starts(monkeypatch):
 def test_launch_inside_a_launched_function_is_told_without_gradsync_run(monkeypatch, method):
     monkeypatch.setattr(function_call, "_default", method)
     for text in gs.launch(rank_functions.launch_again, (), 2):
-        assert "ranks cannot launch ranks" in text
+        assert "a rank cannot launch other ranks" in text
         assert "gradsync run" not in text
 
 
@@ -156,11 +156,11 @@ def test_arguments_and_number_of_ranks_have_defaults(monkeypatch):
         ((None, (), 2), "needs a function"),
         (
             (rank_functions.place, (5,), 2),
-            r"for place\(\*args\) write gs.launch\(functools.partial\(place, \*args\)\), for ",
+            r"to call place\(\*args\), write gs.launch\(functools.partial\(place, \*args\)\); to call ",
         ),
         (
             (rank_functions.start_method_and_rank, (5, 6), 2),
-            r"launch calls start_.*\(args\), and args is a tuple of length 2: ",
+            r"launch passes args to start_.* as one argument, but args is a tuple of length 2, ",
         ),
         ((rank_functions.place, (), 0), "at least 1, got 0"),
         ((rank_functions.place, (), True), "at least 1, got True"),

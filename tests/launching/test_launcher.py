@@ -52,7 +52,9 @@ def test_bad_options_are_refused_at_decoration(options, text):
 
 
 def test_decorating_what_is_no_function():
-    with pytest.raises(gs.InvalidArgument, match=r"needs a function, got 3; for 3 ranks write launcher\(n_gpus=3\)"):
+    with pytest.raises(
+        gs.InvalidArgument, match=r"needs a function, got 3; to use 3 ranks, write launcher\(n_gpus=3\)"
+    ):
         gs.launcher(3)
 
 

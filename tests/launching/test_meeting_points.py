@@ -26,7 +26,7 @@ def test_master_ip_is_bound_with_a_secret(monkeypatch):
     assert run() == [(f"0.0.0.0:{port}", "0.0.0.0", [])] * 2
     assert run()[0][0] == f"0.0.0.0:{port}"  # the secret is kept for the next call
     monkeypatch.setattr(environment, "_secret", None)
-    with pytest.raises(gs.AuthenticationError, match="launcher at 0.0.0.0, which other machines can reach"):
+    with pytest.raises(gs.AuthenticationError, match="launcher at 0.0.0.0 needs a secret, because other machines"):
         run()
 
 

@@ -136,7 +136,7 @@ def test_without_a_group_the_machine_counts_and_the_text_is_careful(tmp_path):
     machine.machine_kills(5)
     assert watch.kills() == 1
     assert watch.describe() == (
-        "perhaps the kernel's out-of-memory killer: it has ended a process on this machine meanwhile"
+        "perhaps the kernel's out-of-memory killer, which ended a process on this machine during the run"
     )
 
 

@@ -238,7 +238,7 @@ def test_a_launcher_that_is_killed_ends_all(nodes, victim):
     code, err = run.end(1 - victim)
     assert code == 1
     assert re.search(rf"^gradsync: node {victim} \(\S+ 127.0.0.1\) was lost at \d\d:\d\d:\d\d: ", err, re.M), err
-    why = "the rendezvous that it hosts is gone" if victim == 0 else "control connection ended unexpectedly"
+    why = "the rendezvous server on node 0 is gone" if victim == 0 else "control connection ended unexpectedly"
     assert why in err.splitlines()[-1]
 
 
@@ -345,14 +345,14 @@ def test_node_0_elsewhere_is_refused(tmp_path):
     script, secret = write(tmp_path)
     code, _, err = command.run(*arguments(0, 2, "192.0.2.77:29400", secret), script)
     assert code == 1
-    assert "start it on the machine that '192.0.2.77:29400' names" in err
+    assert "start node 0 on the machine with the address '192.0.2.77:29400'" in err
 
 
 def test_a_name_without_an_address_is_refused(tmp_path):
     script, secret = write(tmp_path)
     code, _, err = command.run(*arguments(0, 2, "no-such-machine.invalid:29400", secret), script)
     assert code == 1
-    assert "--rendezvous: node 0 needs to know the address of 'no-such-machine.invalid'" in err
+    assert "--rendezvous: node 0 cannot resolve the name 'no-such-machine.invalid'" in err
 
 
 def test_an_address_of_another_machine_is_refused(nodes):
@@ -438,6 +438,6 @@ def test_machines_without_gpus_are_told_what_to_type_before_ranks_start(nodes, m
     run.start_all("none", ranks=(1, 2))
     ends = run.end_all()
     assert [code for code, _ in ends] == [0, 0]  # a program of another library goes on
-    why = r"gradsync: no GPU on node 0 \(\S+, 127.0.0.1\): gs.init_process_group\(\) will fail, .* or MPI; for MPI "
+    why = r"gradsync: no GPU on node 0 \(\S+, 127.0.0.1\): gs.init_process_group\(\) will fail, .* or MPI; to use MPI, "
     assert re.search(why + re.escape(mpi_line(run.script, "none")), ends[0][1])
     assert "no GPU on" not in ends[1][1]

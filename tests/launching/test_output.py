@@ -1,4 +1,4 @@
-"""The pump with real pipes and terminals: what a person sees of ranks that print."""
+"""The forwarder with real pipes and terminals: what a person sees of ranks that print."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.errors import InvalidArgument
-from gradsync.launching import output as output_pump
-from gradsync.launching.output import OutputPump, wants_colour
+from gradsync.launching import output as output_module
+from gradsync.launching.output import OutputForwarder, wants_colour
 from gradsync.launching.rank_logs import prepare_log_directory
 from gradsync.launching.signals import own_descriptors
 
 
-def has_ended(pump, rank, timeout):
+def has_ended(forwarder, rank, timeout):
     """Returns whether all that a rank printed has been read within so many seconds."""
     deadline = time.monotonic() + timeout
-    while any(stream.rank == rank for writer in pump._writers for stream in writer._streams):
+    while any(stream.rank == rank for writer in forwarder._writers for stream in writer._streams):
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.001)
@@ -38,21 +38,21 @@ def has_ended(pump, rank, timeout):
 
 
 class Ranks:
-    """A pump, and the write ends of its ranks' output."""
+    """A forwarder of output, and the write ends of its ranks' output."""
 
     def __init__(self, count, stdout=None, stderr=None, *, prefix=True, started=True, **options):
         self.before = set(os.listdir("/proc/self/fd"))
         self.stdout, self.stderr = stdout or io.StringIO(), stderr or io.StringIO()
-        self.pump = OutputPump(self.stdout, self.stderr, prefix=prefix, **options)
+        self.forwarder = OutputForwarder(self.stdout, self.stderr, prefix=prefix, **options)
         self.writers = {}
         for rank in range(count):
             self.add(rank)
         if started:
-            self.pump.start()
+            self.forwarder.start()
 
     def add(self, rank):
         readers, writers = zip(os.pipe(), os.pipe(), strict=True)
-        self.pump.add(rank, *readers)
+        self.forwarder.add(rank, *readers)
         self.writers[rank] = list(writers)
 
     def write(self, rank, data, stream=1):
@@ -61,12 +61,12 @@ class Ranks:
     def end(self, rank):
         for descriptor in self.writers.pop(rank):
             os.close(descriptor)
-        assert has_ended(self.pump, rank, 20)
+        assert has_ended(self.forwarder, rank, 20)
 
     def close(self, timeout=20):
         for rank in list(self.writers):
             self.end(rank)
-        return self.pump.close(timeout)
+        return self.forwarder.close(timeout)
 
     def __enter__(self):
         return self
@@ -75,7 +75,7 @@ class Ranks:
         for descriptors in self.writers.values():
             for descriptor in descriptors:
                 os.close(descriptor)
-        self.pump.close(0)
+        self.forwarder.close(0)
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def pipe_stream():
 
 
 def read_all(reader, stream):
-    """Reads what a closed pump left in a pipe of less than its size."""
+    """Reads what a closed forwarder left in a pipe of less than its size."""
     stream.close()
     return b"".join(iter(lambda: os.read(reader, 65536), b""))
 
@@ -114,10 +114,10 @@ def terminal():
 
 
 @contextlib.contextmanager
-def patient_pump():
-    """Has the pump wait for the end of each line, however late the test's next words come."""
+def patient_forwarder():
+    """Has the forwarder wait for the end of each line, however late the test's next words come."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output_pump, "_PARTIAL_LINE_SECONDS", 3600.0)
+        patch.setattr(output_module, "_PARTIAL_LINE_SECONDS", 3600.0)
         yield
 
 
@@ -127,7 +127,7 @@ def write_until_closed(ranks, rank):
 
 
 def test_lines_of_two_ranks_are_never_mixed():
-    with patient_pump(), pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
+    with patient_forwarder(), pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
         ranks.write(0, b"he")
         ranks.write(1, b"good bye\n")
         assert read_until(reader, rb"\n") == b"[rank 1] good bye\n"
@@ -154,7 +154,7 @@ def test_streams_stay_apart():
     )
 )
 def test_nothing_is_lost_and_nothing_doubled(chunks):
-    with patient_pump(), pipe_stream() as (reader, stdout):
+    with patient_forwarder(), pipe_stream() as (reader, stdout):
         ranks = Ranks(3, stdout)
         for rank, chunk in chunks:
             ranks.write(rank, chunk)
@@ -358,7 +358,10 @@ def test_tail_is_kept():
     with Ranks(1) as ranks:
         ranks.write(0, b"".join(b"line %d\n" % number for number in range(100)) + b"caf\xff")
         ranks.end(0)
-        assert ranks.pump.tail(0) == [*(f"line {number}" for number in range(81, 100)), "caf\N{REPLACEMENT CHARACTER}"]
+        assert ranks.forwarder.tail(0) == [
+            *(f"line {number}" for number in range(81, 100)),
+            "caf\N{REPLACEMENT CHARACTER}",
+        ]
 
 
 @pytest.mark.parametrize("end", ["stdout", "stderr"])
@@ -401,10 +404,10 @@ def test_blocked_terminal_keeps_nobody_from_ending():
             ranks.write(0, b"x")
         ranks.write(0, b"still seen\n", 2)
         began = time.monotonic()
-        assert not has_ended(ranks.pump, 0, 0.1)
-        ranks.pump.close(0.2)
+        assert not has_ended(ranks.forwarder, 0, 0.1)
+        ranks.forwarder.close(0.2)
         assert time.monotonic() - began < 20
-        assert ranks.pump.tail(0)[0].startswith("xxx")
+        assert ranks.forwarder.tail(0)[0].startswith("xxx")
 
 
 def test_blocked_stdout_does_not_hold_up_stderr():
@@ -415,8 +418,8 @@ def test_blocked_stdout_does_not_hold_up_stderr():
         assert read_until(reader, rb"\n") == b"[rank 0] help\n"
         while select.select([], [stdout], [], 0)[1]:
             time.sleep(0.001)
-        assert not ranks.pump.close(0.1)  # its thread stands in a write
-        while not ranks.pump.close(0.01):
+        assert not ranks.forwarder.close(0.1)  # its thread stands in a write
+        while not ranks.forwarder.close(0.01):
             if select.select([out], [], [], 0)[0]:
                 os.read(out, 65536)
         writing.join()
@@ -477,23 +480,23 @@ def test_of_a_lost_stderr_nothing_is_told(is_both):
 
 
 def test_streams_that_were_closed_at_the_start_take_everything():
-    pump = OutputPump(None, None, prefix=True)
+    forwarder = OutputForwarder(None, None, prefix=True)
     readers, writers = zip(os.pipe(), os.pipe(), strict=True)
-    pump.add(0, *readers)
-    pump.start()
+    forwarder.add(0, *readers)
+    forwarder.start()
     for writer in writers:
         os.write(writer, b"x\n")
         os.close(writer)
-    assert has_ended(pump, 0, 20)
-    assert pump.tail(0) == ["x", "x"]
-    assert pump.close(20)
+    assert has_ended(forwarder, 0, 20)
+    assert forwarder.tail(0) == ["x", "x"]
+    assert forwarder.close(20)
 
 
 def test_end_of_a_rank_that_left_a_process_behind_is_not_awaited_for_ever():
     ranks = Ranks(1)
     ranks.write(0, b"last words\n")
-    assert not has_ended(ranks.pump, 0, 0.05)  # the write ends are open still
-    assert ranks.pump.close(20)
+    assert not has_ended(ranks.forwarder, 0, 0.05)  # the write ends are open still
+    assert ranks.forwarder.close(20)
     assert ranks.stdout.getvalue() == "[rank 0] last words\n"
     ranks.writers.clear()
 
@@ -503,7 +506,7 @@ def test_close_passes_on_all_that_is_in_the_pipes():
         data = b"".join(b"line %d\n" % number for number in range(30_000))
         fcntl.fcntl(ranks.writers[0][0], fcntl.F_SETPIPE_SZ, 1 << 20)
         ranks.write(0, data)
-        closing = threading.Thread(target=ranks.pump.close, args=(20,))
+        closing = threading.Thread(target=ranks.forwarder.close, args=(20,))
         closing.start()
         printed = read_until(reader, rb"line 29999\n")
         closing.join()
@@ -513,8 +516,8 @@ def test_close_passes_on_all_that_is_in_the_pipes():
 def test_close_without_start_passes_on_what_there_is():
     ranks = Ranks(1, started=False)
     ranks.write(0, b"x\n")
-    assert ranks.pump.close(20)
-    assert ranks.pump.close(20)
+    assert ranks.forwarder.close(20)
+    assert ranks.forwarder.close(20)
     assert ranks.stdout.getvalue() == "[rank 0] x\n"
     for descriptor in ranks.writers.pop(0):
         os.close(descriptor)
@@ -616,11 +619,11 @@ def test_what_the_launcher_printed_before_comes_first():
         assert read_until(reader, rb"x\n") == b"from the launcher\n[rank 0] x\n"
 
 
-def test_quiet_pump_takes_no_time():
+def test_quiet_output_takes_no_time():
     with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
         ranks.write(0, b"prompt ")
         read_until(reader, b"prompt ")
-        clocks = [time.pthread_getcpuclockid(writer.ident) for writer in ranks.pump._writers]
+        clocks = [time.pthread_getcpuclockid(writer.ident) for writer in ranks.forwarder._writers]
         before = sum(map(time.clock_gettime, clocks))
         time.sleep(0.5)
         assert sum(map(time.clock_gettime, clocks)) - before < 0.01
@@ -637,11 +640,11 @@ def test_draining_waits_for_a_slow_reader_and_drops_nothing():
     os.close(other_writer)
     shown = b""
     with open(screen_writer, "w") as screen:
-        pump = OutputPump(screen, screen, prefix=False)
-        pump.add(0, rank_reader, other_reader)
-        pump.start()
-        assert not pump.drain(0.2)
-        while not pump.drain(0.01):
+        forwarder = OutputForwarder(screen, screen, prefix=False)
+        forwarder.add(0, rank_reader, other_reader)
+        forwarder.start()
+        assert not forwarder.drain(0.2)
+        while not forwarder.drain(0.01):
             shown += os.read(screen_reader, 1000)
     with open(screen_reader, "rb") as rest:
         assert shown + rest.read() == printed
@@ -650,15 +653,15 @@ def test_draining_waits_for_a_slow_reader_and_drops_nothing():
 def test_interpreter_ends_while_the_terminal_stands_still():
     code = """
 import os, sys
-from gradsync.launching.output import OutputPump
+from gradsync.launching.output import OutputForwarder
 
-pump = OutputPump(sys.stdout, sys.stderr, prefix=True)
+forwarder = OutputForwarder(sys.stdout, sys.stderr, prefix=True)
 (out, to_out), (err, to_err) = os.pipe(), os.pipe()
-pump.add(0, out, err)
-pump.start()
+forwarder.add(0, out, err)
+forwarder.start()
 os.set_blocking(to_out, False)
 os.write(to_out, b"x\\n" * 20000)
-pump.close(0.3)
+forwarder.close(0.3)
 """
     reader, writer = os.pipe()  # with 40,000 bytes, and a prefix for each two of them, it is full
     process = subprocess.run(

@@ -97,7 +97,7 @@ def test_a_rank_that_is_not_there_cannot_read(tmp_path, rank):
     script = command.write_script(tmp_path, "")
     code, _, err = command.refused("run", "-n", 2, f"--stdin={rank}", script)
     assert code == 2
-    assert f"--stdin needs a rank from 0 to 1, or none, got {rank!r}" in err
+    assert f"--stdin needs a rank from 0 to 1, or 'none', got {rank!r}" in err
 
 
 def test_the_reader_of_the_output_may_leave(tmp_path):

@@ -31,7 +31,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        what: the name of the line, such as "NumPy": the thing that the check has examined.
+        what: the name of the checked thing, such as "NumPy"; the report shows it before the text.
         status: how serious the finding is. BROKEN means that ranks cannot run with any backend.
         text: the result of the check, in words.
         advice: the commands or steps that solve the problem; "" if there is no problem.
@@ -103,7 +103,7 @@ _ENOUGH_BYTES = 256 * _MEGABYTE  # Docker's default of 64 MB is too small
 
 
 def check_anonymous_memory(here: Facts) -> Finding:
-    """Checks that memfd_create works, with which the backend shm allocates shared memory."""
+    """Checks that memfd_create works. The backend shm allocates its shared memory with this system call."""
     if here.memory_error:
         return broken(f"memfd: {here.memory_error}", "free memory, or raise the container's limit")
     return ok("memfd works")
@@ -134,7 +134,7 @@ def _shown(size_bytes: int) -> str:
 
 
 def check_threads(here: Facts) -> Finding:
-    """Checks that there are several cores, and that OMP_NUM_THREADS and similar variables ask for no more threads."""
+    """Checks the number of cores, and that OMP_NUM_THREADS and similar variables ask for no more threads than cores."""
     cores = "1 core" if here.cores == 1 else f"{here.cores} cores"
     found = {name: here.environ[name] for name in BLAS_VARIABLES if here.environ.get(name)}
     malformed = [name for name, value in found.items() if not _thread_counts(value)]
@@ -189,9 +189,9 @@ def _group(here: Facts) -> str:
 
 
 def _of_group(here: Facts, name: str) -> str | None:
-    """Reads a setting of this process's control group, or else of the root group.
+    """Reads a setting of this process's control group, or else of the root control group.
 
-    Inside a container the root group has the container's limits.
+    Inside a container, the root control group has the limits of the container.
     """
     return here.read(f"/sys/fs/cgroup{_group(here)}/{name}") or here.read(f"/sys/fs/cgroup/{name}")
 
@@ -330,7 +330,7 @@ def check_driver(here: Facts) -> Finding:
 
 
 def check_gpus(here: Facts) -> Finding | None:
-    """Checks which GPUs this process may use, and how they are linked."""
+    """Checks which GPUs this process may use, and how the GPUs are connected."""
     if not here.has_gpu:
         return None  # check_driver reports that there is no GPU
     visible = visible_gpus(here.environ)
@@ -360,7 +360,7 @@ def _links(here: Facts, devices: list[dict[str, Any]]) -> str:
     lines = here.answers.get("topology", {}).get("text", "").splitlines()
     words = {word for line in lines if re.match(r"\s*GPU\d+\s", line) for word in line.split()[1 : len(devices) + 1]}
     kinds = sorted({name for word in words for mark, name in _LINKS.items() if word.startswith(mark)})
-    return f"linked by {' and '.join(kinds)}" if kinds else "nvidia-smi does not say how they are linked"
+    return f"linked by {' and '.join(kinds)}" if kinds else "nvidia-smi does not say how the GPUs are linked"
 
 
 def cuda_version(number: int) -> str:
@@ -388,7 +388,7 @@ def check_cupy(here: Facts) -> Finding:
         return unusable(f"{name} does not load: {answer['error']}", f"pip install --force-reinstall {name}")
     if not _owns(installed, answer["file"]):
         text = f"{answer['version']} from {answer['file']}, which belongs to no installed package"
-        advice = "remove its folder from PYTHONPATH; until then the lines about GPUs may be wrong"
+        advice = "remove the folder of this CuPy from PYTHONPATH; until then the lines about GPUs may be wrong"
         return warning(text, advice)
     name = f"{installed[0].name} {answer['version']}"
     if int(answer["version"].partition(".")[0]) < _OLDEST_CUPY:
@@ -418,7 +418,7 @@ def _loaded(here: Facts, name: str, answer: Mapping[str, Any]) -> Finding:
     driver = answer.get("driver", 0)
     if "runtime" in answer and driver and driver // 1000 < answer["runtime"] // 1000:
         text = f"{runtime}, but the driver supports CUDA only up to {cuda_version(driver)}"
-        return warning(text, f"pip uninstall -y {name.split()[0]}; then {_install(here)}, or update the driver")
+        return warning(text, f"update the driver, or: pip uninstall -y {name.split()[0]}; then {_install(here)}")
     if "nvrtc" not in answer:
         return unusable(
             f"{runtime}; NVRTC, which compiles CuPy's kernels, is missing", f"{_install(here)} (it includes NVRTC)"
@@ -439,7 +439,7 @@ def _owns(installed: list[Package], file: str) -> bool:
 
 
 def check_nccl(here: Facts) -> Finding | None:
-    """Checks that CuPy has loaded NCCL, in a version that fits the one with which CuPy was built."""
+    """Checks that CuPy has loaded NCCL, and that CuPy was built with the same major version of NCCL."""
     answer: Any = here.answers.get("cupy", {})
     if "file" not in answer:
         return None  # check_cupy reports the problem
@@ -488,7 +488,7 @@ def _unknown(name: str, meant: str | None) -> Finding:
 
 
 def check_launcher(here: Facts) -> Finding:
-    """Checks that no environment variable gives this shell a rank. Its scripts would all take that rank."""
+    """Checks that no environment variable gives this shell a rank: every script in it would run as that rank."""
     try:
         read_port(here.environ, "MASTER_PORT")
     except InvalidArgument as error:
@@ -496,15 +496,13 @@ def check_launcher(here: Facts) -> Finding:
     try:
         place = environment.read_environment(dict(here.environ))
     except InvalidArgument as error:
-        return broken(str(error).replace("\n", " "), "unset the variables that a different run has left")
+        return broken(str(error).replace("\n", " "), "unset the environment variables that this error names")
     if place is None:
         return ok("this shell is not inside a launched job")
     setter = {"RANK": "torchrun or you", "gradsync": "gradsync run"}.get(place.source, place.source)
     text = f"this shell is rank {place.rank} of {place.world_size}, according to variables that {setter} set"
     names = [name for name in ("RANK", "WORLD_SIZE", environment.RANK, environment.WORLD_SIZE) if name in here.environ]
-    advice = (
-        f"this is right inside a job; otherwise: unset {' '.join(names)}" if names else "this is right inside a job"
-    )
+    advice = "inside a job these variables are right" + (f"; elsewhere: unset {' '.join(names)}" if names else "")
     return warning(text, advice)
 
 

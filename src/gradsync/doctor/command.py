@@ -79,7 +79,7 @@ def why_not(backend: str, here: Facts, findings: Sequence[Finding]) -> str | Non
 
 
 def _ranks(backend: str, here: Facts) -> int:
-    """Returns the number of ranks of a trial: 2, or 1 for backend "local" and for GPU backends if there is one GPU."""
+    """Returns the number of ranks of a trial: 2, but 1 for backend "local" and on a single GPU."""
     if TABLE[backend].on_gpus:
         return min(2, max(count_gpus(here.environ), 1))
     return 1 if TABLE[backend].single_rank else 2
@@ -140,7 +140,10 @@ class Report:
 
     @property
     def is_well(self) -> bool:
-        """Whether no finding is BROKEN and, unless trials were skipped, a suitable backend works; see `asked_for`."""
+        """Whether no finding is BROKEN, and the trials, if any ran, found a working backend.
+
+        This must be the backend `asked_for`; if that is None, any backend for several ranks.
+        """
         if any(finding.status is Status.BROKEN for finding in self.findings):
             return False
         if not self.trials:  # --no-try

@@ -86,11 +86,11 @@ class Facts:
         limits: the soft and hard limits, under the keys "open files" and "locked memory"; -1 means no limit.
         answers: the answers that ask_all() returned.
         shared_memory_bytes: the size and the free space of /dev/shm in bytes; None if /dev/shm does not exist.
-        memory_error: the error of memfd_create; "" if it worked.
-        loopback_error: the error of a listening socket on 127.0.0.1; "" if it worked.
+        memory_error: the error if memfd_create failed; "" if it worked.
+        loopback_error: the error if no socket could listen on 127.0.0.1; "" if one could.
         interfaces: the network interfaces.
         host: the host name of the machine.
-        host_error: the error of the look-up of the host name's address; "" if it worked.
+        host_error: the error if the host name could not be resolved to an address; "" if it could.
         mpiexec: the path of mpiexec; None if there is none.
         has_nvidia_smi: whether nvidia-smi is on the PATH.
     """
@@ -308,7 +308,7 @@ _called: list[subprocess.Popen[str]] = []  # the processes that call() is runnin
 
 
 def _kill_called() -> None:
-    """Kills the commands that call() is running. Ctrl-C does not reach them, because each has its own session."""
+    """Kills the commands that call() is running: each is in a session of its own, where Ctrl-C does not reach it."""
     for process in _called.copy():  # a copy, because threads remove processes from the list meanwhile
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -351,8 +351,8 @@ def _exit_error(exit_code: int, stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     last = f": {lines[-1]}" if lines else ""
     if exit_code < 0:
-        return f"the process that loaded it was killed by {signal.Signals(-exit_code).name}{last}"
-    return f"the process that loaded it ended with exit code {exit_code}{last}"
+        return f"the process that imported the library was killed by {signal.Signals(-exit_code).name}{last}"
+    return f"the process that imported the library ended with exit code {exit_code}{last}"
 
 
 def _ask_numpy() -> dict[str, Any]:

@@ -26,12 +26,12 @@ _kept: deque[int] = deque()
 def free_port() -> int:
     """Returns a TCP port that is not in use, for a server on any interface of this machine.
 
-    No socket is bound to the port, so that every kind of server can bind it, with or without SO_REUSEADDR. The port
-    stays free until the server binds it, unless another program asks for this very number: the kernel chooses other
-    ports, both for a server that binds port 0 and for an outgoing connection. No other call of `free_port`, in any
-    process of this machine or container, returns the same port while the calling process lives; this holds for the 64
-    newest ports of a process. If the kernel is configured to choose from all ports, it may give the port to another
-    program first.
+    No socket is bound to the port, so that every kind of server can bind it, with or without SO_REUSEADDR. The kernel
+    gives this port neither to a server that binds port 0 nor to an outgoing connection, so the port stays free until
+    the caller's server binds it, unless another program asks for this port number. If the kernel is configured to
+    choose from all ports, another program can get the port before the caller's server. While the calling process lives,
+    no other call of `free_port` on this machine, or in this container, returns the same port; a process reserves only
+    its 64 newest ports.
 
     Raises:
         OSError: no port is free.

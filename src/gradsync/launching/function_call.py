@@ -1,8 +1,8 @@
 """Prepares a function call for the ranks before any process starts, and gives the results or the error to the caller.
 
-The launcher sends the call as bytes, made by pickle, or by cloudpickle if pickle refuses. A rank reads both kinds of
-bytes with `pickle.loads`, which imports cloudpickle if the bytes need it. Forked ranks inherit the call, so nothing is
-sent.
+The launcher sends the call as bytes that pickle has made, or cloudpickle if pickle cannot pickle the call. A rank reads
+the call with `pickle.loads` in both cases; `pickle.loads` imports cloudpickle if needed. Forked ranks inherit the call,
+so nothing is sent.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _refuse_inside_rank(name: str) -> None:
         )
     if rank := os.environ.get(environment.RANK):
         advice = (
-            "ranks cannot launch ranks; launch it from the process that has launched this one"
+            "a rank cannot launch other ranks; launch the function from the process that launched this rank"
             if rank_main.runs_function()
             else "this script starts its own ranks; run it with python, not with gradsync run"
         )
@@ -166,7 +166,7 @@ def _refuse_inside_rank(name: str) -> None:
 
 
 class _InheritedDescriptors:
-    """A stand-in for multiprocessing's process during pickling; collects descriptors that the ranks must inherit."""
+    """Replaces multiprocessing's process object during pickling; collects the descriptors that ranks must inherit."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
@@ -181,7 +181,7 @@ class _InheritedDescriptors:
 
 @dataclass(frozen=True)
 class _InheritedDescriptor:
-    """A descriptor that keeps its number in the rank."""
+    """A file descriptor that has the same number in the ranks as in this process."""
 
     descriptor: int
 
@@ -217,8 +217,8 @@ def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
     Args:
         call: the function and its arguments.
         name: the function's name, for errors.
-        ranks_import_main: whether ranks can import this process's `__main__`. If not, as in an interactive session,
-            functions and classes of `__main__` are pickled with their code, not by name.
+        ranks_import_main: whether ranks can import this process's `__main__`. Ranks of an interactive session cannot:
+            then functions and classes of `__main__` are pickled with their code, not by name.
 
     Raises:
         InvalidArgument: the function or an argument cannot be pickled.
@@ -333,7 +333,7 @@ def load_result(rank: int, value: ReturnValue) -> Any:
 
 
 def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
-    """Returns the return values, by rank, after a run without a failure. Each outcome may be passed only once.
+    """Returns the return values in the order of the ranks, after a run without a failure; call it once per outcome.
 
     Args:
         outcome: the outcome of the run. `take_results` releases the outcome's results one by one, so that large results
@@ -358,9 +358,10 @@ def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
 
 
 def returned_values(outcome: Outcome) -> dict[int, Any]:
-    """Returns the return values that have arrived, by rank, for the error about a failed rank.
+    """Returns a dictionary from rank to return value, for the error about a failed rank.
 
-    A value that cannot be unpickled in this process is left out, because the error has to report the failed rank.
+    The dictionary holds the values that have arrived. A value that cannot be unpickled in this process is left out: an
+    error about that value would hide the failure of the rank.
     """
     values = {}
     for rank in outcome.ranks:
@@ -401,7 +402,7 @@ def raise_for_signal(outcome: Outcome) -> None:
 
     Raises:
         KeyboardInterrupt: the signal was SIGINT.
-        SystemExit: a different signal ended the run; the exit code is 128 + the signal's number.
+        SystemExit: another signal, such as SIGTERM, ended the run; the exit code is 128 + the signal's number.
     """
     if outcome.signal_number == signal.SIGINT:
         raise KeyboardInterrupt

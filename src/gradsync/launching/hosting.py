@@ -2,7 +2,7 @@
 
 Several launchers need a common secret, from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback neither
 variable needs to be set: the first launcher makes a secret and writes it to a file of mode 0600 in the user's runtime
-directory. Rank 0 does the same if gradsync did not launch the ranks (`rendezvous/hosting.py`).
+directory. If gradsync did not launch the ranks, rank 0 makes and writes the secret (`rendezvous/hosting.py`).
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def launcher_endpoint(
     secret = take_secret()
     if secret is None and not is_on_loopback:
         raise AuthenticationError(
-            f"launcher at {host}, which other machines can reach, needs a secret: put one into a file of "
-            f"mode 0600 and set {SECRET_FILE} to its path on every node, or set {SECRET}; with master_ip='localhost' "
-            "the launchers of one machine need none"
+            f"launcher at {host} needs a secret, because other machines can reach this address: put a secret into a "
+            f"file of mode 0600 and set {SECRET_FILE} to its path on every node, or set {SECRET}; if all launchers run "
+            "on one machine, master_ip='localhost' needs no secret"
         )
     if rank_start > 0:
         address = join_address(host, port)
@@ -133,9 +133,9 @@ def _find_secret(address: str, rank_start: int) -> bytes:
             return found.secret
         stale = found  # an earlier run has left this file: the first launcher binds the port before it writes a file
     raise RendezvousTimeout(
-        f"launcher with rank_start {rank_start}: the node with rank_start 0 did not start hosting {address} "
-        f"within {_FIRST_LAUNCHER_SECONDS:g} s (no new file {path}); start it on this machine, or set {SECRET_FILE} on "
-        "both nodes to the path of a file with the same secret",
+        f"launcher with rank_start {rank_start}: the launcher with rank_start 0 did not start hosting {address} within "
+        f"{_FIRST_LAUNCHER_SECONDS:g} s, because it did not write its secret to {path}; start that launcher on this "
+        f"machine, or set {SECRET_FILE} for both launchers to the path of a file with the same secret",
         missing_ranks=(0,),
     )
 

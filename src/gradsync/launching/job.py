@@ -23,7 +23,7 @@ class Target(NamedTuple):
     """The program that `rank_main` runs in each rank.
 
     Attributes:
-        record: the start record, made of types that `marshal` can write.
+        record: the data that a rank reads at its start (the start record); `marshal` can write all of it.
         command_line: the arguments that `ps` shows for the rank.
         descriptors: file descriptors that the ranks inherit.
         call: the function with its positional and keyword arguments, if the ranks are forked and inherit the call; else
@@ -59,7 +59,7 @@ class Job:
     Attributes:
         target: the program of each rank.
         n_ranks: the number of processes on this machine.
-        world_size: the number of ranks of the run; 0 means that no other machine has ranks after those of this machine.
+        world_size: the number of ranks on all machines; 0 means `rank_start` + `n_ranks`.
         rank_start: the rank of the first process on this machine.
         backend: the backend that `init_process_group("auto")` chooses in the ranks.
         master_addr: the value of MASTER_ADDR in the ranks, for the user's own use.

@@ -31,7 +31,7 @@ class WorkerError(GradsyncError, ProcessError):
         msg: the failure in words, and the worker's traceback if there is one.
         exitcode: the worker's exit code; -n if signal n killed it; None if it could not be killed.
         worker_id: the worker's rank.
-        results: the return values that other workers had sent, by rank.
+        results: a dictionary from rank to return value, for the workers that had sent their values.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ def launch(
         master_port: the value of MASTER_PORT in the processes, for the function's own use; a free port by default.
 
     Returns:
-        The return values, by rank. The value is None, with a RuntimeWarning, for a process that exits with code 0
-        before the function returns.
+        The return values, in the order of the ranks. The value is None, with a RuntimeWarning, for a process that exits
+        with code 0 before the function returns.
 
     Raises:
-        InvalidArgument: `args` is a tuple that `func` may expect as separate arguments, as before 0.2 (a tuple of
-            length 1, or of as many items as `func` has required parameters), the function or its argument cannot be
-            pickled, `nprocs` is not a positive integer, the `__main__` guard is missing, or ranks would be forked
-            although this process has initialised CUDA.
+        InvalidArgument: `args` is a tuple of length 1, or of as many items as `func` has required parameters, so it may
+            be meant as separate arguments, as before 0.2. Or the function or its argument cannot be pickled, `nprocs`
+            is not a positive integer, the `__main__` guard is missing, or ranks would be forked although this process
+            has initialised CUDA.
         WorkerError: a worker failed.
         MainProcessError: this process received SIGINT, SIGTERM or SIGHUP (only if its main thread called `launch`).
     """
@@ -112,15 +112,16 @@ def _arguments(func: object, args: Any) -> tuple[Any, ...]:
     """Returns the positional arguments of the call: `args` as the only one, or none if `args` is an empty tuple.
 
     Raises:
-        InvalidArgument: `args` is a tuple that `func` may expect as separate arguments, as before 0.2.
+        InvalidArgument: `args` is a tuple that may be meant as separate arguments, as before 0.2.
     """
     if not isinstance(args, tuple):
         return (args,)
     if args and callable(func) and len(args) in (1, _count_required(func)):
         name = function_name(func)
         raise InvalidArgument(
-            f"launch calls {name}(args), and args is a tuple of length {len(args)}: for {name}(*args) write "
-            f"gs.launch(functools.partial({name}, *args)), for {name}(args) gs.launch(functools.partial({name}, args))"
+            f"launch passes args to {name} as one argument, but args is a tuple of length {len(args)}, perhaps meant "
+            f"as separate arguments: to call {name}(*args), write gs.launch(functools.partial({name}, *args)); to call "
+            f"{name}(args), write gs.launch(functools.partial({name}, args))"
         )
     return (args,) if args else ()
 

@@ -94,14 +94,14 @@ def launcher(
             "spawn".
 
     Returns:
-        The decorated function. A call of it returns the return values of this machine's ranks, by local rank. The value
-        is None, with a RuntimeWarning, for a process that exits with code 0 before the function returns. The call
-        raises InvalidArgument if the function or an argument cannot be pickled, or if forked ranks could not use CUDA.
-        It raises RankFailed if a rank fails; this error has the rank, its exit code and traceback, and the values that
-        other ranks had returned. The call raises AuthenticationError if the secret is missing, RendezvousError if the
-        port is taken, and RendezvousTimeout if the machine with rank_start 0 does not host the server in time. After
-        Ctrl-C it raises KeyboardInterrupt; after SIGTERM or SIGHUP it raises SystemExit(128 + n), where n is the
-        signal's number.
+        The decorated function. Calling it returns a list of the return values of this machine's ranks, in their order.
+        The value is None, with a RuntimeWarning, for a process that exits with code 0 before the function returns. The
+        call raises InvalidArgument if the function or an argument cannot be pickled, or if forked ranks could not use
+        CUDA. It raises RankFailed if a rank fails; the attributes of this error are the rank, its exit code and
+        traceback, and the return values of the ranks that had finished. The call raises AuthenticationError if the
+        secret is missing, RendezvousError if the port is taken, and RendezvousTimeout if the machine with rank_start 0
+        does not host the server in time. After Ctrl-C it raises KeyboardInterrupt; after SIGTERM or SIGHUP it raises
+        SystemExit(128 + n), where n is the signal's number.
 
     Raises:
         InvalidArgument: an argument is out of its range, or does not fit the others.
@@ -123,7 +123,7 @@ def launcher(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., list[Any]]:
         if not callable(function):
-            hint = f"; for {function} ranks write launcher(n_gpus={function})" if integer_of(function) else ""
+            hint = f"; to use {function} ranks, write launcher(n_gpus={function})" if integer_of(function) else ""
             raise InvalidArgument(f"launcher needs a function, got {function!r}{hint}")
 
         @functools.wraps(function)
@@ -234,8 +234,8 @@ def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., An
 class NamedFunction(NamedTuple):
     """The name by which a rank finds a function, even if the name is bound to a decorated version of the function.
 
-    A decorator binds the name to its own result, so pickle refuses the function itself. A rank imports the decorated
-    version and takes the original function from it.
+    A decorator binds the function's name to the decorated version, so pickle cannot find the original function by this
+    name. A rank imports the decorated version and takes the original function from it.
 
     Attributes:
         module: the name of the function's module.
@@ -257,7 +257,7 @@ class NamedFunction(NamedTuple):
         except AttributeError:
             from gradsync.launching.in_rank.rank_main import HOW_TO_DEFINE
 
-            raise InvalidArgument(f"{self.name} is not found in {self.module} of this rank; {HOW_TO_DEFINE}") from None
+            raise InvalidArgument(f"this rank finds no {self.name} in {self.module}; {HOW_TO_DEFINE}") from None
 
     def is_found_as(self, function: Callable[..., Any]) -> bool:
         """Returns whether this name refers to the given function in this process."""
@@ -286,8 +286,8 @@ def call_in_group(
     Args:
         function: the function, or the name by which to find it.
         backend: the backend for `init_process_group`.
-        has_others: whether other machines take part. If so, no rank begins before all have joined, and none leaves
-            before all have finished.
+        has_others: whether other machines have ranks too. Then no rank calls the function before all ranks have joined
+            the group, and no rank leaves the group before the function has returned in all ranks.
         args, kwargs: the arguments of the function.
 
     Returns:

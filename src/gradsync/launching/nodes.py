@@ -2,16 +2,16 @@
 
 Node 0 hosts one server, for the launchers and for their ranks. Each start of the ranks has four steps:
 
-1. The launchers join a new generation at the server and exchange their records (`_NodeRun._join`). A launcher that was
-lost, and that the user has started again, takes part in the next start. 2. Each launcher starts its ranks and watches
-them (`Supervisor`). 3. The first launcher whose ranks fail reports the failure to the others, which then end their
-ranks (`NodeLink`). 4. When its ranks have ended, each launcher sends a report and waits for the others' reports. All
-launchers find the same cause in these reports, so they print the same cause and return the same exit code, or start the
-ranks again.
+1. All launchers join at the server, again for each start, and exchange their records (`_NodeRun._join`). A launcher
+that was lost, and that the user has started again, takes part in the next start. 2. Each launcher starts its ranks and
+watches them (`Supervisor`). 3. The first launcher whose ranks fail reports the failure to the others, which then end
+their ranks (`NodeLink`). 4. When its ranks have ended, each launcher sends a report and waits for the others' reports.
+All launchers find the same cause in these reports, so they print the same cause and return the same exit code, or start
+the ranks again.
 
-If a launcher dies, or its machine is cut off, the server reports this to the other launchers. Threads wait for the
-other launchers, and put numbers into the signal inbox (`SignalInbox`), so that the supervisor's loop never waits for
-the network.
+If a launcher dies, or its machine loses its network, the server reports this to the other launchers. Threads wait for
+messages from the other launchers, and wake the supervisor's loop by a number in its `SignalInbox`, as a signal does; so
+the loop never waits for the network.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class NodeOptions:
         node_rank: the number of this machine, from 0.
         rendezvous: host:port of the rendezvous server, as the user wrote it.
         secret: the secret of the run.
-        join_timeout_seconds: how long a launcher waits for the others.
+        join_timeout_seconds: how long a launcher waits until the other launchers have joined.
         node_address: this machine's address, if the user gave it; else None.
     """
 
@@ -184,7 +184,7 @@ def _check_own(node_address: str) -> str:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """The record that a launcher sends to the others before a start.
+    """The record that a launcher sends to the other launchers before each start of the ranks.
 
     Attributes:
         node: the number of the launcher's machine.
@@ -195,8 +195,8 @@ class NodeRecord:
         n_gpus: the number of GPUs that the launcher may use.
         restart: the number of restarts so far, as far as this launcher knows; 0 at the first start.
         max_restarts: the limit of restarts.
-        master_port: the value of MASTER_PORT. All launchers use the value in node 0's record.
-        start: a random name for this start of the ranks. All launchers use the name in node 0's record.
+        master_port: the value of MASTER_PORT. All launchers use the `master_port` of node 0.
+        start: a random name for this start of the ranks. All launchers use the name from node 0.
     """
 
     node: int
@@ -235,10 +235,10 @@ class NodeReport:
 
     Attributes:
         node: the machine's number.
-        level: the distance from the cause, see `distance_from_cause`; or `_SIGNALLED` or `_LOST`. None if nothing
-            failed, or the cause is not known yet.
+        level: the distance of this machine's failure from the cause, see `distance_from_cause`; or `_SIGNALLED` or
+            `_LOST`. The level is None if no rank failed, or if the cause is not known yet.
         how: how the node ended, in words that follow the node's name.
-        exit_code: the exit code of all launchers if the cause was on this machine.
+        exit_code: the exit code that all launchers return if the failure on this machine is the cause.
         may_retry: whether the ranks may be started again.
     """
 
@@ -260,17 +260,17 @@ def report_of(node: int, outcome: Outcome) -> NodeReport:
 
 
 def signal_report(node: int, number: int) -> NodeReport:
-    """Returns the report of a launcher that a signal ended."""
+    """Returns the report of a launcher that has received a signal."""
     return NodeReport(node, _SIGNALLED, f"was ended by {signal_name(number)}", 128 + number, may_retry=False)
 
 
 def loss_report(node: int, how: str) -> NodeReport:
-    """Returns the report on a lost launcher, which cannot report itself."""
+    """Returns the report on a lost launcher, which can send no report itself."""
     return NodeReport(node, _LOST, how, exit_code=1)
 
 
 def cause_of(reports: Iterable[NodeReport], first_node: int | None) -> NodeReport | None:
-    """Returns the report of the machine where the cause was; None if no machine reported a failure.
+    """Returns the report of the machine whose failure is the cause; None if no machine reported a failure.
 
     Args:
         reports: the reports of all machines, as far as they are known.
@@ -309,9 +309,9 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
 
     Args:
         options: this machine's options in the run.
-        job: the job of this machine, made as for a run on this machine alone.
+        job: the job of this machine, as if no other machine took part; `NodeStart.job` adds the other machines.
         make_output: see `supervise`.
-        notices: prints the launcher's notices.
+        notices: the object that prints the launcher's notices.
 
     Returns:
         The exit code, the same on all machines.
@@ -368,8 +368,8 @@ def _hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServe
             if isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE:
                 raise RendezvousError(f"{options.name}: {error}") from None
             raise RendezvousError(
-                f"{options.name}: {error}; node 0 hosts the rendezvous: start it on the machine that "
-                f"{options.rendezvous!r} names, or give its own address by --node-address"
+                f"{options.name}: {error}; node 0 hosts the rendezvous server: start node 0 on the machine with the "
+                f"address {options.rendezvous!r}, or give an address of this machine with --node-address"
             ) from None
         server = RendezvousServer(options.nnodes, secret=options.secret, listener=listener, of_launchers=True)
         yield stack.enter_context(server)
@@ -381,14 +381,14 @@ def _resolve(host: str, port: int, notices: Notices) -> str:
         found = str(look_up(host, port)[0][4][0])
     except OSError as error:
         raise RendezvousError(
-            f"--rendezvous: node 0 needs to know the address of {host!r}: {error}; name an IP address instead, or this "
-            "machine's address by --node-address"
+            f"--rendezvous: node 0 cannot resolve the name {host!r}: {error}; give an IP address instead, or an "
+            "address of this machine with --node-address"
         ) from None
     _check_particular("--rendezvous", host, found)
     if host not in ("localhost", found) and ipaddress.ip_address(found.partition("%")[0]).is_loopback:
         notices.print(
-            f"gradsync: warning: {host!r} has the address {found} on this machine, which no other machine can reach; "
-            "name another address in --rendezvous, or this machine's by --node-address"
+            f"gradsync: warning: on this machine {host!r} has the address {found}, which no other machine can reach; "
+            "give another address in --rendezvous, or an address of this machine with --node-address"
         )
     return found
 
@@ -400,7 +400,7 @@ class NodeStart:
     Attributes:
         client: this launcher's connection to the server.
         own: this launcher's record.
-        nodes: the records of all launchers, by node.
+        nodes: the records of all launchers, in the order of the nodes.
     """
 
     client: RendezvousClient
@@ -418,15 +418,15 @@ class NodeStart:
         return sum(record.n_ranks for record in self.nodes)
 
     def mpi_command(self, job: Job) -> str:
-        """Returns the `mpiexec` command that starts the same ranks."""
+        """Returns the `mpiexec` command that starts the same ranks as this run."""
         hosts = [f"{node.host if ':' in node.address else node.address}:{node.n_ranks}" for node in self.nodes]
         return job.target.mpi_command(self.world_size, hosts)
 
     def job(self, job: Job, secret: bytes) -> Job:
-        """Returns the job of this machine as a part of the run.
+        """Returns the job of this machine with the values of the whole run: all ranks, the first rank, the addresses.
 
         Args:
-            job: the job of this machine, made as for a run on this machine alone.
+            job: the job of this machine, as if no other machine took part.
             secret: the secret of the run.
         """
         own, first = self.own, self.nodes[0]
@@ -489,7 +489,7 @@ class _NodeRun:
             self._server.wait_until_empty(_LEAVING_AFTER_LOSS_SECONDS if verdict.is_lost else _LEAVING_SECONDS)
 
     def _run_start(self) -> tuple[Verdict, str]:
-        """Runs one start of the ranks to its end; returns the verdict and the report."""
+        """Starts the ranks once, and waits until they have ended; returns the verdict and the text to print."""
         with contextlib.ExitStack() as stack:
             master_port = 0 if self._server is None else stack.enter_context(reserved_port())
             start = self._join(master_port)
@@ -511,7 +511,7 @@ class _NodeRun:
         return verdict, _report(verdict, outcome, start)
 
     def _join(self, master_port: int) -> NodeStart:
-        """Joins the next generation of the launchers, exchanges the records, and begins a start.
+        """Waits until all launchers have joined, exchanges their records, and begins a start of the ranks.
 
         Raises:
             RendezvousTimeout: not all launchers joined in time; the text names the missing ones.
@@ -536,7 +536,7 @@ class _NodeRun:
                 raise
             except RankFailed as error:  # a launcher died after it had joined, and before it sent its record
                 client.abandon()
-                self._notices.print(f"gradsync: {self._options.name} waits for the others again: {error}")
+                self._notices.print(f"gradsync: {self._options.name} waits again until all nodes have joined: {error}")
             except BaseException:
                 client.abandon()
                 raise
@@ -609,7 +609,7 @@ class _NodeRun:
         """Returns the job of this machine's ranks in this start, and prints which ranks these are."""
         stdin_rank = self._job.stdin_rank
         if stdin_rank is not None and stdin_rank >= start.world_size:
-            raise InvalidArgument(f"--stdin needs a rank from 0 to {start.world_size - 1}, or none, got {stdin_rank}")
+            raise InvalidArgument(f"--stdin needs a rank from 0 to {start.world_size - 1}, or 'none', got {stdin_rank}")
         own, job = start.own, start.job(self._job, self._options.secret)
         ranks = f"rank {job.rank_start}" if job.n_ranks == 1 else f"ranks {job.rank_start} to {job.ranks[-1]}"
         self._notices.print(
@@ -619,8 +619,9 @@ class _NodeRun:
         without_gpu = [node.name for node in start.nodes if node.n_gpus == 0]
         if job.backend == "auto" and without_gpu and own.node == 0:
             self._notices.print(
-                f"gradsync: no GPU on {without_gpu[0]}: gs.init_process_group() will fail, because ranks of several "
-                f"machines need a GPU each, or MPI; for MPI run on one node only: {start.mpi_command(job)}"
+                f"gradsync: no GPU on {without_gpu[0]}: gs.init_process_group() will fail, because a run on several "
+                "machines needs a GPU for each rank, or MPI; to use MPI, run on one node only: "
+                f"{start.mpi_command(job)}"
             )
         return job
 
@@ -643,8 +644,8 @@ class Verdict(NamedTuple):
     """How a start of the ranks ended on all machines.
 
     Attributes:
-        cause: the report of the machine where the cause was; None if all ranks ended well.
-        text: the text of the machine where the cause was, in whole lines; "" if there is none.
+        cause: the report of the machine whose failure is the cause; None if all ranks ended well.
+        text: the text that this machine sent about its failed ranks; "" if it sent none.
         is_lost: whether a launcher is gone, or has not reported how its ranks ended.
         may_retry: whether the ranks may be started again.
     """
@@ -656,12 +657,12 @@ class Verdict(NamedTuple):
 
 
 class NodeLink:
-    """This launcher's connection to the others during one start; a context manager that disconnects at its end.
+    """This launcher's connection to the others during one start; a context manager that disconnects when it ends.
 
     Args:
-        start: the start of the ranks.
-        signals: the signal inbox of this launcher, which the caller has entered.
-        notices: prints a notice after a Ctrl-C.
+        start: the records of all launchers in this start, and the connection to the server.
+        signals: this launcher's `SignalInbox`, inside its `with` block.
+        notices: the object that prints a notice after Ctrl-C.
     """
 
     def __init__(self, start: NodeStart, signals: SignalInbox, notices: Notices) -> None:
@@ -704,7 +705,7 @@ class NodeLink:
 
         Args:
             report: how the ranks of this machine ended.
-            text: the text of this machine's report, in whole lines.
+            text: the text to print about the failed ranks of this machine.
         """
         _run_in_thread(lambda: self._exchange_reports(report, text))
         interrupted: NodeReport | None = None
@@ -767,7 +768,7 @@ class NodeLink:
             self._client.set("first", encode(report), replace=False)
 
     def _exchange_reports(self, report: NodeReport, text: str) -> None:
-        """Sends the report and the text, and waits for the reports of the others."""
+        """Sends this machine's report and its text to the other launchers, and waits for their reports."""
         waited_seconds = 0.0  # how long this thread has waited since the first failure
         try:
             if report.level is not None:
@@ -792,15 +793,15 @@ class NodeLink:
         """Stops waiting for missing reports: a launcher may be paused (SIGSTOP), or its terminal may be blocked."""
         silent = self._nodes[missing[0] if missing else 0]
         self._notices.print(
-            f"gradsync: {silent.name} has not reported how its ranks ended within {_REPORTS_SECONDS:g} s of a failure; "
+            f"gradsync: {silent.name} has sent no report about its ranks for {_REPORTS_SECONDS:g} s after a failure; "
             "this launcher no longer waits for the report"
         )
         self._is_incomplete = True
 
     def _lose(self, error: GradsyncError) -> None:
-        """Records that a launcher is gone: the one that the server names, or node 0, which hosts the server."""
+        """Records that a launcher is lost: the one that the server names, or node 0 if the server itself is lost."""
         if self._loss is None:
-            node, why = 0, f"the rendezvous that it hosts is gone, or this machine is cut off: {error}"
+            node, why = 0, f"the rendezvous server on node 0 is gone, or this machine has lost its network: {error}"
             if isinstance(error, RankFailed) and error.rank is not None:
                 node, why = error.rank, str(error)
             self._loss = loss_report(node, f"was lost at {time.strftime('%H:%M:%S')}: {why}")

@@ -36,8 +36,8 @@ class OomWatch:
     def kills(self) -> int:
         """Returns how many processes the killer has ended in this process's control group; 0 if this cannot be read.
 
-        If this process is in no control group, returns the count of the whole machine. Counts of parent groups are not
-        used, because they include other programs.
+        If this process is in no control group, returns the number for the whole machine. The numbers of parent control
+        groups are not used, because they include processes of other programs.
         """
         return max(0, self._killed() - self._killed_before)
 
@@ -46,7 +46,7 @@ class OomWatch:
         if self.kills() == 0:
             return ""
         if not self._groups:
-            return "perhaps the kernel's out-of-memory killer: it has ended a process on this machine meanwhile"
+            return "perhaps the kernel's out-of-memory killer, which ended a process on this machine during the run"
         # The innermost group that has reached its limit needs more memory.
         for group, before in zip(self._groups, self._hits_before, strict=True):
             limit = group.limit()

@@ -78,7 +78,7 @@ class Outcome(NamedTuple):
     """How a run ended.
 
     Attributes:
-        ranks: how each rank ended, by rank.
+        ranks: how each rank ended, in the order of the ranks.
         signal_number: the number of the signal that the launcher received, and that ended the run; None without a
             signal.
     """
@@ -94,7 +94,7 @@ class Outcome(NamedTuple):
 
     @property
     def failed_alike(self) -> list[RankOutcome]:
-        """The root cause, and the ranks that raised the same error independently, as all ranks do with PlanMismatch."""
+        """The root cause, and the ranks that raised the same error independently, such as PlanMismatch."""
         root = self.root_cause
         return [rank for rank in self.ranks if root is not None and (rank is root or _raised_the_same(rank, root))]
 
@@ -139,9 +139,12 @@ def distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
     """Returns the sort key of a failure: failures nearest to the cause come first.
 
     Returns:
-        The level, and the position among the failures. Level 0 is a failure of the rank itself; level 1 is the same,
-        after the launcher had asked the ranks to end; level 2 is a consequence of another rank's failure; level 3 is an
-        end that the launcher asked for; level 4 is a result that cannot be sent.
+        The level, and the rank's position among the failures, in the order of their detection. The levels are:
+        0: the rank itself failed.
+        1: the rank itself failed, after the launcher had asked the ranks to end.
+        2: the rank failed because another rank had failed.
+        3: the rank ended because the launcher had asked it to end.
+        4: the rank's result could not be sent.
     """
     if rank.is_unsendable:
         return 4, rank.order or 0
@@ -154,11 +157,10 @@ def distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
 
 
 def failure_text(outcome: Outcome) -> str:
-    """Returns the report of a failed run: other failures, each different error once, then the cause with its traceback.
+    """Returns the report of a failed run: one line per error of other ranks, then the cause with its traceback.
 
     Returns:
-        The report in whole lines; "" if nothing failed, or if the ranks ended only because the launcher received a
-        signal.
+        The report; "" if no rank failed, or if the ranks ended only because the launcher received a signal.
     """
     root = outcome.root_cause
     if root is None:
@@ -170,7 +172,7 @@ def failure_text(outcome: Outcome) -> str:
         return "".join(hanging)  # the ranks ended because the launcher asked them to
     lines = [f"gradsync: {line}\n" for line in _also_failed(others)] + hanging
     lines += [
-        f"gradsync: rank {rank.rank} (pid {rank.pid}) had ended with exit code 0\n"
+        f"gradsync: rank {rank.rank} (pid {rank.pid}) ended with exit code 0 before this failure\n"
         for rank in others
         if rank.exit_code == 0 and rank.rank in _missed_ranks(outcome)
     ]
@@ -198,13 +200,13 @@ def _error_text(rank: RankOutcome, error: ErrorReport) -> str:
 
 
 def lines_on_others(outcome: Outcome) -> str:
-    """Returns this machine's failures in whole lines, without tracebacks, if the cause is on another machine."""
+    """Returns lines about this machine's failed ranks, without tracebacks; the cause is on another machine."""
     hanging = [f"gradsync: {rank.describe()}\n" for rank in outcome.ranks if rank.exit_code is None]
     return "".join([f"gradsync: {line}\n" for line in _also_failed(outcome.ranks)] + hanging)
 
 
 def _last_output(rank: RankOutcome) -> list[str]:
-    """Returns a rank's last lines of output, which may be far above the report, among the output of other ranks."""
+    """Returns a rank's last lines of output, for the report: other ranks may have printed many lines after them."""
     if not rank.last_lines:
         return []
     shown = [f"    {line}\n" for line in rank.last_lines[-_LAST_LINES:]]
@@ -212,14 +214,14 @@ def _last_output(rank: RankOutcome) -> list[str]:
 
 
 def _how_to_see_where(rank: RankOutcome) -> str:
-    """Returns advice to get the Python stack of a crash outside Python; "" if faulthandler has printed the stack."""
+    """Returns advice to see the Python stack of a crash in native code; "" if faulthandler has printed the stack."""
     is_fault = rank.exit_code is not None and -rank.exit_code in _FAULTS
     was_shown = any(_FAULTHANDLER_SAYS in line for line in rank.last_lines)
-    return "; with PYTHONFAULTHANDLER=1 Python prints where" if is_fault and not was_shown else ""
+    return "; with PYTHONFAULTHANDLER=1 Python prints the stack at the crash" if is_fault and not was_shown else ""
 
 
 def _because_of(rank: RankOutcome) -> str:
-    """Returns words for the rank whose absence made this rank fail; "" if there is no such rank."""
+    """Returns a text such as ", because of rank 1" if the absence of rank 1 made this rank fail; "" otherwise."""
     if rank.error is None or not rank.error.is_consequence or rank.error.missed_rank in (None, rank.rank):
         return ""
     return f", because of rank {rank.error.missed_rank}"

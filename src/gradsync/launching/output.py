@@ -54,7 +54,7 @@ class Notices:
     """Prints the launcher's notices; drops them without an error if the terminal is gone.
 
     Args:
-        stream: the stream to print to; None prints nothing.
+        stream: the stream to print to; if it is None, nothing is printed.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -85,12 +85,13 @@ def _takes_text(stream: TextIO, wait_seconds: float) -> bool:
     return bool(poll.poll(wait_seconds * 1000.0))
 
 
-class OutputPump:
+class OutputForwarder:
     """Writes the ranks' output to the launcher's streams, with a thread for each stream.
 
     Args:
-        stdout: the stream for the ranks' stdout; None, Python's value for a closed stream, drops this output.
-        stderr: the stream for the ranks' stderr; None drops this output.
+        stdout: the stream to which the ranks' stdout is written. Python replaces a closed stream by None; then this
+            output is dropped.
+        stderr: the stream to which the ranks' stderr is written; if it is None, this output is dropped.
         prefix: whether each line begins with its rank; otherwise lines are written unchanged.
         log_dir: the folder for the ranks' log files, one for each rank; see `prepare_log_directory`.
         restart, ranks_elsewhere: see `prepare_log_directory`.
@@ -121,7 +122,7 @@ class OutputPump:
         self._tails: dict[int, Tail] = {}
 
     def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
-        """Adds the pipes of a rank's output; the pump closes their read ends. Call this before `start`.
+        """Adds the pipes of a rank's output; this object closes their read ends. Call this before `start`.
 
         Args:
             rank: the rank; add each rank only once.
@@ -158,7 +159,14 @@ class OutputPump:
         return self._end(time.monotonic() + timeout_seconds, timeout_seconds + _JOIN_SECONDS)
 
     def drain(self, wait_seconds: float) -> bool:
-        """Does the same as `close`, but drops nothing, because a reader may be slow. Call `close` at the end."""
+        """Writes all output that has arrived, and drops none of it: the reader may be slow. Call `close` afterwards.
+
+        Args:
+            wait_seconds: how long to wait until the threads have ended.
+
+        Returns:
+            Whether the threads have ended.
+        """
         return self._end(math.inf, wait_seconds)
 
     def _end(self, deadline: float, wait_seconds: float) -> bool:
@@ -202,7 +210,7 @@ class _RankStream:
 
 
 class _Writer(threading.Thread):
-    """A thread that reads the ranks' pipes and writes to one destination, where it may block.
+    """A thread that reads the ranks' pipes and writes to one destination; only this thread waits if it is blocked.
 
     Attributes:
         prints_loss: whether to print the reason if nothing can be written to the destination any more.
@@ -282,7 +290,7 @@ class _Writer(threading.Thread):
         self._pass_on(stream, complete)
 
     def _pass_on(self, stream: _RankStream, data: bytes) -> None:
-        """Writes lines to the rank's log and to the destination; if the destination is lost, closes all its streams."""
+        """Writes lines to the rank's log and to the destination; closes all pipes if the destination takes no more."""
         if not data:
             return
         self._log(stream, data)
@@ -339,7 +347,7 @@ class Destination:
     """One output of the launcher: a terminal, pipe or file, or a text stream without a descriptor.
 
     Args:
-        stream: the stream to write to; None, Python's value for a closed stream, drops the output.
+        stream: the stream to write to. Python replaces a closed stream by None; then the output is dropped.
 
     Attributes:
         loss: the error after which nothing can be written any more, or None.
@@ -360,8 +368,8 @@ class Destination:
         """Writes lines, or a part of a line; waits for a blocked terminal as long as needed.
 
         Args:
-            owner: the object that the lines come from, a rank or its stream; an incomplete line is continued only by
-                its owner.
+            owner: the rank, or the stream of a rank, that printed the lines. Only the owner of an incomplete line
+                continues it; other lines begin on a new line.
             prefix: the beginning of each line.
             data: at least one byte.
         """
@@ -377,7 +385,7 @@ class Destination:
             self._put(lines)
 
     def end_line(self, owner: object) -> None:
-        """Ends this owner's incomplete line, if it is still the last line."""
+        """Ends the incomplete line of this owner, unless another owner has written after it."""
         with self._lock:
             if owner is self._owner and self._last_byte != b"\n" and self.loss is None:
                 self._last_byte = b"\n"
@@ -391,7 +399,7 @@ class Destination:
             self.loss = error
 
     def _break_before(self, data: bytes) -> bytes:
-        """Returns the bytes to write before the data if another owner's line is incomplete: a newline or an erasure."""
+        """Returns the bytes that end another owner's incomplete line, or erase it; b"" if they are not needed."""
         if self._last_byte == b"\n":
             return b""
         if self._can_erase and self._owner in self._bars:
@@ -401,7 +409,7 @@ class Destination:
         return b"" if is_bar_after_bar else b"\n"
 
     def _note_bar(self, owner: object, data: bytes) -> None:
-        r"""Records whether the owner's incomplete line is a progress bar, which has a \r in one of its states."""
+        r"""Records whether the owner's incomplete line is a progress bar: whether a \r has overwritten the line."""
         _, newline, open_line = data.rpartition(b"\n")
         if b"\r" in open_line:
             self._bars.add(owner)
@@ -507,10 +515,10 @@ class LineCutter:
         return bool(self._rest)
 
     def feed(self, data: bytes) -> bytes:
-        r"""Adds a chunk of data; returns the lines that are now complete, or a piece of a line that is too long.
+        r"""Adds a chunk of data; returns the lines that are now complete, or the beginning of a line that is too long.
 
         A \r at the very end of a chunk is kept for the next chunk, because it may be half of \r\n. A \r at the
-        beginning of a line is kept too: it does not end a line, but begins the next state of a progress bar.
+        beginning of a line is kept as a part of this line: the program overwrites its progress bar with this line.
         """
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
         if end == 0 and not (data and self._rest.endswith(b"\r")):
@@ -522,19 +530,19 @@ class LineCutter:
         return lines
 
     def take_characters(self) -> bytes:
-        """Removes and returns the incomplete line, without a UTF-8 character that is cut in two at its end."""
+        """Removes and returns the incomplete line; the bytes of an incomplete UTF-8 character at its end stay."""
         end = _end_of_characters(self._rest)
         piece, self._rest = self._rest[:end], self._rest[end:]
         return piece
 
     def take_rest(self) -> bytes:
-        """Removes and returns the incomplete line, at the end of the stream."""
+        """Removes and returns the incomplete line. Call this when the stream has ended."""
         piece, self._rest = self._rest, b""
         return piece
 
 
 class Tail:
-    """The last lines that a rank printed, on both streams in order of arrival. Any thread may read them.
+    """The last lines that a rank printed, on both streams in order of arrival. Any thread may use this object.
 
     Args:
         size: the number of lines to keep.

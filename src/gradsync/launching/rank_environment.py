@@ -88,7 +88,7 @@ def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> No
 
 
 def _nccl_variables(job: Job) -> dict[str, str]:
-    """Returns variables that make NCCL use the launchers' network; the user's own variables take precedence."""
+    """Returns variables that make NCCL use the interface of `own_address`; the user's variables take precedence."""
     interface = None if job.own_address is None else interface_of(job.own_address)
     if job.own_address is None or interface is None:
         return {}
@@ -136,8 +136,8 @@ def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
         name = _name_of(entry, gpus)
         if name in names:
             raise InvalidArgument(
-                f"gpus names GPU {name} twice: {gpus!r}; name each GPU once (if {ALLOW_SHARED_GPU}=1 "
-                "allows ranks to share GPUs, name fewer GPUs than ranks)"
+                f"gpus names GPU {name} twice: {gpus!r}; name each GPU once (if ranks should share "
+                f"GPUs, set {ALLOW_SHARED_GPU}=1 and name fewer GPUs than ranks)"
             )
         names.append(name)
     if not names:
@@ -198,7 +198,7 @@ def _check_visible(name: str, environ: Mapping[str, str]) -> None:
     if not any(_is_same(name, entry) for entry in visible):
         raise InvalidArgument(
             f"gpus names GPU {name}, which is not in this process's CUDA_VISIBLE_DEVICES="
-            f"{environ['CUDA_VISIBLE_DEVICES']}; name GPUs as that variable does, or unset it"
+            f"{environ['CUDA_VISIBLE_DEVICES']}; name only GPUs from this variable, or unset it"
         )
 
 

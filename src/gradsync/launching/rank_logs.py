@@ -67,7 +67,7 @@ def prepare_log_directory(log_dir: str | Path, restart: int = 0, ranks_elsewhere
     Args:
         log_dir: the directory that the user named.
         restart: the number of times that the ranks have been started before this start.
-        ranks_elsewhere: the ranks of other launchers. Their logs stay, because the launchers may share the directory,
+        ranks_elsewhere: the ranks of other launchers. The logs of these ranks stay: launchers may share the directory,
             and each launcher removes the old logs of its own ranks.
 
     Returns:
@@ -82,7 +82,7 @@ def prepare_log_directory(log_dir: str | Path, restart: int = 0, ranks_elsewhere
     except OSError as error:
         raise InvalidArgument(f"log directory {str(directory)!r} cannot be made: {error.strerror}") from None
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise InvalidArgument(f"log directory {str(directory)!r} cannot be written to: choose one that is yours")
+        raise InvalidArgument(f"log directory {str(directory)!r} is not writable: choose one where you may write")
     try:
         for path in list(directory.iterdir()) if restart == 0 else ():
             name = _LOG_NAME.fullmatch(path.name)

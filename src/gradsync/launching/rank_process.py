@@ -1,9 +1,9 @@
 """One rank's process, as the launcher controls it: its start, signals, report and end.
 
 A rank starts in one of two ways: as a fresh interpreter ("spawn", and "forkserver") or as a fork of this process
-("fork"). A fresh interpreter gets the rank's environment variables at its start, and calls `rank_main.main`. A fork
-replaces its environment variables in `_enter`, and calls `rank_main.enter`. In both functions the process forks: the
-parent guards the child, which is the rank.
+("fork"). A fresh interpreter gets the rank's environment variables at its start, and calls `rank_main.main`. A forked
+process replaces its environment variables in `_enter`, and calls `rank_main.enter`. In both functions the process forks
+again: the parent guards the child, which is the rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ main()"""
 def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> int:
     """Writes the start record, which every rank reads at its start, into an anonymous file.
 
-    A pipe is not enough: once a pipe is full, the launcher could not start the next rank before a rank reads the pipe.
+    A pipe is not enough: when it is full, the launcher would wait until a rank reads it, and could start no other rank.
 
     Args:
         target: the program of the ranks.
@@ -73,8 +73,8 @@ class RankProcess:
         error: the exception that ended the rank, once it has arrived.
         exit_code: the exit code, once the rank has ended; -n if signal n killed the rank; None if the rank runs, or
             could not be killed.
-        peak_bytes: the peak memory in bytes of the rank, or of a program that it waited for; 0 until the rank has
-            ended.
+        peak_bytes: the peak memory in bytes of the rank, or of one of its child processes if that is larger; 0 until
+            the rank has ended.
         sent_kill: whether the launcher has sent SIGKILL to the rank.
         memory_kill: the reason, in words, if the kernel's out-of-memory killer ended the rank; else None.
     """
@@ -119,7 +119,7 @@ class RankProcess:
             own_descriptors.add(self.sentinel)
 
     def _open(self, theirs: contextlib.ExitStack) -> GuardDescriptors:
-        """Opens the pipes and the result file; `theirs` closes this process's copies of the rank's ends."""
+        """Opens the pipes and the result file. When `theirs` ends, this process closes the ends that the rank uses."""
 
         def give(descriptor: int) -> int:
             own_descriptors.add(descriptor)
@@ -140,7 +140,7 @@ class RankProcess:
         return GuardDescriptors(*given)
 
     def read_report(self) -> bool:
-        """Reads the report if it has arrived; returns whether it can still arrive."""
+        """Reads the report if it has arrived; returns True if it has not arrived, but may still arrive."""
         if self.result is not None or self.error is not None:
             return False
         try:
@@ -193,7 +193,7 @@ class RankProcess:
         return found is not None and found.state == "T"
 
     def reap(self) -> None:
-        """Handles the end of a rank whose status pipe has closed, so that no process of the rank is left."""
+        """Handles the end of a rank. Its status pipe has closed, which means that no process of the rank is left."""
         self.read_report()
         code = 0 if self._guard is None else self._guard.reap()
         if self.exit_code is None and code != GAVE_UP:

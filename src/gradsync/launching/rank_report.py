@@ -48,7 +48,7 @@ def read_report(message: bytes, file: int) -> ReturnValue | ErrorReport:
 
     Args:
         message: the message from the report pipe.
-        file: the descriptor of the rank's result file; if a ReturnValue is returned, it closes this descriptor.
+        file: the descriptor of the rank's result file. A returned ReturnValue owns and closes this descriptor.
     """
     try:
         if len(message) != REPORT.size or message[:1] not in (RESULT, ERROR):
@@ -66,7 +66,7 @@ def _read_part(file: int, begin: int, end: int) -> bytes:
     """Returns the bytes from `begin` to `end` of a result file.
 
     Raises:
-        ValueError: the file does not have these bytes.
+        ValueError: the file is shorter.
     """
     size = os.fstat(file).st_size
     if not begin <= end <= size:
@@ -78,7 +78,7 @@ def _read_part(file: int, begin: int, end: int) -> bytes:
 
 
 def _unreadable(why: str) -> ErrorReport:
-    """Returns the error for a report that gradsync has not written; the rank's own error is not known."""
+    """Returns the error for a report that cannot be read because other code has written to its pipe or its file."""
     text = f"the report of this rank cannot be read ({why}): code in the rank wrote to a file descriptor of gradsync"
     return ErrorReport(f"gradsync: {text}\n", text, is_consequence=False)
 
@@ -91,13 +91,14 @@ class ReturnValue:
         table: the bounds of the pickled value in the file, then the bounds of each buffer, packed as BOUNDS.
 
     Raises:
-        ValueError, OSError: the file does not have these bytes; the caller must close the descriptor.
+        ValueError, OSError: the file is shorter than the table says, or the table is malformed; the caller must close
+            the descriptor.
     """
 
     def __init__(self, file: int, table: bytes) -> None:
         size = os.fstat(file).st_size
         if not table or len(table) % BOUNDS.size:
-            raise ValueError(f"the table of a result cannot have {len(table)} bytes")
+            raise ValueError(f"the table of offsets in a result file cannot have {len(table)} bytes")
         self._bounds = list(BOUNDS.iter_unpack(table))
         for begin, end in self._bounds:
             if not begin <= end <= size:
@@ -150,7 +151,7 @@ def from_json(kind: type[T], data: bytes) -> T:
     """Makes an object of a dataclass from a JSON object with the same attributes.
 
     Raises:
-        ValueError: the data is not such a JSON object; the error's text has the reason.
+        ValueError: the data is no JSON object, or has other attributes than `kind`; the error's text has the reason.
     """
     import json
 

@@ -14,7 +14,7 @@ from gradsync import environment
 from gradsync.errors import InvalidArgument
 from gradsync.launching.job import Job, Target
 from gradsync.launching.outcome import Outcome, failure_text
-from gradsync.launching.output import Notices, OutputPump
+from gradsync.launching.output import Notices, OutputForwarder
 from gradsync.launching.rank_environment import choose_gpus, parse_gpus
 from gradsync.launching.supervisor import supervise
 from gradsync.machine import count_gpus, default_process_count
@@ -54,8 +54,8 @@ def run_command(
     """Runs the job, and prints its output and its failures; the arguments are the options of the command.
 
     Args:
-        own_options: the names of the command's options, such as "-n". If -n is missing and `arguments` begins with one
-            of these names, this function prints a notice: the user may have meant the option for gradsync.
+        own_options: the names of the command's options, such as "-n". If -n is missing and the first argument of the
+            script is one of these options, a notice warns the user that the script gets it, and not gradsync.
 
     Returns:
         The exit code of the command.
@@ -88,9 +88,9 @@ def run_command(
     if debug:
         variables[environment.DEBUG] = "1"
 
-    def make_output(started: Job, restart: int) -> OutputPump:
+    def make_output(started: Job, restart: int) -> OutputForwarder:
         elsewhere = set(range(started.world_size)).difference(started.ranks)
-        return OutputPump(
+        return OutputForwarder(
             sys.stdout, sys.stderr, prefix=shows_prefix, log_dir=log_dir, restart=restart, ranks_elsewhere=elsewhere
         )
 
@@ -183,7 +183,7 @@ def _stdin_rank(text: str, n_ranks: int | None) -> int | None:
         return None
     if not text.isascii() or not text.isdigit() or (n_ranks is not None and int(text) >= n_ranks):
         range_text = "0 upwards" if n_ranks is None else f"0 to {n_ranks - 1}"
-        raise InvalidArgument(f"--stdin needs a rank from {range_text}, or none, got {text!r}")
+        raise InvalidArgument(f"--stdin needs a rank from {range_text}, or 'none', got {text!r}")
     return int(text)
 
 
@@ -230,7 +230,7 @@ def script_target(path: str, arguments: Sequence[str] = ()) -> Target:
 
 
 def module_target(name: str, arguments: Sequence[str] = ()) -> Target:
-    """Returns the target that runs a module, which is found as `python -m` finds it.
+    """Returns the target that runs a module; the rank searches for the module as `python -m` does.
 
     Raises:
         InvalidArgument: the top-level package does not exist, or the name is malformed.

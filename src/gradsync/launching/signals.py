@@ -1,8 +1,8 @@
-"""Signals to the launcher as bytes on a pipe, so that the supervisor's one loop can wait for them.
+"""Collects the signals to the launcher as bytes in a pipe, so that the supervisor's loop can wait for the signals.
 
-Python writes the bytes (signal.set_wakeup_fd) at the moment when a signal arrives. Signal handlers would not be enough:
-Python runs them between two instructions of the main thread, so a signal that arrives just before the loop begins to
-wait would not end the wait.
+As soon as a signal arrives, Python writes its number to the pipe, as a byte (signal.set_wakeup_fd). Signal handlers
+alone are not enough: Python runs a handler only between two instructions of the main thread. If a signal arrives just
+before the loop begins to wait, the handler would run only after the wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LAST_STANDARD_DESCRIPTOR = 2
 #: A number in the pipe of signals that means: the run has failed on another machine. No signal has this number.
 FAILED_ELSEWHERE = 254
 
-#: Descriptors that a forked child must close, because their end reports the end of this process.
+#: Descriptors that a forked child must close: other processes learn from their closing that this process has ended.
 own_descriptors: set[int] = set()
 
 
@@ -31,12 +31,12 @@ class SignalInbox:
 
     Only the main thread can install handlers, so an inbox in another thread gets no signals. A signal that the process
     ignores (as under nohup, or in a background job) stays ignored. SIGCHLD is an exception: if it were ignored, the
-    kernel would discard exit codes, and a failed rank would seem to have ended well. When the inbox is left, a signal
-    that was not read has its usual effect.
+    kernel would discard exit codes, and a failed rank would seem to have ended well. When the `with` block ends, each
+    signal that was not read takes its usual effect.
 
     Args:
-        installs_handlers: False if the program continues while a thread watches the job: signals then have their usual
-            effect, and the inbox holds only the numbers that `put` adds.
+        installs_handlers: whether to install signal handlers. Without handlers, for a program that continues while a
+            thread watches the job, signals keep their usual effect, and the inbox gets only the numbers from `put`.
     """
 
     def __init__(self, *, installs_handlers: bool = True) -> None:
@@ -93,7 +93,7 @@ class SignalInbox:
                 signal.raise_signal(number)
 
     def put(self, number: int) -> None:
-        """Adds a signal as if it had arrived. Any thread may call it; it does nothing once the inbox has been left."""
+        """Adds a signal as if it had arrived. Any thread may call this. After the `with` block it does nothing."""
         with self._writing, contextlib.suppress(BlockingIOError):
             if self._writer >= 0:
                 os.write(self._writer, bytes([number]))
@@ -126,8 +126,9 @@ def _do_nothing(_number: int, _frame: FrameType | None) -> None:
 def no_other_fork() -> Iterator[None]:
     """Makes forks of other threads wait while this thread starts a process.
 
-    The children of such forks would keep copies of descriptors that this thread is about to close. One of these is a
-    pipe whose end `subprocess.Popen` waits for, so Popen would wait as long as such a child lives.
+    The children of such forks would keep copies of descriptors that this thread is about to close. One of these
+    descriptors belongs to a pipe that `subprocess.Popen` reads until the pipe is closed everywhere, so Popen would wait
+    until such a child ends.
     """
     with _fork_lock:
         yield
@@ -135,7 +136,7 @@ def no_other_fork() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_in_fork(descriptors: Iterable[int]) -> Iterator[None]:
-    """Makes a child that this thread forks keep these descriptors; the children of other forks close them."""
+    """Keeps these descriptors open in a child that this thread forks; children that other threads fork close them."""
     global _kept
     with _fork_lock:
         _kept = threading.get_ident(), frozenset(descriptors)
@@ -155,9 +156,9 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """In the child of any fork, also the user's: restores signal handling, and closes copies of `own_descriptors`.
+    """Runs in the child of every fork, also in user code: restores signal handling, and closes `own_descriptors`.
 
-    A copy in a child would hide the end of a run from the processes that wait for it.
+    If a child kept these descriptors open, other processes would not notice the end of the run.
     """
     global _fork_lock
     _fork_lock = threading.RLock()
@@ -184,7 +185,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 def _occupy_standard_descriptors() -> None:
-    """Opens /dev/null as standard input, output or error if that stream is closed, so that no pipe gets its number."""
+    """Opens /dev/null in place of each closed standard stream, so that no pipe gets the descriptor 0, 1 or 2."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD_DESCRIPTOR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

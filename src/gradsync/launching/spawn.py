@@ -1,4 +1,4 @@
-"""`gs.spawn`: calls a function in several rank processes on this machine; the caller may continue meanwhile."""
+"""`gs.spawn`: calls a function in several rank processes on this machine; the caller waits for them, or continues."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def spawn(
 ) -> MultiprocessContext:
     """Calls `func(*args)` in `nprocs` processes on this machine.
 
-    Each process gets its own environment variables: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT and the variables that `init_process_group()` needs, but without http_proxy and https_proxy. The
-    function must call `init_process_group()` itself. When a process fails, gradsync ends the others. With the start
-    methods "spawn" and "forkserver" a script that calls `spawn` needs the `if __name__ == "__main__":` guard.
+    Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
+    and the variables that `init_process_group()` needs; http_proxy and https_proxy are removed from it. The function
+    must call `init_process_group()` itself. When a process fails, gradsync ends the others. With the start methods
+    "spawn" and "forkserver" a script that calls `spawn` needs the `if __name__ == "__main__":` guard.
 
     Args:
         func: a function at the top level of a module or script. Any other function needs cloudpickle, or the start
@@ -69,15 +69,16 @@ def spawn(
         args: the function's positional arguments. They must be picklable, unless the start method is "fork".
         nprocs: the number of processes; -1 means one per entry of `gpus`; without `gpus`, one per visible GPU; without
             a GPU, one per usable core.
-        join: whether to wait for all processes. If not, a thread watches them while the caller continues.
+        join: whether to wait for all processes. If it is False, a thread watches them while the caller continues.
         daemon: whether this program, at its end, ends the processes instead of waiting for them (only with
             `join=False`).
-        **options: start_method: "spawn", "fork" or "forkserver"; by default that of `gs.set_start_method`, initially
-            "spawn". gpus: one GPU for each process, such as "4,5"; if CUDA_VISIBLE_DEVICES is set, it must contain
-            them. ips: addresses of this machine. backend: the backend for `init_process_group("auto")`; "auto" depends
-            on the devices, and "gloo" means shm. print_config: True prints the settings. These options are deprecated,
-            and give a DeprecationWarning: selected_devices (use gpus), cluster_node_ips and node_ip (use ips),
-            started_port (the port of the rendezvous server), use_paddlecloud.
+        **options: start_method: "spawn", "fork" or "forkserver"; by default the method of `gs.set_start_method`,
+            initially "spawn". gpus: the GPUs of the processes, one for each, such as "4,5"; if CUDA_VISIBLE_DEVICES is
+            set, it must contain these GPUs. ips: addresses of this machine. backend: the backend that
+            `init_process_group("auto")` uses; "auto" chooses it by the devices, and "gloo" is replaced by "shm".
+            print_config: whether to print the settings. These options are deprecated, and give a DeprecationWarning:
+            selected_devices (use gpus), cluster_node_ips and node_ip (use ips), started_port (the port of the
+            rendezvous server), use_paddlecloud.
 
     Returns:
         A context with the processes, their results and errors, and the method `join(timeout)`.
@@ -85,9 +86,9 @@ def spawn(
     Raises:
         InvalidArgument: an option is unknown or has a wrong value, the function or an argument cannot be pickled, the
             `__main__` guard is missing, or ranks would be forked although this process has initialised CUDA.
-        RankFailed: a process failed (only with `join`). The error's text is "Process 1 terminated with the following
-            error:" and the traceback, or it contains the signal or the exit code. A process that Ctrl-C has ended has
-            no traceback.
+        RankFailed: a process failed (only with `join`). If an exception ended the process, the error's text is "Process
+            1 terminated with the following error:" and the traceback; otherwise the text names the signal or the exit
+            code. A process that Ctrl-C has ended has no traceback.
         RendezvousError: started_port is taken.
         KeyboardInterrupt: after Ctrl-C, when all processes have ended (only with `join`).
         SystemExit: after SIGTERM or SIGHUP (only with `join`); the exit code is 128 + the signal's number.
@@ -166,13 +167,13 @@ def _count_processes(nprocs: int, gpus: str | Sequence[int | str] | None, backen
 
 
 def _check_ips(ips: str | Sequence[str] | None) -> None:
-    """Raises InvalidArgument if an address belongs to a different machine."""
+    """Raises InvalidArgument if an address does not belong to this machine."""
     if ips is None:
         return
     for ip in ips.split(",") if isinstance(ips, str) else ips:
         if not isinstance(ip, str) or not _is_here(ip.strip()):
             raise InvalidArgument(
-                f"spawn starts processes on this machine only, and ips has a different machine: {ip!r} in {ips!r}; for "
+                f"spawn starts processes on this machine only, and {ip!r} in ips {ips!r} does not belong to it; for "
                 "several machines decorate the function with gs.launcher(rank_start=...), and call it on each machine"
             )
 
@@ -198,7 +199,7 @@ class MultiprocessContext:
 
     Args:
         job: the job to run.
-        joins: whether the caller calls `run` next; otherwise a thread watches the ranks.
+        joins: whether the caller watches the ranks by a call of `run`; if not, a thread watches them.
         daemon: whether this program, at its end, ends the ranks instead of waiting for them.
 
     Attributes:
@@ -248,7 +249,7 @@ class MultiprocessContext:
 
     @property
     def sentinels(self) -> list[int]:
-        """For each rank, a descriptor that is readable once it has ended, for `multiprocessing.connection.wait`."""
+        """For each rank, a descriptor for `multiprocessing.connection.wait`: readable once the rank has ended."""
         return [process.sentinel for process in self.processes]
 
     def pids(self) -> list[int | None]:
@@ -282,7 +283,7 @@ class MultiprocessContext:
         """Watches the ranks, in the calling thread, until they have ended.
 
         Raises:
-            RankFailed, KeyboardInterrupt: as `join` does.
+            RankFailed, KeyboardInterrupt: under the same conditions as in `join`.
             SystemExit: SIGTERM or SIGHUP came.
         """
         self._watch()
@@ -408,7 +409,7 @@ class RankQueue:
             self._has_come.set()
 
     def end(self) -> None:
-        """Ends all waits: nothing more will arrive."""
+        """Wakes all threads that wait in `get`, because nothing more will arrive."""
         self._has_come.set()
 
 
@@ -477,7 +478,7 @@ class SpawnedProcess:
         self._rank.send_signal(signal.SIGKILL)
 
     def update(self) -> None:
-        """Takes over the rank's reports so far. Only the thread that watches the rank calls this method."""
+        """Puts the rank's new reports into the queues. Only the thread that watches the rank calls this method."""
         if self._rank.pid:
             self._begun.set()
         if self._rank.result is not None:

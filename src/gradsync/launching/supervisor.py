@@ -1,8 +1,8 @@
 """The supervisor: starts the ranks of a job, watches them, and ends all ranks when one fails.
 
-`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` use the supervisor. The supervisor's loop waits for the end of
-a rank (which the rank's guard reports), the report of a rank, a signal to the launcher, and the time of the next step
-of ending the ranks. The loop does not poll.
+`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` use the supervisor. The supervisor's loop waits until a rank
+ends (the rank's guard reports this), a rank sends its report, a signal to the launcher arrives, or the time has come to
+send the next signal to ranks that must end. The loop does not poll.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
 from gradsync.rendezvous.secret_files import Endpoint
 
 if TYPE_CHECKING:
-    from gradsync.launching.output import OutputPump
+    from gradsync.launching.output import OutputForwarder
     from gradsync.rendezvous.client import RendezvousClient
     from gradsync.rendezvous.server import RendezvousServer
 
@@ -53,8 +53,9 @@ _UNKILLABLE_SECONDS = 1.8  # a little longer than the guard tries to kill its ra
 _Step = tuple[float, int]
 _GIVE_UP = 0  # this step abandons the ranks that still run
 
-#: A function that makes the pump for the output of one start of the ranks; it gets the job and the number of restarts.
-MakeOutput = Callable[[Job, int], "OutputPump"]
+#: A function that returns the object that shows the output of one start of the ranks. The function's arguments are the
+#: job and the number of restarts.
+MakeOutput = Callable[[Job, int], "OutputForwarder"]
 
 
 def supervise(
@@ -71,9 +72,9 @@ def supervise(
 
     Args:
         job: the job.
-        make_output: a function that makes the pump for the ranks' output. Without a pump the ranks write to this
-            process's own streams.
-        notices: prints a notice after a Ctrl-C.
+        make_output: a function that returns an `OutputForwarder`, which shows the ranks' output. By default the ranks
+            write to this process's own streams.
+        notices: the object that prints notices, such as the notice after Ctrl-C.
         on_restart: a function that is called with the outcome and the number of restarts, before all ranks start again.
 
     Returns:
@@ -95,13 +96,12 @@ class Supervisor:
 
     Args:
         job, make_output, notices: see `supervise`.
-        signals: the signal inbox, which the caller has entered; a number in the inbox ends the job.
+        signals: the signals to this process, in a `SignalInbox` whose `with` block has begun. Each signal ends the job.
         server: the connection to a server that the launchers of several machines share. The supervisor reports the
             start and end of each rank to this server; by default to the server that this process hosts.
-        on_change: a function that is called with each rank that has begun, reported or ended, in the thread that calls
-            `finish`.
-        on_ending: a function that is called when the launcher first asks the ranks to end, or when the last rank has
-            failed, in the thread that calls `finish`.
+        on_change: a function that `finish` calls with a rank when this rank has begun, reported or ended.
+        on_ending: a function that is called, in the caller's thread, before the launcher first asks the ranks to end.
+            If a failure leaves no rank to ask, the function is called when all ranks have ended.
 
     Attributes:
         ranks: the rank processes of the last start.
@@ -125,7 +125,7 @@ class Supervisor:
         self._on_change = on_change
         self._on_ending = on_ending
         self._stack = contextlib.ExitStack()
-        self._output: OutputPump | None = None
+        self._output: OutputForwarder | None = None
         self._server: RendezvousServer | RendezvousClient | None = server
         self._begin()
 
@@ -153,7 +153,7 @@ class Supervisor:
             self._output.close(_LAST_OUTPUT_SECONDS)
 
     def start(self, restart: int = 0) -> None:
-        """Starts all rank processes; returns while their interpreters start.
+        """Starts all rank processes; does not wait until their interpreters run.
 
         Args:
             restart: the number of times that the ranks have been started before this start.
@@ -236,7 +236,7 @@ class Supervisor:
                 theirs.callback(os.close, streams[1])
                 error_reader, streams[2] = os.pipe()
                 theirs.callback(os.close, streams[2])
-                self._output.add(rank.rank, output_reader, error_reader)  # from here on the pump closes these ends
+                self._output.add(rank.rank, output_reader, error_reader)  # from here on `_output` closes these ends
             rank.start(self._job.start_method, self._job.target, record, environ, tuple(streams))
 
     @contextlib.contextmanager
@@ -329,7 +329,7 @@ class Supervisor:
             self._end_after(0.0)
 
     def _report_change(self, rank: RankProcess) -> None:
-        """Reports the start or end of a rank to `on_change` and to the server, where other ranks may wait for it."""
+        """Reports the start or end of a rank to `on_change`, and to the server for ranks that wait for this rank."""
         if self._server is not None:
             if rank.pid and rank.rank not in self._named_to_server:
                 self._named_to_server.add(rank.rank)
@@ -449,7 +449,7 @@ class Supervisor:
         self._step_time = time.monotonic() + steps[0][0]
 
     def _send_due_signal(self) -> None:
-        """Sends the signal of the next step, once it is due."""
+        """Sends the next planned signal to the ranks, if its time has come."""
         if not self._steps or not self._running or time.monotonic() < self._step_time:
             return
         number = self._steps.pop(0)[1]

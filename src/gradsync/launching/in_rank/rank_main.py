@@ -1,8 +1,8 @@
 """Inside a rank process: runs the user's script, module or function, and reports how it ended.
 
-`rank_process` starts the process, which calls `main` or `enter`. There it forks: the parent becomes the guard, and the
-child is the rank. This module imports almost nothing before the user's code runs, because imports delay the start of
-every rank.
+`rank_process` starts the process, which calls `main` or `enter`. These functions fork the process: the parent becomes
+the guard, and the child is the rank. This module imports almost nothing before the user's code runs, because imports
+delay the start of every rank.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: i
 
     Args:
         rank, launcher_pid, descriptors: see `start_guard`.
-        record: the descriptor of the start record.
+        record: the descriptor of the file from which the rank reads its start record (`Target.record`).
         call: the function and its arguments; None for a script or module.
     """
     start_guard(rank, launcher_pid, descriptors, record)
@@ -160,7 +160,7 @@ def _read_start(descriptor: int) -> dict[str, Any]:
 
 
 def _accept_interrupts() -> None:
-    """Unblocks SIGINT. The launcher blocked it, so that no SIGINT arrives before the `try` block of `_run`."""
+    """Unblocks SIGINT. The launcher has blocked SIGINT, so that none arrives before the `try` block of `_run`."""
     import signal
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -226,13 +226,13 @@ def _run_forked(call: Call) -> Any:
     group = sys.modules.get("gradsync.process_group")
     if group is not None:
         atexit.register(group._leave_at_exit)
-    _begin_as_multiprocessing_does()
+    _reset_multiprocessing()
     function, arguments, keywords = call
     return function(*arguments, **keywords)
 
 
-def _begin_as_multiprocessing_does() -> None:
-    """Gives a forked rank its own state of multiprocessing, so that its queues and processes end with the rank."""
+def _reset_multiprocessing() -> None:
+    """Resets multiprocessing in a forked rank, so that queues and processes that the rank creates end with the rank."""
     util: Any = sys.modules.get("multiprocessing.util")
     if util is not None:
         import atexit
@@ -282,7 +282,7 @@ _RUNNERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def _remember(error: BaseException) -> None:
-    """Stores an error as the interpreter would; at exit the process group reports it to the other ranks."""
+    """Stores an error in `sys`, as the interpreter does; at exit the process group reports it to the other ranks."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
@@ -332,7 +332,7 @@ def _is_raised_by_gradsync(error: BaseException) -> bool:
 
 
 def _outer_frames(stack: StackSummary) -> int:
-    """Counts the frames to show: those up to the last frame of the user, without gradsync's own frames after it."""
+    """Returns the number of frames to show: those up to the last frame that is not gradsync's own."""
     ours = (_PACKAGE, contextlib.__file__)
     count = len(stack)
     while count and stack[count - 1].filename.startswith(ours):
@@ -354,7 +354,7 @@ def _consequence_in(error: BaseException | None) -> BaseException | None:
 
 
 def _missed_rank(consequence: BaseException | None) -> int | None:
-    """Returns the rank that an error reports as gone: a timeout's first missing rank, or the rank of a RankFailed."""
+    """Returns the rank that an error reports as gone: the first missing rank of a timeout, or a RankFailed's rank."""
     missing = getattr(consequence, "missing_ranks", ())
     rank: int | None = missing[0] if missing else getattr(consequence, "rank", None)
     return rank

@@ -1,10 +1,10 @@
 """Inside a rank process: the return value of the user's function, or its error, as bytes for the launcher.
 
 At its end a rank writes its report into a file in memory, which the launcher has given to it. Then the rank writes the
-report's kind and its position in the file to the report pipe. An error is text in JSON. A return value is pickled by
-pickle, or by cloudpickle if pickle refuses, for example an instance of a class from a notebook. Large arrays are copied
-once, from the rank's memory into the file, which the launcher maps (`rank_report`). This module imports as little as
-possible, because every rank imports it at its start.
+report's kind and its position in the file to the report pipe. An error is text in JSON. A return value is pickled with
+pickle, or with cloudpickle if pickle fails, as it does for an instance of a class from a notebook. Large arrays are
+copied once, from the rank's memory into the file, which the launcher maps (`rank_report`). This module imports as
+little as possible, because every rank imports it at its start.
 """
 
 from __future__ import annotations
