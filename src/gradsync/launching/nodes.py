@@ -47,7 +47,7 @@ from gradsync.launching.free_port import reserved_port
 from gradsync.launching.hosting import own_listener
 from gradsync.launching.job import Job
 from gradsync.launching.outcome import Outcome, distance_from_cause, failure_text, lines_on_others, signal_name
-from gradsync.launching.output import Notices
+from gradsync.launching.output import REPORT_SECONDS, Notices
 from gradsync.launching.rank_report import from_json
 from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
 from gradsync.launching.supervisor import MakeOutput, Supervisor
@@ -64,7 +64,6 @@ _RETRY_SECONDS = 0.5
 _EXCHANGE_SECONDS = 30.0  # how long to wait for the records of all launchers that have joined
 _LEAVING_SECONDS = 5.0  # how long node 0 waits until the other launchers have left, at the end
 _LEAVING_AFTER_LOSS_SECONDS = 0.5
-_TERMINAL_SECONDS = 1.0  # how long to wait for a blocked terminal
 _REPORTS_SECONDS = 60.0  # how long to wait for reports after a failure; killing ranks takes less time
 _CHECK_SECONDS = 5.0  # how often a launcher that waits for reports checks whether the run has failed
 _TEXT_SECONDS = 5.0
@@ -477,7 +476,7 @@ class _NodeRun:
                 self._notices.print_all(report)
                 self._leave(verdict)
                 return verdict.cause.exit_code
-            self._notices.print(report, wait_seconds=_TERMINAL_SECONDS)
+            self._notices.print(report, wait_seconds=REPORT_SECONDS)
             self._restart += 1
             how_often = f"restart {self._restart} of at most {self._job.max_restarts}"
             when = f", once node {verdict.cause.node} is back" if verdict.is_lost else ""

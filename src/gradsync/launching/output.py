@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from gradsync.launching.rank_logs import RankLog
 
+#: How long the report of a failure waits for a blocked terminal, if the launcher has more to do after it.
+REPORT_SECONDS = 1.0
 _READ_BYTES = 64 * 1024
 _TAIL_LINES = 20
 # An incomplete line is shown if no more of it arrives for this long: it may be a question to the user.

@@ -14,7 +14,7 @@ from gradsync import environment
 from gradsync.errors import InvalidArgument
 from gradsync.launching.job import Job, Target
 from gradsync.launching.outcome import Outcome, failure_text
-from gradsync.launching.output import Notices, OutputForwarder
+from gradsync.launching.output import REPORT_SECONDS, Notices, OutputForwarder
 from gradsync.launching.rank_environment import choose_gpus, parse_gpus
 from gradsync.launching.supervisor import supervise
 from gradsync.machine import count_gpus, default_process_count
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from gradsync.launching.nodes import NodeOptions
 
 _MANY_RANKS = 8  # a user who gives no number may not expect more ranks than this
-_REPORT_SECONDS = 1.0  # how long to wait for a blocked terminal before a restart
 
 
 def run_command(
@@ -94,11 +93,6 @@ def run_command(
             sys.stdout, sys.stderr, prefix=shows_prefix, log_dir=log_dir, restart=restart, ranks_elsewhere=elsewhere
         )
 
-    def print_restart(outcome: Outcome, restarts: int) -> None:
-        notices.print(failure_text(outcome).rstrip("\n"), wait_seconds=_REPORT_SECONDS)
-        how_often = f"restart {restarts} of at most {max_restarts}"
-        notices.print(f"gradsync: starting all ranks again ({how_often})")
-
     with _state_dir(state_dir, max_restarts) as folder:
         job = Job(
             target,
@@ -116,7 +110,7 @@ def run_command(
 
             exit_code = run_on_nodes(nodes, job, make_output, notices)
         else:
-            outcome = supervise(job, make_output=make_output, notices=notices, on_restart=print_restart)
+            outcome = supervise(job, make_output=make_output, notices=notices)
             exit_code = outcome.exit_code
             _print_failure(outcome, notices)
     if exit_code and dump_dir is not None:
@@ -134,7 +128,7 @@ def _print_failure(outcome: Outcome, notices: Notices) -> None:
     if not text:
         return
     if outcome.signal_number is not None:  # the user wants the job to end, so a blocked terminal must not delay this
-        notices.print(text.rstrip("\n"), wait_seconds=_REPORT_SECONDS)
+        notices.print(text.rstrip("\n"), wait_seconds=REPORT_SECONDS)
         return
     with contextlib.suppress(OSError):  # the pipe has no reader
         if sys.stdout is not None:  # it is None if the parent process has closed it

@@ -23,8 +23,8 @@ from gradsync.launching.free_port import reserved_port
 from gradsync.launching.hosting import own_endpoint
 from gradsync.launching.job import Job
 from gradsync.launching.out_of_memory import OomWatch
-from gradsync.launching.outcome import Outcome, RankOutcome
-from gradsync.launching.output import Notices
+from gradsync.launching.outcome import Outcome, RankOutcome, failure_text
+from gradsync.launching.output import REPORT_SECONDS, Notices
 from gradsync.launching.rank_environment import log_added_variables, rank_environment
 from gradsync.launching.rank_process import RankProcess, start_record
 from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
@@ -63,7 +63,6 @@ def supervise(
     *,
     make_output: MakeOutput | None = None,
     notices: Notices | None = None,
-    on_restart: Callable[[Outcome, int], None] | None = None,
 ) -> Outcome:
     """Runs a job until all its ranks have ended.
 
@@ -74,8 +73,7 @@ def supervise(
         job: the job.
         make_output: a function that returns an `OutputForwarder`, which shows the ranks' output. By default the ranks
             write to this process's own streams.
-        notices: the object that prints notices, such as the notice after Ctrl-C.
-        on_restart: a function that is called with the outcome and the number of restarts, before all ranks start again.
+        notices: the object that prints notices after Ctrl-C and before a restart; by default nothing prints them.
 
     Returns:
         How every rank ended. A failed rank does not raise an exception here.
@@ -86,7 +84,7 @@ def supervise(
     """
     with SignalInbox() as signals, Supervisor(job, signals, make_output=make_output, notices=notices) as supervisor:
         supervisor.start()
-        return supervisor.finish(on_restart)
+        return supervisor.finish()
 
 
 class Supervisor:
@@ -204,7 +202,7 @@ class Supervisor:
         if restart == 0:
             log_added_variables(job)  # now, because the ranks start while this process imports logging
 
-    def finish(self, on_restart: Callable[[Outcome, int], None] | None = None) -> Outcome:
+    def finish(self) -> Outcome:
         """Waits until all ranks have ended; after a failure restarts all ranks, at most as often as the job allows."""
         restarts = 0
         while True:
@@ -212,8 +210,9 @@ class Supervisor:
             if not outcome.may_be_tried_again or restarts == self._job.max_restarts:
                 return outcome
             restarts += 1
-            if on_restart is not None:
-                on_restart(outcome, restarts)
+            self._notices.print(failure_text(outcome).rstrip("\n"), wait_seconds=REPORT_SECONDS)
+            how_often = f"restart {restarts} of at most {self._job.max_restarts}"
+            self._notices.print(f"gradsync: starting all ranks again ({how_often})")
             self.start(restarts)
 
     def finish_start(self) -> Outcome:
