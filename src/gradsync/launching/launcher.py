@@ -104,7 +104,7 @@ def launcher(
         SystemExit(128 + n), where n is the signal's number.
 
     Raises:
-        InvalidArgument: an argument is out of its range, or does not fit the others.
+        InvalidArgument: an argument is out of its range, or contradicts another argument.
     """
     rank_start, port = check_integer("launcher", "rank_start", rank_start, 0), check_port("launcher", "port", port)
     n_gpus = None if n_gpus is None else check_integer("launcher", "n_gpus", n_gpus, 1)

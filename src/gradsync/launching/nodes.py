@@ -154,7 +154,7 @@ def _check_particular(option: str, given: str, address: str) -> None:
     Args:
         option: the name of the option, for the error.
         given: the value of the option, for the error.
-        address: the IP address that `given` stands for; `given` itself if the address is not known.
+        address: the IP address of the host `given`; `given` itself if the address is not known.
     """
     try:
         known = ipaddress.ip_address(address.partition("%")[0])
@@ -288,7 +288,7 @@ def decode(kind: type[_Message], data: bytes, what: str) -> _Message:
     """Decodes a record or report that another launcher has encoded.
 
     Raises:
-        RendezvousError: the bytes are not such a record or report.
+        RendezvousError: the bytes are not a message of this kind.
     """
     try:
         return from_json(kind, data)
@@ -693,7 +693,7 @@ class NodeLink:
             self._client.abandon()
 
     def report_ending(self) -> None:
-        """Reports to the other launchers that the ranks on this machine fail and will end; returns at once."""
+        """Reports to the other launchers that the ranks on this machine have failed and will end; returns at once."""
         _run_in_thread(lambda: self._report_first(NodeReport(self._node)))
 
     def gather(self, report: NodeReport, text: str) -> Verdict:

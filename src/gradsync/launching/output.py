@@ -77,7 +77,7 @@ class Notices:
 
 
 def _takes_text(stream: TextIO, wait_seconds: float) -> bool:
-    """Returns whether a write would not block; a stream without a descriptor never blocks."""
+    """Returns whether the stream accepts text without blocking; a stream without a descriptor never blocks."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
@@ -461,7 +461,7 @@ def _destinations_for(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Des
             if stream is not None:
                 stream.flush()
     destination = Destination(stdout)
-    same = stdout is stderr or (_place(stdout) is not None and _place(stdout) == _place(stderr))
+    same = stdout is stderr or (_file_of(stdout) is not None and _file_of(stdout) == _file_of(stderr))
     return destination, destination if same else Destination(stderr)
 
 
@@ -490,7 +490,8 @@ def _descriptor_of(stream: TextIO | None) -> int:
         return -1
 
 
-def _place(stream: TextIO | None) -> tuple[int, int] | None:
+def _file_of(stream: TextIO | None) -> tuple[int, int] | None:
+    """Returns the device and inode of a stream's file, which identify the file; None without a descriptor."""
     descriptor = _descriptor_of(stream)
     if descriptor < 0:
         return None

@@ -377,8 +377,8 @@ class RankQueue:
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
-        self._things: deque[Any] = deque()
-        self._has_come = Latch()
+        self._objects: deque[Any] = deque()
+        self._is_settled = Latch()  # set when the object has arrived, or cannot arrive
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Removes and returns the object that the rank has sent.
@@ -391,26 +391,26 @@ class RankQueue:
             queue.Empty: nothing arrived in time, or nothing can arrive.
         """
         if block:
-            self._has_come.wait(timeout)
+            self._is_settled.wait(timeout)
         try:
-            thing = self._things.popleft()
+            thing = self._objects.popleft()
         except IndexError:
             raise queue.Empty from None
         return self._convert(thing)
 
     def empty(self) -> bool:
         """Whether the queue is empty now."""
-        return not self._things
+        return not self._objects
 
     def put(self, thing: Any) -> None:
         """Adds the object; later calls do nothing. Only the thread that watches the rank calls this method."""
-        if not self._has_come.is_set:
-            self._things.append(thing)
-            self._has_come.set()
+        if not self._is_settled.is_set:
+            self._objects.append(thing)
+            self._is_settled.set()
 
     def end(self) -> None:
         """Wakes all threads that wait in `get`, because nothing more will arrive."""
-        self._has_come.set()
+        self._is_settled.set()
 
 
 class SpawnedProcess:

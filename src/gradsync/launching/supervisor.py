@@ -49,7 +49,7 @@ _ROOT_CAUSE_SECONDS = 1.0
 _AFTER_SILENCE_SECONDS = 0.05  # because all ranks that waited for a silent rank fail at the same moment
 _UNKILLABLE_SECONDS = 1.8  # a little longer than the guard tries to kill its rank
 
-# A step of ending the ranks: the seconds to wait after the previous step, and the signal to send then.
+# One step of a plan that ends the ranks: the seconds to wait after the step before, and the signal to send then.
 _Step = tuple[float, int]
 _GIVE_UP = 0  # this step abandons the ranks that still run
 
@@ -443,7 +443,7 @@ class Supervisor:
         self._plan((0.0, signal.SIGKILL))
 
     def _plan(self, *steps: _Step) -> None:
-        """Plans the steps of ending the ranks. The last step sends SIGKILL; a rank that survives is abandoned."""
+        """Plans the signals that end the ranks. The last signal is SIGKILL; a rank that survives it is abandoned."""
         self._steps = [*steps, (_UNKILLABLE_SECONDS, _GIVE_UP)]
         self._step_time = time.monotonic() + steps[0][0]
 
