@@ -295,7 +295,7 @@ def test_a_frame_that_is_never_complete_is_noticed() -> None:
 def test_types_of_the_wrong_side_are_refused() -> None:
     client, server = make_sessions()
     sealed = client.seal(FrameType.REPLY, 2, None)
-    with pytest.raises(FrameError, match="REPLY does not belong here"):
+    with pytest.raises(FrameError, match="the peer may not send frame type REPLY"):
         open_bytes(server, sealed)
 
 

@@ -6,8 +6,8 @@ predicts, the rank launches it without asking. Otherwise the rank asks the serve
 collective: it sends the digest of its collective, and waits for the decision.
 
 This module is part of the server's core, without I/O. The server decides on a position when every member has reported
-the digest of its collective there. A member reports it in its own question or, if it has launched the collective
-already, in a LAUNCHED frame. The server forwards the first question about a position to the other members. A member
+the digest of its collective there. A member reports the digest in its own question or, if it has already launched the
+collective, in a LAUNCHED frame. The server forwards the first question about a position to the other members. A member
 that has launched its collective at this position answers with LAUNCHED; every other member asks the server too before
 it launches.
 
@@ -237,7 +237,7 @@ class AgreementService:
         if decision is Decision.AGREED:  # descriptions are needed only after a mismatch
             for rank in agreement.launched_ranks():
                 self._keys.discard(event_key(agreement.group.name, agreement.position, rank))
-        waits, agreement.waits = agreement.waits, {}  # without the cycle of references both are freed at once
+        waits, agreement.waits = agreement.waits, {}  # ends the cycle of references, so both are freed at once
         for wait in waits.values():
             self._waits.close(wait)
         return [_decide(wait.request, decision, position) for wait in waits.values()]

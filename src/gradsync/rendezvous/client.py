@@ -328,7 +328,7 @@ class RendezvousClient:
         """Sets the callback that runs when another member asks about a position; its result goes to the server.
 
         Call `follow` before the group's first collective: questions that arrive earlier are dropped. `on_asked` runs in
-        a thread of this client. It must be quick, must not raise, and must not wait for the server.
+        a thread of this client; the callback must be quick, must not raise, and must not wait for the server.
 
         Args:
             group: the group's name.
@@ -452,7 +452,7 @@ class RendezvousClient:
     ) -> None:
         """Reports that this rank waits for others in a collective; does not wait for an answer, and does not raise.
 
-        The server logs one notice for each position of a group, however many ranks report that they wait there.
+        The server logs one notice for each collective, however many ranks report that they wait in it.
 
         Args:
             group: the group's name, the same as in the result of the callback `positions` (`describe_with`).

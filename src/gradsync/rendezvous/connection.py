@@ -2,8 +2,8 @@
 
 `dialling` makes the connection, and `client` uses it. These rules hold, and each has a test:
 
-- Only one thread reads. Each thread that sends a request waits for the answer on a lock of its own. It never waits on a
-  Condition or an Event, whose inner lock would stay held if Ctrl-C arrived as the wait begins.
+- Only one thread reads. Each thread that sends a request waits for the answer on a lock of its own. No thread waits on
+  a Condition or an Event, whose inner lock would stay held if Ctrl-C arrived as the wait begins.
 - A send never blocks. Bytes that do not fit the socket's buffer are written later, by the thread that waits for the
   answer or by the reader. So no blocked send can delay the heartbeats, which the reader sends.
 - A second thread answers the questions of other ranks, so that a callback that blocks, or writes a long dump, delays
@@ -104,11 +104,11 @@ class _Pending:
         self.is_over = threading.Lock()
         self.is_over.acquire()
         self.answer: Message | None = None
-        self.values: list[bytes] = []  # the parts so far of an answer that comes in several frames
+        self.values: list[bytes] = []  # the parts that have arrived of an answer in several frames
 
 
 class Callbacks(NamedTuple):
-    """The functions that describe this rank to the others, see `RendezvousClient.describe_with`."""
+    """The functions that describe this rank to the other ranks, see `RendezvousClient.describe_with`."""
 
     positions: Callable[[], Mapping[str, int]] = dict
     report: Callable[[], str] = str
@@ -137,7 +137,7 @@ class Connection:
             replaces it.
         is_accepted: whether the server has accepted this rank's join.
         beat_at: when the next heartbeat is due, in monotonic seconds.
-        callbacks: the functions that describe this rank to the others.
+        callbacks: the functions that describe this rank to the other ranks.
     """
 
     def __init__(
@@ -409,7 +409,7 @@ class Connection:
     def _fail(self, failure: GradsyncError) -> None:
         """Sets `failure`, unless there is one, then ends all requests.
 
-        `failure` is set first, so that a request that is registered later finds it, see `ask`.
+        `failure` is set first, so that a request that is registered later finds the failure, see `ask`.
         """
         if self.failure is None:
             self.failure = failure
@@ -433,7 +433,7 @@ class Connection:
         if not self._has_asked or self.failure is not None:  # the server expects no heartbeat
             self._server_peer.reset(now)
             return
-        if self._sending.acquire(False):  # if another thread is sending now, that is a sign of life too
+        if self._sending.acquire(False):  # else another thread sends a message now, which is a sign of life too
             try:
                 if not self._unsent:
                     self._unsent += self._session.seal(FrameType.HEARTBEAT, self._progress())

@@ -22,8 +22,8 @@ from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameError, FrameReader, S
 
 _HANDSHAKE_SECONDS = 5.0
 _NO_ANSWER = "no answer to the handshake: a busy server, or another service"
-# A flooded server drops its oldest unauthenticated connections. In one attempt a client cannot tell it from another
-# service, which ends each connection; in several attempts over several seconds it can.
+# A flooded server drops its oldest unauthenticated connections. Another service ends each connection. A client cannot
+# distinguish the two in one attempt, but in several attempts over several seconds.
 _HANDSHAKE_ATTEMPTS = 5
 _FLOOD_SECONDS = 5.0
 _DIAL_SECONDS = 5.0
@@ -87,7 +87,7 @@ def _connect(address: str, deadline: float) -> socket.socket:
     host, port = parse_address(address)
     targets = look_up(host, port)
     while True:
-        # Each address gets its share of the time, so that one that never answers leaves time for the others.
+        # Each address gets its share of the time, so that an address that never answers leaves time for the others.
         timeout_seconds = max((deadline - time.monotonic()) / len(targets), 0.001)
         family, kind, protocol, _, target = targets.pop(0)
         try:

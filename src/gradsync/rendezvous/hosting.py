@@ -39,8 +39,8 @@ _LOOPBACK = "127.0.0.1"
 _MAX_SHARED_ADDRESSES = 8
 _ANY_PORT = 9  # no data is sent to this port
 
-#: An all-gather of short texts over MPI, without the rendezvous. It takes this rank's text and a deadline in monotonic
-#: seconds, and returns every rank's text, by rank.
+#: An all-gather of short texts over MPI, without the rendezvous. The function takes this rank's text and a deadline
+#: (monotonic seconds), and returns every rank's text, by rank.
 Share = Callable[[bytes, float], list[bytes]]
 
 
@@ -124,7 +124,7 @@ def join(
     *,
     share: Share | None = None,
 ) -> tuple[RendezvousClient, JoinedRendezvous]:
-    """Joins the other ranks at the rendezvous; hosts the server if this rank is the one to host it.
+    """Joins the other ranks at the rendezvous; starts the server first if this rank hosts it.
 
     Args:
         own: this rank's environment.
@@ -132,8 +132,8 @@ def join(
         timeout_seconds: one deadline for the whole call.
         kept: the rendezvous that this process's last `join` returned; used again if its address and world size are the
             same, else closed.
-        share: sends rank 0's address and secret to the other ranks over MPI; None if these know both without MPI. It
-            must be None on all ranks or on no rank.
+        share: sends rank 0's address and secret to the other ranks over MPI; None if these know both without MPI.
+            `share` must be None on all ranks or on no rank.
 
     Returns:
         The joined client, and the rendezvous to keep for the next call.
@@ -337,7 +337,7 @@ def _share_over_mpi(
 
 
 def _own_host(own: RankEnvironment, share: Share, deadline: float) -> str:
-    """Returns the address at which the other ranks reach this machine. Every rank must call it.
+    """Returns the address at which the other ranks reach this machine. Every rank must call `_own_host`.
 
     It is the address from which this machine sends to another machine of the job; the loopback address if all ranks are
     on this machine.

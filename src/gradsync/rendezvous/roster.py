@@ -97,13 +97,13 @@ class Member:
     """One rank of the generation.
 
     Attributes:
-        connection: the number of its connection.
-        pid: its process id; None if unknown.
-        host: the name of its machine; "" if that is the server's machine.
-        min_ranks: the smallest number of ranks with which it accepts a generation; None if it needs all ranks.
-        steps: the number of training steps that it has completed.
-        state: whether it is connected.
-        positions: the number of collectives that it has begun, by group.
+        connection: the number of the rank's connection.
+        pid: the rank's process id; None if unknown.
+        host: the name of the rank's machine; "" if the rank runs on the server's machine.
+        min_ranks: the smallest number of ranks with which this rank accepts a generation; None if it needs all ranks.
+        steps: the number of training steps that the rank has completed.
+        state: whether the rank is connected, has left or has failed.
+        positions: the number of collectives that the rank has begun, by group.
     """
 
     connection: int
@@ -193,14 +193,14 @@ class Roster:
         return max((m.min_ranks for m in self.members.values() if m.min_ranks is not None), default=None)
 
     def most_advanced(self) -> int:
-        """Returns the rank that has completed the most steps; the lowest of them if there are several."""
+        """Returns the rank that has completed the most steps; if several ranks have, the lowest of them."""
         return max(sorted(self.members), key=lambda rank: self.members[rank].steps)
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Returns the ranks that have never joined; if there are none, the ranks that cancelled their join."""
         return never_arrived((rank for rank in range(self.world_size) if rank not in self.members), self._cancelled)
 
-    # Who is there.
+    # Who is connected.
 
     def present(self) -> list[tuple[int, Member]]:
         """Returns the connected members, in ascending order of rank."""

@@ -75,7 +75,7 @@ _CLOSING_SECONDS = 1.0  # for a peer to read its last message
 _ACCEPTS_AT_ONCE = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
 # Most of a heartbeat's cost is waking up for it. With many ranks and no requests, the loop waits a moment to handle
-# several heartbeats at once. With few ranks that saves too little to be worth the delay of requests.
+# several heartbeats at once. With few ranks this wait saves too little to be worth the delay of requests.
 _BATCH_SECONDS_PER_RANK = 40e-6
 _BATCH_FROM_SECONDS, _BATCH_UP_TO_SECONDS = 5e-3, 40e-3
 _WAITING_NOTICES = 100  # when so many notices wait for the log, new ones are dropped

@@ -1,8 +1,8 @@
 """The store of one generation: keys, whose readers may wait; barriers and exchanges; the ranks that left each group.
 
 This module is part of the server's core, without I/O. Each request method returns the messages to send now. A request
-that cannot be answered yet opens a wait. Waits have no deadline here: the client sends CANCEL at its own deadline, and
-the answer names the missing ranks.
+that cannot be answered yet opens a wait. The server has no deadline for waits: the client sends CANCEL at its own
+deadline, and the answer names the missing ranks.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class WaitTable:
 
 
 class _KeyReads:
-    """The reads that wait for one key; kept in `table` while there is at least one."""
+    """The reads that wait for one key; `table` holds this object while at least one read waits."""
 
     def __init__(self, key: str, table: dict[str, _KeyReads]) -> None:
         self.waits: list[Wait] = []
@@ -343,7 +343,7 @@ def _pieces(values: list[bytes]) -> list[list[bytes]]:
 
 
 class Departures:
-    """The ranks that have left each group, and the number of collectives they had begun there.
+    """The ranks that have left each group, and the number of collectives that each of them had begun in it.
 
     A member whose wait for other members takes too long asks which of them have left. Once every member has left the
     group or the world, the server removes the group's entries, because a run may make many groups.
@@ -367,7 +367,7 @@ class Departures:
         self._remove_if_empty(group)
 
     def left_ranks(self, request: Request, name: str, members: Members) -> list[Send]:
-        """Answers with the members that have left a group, and the number of collectives they had begun there."""
+        """Answers with the members that have left a group, and the number of collectives that each had begun in it."""
         left = sorted(self._left.get((name, members), {}).items())
         ranks, positions = tuple(rank for rank, _ in left), tuple(position for _, position in left)
         return [Send(request.connection, FrameType.POSITIONS, (request.sequence, ranks, positions))]

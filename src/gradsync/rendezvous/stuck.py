@@ -88,7 +88,7 @@ class PendingWarning:
 
 @dataclass(slots=True)
 class Inquiry:
-    """One status request to all members, and the answers so far."""
+    """One status request to all members, and the answers that have arrived."""
 
     wait: WaitReport
     by_rank: dict[int, WaitReport]

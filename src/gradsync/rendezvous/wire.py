@@ -230,7 +230,7 @@ _FROM_SERVER = {int(frame_type): frame_type for frame_type in SCHEMAS if frame_t
 def _misplaced(number: int) -> str:
     """Returns the reason why a frame of this type is refused."""
     try:
-        return f"frame type {FrameType(number).name} does not belong here"
+        return f"the peer may not send frame type {FrameType(number).name}"
     except ValueError:
         return f"unknown frame type {number}"
 
