@@ -107,7 +107,7 @@ def test_earlier_dumps_are_left_out_and_named() -> None:
     lines = report([dump(0, group("world", *COMMON))], [dump(0), dump(None)])
     assert lines[-2:] == [
         "gradsync-rank0.json is left out: there is a later dump of rank 0",
-        "gradsync-rankNone.json is left out: it has no rank",
+        "gradsync-rankNone.json is left out: it does not name its rank",
     ]
 
 
