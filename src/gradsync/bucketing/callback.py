@@ -466,7 +466,7 @@ class AllreduceCallback:
             RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the block has failed.
         """
         self._check_between_steps("join()")
-        if self._step.reducer.active_ranks is not None:
+        if self._step.reducer.count_present is not None:
             raise InvalidArgument(
                 f"{self._communicator().label}: join() is not possible inside another join() of the same callback: one "
                 "block surrounds the whole loop over batches; leave it before the next begins"
@@ -475,7 +475,8 @@ class AllreduceCallback:
         self._step.begin_with(communicator)
         self._step.agree_on_callback(communicator)  # done here, because a rank without batches has no first gradient
         self._step.prepare(None, communicator)
-        joined = self._step.reducer.active_ranks = Join(self._step, communicator, parameters)
+        joined = Join(self._step, communicator, parameters)
+        self._step.reducer.count_present = joined.count
         try:
             yield joined
             self._check_between_steps("the end of join()")
@@ -486,7 +487,7 @@ class AllreduceCallback:
             raise
         finally:
             reducer = self._step.reducer
-            reducer.active_ranks = None
+            reducer.count_present = None
             # The next step reduces the remaining sums. Without sums, it does not count the block's local passes.
             reducer.begin_step(passes=reducer.events.local_passes if self._step.sums.by_key else 0)
 

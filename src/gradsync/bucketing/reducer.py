@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from gradsync.bucketing.agreements import KnownCallback, StepEvents
 from gradsync.bucketing.bucket_hook import BucketHook, GradientBucket, result_of, settings_of
@@ -116,17 +116,6 @@ class Reduction:
         )
 
 
-class ActiveRanks(Protocol):
-    """Counts the ranks that have gradients for a step; see join.py."""
-
-    def count(self, passes: int) -> int:
-        """Returns the number of ranks that have gradients for the step that begins. Every rank must call it.
-
-        Args:
-            passes: the number of this rank's local passes before the step.
-        """
-
-
 class Reducer:
     """Runs the collectives of a callback, step after step.
 
@@ -137,8 +126,7 @@ class Reducer:
         op: the operator of the reduction: sum or mean.
         events: the object that makes the Agreements of a step.
         statistics: the counters of all steps.
-        active_ranks: inside join(), the object that counts the ranks with gradients before the first collective of a
-            step; else None.
+        count_present: inside join(), the function Join.count, called before the first collective of a step; else None.
         values: the object that checks for NaN and infinity, computes the norm, and clips.
         is_hooked: whether a hook reduces the buckets.
     """
@@ -147,7 +135,7 @@ class Reducer:
         self.op = options.op
         self.events = StepEvents(options.op, options.settings())
         self.statistics = Statistics()
-        self.active_ranks: ActiveRanks | None = None
+        self.count_present: Callable[[int], int] | None = None
         self.values = Values(options.nonfinite, options.clip_norm)
         self.is_hooked = False
         self._options = options
@@ -247,7 +235,7 @@ class Reducer:
         """
         started = time.perf_counter()
         bucket, op, mean_over = reduction.bucket, self.op, None
-        if self.active_ranks is not None:
+        if self.count_present is not None:
             op, mean_over = self._mean_over(communicator)
         agreement = self.events.bucket(bucket)
         completion = None
@@ -406,7 +394,7 @@ class Reducer:
             NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; all ranks raise it.
         """
         started = time.perf_counter()
-        if self.active_ranks is not None:
+        if self.count_present is not None:
             self._count_active()
         if self._hooked is not None:
             self._hooked.finish()
@@ -460,8 +448,8 @@ class Reducer:
         return ReduceOp.SUM, self._present
 
     def _count_active(self) -> None:
-        if self.active_ranks is not None and self._present is None:
-            self._present = self.active_ranks.count(self.events.local_passes)
+        if self.count_present is not None and self._present is None:
+            self._present = self.count_present(self.events.local_passes)
 
 
 class _Divided:
