@@ -212,13 +212,14 @@ class OverlapCheck:
         self._longest_bytes = 0
         self._ranges_overlap = False  # True only with interleaved views, or with read-only arrays
 
-    def claim(self, array: Array, name: str, arrays: ArrayKind) -> None:
+    def claim(self, array: Array, name: str, arrays: ArrayKind, who: str) -> None:
         """Records the memory of a gradient; raises if an earlier gradient of the step shares this memory.
 
         Args:
             array: the gradient as a native array; host and devices share one address space.
             name: the gradient's name, for the error.
             arrays: the communicator's functions for arrays.
+            who: the beginning of the error text, which names this rank.
 
         Raises:
             InvalidArgument: the gradient shares memory with an earlier one, and the reduction writes to one of the two.
@@ -242,8 +243,8 @@ class OverlapCheck:
             written = arrays.writeable(array) or arrays.writeable(claim.array)
             if written and arrays.share_memory(array, claim.array):
                 raise InvalidArgument(
-                    f"the gradient of {name} shares memory with the gradient of {claim.name}, which was handed over in "
-                    "the same step: their results would be mixed; hand over a copy"
+                    f"{who}: the gradient of {name} shares memory with the gradient of {claim.name}, which was handed "
+                    "over in the same step: their results would be mixed; hand over a copy"
                 )
         insort(claims, _Claim(begin, len(claims), end, array, name))
         self._longest_bytes = max(self._longest_bytes, end - begin)

@@ -398,10 +398,7 @@ class Step:
         """Refuses a second gradient of one parameter, and gradients that share memory."""
         if key in self._keys:
             raise _twice(name, communicator)
-        try:
-            self._overlaps.claim(native, name, communicator._arrays)
-        except InvalidArgument as error:
-            raise InvalidArgument(f"{communicator.label}: {error}") from None
+        self._overlaps.claim(native, name, communicator._arrays, communicator.label)
         self._keys.add(key)
 
     # -- Local passes ----------------------------------------------------------------------------------------------

@@ -129,7 +129,9 @@ def average_leaves(leaves: Sequence[Leaf], op: ReduceOp, communicator: Communica
         GradientSpec(leaf.path, native.shape, dtype_name(native.dtype), native.dtype.itemsize)
         for leaf, native in zip(present, natives, strict=True)
     ]
-    _check_memory(specs, natives, communicator)
+    overlaps = OverlapCheck()
+    for leaf, native in zip(present, natives, strict=True):
+        overlaps.claim(native, leaf.path, communicator._arrays, f"{communicator.label}: {_WHAT}")
     destinations = [
         destination(leaf.array, native, communicator) for leaf, native in zip(present, natives, strict=True)
     ]
@@ -253,16 +255,6 @@ def _native(leaf: Leaf, op: ReduceOp, communicator: Communicator) -> Array:
     except UnsupportedDtype as error:
         raise UnsupportedDtype(f"{communicator.label}: {_WHAT}, {leaf.path}: {error}") from None
     return native
-
-
-def _check_memory(specs: Sequence[GradientSpec], natives: Sequence[Array], communicator: Communicator) -> None:
-    """Refuses arrays that share memory, because the reduction of one would change the other."""
-    memory = OverlapCheck()
-    for spec, native in zip(specs, natives, strict=True):
-        try:
-            memory.claim(native, spec.name, communicator._arrays)
-        except InvalidArgument as error:
-            raise InvalidArgument(f"{communicator.label}: {_WHAT}: {error}") from None
 
 
 # -- State, broadcast ------------------------------------------------------------------------------------------------
