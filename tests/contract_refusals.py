@@ -142,7 +142,7 @@ def check_wrong_roots(comm: Any, kit: Any) -> None:
     def attempts() -> Iterator[None]:
         array = kit.put(np.zeros(comm.world_size))
         for wrong in (-1, comm.world_size, "0", None, 0.0, True):
-            text = f"needs root from 0 to {comm.world_size - 1}, got {wrong!r}"
+            text = f"needs root to be a rank from 0 to {comm.world_size - 1}, got {wrong!r}"
             yield from refused(gs.InvalidArgument, lambda w=wrong: comm.broadcast(array, w), f"broadcast {text}")
             yield from refused(gs.InvalidArgument, lambda w=wrong: comm.reduce(array, "sum", w), f"reduce {text}")
             yield from refused(gs.InvalidArgument, lambda w=wrong: comm.gather(array, w), f"gather {text}")

@@ -217,7 +217,7 @@ def move_data(communicator: Any) -> None:
     if n > 1:
         for wrong in (9, -1, "0", True):
             error = expect(gs.InvalidArgument, lambda w=wrong: comm.gather(rank, dst=w))
-            assert str(error) == f"rank {rank}/{n}: comm.gather needs dst from 0 to {n - 1}, got {wrong!r}"
+            assert str(error) == f"rank {rank}/{n}: comm.gather needs dst to be a rank from 0 to {n - 1}, got {wrong!r}"
         error = expect(gs.InvalidArgument, lambda: comm.all_gather(lambda: rank))
         assert "comm.all_gather moved nothing" in str(error)
     seeds = [comm.shared_random_seed() for _ in range(10)]

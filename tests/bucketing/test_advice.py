@@ -14,9 +14,9 @@ LINES = {
     "nothing": "rank 1 did not hand over 'w0'",
     "one more": "rank 0 did not hand over 'w3'",
     "another order": "the gradients are the same, their order differs",
-    "another shape": "'b1' has another shape on rank 1 than on rank 0: [3] on rank 0, [4] on rank 1",
-    "another dtype, reduced later": "'b1' has another dtype on rank 1 than on rank 0: float32 on rank 0, float64 on",
-    "another dtype, reduced before": "'b1' has another dtype on rank 1 than on rank 0: float32 on rank 0, float16 on",
+    "another shape": "'b1' has a different shape on rank 1 than on rank 0: [3] on rank 0, [4] on rank 1",
+    "another dtype, reduced later": "'b1' has a different dtype on rank 1 than on rank 0: float32 on rank 0, float64",
+    "another dtype, reduced before": "'b1' has a different dtype on rank 1 than on rank 0: float32 on rank 0, float16",
     "another name": "the ranks hand over different gradients here: 'b1' on rank 0, 'bias' on rank 1: use the same",
     "clip_norm on one rank": "clip_norm is set on rank 1 only",
     "clip_norm on the others": "clip_norm is set on rank 0 only",
@@ -29,7 +29,7 @@ AMONG_THREE = {
     "without a middle one": "rank 1 did not hand over 'w1', ranks 0 and 2 did",
     "another order": "the gradients are the same, their order differs on rank 1 from that on ranks 0 and 2: hand",
     "one more": "ranks 0 and 2 did not hand over 'w3', rank 1 did",
-    "another shape": "'b1' has another shape on rank 1 than on ranks 0 and 2: [3] on ranks 0 and 2, [4] on rank 1",
+    "another shape": "'b1' has a different shape on rank 1 than on ranks 0 and 2: [3] on ranks 0 and 2, [4] on rank 1",
     "clip_norm on the others": "clip_norm is set on ranks 0 and 2 only",
 }
 
@@ -63,7 +63,7 @@ def test_other_differences_are_named() -> None:
     for line in SHM.run(2, checks.missing_parameter, SHM.kit):
         assert line.startswith("rank 1 did not hand over 'w1'")
     for line in SHM.run(2, checks.other_buckets, SHM.kit):
-        assert line.startswith("'w1' has another shape on rank 1 than on rank 0")
+        assert line.startswith("'w1' has a different shape on rank 1 than on rank 0")
     for line in SHM.run(2, checks.missing_array, SHM.kit):
         assert line.startswith("the ranks handed over different numbers of gradients: 3 on rank 0, 2 on rank 1: hand")
     for line in SHM.run(2, checks.another_order_of_many, SHM.kit):

@@ -70,7 +70,7 @@ def test_a_difference_is_named_whatever_the_names_look_like() -> None:
     ]
     error = mismatch("rank 0/2", None, dict(enumerate(map(Description.from_text, texts))))
     assert f"first difference, gradient 0 of the bucket:\n    rank 0: {name}: float32[3]" in str(error)
-    assert str(error).endswith(f"{name} has another shape on rank 1 than on rank 0: [3] on rank 0, [4] on rank 1")
+    assert str(error).endswith(f"{name} has a different shape on rank 1 than on rank 0: [3] on rank 0, [4] on rank 1")
     assert error.places == {0: "train.py:41 in step", 1: "train.py:41 in step"}
 
 

@@ -25,7 +25,7 @@ def leave_out(comm: Any) -> list[str]:
 def test_a_rank_that_is_left_out_is_told(place: Place, world_size: int) -> None:
     _, (of_new_group, of_split), _ = place.run(world_size, leave_out)
     assert of_new_group == "<NonMember: rank 1/3 is not a member of the group of ranks 0,2>"
-    assert of_split == "<NonMember: rank 1/3 is not a member of any group of a split in which its color was None>"
+    assert of_split == "<NonMember: rank 1/3 is not a member of any group of the split (it passed color=None)>"
 
 
 # -- How members wait -----------------------------------------------------------------------------------------------

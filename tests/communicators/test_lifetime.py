@@ -131,7 +131,7 @@ def test_who_comes_again_from_within_is_not_taken_for_another_thread() -> None:
     """A signal's handler, for one, runs on top of the collective."""
     comm = Noting()
     inside = comm._lifetime.collective("all_reduce", agreement_on("all_reduce", (), None, ""))
-    with inside, pytest.raises(gs.InvalidArgument, match="while this thread itself .* is running all_reduce"):
+    with inside, pytest.raises(gs.InvalidArgument, match="while this same thread .* is running all_reduce"):
         comm.barrier()
     comm.barrier()
     assert comm.heard == []

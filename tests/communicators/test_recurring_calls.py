@@ -150,7 +150,7 @@ def check_refusals(comm: Any) -> None:
     expect(gs.InvalidArgument, lambda: comm.all_reduce(array, out=np.ones(63, np.float32)), "out of shape")
     expect(gs.InvalidArgument, lambda: comm.all_reduce(array, out=np.ones(64)), "dtype float32, got")
     expect(gs.InvalidArgument, lambda: comm.all_reduce(array, ["sum"]), "op needs to be one of")
-    expect(gs.InvalidArgument, lambda: comm.broadcast(array, 1.0), "root from 0 to")
+    expect(gs.InvalidArgument, lambda: comm.broadcast(array, 1.0), "root to be a rank from 0 to")
     if comm.rank == 0:
         expect(gs.InvalidArgument, lambda: comm.broadcast(sealed(array.copy()), 1), "read-only")
     swapped = array.astype(">f4")

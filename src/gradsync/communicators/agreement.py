@@ -1,7 +1,8 @@
-"""Agreements: each collective has an 8-byte digest, which the ranks compare, and a description for PlanMismatch.
+"""An Agreement describes one collective, so that the ranks can check that all of them call the same one.
 
-After a mismatch each rank sends its description to the others. Each rank then makes the error from the descriptions of
-all ranks: see mismatch.py.
+It has an 8-byte digest, which the ranks compare before data moves. If the digests differ, each rank sends its
+description of the collective to the others. Each rank then makes the error PlanMismatch from the descriptions of all
+ranks: see mismatch.py.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ class StepSoFar(NamedTuple):
     """The state of one rank's training step at an event of the step: a bucket, or the end of the step.
 
     Attributes:
-        others: the gradients that the rank has passed to gradsync but not yet reduced, without those of the event.
-        has_ended: whether the rank has passed all of its gradients.
+        others: the gradients that the rank has passed to gradsync and not yet reduced, except the gradients of this
+            event.
+        has_ended: whether the rank will pass no more gradients to gradsync in this step.
         sizes: the rank's options for bucket sizes, as pairs of a name and a value.
     """
 
@@ -119,8 +121,8 @@ class Description(NamedTuple):
         dtype: the array's dtype; "" if the collective has no array, or several.
         shape: the array's shape; None if `dtype` is "".
         detail: all other arguments that must be equal on all ranks, e.g. the operator "sum".
-        items: the collective's arrays, or lines of text. The first ones may have been removed because they are equal
-            on all ranks, and the last ones because the message had no room.
+        items: the collective's arrays, or lines of text. The first items may be missing because they are equal on all
+            ranks, and the last items because the message to the other ranks had no room for them.
         item: the words for one item in errors, with {} for its index, e.g. "line {}".
         kind: the kind of an event of AllreduceCallback: "bucket", "flush" (the end of a step) or "first use"; "" for
             every other collective.
@@ -128,7 +130,7 @@ class Description(NamedTuple):
         made_at: the line of the program that made the callback. Errors show it only if `callback` is not "".
         settings: the options of the callback, as pairs of a name and a value.
         others, has_ended: see StepSoFar.
-        item_count: the total number of items and others, including those for which the message had no room.
+        item_count: how many entries `items` and `others` had together before any of them were removed.
         call_site: the line of the rank's program that called the collective.
         first: the index of `items[0]` among all items of the collective.
     """
@@ -151,7 +153,7 @@ class Description(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether some items or others are missing, because the message had no room for them."""
+        """Whether entries of `items` or `others` are missing because the message had no room for them."""
         return self.first + len(self.items) + len(self.others) < self.item_count
 
     @property
@@ -177,7 +179,8 @@ class Description(NamedTuple):
         also reads a text whose end is cut off.
 
         Args:
-            head_bytes: the largest size of the first line, at least 2 KiB. The fields of a longer line are shortened.
+            head_bytes: the largest allowed size of the first line, at least 2 KiB. If the line is longer, its fields
+                are shortened.
         """
         import json  # imported here to keep the start of a rank short
 
@@ -200,7 +203,7 @@ class Description(NamedTuple):
         """Parses the text that another rank has made with `to_text`, and returns that rank's description.
 
         Args:
-            text: the other rank's text. Its end may be cut off.
+            text: the other rank's text; the end of the text may be cut off.
             first: the index of the text's first item among all items of the collective.
         """
         import json  # imported here to keep the start of a rank short
@@ -265,19 +268,20 @@ def _array_text(dtype: object, shape: Shape | None) -> str:
 
 
 class Agreement(NamedTuple):
-    """One event on which all ranks must agree: a collective, or an event of a step.
+    """One event on which all ranks must agree: a collective, or a bucket or the end of a training step.
 
     Attributes:
         digest: a 64-bit number. Two ranks have equal digests if they run the same event, and in practice only then.
-        describe: a function that returns the description for the error. It is called only after a mismatch, and for
-            the flight recorder's dumps. It must not keep an array alive.
-        event: the event's index in its step, from 0; None outside of a step.
-        summarise: a function that returns the event in one line, called when the flight recorder is read. It must not
-            keep an array alive. None: the line is the description's headline.
+        describe: a function that returns the Description, called only after a mismatch and for the flight recorder's
+            dumps. The function must not hold a reference to an array.
+        event: the event's index in its step, from 0; None if the event does not belong to a step.
+        summarise: a function that returns the event in one line of text, called when the flight recorder is read. The
+            function must not hold a reference to an array. If it is None, `headline` of the Description is used
+            instead.
         is_message: whether the event is a message between two ranks. Messages are not counted as collectives.
         make_facts: a function that returns fields for the flight recorder's dumps; None if there are no fields.
-        so_far: a function that returns the state of this rank's step at this event. It is not called after the event.
-            None outside of a step.
+        so_far: a function that returns the state of this rank's step at this event, and is not called after the event;
+            None if the event does not belong to a step.
     """
 
     digest: int
@@ -304,8 +308,8 @@ class Agreement(NamedTuple):
         """Returns the description that this rank sends to the other ranks.
 
         Args:
-            call_site: the line of the program that ran the event, if the event is over. None: the event still runs,
-                and its line is read from the stack.
+            call_site: the line of the user's program that ran the event. If it is None, the event is still running, and
+                the line is read from the stack.
         """
         described = self.describe()
         if call_site is not None:
@@ -318,7 +322,7 @@ class Agreement(NamedTuple):
 
 
 def digest_of(*parts: object) -> int:
-    """Returns a 64-bit digest of repr() of the parts. Equal parts have equal digests in all processes."""
+    """Returns a 64-bit digest of repr() of the arguments. Equal arguments give equal digests in all processes."""
     text = "\x1f".join(map(repr, parts))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -332,7 +336,7 @@ def agreement_on(
     *,
     is_message: bool = False,
 ) -> Agreement:
-    """Returns the agreement on one collective. The agreements are cached, because programs repeat their collectives.
+    """Returns the Agreement that describes one collective. It is cached, because programs repeat their collectives.
 
     Args:
         collective: the collective's name.
@@ -343,13 +347,13 @@ def agreement_on(
     """
     dtype = None if dtype is None else _plain(dtype)
     digest = digest_of(collective, shape, str(dtype), detail)
-    of_it = (collective, shape, dtype, detail)
+    arguments = (collective, shape, dtype, detail)
     return Agreement(
         digest,
         partial(Description, collective, "" if dtype is None else str(dtype), shape, detail),
-        summarise=partial(_summary, *of_it),
+        summarise=partial(_summary, *arguments),
         is_message=is_message,
-        make_facts=partial(_facts, *of_it),
+        make_facts=partial(_facts, *arguments),
     )
 
 
@@ -375,7 +379,7 @@ def _facts(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, de
 
 
 def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns an equal dtype without numpy.record and alignment, so that equal dtypes have equal texts."""
+    """Returns the dtype without numpy.record and without alignment, so that equal dtypes have the same str()."""
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return np.dtype((_plain(base), shape))

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 #: The bounds of the ranks' parts in a flat array: rank r has the elements [bounds[r], bounds[r + 1]).
 Bounds = Sequence[int]
-#: The number of rows of each rank. None: all ranks have equally many. "ask": the ranks first exchange their numbers.
+#: The number of rows of each rank. If it is None, all ranks have the same number. If it is "ask", the ranks first
+#: exchange their numbers.
 Sizes = Sequence[int] | Literal["ask"] | None
 
 _INLINE = nullcontext()  # on the CPU the caller's thread runs the collective
@@ -74,7 +75,7 @@ class ResidentMemory:
     (shared_memory/resident.py).
 
     Args:
-        data: the memory; see `bytes`.
+        data: the memory as a 1-D uint8 array, for the attribute `bytes`.
 
     Attributes:
         bytes: the memory: a 1-D uint8 array on the communicator's device, filled with zeros at first, aligned to 64
@@ -94,7 +95,7 @@ def aligned_zeros(arrays: ArrayKind, size_bytes: int, who: str) -> Array:
     """Returns a uint8 array of zeros on the communicator's device, aligned to 64 bytes, for ResidentMemory.
 
     Args:
-        arrays: the functions for the backend's kind of arrays.
+        arrays: the functions for the backend's arrays: HostArrays for NumPy, DeviceArrays for CuPy.
         size_bytes: the size of the memory.
         who: the beginning of the error message.
 
@@ -120,26 +121,26 @@ class Backend(ABC):
 
     Args:
         client: this rank's rendezvous client, whose members are the communicator's ranks; None for a world of one rank.
-        group: the communicator's name; no communicator of this generation has had that name before.
+        group: the communicator's name. No other communicator since the start of the ranks has had this name.
         timeout_seconds: how long a collective waits for another rank.
 
     Attributes:
         name: the backend's name: "shm", "nccl", ...
         device: the device of the backend's arrays: "cpu", or a CUDA device such as "cuda:0".
-        arrays: the functions for the backend's kind of arrays.
-        runs_beside_host: whether collectives run on a GPU. The methods then launch a collective and do not wait for its
-            end.
+        arrays: the functions for the backend's arrays: HostArrays for NumPy, DeviceArrays for CuPy.
+        runs_beside_host: whether collectives run on a GPU. On a GPU, the methods launch a collective and do not wait
+            for its end.
         begins_with_barrier: whether a new communicator runs a barrier as its first collective.
-        plans_for: the class of arrays that plans take.
+        plans_for: the class of the arrays that the backend's plans accept; see `plan_all_reduce`.
         force_packing: whether a world of one rank copies a list of arrays to a flat buffer and back, as NCCL does in
-            larger worlds. Benchmarks set it to measure these copies.
-        converts: whether `prepare` accepts a Wire, and converts the values to its dtype. If not, the caller converts
-            them before the reduction.
+            larger worlds. Benchmarks set `force_packing` to measure the time of these copies.
+        converts: whether `prepare` accepts a Wire, and converts the values to the dtype of the Wire. If `converts` is
+            False, the caller converts the values before the reduction.
         finder: the object that collects non-finite values while lists and resident memory are reduced; None if the
             backend does not support this check.
-        squares: the object that adds up the squares of the results while they are reduced; None if the backend does not
-            support it.
-        client, timeout_seconds: see above.
+        squares: the object that adds up the squares of the results during the reduction; None if the backend does not
+            support this sum.
+        client, timeout_seconds: the arguments of the same names.
         rank, world_size, ranks, label: as in Communicator.
         recorder: the communicator's flight recorder.
         lifetime: the communicator's lifetime, which Communicator sets.
@@ -183,8 +184,9 @@ class Backend(ABC):
     ) -> PreparedList | None:
         """Returns an `all_reduce` prepared for repeated calls with these very arrays; None if that is not faster.
 
-        If `wire` is given, all ranks send and reduce the values in its dtype; only a backend that `converts` gets a
-        `wire`. While it reduces, the backend makes those of the `checks` that it supports: see `finder` and `squares`.
+        If `wire` is given, all ranks convert the values to the dtype of `wire` before they send and reduce them. Only a
+        backend whose attribute `converts` is True gets a `wire`. During the reduction, the backend makes each check in
+        `checks` that it supports: see `finder` and `squares`.
 
         Without checks, some ranks may call the prepared object and others `all_reduce` in the same collective.
         `release` frees the prepared object's resources.
@@ -227,7 +229,7 @@ class Backend(ABC):
     ) -> None:
         """Reduces a range of resident memory in place. For the arguments see all_reduce_resident of for_bucketing.py.
 
-        While it reduces, the backend makes those of the `checks` that it supports: see `finder` and `squares`.
+        During the reduction, the backend makes each check in `checks` that it supports: see `finder` and `squares`.
         """
         values = memory.view(begin_bytes, end_bytes, dtype)
         self.all_reduce([values], [values], op, agreement)
@@ -292,7 +294,7 @@ class Backend(ABC):
     # plan, and others the methods above. `release` frees the plans' resources.
 
     def takes(self, array: Array) -> bool:
-        """Whether a plan may write to this array of the class `plans_for`. It is not called on the CPU."""
+        """Returns whether a plan may write to `array`, whose class is `plans_for`. Called only for GPU backends."""
         return True
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
@@ -357,7 +359,8 @@ class Backend(ABC):
     def raise_if_ended(self, missing: list[int]) -> None:
         """Raises RankFailed if any rank has aborted the communicator, or one of the `missing` ranks has closed it.
 
-        It is called while this communicator runs no collective. It need not ask the rendezvous server for failures.
+        The method is called while this communicator runs no collective. It does not have to ask the rendezvous server
+        for failures, because the caller does so.
         """
 
     def make_host_path(self) -> HostPath:
@@ -371,9 +374,9 @@ class Backend(ABC):
     # -- Launching ---------------------------------------------------------------------------------------------
 
     def checked_stream(self, stream: Any, what: str) -> Any:
-        """Checks the caller's stream, and converts it to the type that `launching` takes. Does nothing on the CPU.
+        """Checks the caller's stream, and converts it to the type that `launching` accepts. Does nothing on the CPU.
 
-        It is called before the collective begins, so that a wrong stream is an error on this rank only.
+        The method is called before the collective begins, so that a wrong stream is an error on this rank only.
 
         Raises:
             InvalidArgument: `stream` is not a stream, or belongs to another device; or this stream or the current one
@@ -389,9 +392,10 @@ class Backend(ABC):
         On a GPU its __enter__ returns the Completion of the work that these methods launch; on the CPU it returns None.
 
         Args:
-            stream: the stream for the work; None is the current stream.
-            producers: marks (see mark_work) of the work that must end before this work begins. If it is a sequence,
-                also an empty one, the work runs on the communicator's own stream; if it is None, on `stream`.
+            stream: the stream for the work; by default the current stream.
+            producers: marks (see mark_work) of the work that must end before this work begins. If `producers` is a
+                sequence, even an empty one, the work runs on the communicator's own stream. If it is None, the work
+                runs on `stream`.
         """
         return _INLINE
 
@@ -403,14 +407,17 @@ class Backend(ABC):
         self.arrays.write_back(flat, native)
 
     def await_host_results(self, launch: Any) -> None:
-        """Waits until the launch has written those of its results that are host arrays."""
+        """Waits until the launched collective has written all of its results that are in host memory."""
 
     def mark_work(self) -> Any:
-        """Returns a mark, for `follow_work`, of the work on the current stream so far; None on the CPU."""
+        """Marks the end of the work that is queued on the current stream.
+
+        Returns the mark, which `follow_work` accepts; None on the CPU.
+        """
         return None
 
     def mark_end(self) -> Completion | None:
-        """Returns a Completion, for a future, of the work on the current stream so far; None on the CPU."""
+        """Returns the Completion of the work that is queued on the current stream, for a future; None on the CPU."""
         return None
 
     def follow_work(self, marks: Sequence[Any]) -> None:
@@ -419,30 +426,30 @@ class Backend(ABC):
     # -- Ending ------------------------------------------------------------------------------------------------
 
     def drain(self) -> GradsyncError | None:
-        """Waits a limited time for the launched work, before close(). Returns the work's error, or None."""
+        """Before close(), waits a limited time until the launched work has ended. Returns its error, or None."""
         return None
 
     def announce_close(self) -> None:
-        """Announces to the other ranks that this rank has closed the communicator. It must neither block nor raise."""
+        """Announces to the other ranks that this rank has closed the communicator. Must neither block nor raise."""
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Announces to the other ranks that they must stop. It must neither block nor raise."""
+        """Announces to the other ranks that they must stop. This method must neither block nor raise."""
 
     def await_announced(self) -> None:
-        """Waits a limited time until the announcement of the end has been sent. It is the last step of close()."""
+        """Waits a limited time, as the last step of close(), until the announcement of close() has been sent."""
 
     def release(self) -> None:
         """Frees file descriptors, memory and threads.
 
-        It is called once, while no collective runs. It must not block.
+        The method is called once, while no collective runs. The method must not block.
         """
 
 
 class HostPath(Protocol):
-    """Moves pickled Python objects between ranks in host memory. Backend describes methods with the same names."""
+    """Moves pickled Python objects between ranks, in host memory. For its methods see Backend."""
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement, /) -> list[list[int]]:
-        """Compares the agreement, and all-gathers a list of numbers; returns the list of each rank, in rank order."""
+        """Compares the digest, and all-gathers a list of numbers; returns the list of each rank, in rank order."""
 
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement, /) -> None:
         """Copies the sources of all ranks into the target of every rank, in rank order."""
@@ -462,7 +469,8 @@ def checked_rank(backend: Backend, what: str, name: str, rank: object) -> int:
     """
     number = integer_of(rank)
     if number is None or not 0 <= number < backend.world_size:
-        raise InvalidArgument(f"{backend.label}: {what} needs {name} from {rank_range(backend)}, got {shown(rank)}")
+        allowed = rank_range(backend)
+        raise InvalidArgument(f"{backend.label}: {what} needs {name} to be a rank from {allowed}, got {shown(rank)}")
     return number
 
 

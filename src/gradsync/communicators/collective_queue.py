@@ -1,9 +1,9 @@
 """Queues of asynchronous collectives. A queue runs its collectives in its own thread, in the order of submission.
 
-Each thread of the program that submits collectives has a queue of its own. So its collectives run in the order of the
-program, and its blocking collectives first wait until its queue is empty. The collectives of different threads have no
-common order that is the same on every rank: with one queue for all threads, ranks could wait for each other in a
-circle. Only the collectives of one communicator keep their order across threads.
+Each thread of the program that submits collectives has a queue of its own. So the collectives of one thread run in the
+order in which the thread calls them: a blocking collective first waits until the queue of its thread is empty. The
+order of two threads' collectives may differ between ranks: with one queue for all threads, ranks could wait for each
+other in a circle. If several threads use the same communicator, its collectives run in the order of submission.
 
 If the program never asks a failed future for its result, gradsync logs the failure when the future is deleted, as
 asyncio does.
@@ -37,8 +37,8 @@ class QueuedLifetime(Protocol):
     """The part of a communicator's Lifetime that the queues use.
 
     Attributes:
-        submitting: a reentrant lock. A thread holds it while it submits a collective.
-        last_job: the communicator's last submitted collective; None if that has ended.
+        submitting: a reentrant lock, which a thread holds while it submits a collective.
+        last_job: the communicator's last submitted collective; None if that collective has ended.
     """
 
     submitting: Any
@@ -90,7 +90,7 @@ class Job:
         previous: the job that was submitted to the same communicator before this one, perhaps in another queue.
 
     Attributes:
-        end, lifetime, what: see above.
+        end, lifetime, what: the arguments of the same names.
         has_begun: whether the collective has begun; it may have ended.
     """
 
@@ -122,9 +122,9 @@ class Job:
         return f"{self.lifetime.label}: {self.what}"
 
     def run(self) -> None:
-        """Runs the collective, then the done-callbacks of its future. It never raises.
+        """Runs the collective, then the done-callbacks of its future. This method never raises.
 
-        If the future has failed already, it runs neither.
+        If the future has already failed, neither the collective nor the callbacks run.
         """
         try:
             if self._previous is not None:
@@ -163,7 +163,7 @@ class Job:
             self.end.finish(result, None)
 
     def _prepare_to_raise(self, error: BaseException) -> LostFailure | None:
-        """Removes frames from the error's traceback. Returns the log entry for the case that no code gets the error."""
+        """Removes frames from the error's traceback. Returns the log entry for an error that the program never gets."""
         traceback.clear_frames(error.__traceback__)  # the frames hold the caller's arrays
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next  # drops this job's frame, which holds the end
@@ -176,7 +176,7 @@ class Job:
 
 
 class LostFailure:
-    """The log entry of a failed future. It is logged when the future is deleted, unless some code has got the error.
+    """The log entry of a failed future. It is written when the future is deleted, unless the program has got the error.
 
     Args:
         name: the collective's name in errors.
@@ -196,11 +196,11 @@ class LostFailure:
         _register_exit()
 
     def forget(self) -> None:
-        """Drops the text of the log entry, because some code has got the error."""
+        """Discards the log entry. Call it when the program has got the error from the future."""
         self._text = ""
 
     def log(self) -> None:
-        """Logs the failure once. Logs nothing if the program ends with an exception, because that is more important."""
+        """Logs the failure once; not if an exception ends the program, because this exception is more important."""
         text, self._text = self._text, ""
         if text and uncaught_error() is None:
             _log.error("%s", text)
@@ -219,10 +219,11 @@ _is_ending = False  # whether the program is ending
 
 
 def log_lost(lifetime: QueuedLifetime | None = None) -> None:
-    """Logs the failures of futures that no code has asked for their results.
+    """Logs the failures of futures whose results the program has not asked for.
 
     Args:
-        lifetime: the lifetime of the communicator whose failures are logged; None: those of all communicators.
+        lifetime: the lifetime of the communicator whose failures are logged. If it is None, the failures of all
+            communicators are logged.
     """
     if _all:
         with _registering:
@@ -326,8 +327,8 @@ def submit(lifetime: QueuedLifetime, what: str, run: Callable[[], Any]) -> Colle
 def await_earlier(lifetime: QueuedLifetime, what: str) -> None:
     """Waits, before a blocking collective named `what`, for the collectives that were submitted earlier.
 
-    It waits for the collectives that this thread has submitted, and for those that any thread has submitted to the same
-    communicator. Ctrl-C ends the wait.
+    The function waits for the collectives that this thread has submitted, and for the collectives that any thread has
+    submitted to the same communicator. Ctrl-C ends the wait.
 
     Raises:
         InvalidArgument: as for submit; also if a done-callback has tried to run a collective during the wait.
@@ -363,9 +364,9 @@ def fail_submitted(lifetime: QueuedLifetime) -> None:
 
 
 def _register_exit() -> None:
-    """Registers the exit handler that ends the queues. It runs before the process group's exit handler.
+    """Registers the exit handler that ends the queues. Python calls it before the exit handler of the process group.
 
-    The process group's handler closes the communicators one by one. If the queues still ran, it would wait for
+    The process group's handler closes the communicators one by one. If the queues still ran, close() would wait for
     collectives that the other ranks never begin.
     """
     global _is_registered
@@ -396,7 +397,7 @@ def _end_at_exit() -> None:
 def _begin_anew_after_fork() -> None:
     """Resets this module in a forked child, which is not a rank and has no worker threads.
 
-    The lost failures are dropped, because the parent process logs them.
+    The log entries of failed futures are discarded, because the parent process writes them.
     """
     global _is_registered, _registering
     _registering = threading.Lock()

@@ -4,8 +4,8 @@ Each collective is one method, in three steps. First the method checks its argum
 the errors are the same on every backend. Then it makes an Agreement, a description of the call, which the ranks
 compare. Then `_run` locks the communicator for this collective and calls the backend, which moves the bytes. The
 asynchronous collectives are the same methods of the subclass `_Submitter`, whose `_run` submits the collective. If a
-call repeats an earlier one (same collective, operator or root, shape and dtype), `_find_known` checks only the flags of
-the arrays and returns the backend's plan for such calls.
+call repeats an earlier call (same collective, operator or root, shape and dtype), `_find_known` checks only the flags
+of the arrays, and returns a call of the stored plan.
 
 Every rank of the communicator must call the same methods in the same order with the same shape, dtype, operator and
 root. If the ranks disagree, all of them get PlanMismatch before data moves, and the communicator stays usable. But on
@@ -76,18 +76,20 @@ _UNKNOWN = -1  # a number of rows that the caller has not given
 CollectiveCall = tuple[str, Agreement, Callable[..., Any], Array | None, Array | None]
 
 
-#: The operator or root of a call that may be repeated, and a function that returns the backend's plan for such calls.
+#: A pair: the operator or root of a call that may be repeated, and a function that returns the backend's plan for such
+#: calls.
 _MakePlan = tuple[Any, Callable[[], Run | None]]
 
 
 class _Known(NamedTuple):
-    """The plan for calls of one kind: with the same collective, operator or root, shape and dtype.
+    """The stored plan for repeated calls of one collective with the same shape, dtype, and operator or root.
 
     Attributes:
-        agreement: the agreement of such a call.
-        run: the backend's plan for such a call.
+        agreement: the Agreement that describes these calls, for the comparison between the ranks.
+        run: the plan that the backend has made for these calls.
         shape: the shape of the result.
-        in_place: whether a call without `out` writes the result into its array. Otherwise it makes a new array.
+        in_place: whether a call without `out` writes the result into the array that it gets. If False, such a call
+            makes a new array.
     """
 
     agreement: Agreement
@@ -105,12 +107,12 @@ class Communicator:
     communicator stays usable, unless the error's attribute `broken` is True.
 
     Args:
-        backend: the backend, which moves the bytes. It belongs to this communicator, and is released with it.
+        backend: the backend, which moves the bytes. The communicator owns the backend, and releases it when it ends.
 
     Attributes:
         rank: this process's number in the communicator, 0 <= rank < world_size.
         world_size: the number of ranks of the communicator.
-        ranks: for each rank of this communicator its rank in the world. Errors name a rank by its rank in the world.
+        ranks: for each rank of this communicator its rank in the world. Error messages use the ranks in the world.
         label: this rank's name in errors, e.g. "rank 1/4".
         backend: the backend's name: "local", "shm", "nccl" or "mpi".
         device: the device of the communicator's arrays: "cpu", or a CUDA device such as "cuda:0".
@@ -163,7 +165,7 @@ class Communicator:
             op: the operator: "sum", "mean", "prod", "min" or "max". "mean" needs a floating or complex dtype. On the
                 CPU, half precision is accumulated in float32.
             out: an array of the same shape and dtype for the result; `array` then stays unchanged.
-            stream: the CUDA stream on which the collective runs; None is CuPy's current stream. Ignored on the CPU.
+            stream: the CUDA stream on which the collective runs; by default CuPy's current stream. Ignored on the CPU.
 
         Returns:
             `out`, or `array` when `out` is None.
@@ -201,19 +203,19 @@ class Communicator:
         """Reduces `array` over all ranks, element by element; the root gets the result.
 
         Every rank must call it, with equal shapes, dtypes, operators and roots. On the CPU the result has the same bits
-        as that of all_reduce, except for products of complex numbers. On a GPU, NCCL may add the values of the ranks in
-        a different order.
+        as that of all_reduce, except for products of complex numbers. On a GPU the bits may differ from those of
+        all_reduce, because NCCL may add the ranks' values in a different order.
 
         Args:
-            array: an array as for all_reduce. On the root it receives the result if `out` is None; on the other ranks
-                it stays unchanged.
+            array: an array as for all_reduce. On the root, `array` receives the result if `out` is None. On the other
+                ranks, `array` stays unchanged.
             op: the operator, as for all_reduce.
             root: the rank that gets the result.
             out: on the root, an array of the same shape and dtype for the result. Ignored on the other ranks.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
-            On the root `out`, or `array` if `out` is None. On the other ranks None.
+            On the root, the result: `out`, or `array` if `out` is None. On the other ranks, None.
 
         Raises:
             InvalidArgument: `root` is not a rank of the communicator, or an array is wrong (see all_reduce).
@@ -251,12 +253,12 @@ class Communicator:
         as that of all_reduce, except for products of complex numbers.
 
         Args:
-            array: an array as for all_reduce. Its rows (along the first axis; a 0-d array is one row) are divided
-                among the ranks in rank order.
+            array: an array as for all_reduce. The rows of `array` (along the first axis; a 0-d array is one row) are
+                divided among the ranks in rank order.
             op: the operator, as for all_reduce.
-            sizes: the number of rows of each rank; None divides the rows equally.
-            out: an array for this rank's rows of the result; it may be exactly these rows of `array`. None makes a new
-                array.
+            sizes: the number of rows of each rank; if it is None, the rows are divided equally.
+            out: an array for this rank's rows of the result; it may be exactly these rows of `array`. If `out` is None,
+                a new array is made.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
@@ -297,7 +299,7 @@ class Communicator:
         Every rank must call it, with equal shapes, dtypes and roots.
 
         Args:
-            array: an array of any shape and layout on this communicator's device. Its elements must not be Python
+            array: an array of any shape and layout on this communicator's device. The elements must not be Python
                 objects.
             root: the rank whose values all ranks get.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
@@ -337,10 +339,11 @@ class Communicator:
         rows.
 
         Args:
-            array: an array of any layout on this communicator's device. Its elements must not be Python objects.
-            sizes: the number of rows of each rank. None: all ranks have equally many rows. "ask": the ranks first
-                exchange their numbers of rows.
-            out: an array for the result; `array` may be exactly this rank's rows of `out`. None makes a new array.
+            array: an array of any layout on this communicator's device. The elements must not be Python objects.
+            sizes: the number of rows of each rank. If `sizes` is None, all ranks must have the same number of rows. If
+                `sizes` is "ask", the ranks first exchange their numbers of rows.
+            out: an array for the result; `array` may be exactly this rank's rows of `out`. If `out` is None, a new
+                array is made.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
@@ -369,7 +372,7 @@ class Communicator:
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
-            On the root `out`, or a new array, with the rows of all ranks. On the other ranks None.
+            On the root, the rows of all ranks, in `out` or in a new array. On the other ranks, None.
 
         Raises:
             InvalidArgument: `root` is not a rank of the communicator, or another argument is wrong (see all_gather).
@@ -453,12 +456,12 @@ class Communicator:
         have the same dtype and rows of the same shape.
 
         Args:
-            array: on the root, an array of any layout on this communicator's device. Its elements must not be Python
+            array: on the root, an array of any layout on this communicator's device. The elements must not be Python
                 objects. On the other ranks it is ignored: pass None.
             root: the rank that has the rows.
-            sizes: the number of rows of each rank; None divides the rows equally.
-            out: an array for this rank's rows. It is required on every rank except the root, because only the root
-                knows the shape and dtype of the rows.
+            sizes: the number of rows of each rank; if it is None, the rows are divided equally.
+            out: an array for this rank's rows. Every rank except the root must pass `out`, because only the root knows
+                the shape and dtype of the rows.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
@@ -516,13 +519,13 @@ class Communicator:
         ranks pass `send_sizes`, or none does.
 
         Args:
-            array: an array of any layout on this communicator's device. Its elements must not be Python objects.
-            send_sizes: the number of rows that this rank sends to each rank; the ranks first exchange these lists. None
-                divides the rows equally.
-            recv_sizes: the number of rows that this rank expects from each rank. It is compared with the `send_sizes`
-                of the other ranks. None accepts any numbers.
-            out: an array for the result. If `out` and `send_sizes` are given, `recv_sizes` is required. None makes a
-                new array.
+            array: an array of any layout on this communicator's device. The elements must not be Python objects.
+            send_sizes: the number of rows that this rank sends to each rank; the ranks first exchange these lists. If
+                `send_sizes` is None, the rows are divided equally.
+            recv_sizes: the number of rows that this rank expects from each rank. The ranks compare `recv_sizes` with
+                the `send_sizes` of the other ranks. If `recv_sizes` is None, any numbers of rows are accepted.
+            out: an array for the result. If `out` and `send_sizes` are given, `recv_sizes` is required. If `out` is
+                None, a new array is made.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
@@ -582,11 +585,14 @@ class Communicator:
     def _share_sizes(
         self, sending: Sequence[int], receiving: Sequence[int], agreement: Agreement
     ) -> tuple[tuple[int, ...], int]:
-        """Exchanges the sizes. Returns the number of rows from each rank, and the most that any rank sends to any rank.
+        """Exchanges the sizes between the ranks.
+
+        Returns:
+            The number of rows that this rank receives from each rank; and the largest number of rows that any rank
+            sends to one rank.
 
         Raises:
-            PlanMismatch: raised on every rank if any rank expects a different number of rows from a rank than that rank
-                sends.
+            PlanMismatch: `recv_sizes` of a rank differs from what the other ranks send to it. Every rank raises it.
         """
         n = self.world_size
         shared = self._backend.share_numbers([*sending, *receiving], agreement)
@@ -608,11 +614,12 @@ class Communicator:
     def send(self, array: Any, dest: int, *, stream: Any = None) -> None:
         """Sends an array to one other rank, which must call recv.
 
-        On the CPU, send returns when that rank has received the array; on a GPU, when NCCL has launched the message. If
-        two ranks both send first, or both receive first, they wait for each other until the deadline: use exchange.
+        On the CPU, send returns when the rank `dest` has received the array; on a GPU, when NCCL has launched the
+        message. If two ranks both send first, or both receive first, they wait for each other until the deadline: use
+        exchange.
 
         Args:
-            array: an array of any shape and layout on this communicator's device. Its elements must not be Python
+            array: an array of any shape and layout on this communicator's device. The elements must not be Python
                 objects.
             dest: the rank that receives the array; it must not be this rank.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
@@ -620,8 +627,8 @@ class Communicator:
         Raises:
             InvalidArgument: `array` is not an array, or `dest` is not one of the other ranks of this communicator.
             UnsupportedDtype: the elements are Python objects.
-            PlanMismatch: the other rank expects a different shape or dtype, or called a different collective. It is
-                raised on both ranks.
+            PlanMismatch: the other rank expects a different shape or dtype, or called a different collective. This
+                error is raised on both ranks.
             RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
         dest = self._checked_peer("send", "dest", dest)
@@ -637,8 +644,8 @@ class Communicator:
         """Receives an array from one other rank, which must call send.
 
         Args:
-            array: an array for the received values, of any layout, on this communicator's device. Its shape and dtype
-                must be those of the array that was sent.
+            array: an array for the received values, of any layout, on this communicator's device. `array` must have the
+                shape and dtype of the array that was sent.
             source: the rank that sends the array; it must not be this rank.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
@@ -663,15 +670,16 @@ class Communicator:
     def exchange(self, array: Any, *, dest: int, out: Any, source: int, stream: Any = None) -> Any:
         """Sends an array to one rank, and at the same time receives an array from the same rank or a different one.
 
-        Two ranks that call exchange with each other cannot deadlock. Nor can a ring of ranks in which each rank sends
-        to the next one. But three or more ranks can wait for each other until CollectiveTimeout, if each calls exchange
-        with one partner after another, in orders that do not fit together. The other rank of a message may also call
-        send or recv.
+        Two ranks that call exchange with each other cannot deadlock. A ring of ranks, in which each rank sends to the
+        next one, cannot deadlock either. But three ranks deadlock until CollectiveTimeout if rank 0 first exchanges
+        arrays with rank 1, rank 1 with rank 2, and rank 2 with rank 0. The other rank of a message may also call send
+        or recv.
 
         Args:
             array: the array to send, as for send.
             dest: the rank that receives the array. It may be this rank if `source` is this rank too.
-            out: an array for the received values; it must have their shape and dtype. It may share memory with `array`.
+            out: an array for the received values; it must have their shape and dtype. `out` may share memory with
+                `array`.
             source: the rank that sends the received values.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
@@ -687,8 +695,8 @@ class Communicator:
         source = self._checked_peer("exchange", "source", source, is_self_allowed=True)
         if (dest == self.rank) != (source == self.rank):
             raise InvalidArgument(
-                f"{self.label}: exchange with itself needs both dest and source {self.rank}, got dest {dest}, "
-                f"source {source}"
+                f"{self.label}: an exchange of this rank with itself needs dest={self.rank} and source={self.rank}, "
+                f"got dest={dest} and source={source}"
             )
         outgoing = self._native_array(array, "exchange")
         target = self._native_array(out, "exchange: out")
@@ -697,8 +705,8 @@ class Communicator:
         receiving = self._message_agreement(target, source, self.rank)
         if dest == self.rank and sending.digest != receiving.digest:
             raise InvalidArgument(
-                f"{self.label}: exchange with itself needs out of shape {outgoing.shape} and dtype {outgoing.dtype}, "
-                f"got shape {target.shape} and dtype {target.dtype}"
+                f"{self.label}: an exchange of this rank with itself needs out of shape {outgoing.shape} and dtype "
+                f"{outgoing.dtype}, got shape {target.shape} and dtype {target.dtype}"
             )
 
         def transfer(flat: Array, flat_target: Array) -> None:
@@ -714,8 +722,8 @@ class Communicator:
     def _checked_peer(self, what: str, name: str, peer: int, *, is_self_allowed: bool = False) -> int:
         number = integer_of(peer)
         if number is None or not 0 <= number < self.world_size or (number == self.rank and not is_self_allowed):
-            allowed = rank_range(self._backend) + ("" if is_self_allowed else f", and not {self.rank}, this rank")
-            raise InvalidArgument(f"{self.label}: {what} needs {name} from {allowed}, got {shown(peer)}")
+            allowed = rank_range(self._backend) + ("" if is_self_allowed else f", but not {self.rank} (this rank)")
+            raise InvalidArgument(f"{self.label}: {what} needs {name} to be a rank from {allowed}, got {shown(peer)}")
         return number
 
     # -- Barrier, futures, objects -------------------------------------------------------------------------------
@@ -756,9 +764,9 @@ class Communicator:
         two groups, these ranks must make the two groups in the same order, and call the groups' collectives in the same
         order.
 
-        The groups are closed when the process group is destroyed. Close a group earlier if it is not needed any more.
-        This matters most with MPI, which allows about 2,000 groups: a group that is deleted in Python but not closed
-        still counts.
+        A group stays open until the process group is destroyed, or until its method close() is called. Close groups
+        that are not needed any more, most of all with MPI, which allows about 2,000 groups: a group that is deleted in
+        Python but not closed still counts.
 
             group = comm.new_group([0, 2])
             if group:
@@ -768,13 +776,14 @@ class Communicator:
             ranks: the members' ranks in this communicator, in any order.
 
         Returns:
-            The group. On a rank that is not a member, a NonMember, which is false in `if group:` but is not None.
+            The group. On a rank that is not a member, the result is a NonMember, which is false in `if group:` but is
+            not None.
 
         Raises:
             InvalidArgument: `ranks` is empty, contains a rank twice, or contains a number that is not a rank of this
                 communicator.
             RendezvousTimeout: a member did not call new_group within the time limit of this communicator's collectives.
-                The text names the missing members.
+                The error message names the missing members.
             RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: the group cannot be made, or this
                 communicator was aborted. If new_group fails on one rank, it fails on all ranks.
         """
@@ -792,12 +801,13 @@ class Communicator:
         Every rank must call it.
 
         Args:
-            color: a 64-bit integer; ranks with the same color join the same group. None: this rank joins no group.
+            color: a 64-bit integer; ranks with the same color join the same group. If `color` is None, this rank joins
+                no group.
             key: a 64-bit integer. A group numbers its ranks by ascending key; ranks with equal keys keep their order.
 
         Returns:
-            The group of this rank's color. If `color` is None, a NonMember, which is false in `if group:` but is not
-            None.
+            The group of this rank's color. If `color` is None, the result is a NonMember, which is false in `if group:`
+            but is not None.
 
         Raises:
             InvalidArgument: `color` or `key` is not a 64-bit integer.
@@ -812,7 +822,7 @@ class Communicator:
         if color is None:
             with reporting_failures(self._backend, "split"):
                 self._backend.split_group(NO_COLOR, 0, (), "")
-            return NonMember(self.label, "any group of a split in which its color was None")
+            return NonMember(self.label, "any group of the split (it passed color=None)")
         same = [rank for rank, (has_color, number, _) in enumerate(shared) if has_color and number == color]
         members = tuple(sorted(same, key=lambda rank: (shared[rank][2], rank)))
         connect = partial(self._backend.split_group, colors.index(color), members.index(self.rank), members)
@@ -881,9 +891,9 @@ class Communicator:
     def close(self) -> None:
         """Closes the communicator and frees its resources. A second call does nothing.
 
-        It is not a collective. First it waits for the submitted asynchronous collectives, each with its own deadline,
-        and on NCCL up to 20 s for launched work. Otherwise it never waits for other ranks. If another rank needs this
-        rank in a later collective, the other rank gets RankFailed.
+        close() is not a collective. First it waits for the submitted asynchronous collectives, each with its own
+        deadline, and on NCCL up to 20 s for launched work. Apart from this, close() does not wait for other ranks. If
+        another rank needs this rank in a later collective, the other rank gets RankFailed.
 
         Raises:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError: work on the GPU failed, and no call has raised its
@@ -904,7 +914,8 @@ class Communicator:
 
         Args:
             reason: the reason that the errors on all ranks show, e.g. "ValueError in the backward pass".
-            culprit: the rank that has failed, according to the other ranks' RankFailed; None names this rank.
+            culprit: the failed rank that RankFailed names on the other ranks. If it is None, RankFailed names this
+                rank.
         """
         self._lifetime.raised.was_aborted = True  # the caller knows of the failure, so closing need not raise it
         self._lifetime.abort(reason, culprit)
@@ -932,7 +943,8 @@ class Communicator:
     def _use_debug_mode(self) -> None:
         """Turns on the debug mode: from now on the ranks compare every collective before its data moves.
 
-        Every rank must call it. It changes nothing on a backend that always compares the digests before data moves.
+        Every rank must call it. The debug mode changes nothing on a backend that always compares the digests before
+        data moves.
         """
         self._debug = True
         self._backend.agree_always()
@@ -945,7 +957,7 @@ class Communicator:
         Args:
             what: the operation's name in errors.
             numbers: this rank's list, of at most some thousands of 64-bit integers.
-            agreement: the agreement of this collective.
+            agreement: the Agreement that describes this collective, for the comparison between the ranks.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
@@ -956,7 +968,7 @@ class Communicator:
         return shared
 
     def _agree(self, agreement: Agreement) -> None:
-        """Checks, for bucketing, that all ranks have equal agreements. May wait for all ranks.
+        """Checks, for bucketing, that the Agreements of all ranks have equal digests. May wait for all ranks.
 
         Raises:
             PlanMismatch: the ranks' digests differ.
@@ -980,22 +992,25 @@ class Communicator:
         own_part: slice | None = None,
         plan: _MakePlan | None = None,
     ) -> CollectiveCall:
-        """Returns the call of a collective whose arguments have been checked.
+        """Returns a CollectiveCall, made from arguments that have been checked.
 
-        The call makes the arrays flat, calls the backend, and copies the result to its array.
+        When the call runs, it makes the arrays flat, calls the backend, and copies the result to the target.
 
         Args:
             what: the collective's name in errors.
-            agreement: the collective's agreement.
-            source: the native array to send; None if this rank sends nothing.
-            target: the native array that receives the result; None if there is no such array yet: see `shape`.
+            agreement: the Agreement that describes this collective, for the comparison between the ranks.
+            source: the array to send, as _native_array returned it; None if this rank sends nothing.
+            target: the array for the result, as _native_array returned it; None if there is no such array yet: see
+                `shape`.
             transfer: a function that calls the backend: transfer(flat source, flat target).
-            given: the caller's array for the result, which the call returns. None: the call returns the native target.
+            given: the caller's array for the result, which the call returns. If it is None, the call returns `target`
+                or the new array.
             shape: if `target` is None, the shape of a new array for the result, or None if this rank gets no result.
             in_place: whether the backend may write the result over the source, if the target is the source.
-            own_part: the bytes of this rank's part of the larger array, see _flat_source.
-            plan: the operator or root, and a function that returns the backend's plan for repeated calls. None: the
-                call is not remembered.
+            own_part: this rank's part of `source` or of the target, whichever is larger, as a slice of bytes; see
+                _flat_source.
+            plan: a pair: the operator or root, and a function that returns the backend's plan for repeated calls. If it
+                is None, no plan is stored.
         """
         is_one_array = in_place and target is source
 
@@ -1037,10 +1052,10 @@ class Communicator:
     # -- Repeated calls ------------------------------------------------------------------------------------------
 
     def _find_known(self, what: str, detail: Any, array: Any, out: Any) -> CollectiveCall | None:
-        """Returns the call with a backend's plan if the arguments repeat an earlier call; None if they do not.
+        """Returns a call that runs a stored plan, if the arguments repeat those of an earlier call; else None.
 
-        Of the arrays it checks only the class, shape, dtype and flags. If it returns None, the public method checks all
-        arguments and raises the errors.
+        Of the arrays, it checks only the class, shape, dtype and flags. If the result is None, the public method checks
+        all arguments and raises the errors.
         """
         if type(array) is not self._plans_for:
             return None
@@ -1069,12 +1084,12 @@ class Communicator:
     def _remember(
         self, what: str, agreement: Agreement, source: Array, plan: _MakePlan, new_shape: Shape | None
     ) -> None:
-        """Stores the backend's plan, if there is one, for `_find_known`. Only a running collective may call it.
+        """Stores the backend's plan, if there is one, for `_find_known`. Call it only during a collective.
 
         Args:
             what, agreement, source, plan: as for `_call`.
-            new_shape: the shape of the result, if each call writes it to `out` or to a new array. None: the call's
-                array receives the result.
+            new_shape: the shape of the new array that a call without `out` makes for its result; None if such a call
+                writes the result into its argument `array`.
         """
         detail, make_plan = plan
         run = make_plan()
@@ -1104,7 +1119,7 @@ class Communicator:
         return native
 
     def _checked_reduction(self, what: str, array: Any, op: str | ReduceOp) -> tuple[Array, ReduceOp]:
-        """Returns the native array and the operator, after checking that the array's dtype supports the operator."""
+        """Returns the array (see _native_array) and the operator, which the array's dtype supports."""
         is_native = type(array) is np.ndarray and not array.dtype.hasobject  # nearly always
         source = array if is_native else self._native_array(array, what)
         try:
@@ -1115,7 +1130,7 @@ class Communicator:
             raise type(error)(f"{self.label}: {what}: {error}") from None
 
     def _checked_target(self, what: str, source: Array, out: Any) -> Array:
-        """Returns the native array for the result: the caller's `out`, or the source if `out` is None."""
+        """Returns the array for the result (see _native_array): the caller's `out`, or the source if `out` is None."""
         if out is None:
             self._check_writable(what, source)
             return source
@@ -1126,7 +1141,7 @@ class Communicator:
 
         Args:
             what: the operation's name in the error.
-            target: the argument as a native array.
+            target: the argument, as _native_array returned it.
             name: the argument's name in the error.
             remedy: the advice at the end of the error.
         """
@@ -1143,7 +1158,7 @@ class Communicator:
         raise InvalidArgument(f"{self.label}: {what} writes into {name}, which {flaw}: {remedy}")
 
     def _checked_out(self, what: str, out: Any, shape: Shape, dtype: np.dtype[Any]) -> Array:
-        """Returns the caller's `out` as a native array, after checking its shape and dtype."""
+        """Returns the caller's `out` as an array (see _native_array), after checking its shape and dtype."""
         target = out if type(out) is np.ndarray and out.dtype == dtype else self._native_array(out, f"{what}: out")
         if target.shape != shape or target.dtype != dtype:
             raise InvalidArgument(
@@ -1156,7 +1171,7 @@ class Communicator:
     def _checked_sizes(
         self, what: str, name: str, sizes: Any, total: int | None = None, *, row_bytes: int = 1
     ) -> tuple[int, ...]:
-        """Returns the caller's list of the ranks' numbers of rows. If `total` is given, it must be their sum."""
+        """Returns the caller's number of rows for each rank. If `total` is given, the numbers must add up to it."""
         try:
             checked = tuple(map(operator.index, sizes))
         except TypeError:
@@ -1189,10 +1204,11 @@ class Communicator:
         """Returns a source's elements as a flat array: a copy if the result could overwrite them before they are read.
 
         Args:
-            source: a native array.
-            target: the native array for the result; None if there is none, or if the backend may overwrite the source.
-            own_part: the slice of bytes that is this rank's part of the larger of the two arrays. If the smaller array
-                is exactly this part, no copy is needed, because the backend allows it.
+            source: an array that _native_array has returned.
+            target: the caller's array for the result; None if there is none, or if it is the source and the backend can
+                reduce in place.
+            own_part: this rank's part of the larger array, source or target, as a slice of bytes. If the smaller array
+                is exactly this part, no copy is needed, because backends accept arrays that overlap in this way.
         """
         if target is None and not self._runs_beside_host and source.flags.c_contiguous:
             return source.ravel()  # the fastest way to a flat view
@@ -1204,7 +1220,7 @@ class Communicator:
         return flat
 
     def _is_in_place(self, source: Array, target: Array, own_part: slice | None) -> bool:
-        """Whether both arrays are contiguous, and the smaller one is exactly the larger one's bytes `own_part`."""
+        """Whether both arrays are contiguous, and the smaller array is exactly the part `own_part` of the larger."""
         arrays = self._arrays
         if own_part is None or not arrays.is_viewed_flat(source) or not arrays.is_viewed_flat(target):
             return False
@@ -1234,7 +1250,7 @@ _Parameters = ParamSpec("_Parameters")
 
 
 class _Submitter(Communicator):
-    """A copy of a communicator with the same backend and lifetime. Its collectives are submitted and return futures."""
+    """A copy of a communicator with the same backend and lifetime. The collectives of the copy return futures."""
 
     def __init__(self, communicator: Communicator) -> None:
         vars(self).update(vars(communicator))
@@ -1283,11 +1299,11 @@ def _submitting(
 class Asynchronous:
     """The collectives of `communicator.asynchronous`: each submits a collective and returns a CollectiveFuture at once.
 
-    They take the same arguments as the methods of Communicator. Every rank must submit and call its collectives in the
-    same order. A blocking collective first waits for all collectives that its thread has submitted. Wrong arguments
-    raise at once; all other errors are raised by the future's result() and wait(). If the program never asks a failed
-    future for its result, the failure is logged. If a failure leaves the communicator usable, only the future of the
-    failed collective fails. The program must not use a collective's arrays until its future is done.
+    The collectives take the same arguments as the methods of Communicator. Every rank must submit and call its
+    collectives in the same order. A blocking collective first waits for all collectives that its thread has submitted.
+    Wrong arguments raise at once; all other errors are raised by the future's result() and wait(). If the program never
+    asks a failed future for its result, the failure is logged. If a failure leaves the communicator usable, only the
+    future of the failed collective fails. The program must not use a collective's arrays until its future is done.
 
     Messages wait in the same queue as other collectives, so `send` is not like MPI's Isend. If each of two ranks
     submits a recv before the send that the other rank needs, they wait for each other until the deadline. Use exchange,
@@ -1297,9 +1313,9 @@ class Asynchronous:
     CollectiveFuture.add_done_callback. If a done-callback waits for a future that is not done, FutureNotReady is
     raised.
 
-    On the CPU a collective waits in a queue and runs in another thread. On a GPU it is launched at once. If no stream
-    is given, it runs on the communicator's own stream, after the work that the current stream has so far; result()
-    makes the current stream wait for the collective.
+    On the CPU a collective waits in a queue and runs in another thread. On a GPU a collective is launched at once. If
+    no stream is given, the collective runs on the communicator's own stream, after the work that is already queued on
+    the current stream; result() makes the current stream wait for the collective.
 
     Args:
         communicator: the communicator that runs the collectives.
@@ -1347,7 +1363,7 @@ class _Parts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _parts(shape: Shape, sizes: tuple[int, ...], itemsize: int, rank: int) -> _Parts:
-    """Returns the ranks' parts of an array with rows like those of `shape`; rank r has sizes[r] rows."""
+    """Returns the ranks' parts of an array whose rows have the shape `shape[1:]`; rank r has sizes[r] rows."""
     rest = row_shape(shape)[1:]
     row = row_elements((0, *rest))
     byte_bounds = bounds_of(sizes, row * itemsize)

@@ -1,8 +1,8 @@
 """Failures of other ranks: a communicator reports long waits to the rendezvous server, and gets failures from it.
 
-The server logs a long wait. If a wait reaches its deadline, the server sends the same error to every rank of the
-generation. If a backend itself finds that a collective cannot end, it first waits here for the server's error, which
-names the cause.
+The rendezvous server logs the reported waits. If a wait reaches its deadline, the server sends the same error to every
+rank. If a backend itself finds that a collective cannot end, it first waits here for the server's error, which names
+the cause.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class FailureMonitor:
 
     Args:
         client: this rank's connection to the rendezvous server.
-        recorder: the communicator's flight recorder. It has an entry for the collective in which this rank waits.
+        recorder: the communicator's flight recorder, which has an entry for the collective in which this rank waits.
 
     Attributes:
-        was_raised: whether this object has raised an error that the other ranks get too: the server's error, or the
-            error that the server is gone.
-        has_failed: a function that returns whether the generation has failed or this rank has reported a failure. A
-            call takes 0.1 us.
+        was_raised: whether this object has raised an error that the other ranks get too: an error that the server has
+            sent, or the error for the lost connection to the server.
+        has_failed: a function that returns whether the server has sent a failure, or this rank has reported one. A call
+            takes 0.1 us.
     """
 
     def __init__(self, client: RendezvousClient, recorder: FlightRecorder) -> None:
@@ -55,10 +55,10 @@ class FailureMonitor:
         self._warned_of = -math.inf  # when the last reported collective began
 
     def check(self) -> None:
-        """Raises the generation's failure, if the generation has failed; never waits.
+        """Raises the failure that the server has sent, if there is one; never waits.
 
         Raises:
-            RankFailed, CollectiveTimeout: the generation has failed.
+            RankFailed, CollectiveTimeout: the server has sent this failure.
             RendezvousError: the server is gone.
         """
         try:
@@ -68,16 +68,16 @@ class FailureMonitor:
             raise
 
     def await_cause(self, seconds: float, check: Callable[[], None] | None = None) -> None:
-        """Waits for the generation's failure, of which this rank has already seen a consequence, and raises it.
+        """Waits for the failure from the server, after this rank has seen an effect of the failure, and raises it.
 
         Args:
             seconds: how long to wait. If no failure has arrived by then, the method returns.
-            check: a function that raises the failure once it has arrived; None takes the method `check`.
+            check: a function that raises the failure once it has arrived. If it is None, the method `check` is used.
         """
         await_cause(seconds, check or self.check)
 
     def failure(self) -> RankFailed | CollectiveTimeout | None:
-        """Returns the generation's failure; None if the generation has not failed."""
+        """Returns the failure that the server has sent; None if there is none."""
         try:
             self.check()
         except (RankFailed, CollectiveTimeout) as failure:
@@ -92,8 +92,8 @@ class FailureMonitor:
         Args:
             waited_seconds: how long this rank has waited.
             missing: the world ranks for which this rank waits; None if it does not know them.
-            entry: the launched collective whose end this rank waits for. None: a thread waits in the collective that
-                began last.
+            entry: the launched collective whose end this rank waits for. If it is None, a thread waits in the
+                collective that began last.
         """
         if waited_seconds < WARN_AFTER_SECONDS:
             return
@@ -109,7 +109,7 @@ class FailureMonitor:
         The arguments are those of `warn`.
 
         Raises:
-            CollectiveTimeout: the collective has reached its deadline. The text names the missing ranks.
+            CollectiveTimeout: the collective has reached its deadline. The error message names the missing ranks.
             RankFailed: a rank has died before the deadline.
             RendezvousError: the server is gone.
         """
@@ -121,9 +121,9 @@ class FailureMonitor:
 def raise_if_left(
     client: RendezvousClient, name: str, label: str, position: float, ranks: Iterable[int] | None = None
 ) -> None:
-    """Raises RankFailed if another rank has closed a communicator before the collective with number `position`.
+    """Raises RankFailed if another rank has closed the communicator without calling collective number `position`.
 
-    The backends without shared memory call it. On these backends, a rank that closes a communicator reports this to the
+    Only the NCCL and MPI backends call this function. A rank that closes one of their communicators reports this to the
     server with `announce_left`.
 
     Args:
@@ -157,8 +157,8 @@ def closed_failure(label: str, rank: int) -> RankFailed:
 def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, str]:
     """Returns the number and the title of a collective for the server's report; a message's title has its line of code.
 
-    The server adds the line of code for a collective, but not for a message: if two ranks wait for each other, each
-    waits in a different message, and the user needs the lines of both.
+    In its report, the server itself adds the line of code for a collective, but not for a message. If two ranks wait
+    for each other, each waits in a different message, and the user needs both lines of code.
     """
     from gradsync.rendezvous.frames import OF_MESSAGES  # imported here to keep the start of a rank short
 
@@ -169,4 +169,5 @@ def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, s
     site = find_call_site()
     if not site.line:
         return OF_MESSAGES, entry.title
-    return OF_MESSAGES, f"{entry.title.removesuffix(')')}, {'launched; by now ' if is_launched else ''}{site})"
+    state = "launched; the program is now " if is_launched else ""
+    return OF_MESSAGES, f"{entry.title.removesuffix(')')}, {state}{site})"

@@ -29,14 +29,14 @@ class Stage(Protocol):
         """Handles this rank's values before the reduction.
 
         Returns:
-            The arrays to reduce, which also receive the results: `given`, or different arrays.
+            The arrays to reduce, which also receive the results: `given` itself, or other arrays.
         """
 
     def after(self, results: Sequence[Array]) -> Sequence[Array]:
         """Handles the reduced values.
 
         Returns:
-            The arrays that hold the values afterwards: `results`, or different arrays.
+            The arrays that hold the values after this stage: `results` itself, or other arrays.
         """
 
 
@@ -51,12 +51,13 @@ class ListReduction:
         sources: 1-D contiguous arrays of the same dtype, on the communicator's device.
         targets: the arrays for the results: for each source an array of its size and dtype, or the source itself.
         op: an operator that the dtype supports.
-        write_backs: pairs of a target and a native array; after the reduction the target is copied to this array.
+        write_backs: pairs (target, array). After the reduction, the values of each target are copied to the array of
+            its pair, a NumPy or CuPy array of any layout.
         checks: the checks that the backend makes during the reduction.
-        wire: the dtype in which all ranks send and reduce the values, with its scale factors; it needs a backend that
-            `converts`. None: the values are sent in the dtype of the sources.
-        recurs: whether these very arrays will be reduced again. If so, the backend prepares the reduction now.
-            `recurs` may differ between ranks.
+        wire: the dtype in which all ranks send and reduce the values, and the scale factors. Only a backend whose
+            attribute `converts` is True accepts `wire`. If it is None, the values are sent in the dtype of the sources.
+        recurs: whether these very arrays will be reduced again. If `recurs` is True, the backend prepares the reduction
+            now. `recurs` may differ between ranks.
     """
 
     def __init__(
@@ -94,15 +95,15 @@ class ListReduction:
         """Reduces the arrays' current values.
 
         Args:
-            agreement: the agreement of this collective.
-            stages: the work before and after the reduction. The methods `before` are called in this order, the methods
-                `after` in reverse order.
+            agreement: the Agreement that describes this collective, for the comparison between the ranks.
+            stages: the work before and after the reduction. The methods `before` are called in the order of the list,
+                and the methods `after` in reverse order.
             producers: marks (see Backend.mark_work) of the work that made the sources.
-            agrees_first: whether the ranks also compare their agreements before the stages, because the stages of some
-                rank write into its sources. It must be equal on all ranks.
+            agrees_first: whether the ranks compare their Agreements also before the stages run. This is needed if the
+                stages of any rank write into that rank's sources. `agrees_first` must be equal on all ranks.
 
         Returns:
-            On the CPU None: the results are complete. On a GPU the Completion of the launched reduction.
+            On the CPU, None, because the results are complete. On a GPU, the Completion of the launched reduction.
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
@@ -141,10 +142,10 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
 
     Args:
         communicator: the communicator that runs the broadcast.
-        natives: native arrays (see Communicator._native_array) of any layout. They must be writable, except on the
-            root.
+        natives: NumPy or CuPy arrays of any layout (see Communicator._native_array). The arrays must be writable,
+            except on the root.
         root: the rank whose values all ranks get.
-        agreement: the agreement of this collective.
+        agreement: the Agreement that describes this collective, for the comparison between the ranks.
 
     Raises:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
@@ -175,12 +176,12 @@ def make_resident_memory(communicator: Communicator, size_bytes: int, agreement:
     Args:
         communicator: the communicator that will reduce the memory.
         size_bytes: the size of the memory of each rank.
-        agreement: the agreement of this collective.
+        agreement: the Agreement that describes this collective, for the comparison between the ranks.
 
     Raises:
         PlanMismatch: the sizes differ; nothing was allocated.
-        BackendUnavailable: a rank does not have enough memory. The text names the rank. No rank gets memory, and the
-            communicator stays usable.
+        BackendUnavailable: a rank does not have enough memory. The error message names the rank. No rank gets memory,
+            and the communicator stays usable.
         RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, NcclError: as for all_reduce.
     """
     what, backend = "make_resident_memory", communicator._backend
@@ -243,10 +244,11 @@ def all_reduce_resident(
         agreement, producers, agrees_first: as for ListReduction.run.
         stages: the work before and after the reduction, as for ListReduction.run; each stage gets the range as one
             array, and must return this array.
-        mean_over: the number of ranks that contributed values; the sum is divided by it. None: the sum is not divided.
+        mean_over: the number of ranks that contributed values; the sum is divided by it. If `mean_over` is None, the
+            sum is not divided.
 
     Returns:
-        On the CPU None: the results are complete. On a GPU the Completion of the launched reduction.
+        On the CPU, None, because the results are complete. On a GPU, the Completion of the launched reduction.
 
     Raises:
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.

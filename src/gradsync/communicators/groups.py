@@ -1,6 +1,6 @@
-"""Groups: communicators of some of a communicator's ranks.
+"""Groups: a group is a communicator for some of the ranks of another communicator.
 
-A group is a communicator like any other, with a backend of the same kind, which `Backend.connect_group` makes. A
+A group is used like any other communicator. It has a backend of the same kind, which `Backend.connect_group` makes. A
 `CommunicatorTree` gives the groups of one world their names, and closes them together with the world. `await_members`
 waits until all members have called new_group or split.
 """
@@ -41,7 +41,7 @@ class Member(Protocol):
 
 
 class CommunicatorTree:
-    """The communicators made from one world's communicator: its groups, their groups, those of override_backend().
+    """The communicators made from one world: its groups, groups of groups, and those made by override_backend().
 
     Args:
         name: the name of the world's communicator.
@@ -61,7 +61,7 @@ class CommunicatorTree:
     def new_name(self, what: str) -> str:
         """Returns a new name for the group `what`, e.g. "world/0,2#1".
 
-        Ranks that have called this method equally often with the same text get the same name.
+        Ranks that have called this method the same number of times with the same text get the same name.
         """
         count = self._counts[what] = self._counts.get(what, 0) + 1
         return f"{self.name}/{what}#{count}"
@@ -72,7 +72,7 @@ class CommunicatorTree:
         self._communicators.add(communicator)
 
     def close(self) -> None:
-        """Closes all these communicators, then raises the first of their errors that no call has raised yet."""
+        """Closes all communicators of the tree, then raises the first of their errors that no call has raised yet."""
         self.local_group = None
         errors = []
         for communicator in list(self._communicators):
@@ -88,8 +88,8 @@ class NonMember:
     """The result of new_group and split on a rank that is not a member of the group.
 
     It is false, so a program can write `if group: group.all_reduce(array)`. It is not None, because functions that take
-    a communicator treat None as the world, and a non-member must not join the world's collectives by mistake. These
-    functions raise InvalidArgument for a NonMember.
+    a communicator treat None as the world, and a non-member must not join the world's collectives by mistake. A
+    function that takes a communicator raises InvalidArgument for a NonMember.
 
     Args:
         label: this rank's name in errors.
@@ -117,7 +117,7 @@ class NonMember:
 
 @contextmanager
 def reporting_failures(backend: Backend, what: str) -> Iterator[None]:
-    """Reports an error of the `with` block, which makes a group, to the other ranks, because they wait for this rank.
+    """Reports an error of the `with` block to the other ranks, which wait until this rank has made the group.
 
     Args:
         backend: the backend of the communicator that makes the group.
@@ -143,8 +143,8 @@ def await_members(backend: Backend, what: str, members: Sequence[int], name: str
     Args:
         backend: the backend of the communicator that makes the group.
         what: the name of the public method in errors.
-        members: the members' ranks in that communicator.
-        name: the name of the new group, which no group of this generation has had before.
+        members: the members' ranks in the communicator of `backend`.
+        name: the name of the new group. No other group since the start of the ranks has had this name.
 
     Raises:
         RendezvousTimeout: a member has not called the function before the deadline.

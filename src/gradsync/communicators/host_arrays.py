@@ -1,7 +1,7 @@
 """Arrays in host memory: functions that check a caller's arrays and make them flat.
 
-`ArrayKind` is the interface with which the layers above use arrays. `HostArrays` implements it for host memory,
-`DeviceArrays` (nccl/device_arrays.py) for a GPU.
+`ArrayKind` is the interface with which the layers above use arrays. `HostArrays` implements ArrayKind for host memory,
+and `DeviceArrays` (nccl/device_arrays.py) implements it for a GPU.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FOR_OBJECTS = "comm.objects gathers, broadcasts and scatters Python objects"
 class ArrayKind(Protocol):
     """The functions for one kind of arrays: host arrays, or the arrays of a GPU.
 
-    A native array is one that `native` has returned. A flat array is 1-D and contiguous.
+    A native array is a NumPy or CuPy array that the method `native` has returned. A flat array is 1-D and contiguous.
     """
 
     def native(self, array: Any, who: str) -> Any:
-        """Returns a native array over the same memory as `array`; see Communicator._native_array."""
+        """Returns a NumPy or CuPy array over the same memory as `array`; see Communicator._native_array."""
 
     def flat(self, native: Any) -> Any:
         """Returns the elements in C order as a flat array on the communicator's device: a view if possible."""
@@ -68,8 +68,8 @@ class ArrayKind(Protocol):
     def multiply(self, source: Any, factor: float, out: Any) -> None:
         """Writes source * factor to `out`; both arrays are floating or complex. On a GPU it uses the current stream.
 
-        The product is computed in the wider of the two dtypes (half precision in float32) and rounded once. There is
-        one exception: a float64 product for an `out` of half precision may first be rounded to float32. The real and
+        The product is computed in the wider of the two dtypes, but at least in float32, and rounded once. There is one
+        exception: a float64 product for an `out` of half precision may first be rounded to float32. The real and
         imaginary parts of complex numbers are scaled separately. Overflow gives infinity without a warning. A GPU
         treats subnormal float32 numbers as 0, because of CuPy's compiler flags.
 
@@ -87,7 +87,8 @@ class ArrayKind(Protocol):
         """Whether a flat array has neither NaN nor infinity; always True for integers and bools.
 
         Returns:
-            On the host a bool. On a GPU a 0-d bool array, which the current stream computes: the host does not wait.
+            For a host array, the result is a bool. For an array on a GPU, it is a 0-d bool array, computed on the
+            current stream; the host does not wait for it.
         """
 
     def sum_of_squares(self, flat: Any) -> Any:
@@ -97,15 +98,15 @@ class ArrayKind(Protocol):
         float32. The relative error is below 1e-6. The sum overflows or underflows only beyond the range of float64.
 
         Returns:
-            On the host a float. On a GPU a 0-d float64 array, which the current stream computes: the host does not
-            wait.
+            For a host array, the result is a float. For an array on a GPU, it is a 0-d float64 array, computed on the
+            current stream; the host does not wait for it.
         """
 
     def writeable(self, native: Any) -> bool:
         """Whether the array may be written to."""
 
     def state(self, native: Any) -> Any:
-        """Returns a fingerprint of an array object that may be used again.
+        """Returns a fingerprint of an array object, to detect changes when the program uses the same object again.
 
         If the fingerprint has changed since the last use, the array must be checked again: it may have become
         read-only, or use different memory. The fingerprint does not include the shape and the dtype.
@@ -294,7 +295,7 @@ def _bfloat16_view(array: Any) -> Array:
 
 
 def advice(error: Exception) -> str:
-    """Returns advice for the most common error of DLPack, which is about a PyTorch parameter; "" for other errors."""
+    """Returns advice for the most common DLPack error (the array is a PyTorch parameter); "" for every other error."""
     return " (PyTorch: hand over p.data or p.grad)" if "require gradient" in str(error) else ""
 
 
@@ -316,7 +317,7 @@ def overlaps_itself(array: Any) -> bool:
 def digest_of_values(arrays: ArrayKind, native: Any) -> str:
     """Returns the SHA-256, in hexadecimal, of an array's elements as bytes in C order.
 
-    An array on a GPU is copied to host memory piece by piece, after the present work of the current stream.
+    An array on a GPU is copied to host memory in pieces, after the work that is already queued on the current stream.
     """
     import hashlib  # imported here to keep the start of a rank short
 

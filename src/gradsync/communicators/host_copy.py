@@ -1,11 +1,11 @@
-"""Copies between host arrays that are fast at every address.
+"""Functions that copy between host arrays and are fast at every memory address.
 
 NumPy copies with memcpy, and glibc's memcpy copies 4 KB to about 1 MB with the instruction `rep movsb`. On AMD Zen 3
 this instruction slows down from 40 to 2.8 GB/s (measured) if the destination is 1 to 63 bytes after the source, modulo
-the page size. This happens when data are copied from page-aligned slots to large NumPy arrays, which begin 16 bytes
-into a page. A NumPy ufunc copies with vector loads and stores, and is not slower at such addresses. So on Zen 3 pieces
-of 4 KB or more are copied by np.positive on unsigned integers, which keeps every bit. On other processors memcpy is as
-fast or faster, so each process measures both.
+the page size. Such addresses occur when data are copied from page-aligned shared memory to large NumPy arrays, whose
+data begin 16 bytes after the start of a page. A NumPy ufunc copies with vector loads and stores, and is not slower at
+such addresses. So on Zen 3 pieces of 4 KB or more are copied by np.positive on unsigned integers, which keeps every
+bit. On other processors memcpy is as fast or faster, so each process measures both.
 
 Source: glibc bugs 30994 and 30995 (memcpy on Zen 3 and Zen 4 with `rep movsb`); benchmarks/test_copy_speed.py measures
 it.
@@ -74,10 +74,10 @@ def copy_words(source: Array, target: Array) -> None:
 
 
 def publish_words(source: Array, target: Array) -> None:
-    """Copies words to shared memory that other ranks have just read: at most some hundred KB.
+    """Copies words, at most a few hundred KB, to shared memory that other ranks have just read.
 
-    Unlike `copy_words` it uses a ufunc on every processor, because here the ufunc is faster on a Xeon too: with memcpy,
-    an all_reduce of 128 KB took 10% more time.
+    Unlike `copy_words`, it uses a ufunc on every processor. On a Xeon, `copy_words` uses memcpy; but if `publish_words`
+    used memcpy there, an all_reduce of 128 KB would take 10% more time (measured).
     """
     if source.nbytes >= _UFUNC_FROM_BYTES:
         np.positive(source, target)

@@ -1,8 +1,8 @@
 """Arithmetic on the values of arrays: functions that scale them, check for NaN and infinity, and sum the squares.
 
 ArrayKind (host_arrays.py) specifies each function. `multiply` works for CuPy arrays too. The other functions are for
-host arrays; those for a GPU are in nccl/device_arrays.py. Each function reads the memory once, in pieces that fit into
-a core's cache, because some functions read a piece more than once.
+host arrays; those for a GPU are in nccl/device_arrays.py. Some functions read their array more than once. So each
+function works on pieces that fit into a core's cache, and each piece is loaded from main memory only once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def multiply(source: Any, factor: float, out: Any, xp: Any = np) -> None:
 
 
 def multiply_quietly(source: Any, factor: float, out: Any, xp: Any = np) -> None:
-    """Does the same as `multiply`. Call it only within np.errstate(all="ignore")."""
+    """Does the same as `multiply`, but can warn of overflow. Call it only within np.errstate(all="ignore")."""
     if factor == 1.0:
         if out is not source:
             xp.copyto(out, source, casting="unsafe")
@@ -109,17 +109,20 @@ def sum_of_squares(flat: Array) -> float:
 
 
 class SumOfSquares:
-    """Adds up the squares of several flat arrays, as sum_of_squares does, each array while it is in the cache."""
+    """Adds up the squares of several flat arrays, as sum_of_squares does.
+
+    The backend adds each array right after the reduction of the array, while the values are still in the core's cache.
+    """
 
     def __init__(self) -> None:
         self._forget()
 
     def add(self, flat: Array) -> None:
-        """Adds the squares of a flat array of any dtype."""
+        """Adds the squares of the elements of a flat array, of any dtype, to the sum."""
         self._sum += sum_of_squares(flat)
 
     def add_rows(self, table: Array) -> None:
-        """Adds the squares of a 2-D array that `tables_of` has returned. Its values must not change before `take`.
+        """Adds the squares of a 2-D array that `tables_of` has returned. Do not change the array before calling `take`.
 
         Call it only within np.errstate(all="ignore").
         """
@@ -166,7 +169,8 @@ def _finite(piece: Array) -> bool:
     """Whether all values are finite.
 
     If the sum of the squares is finite, all values are finite. Otherwise the sum may have overflowed, and each value is
-    checked. The squares are summed because BLAS does this several times as fast as NumPy sums the values.
+    checked. The function sums the squares, not the values, because BLAS sums squares several times faster than NumPy
+    sums values.
     """
     size = piece.size
     whole = size - size % _UNTHREADED_ELEMENTS

@@ -1,9 +1,9 @@
-"""A communicator's lifetime: it runs one collective at a time, until it is closed, aborted, or inherited by a fork.
+"""The state of a communicator, which runs one collective at a time until it is closed or aborted.
 
 Ctrl-C may interrupt a collective between any two instructions, and a lock would then stay held for ever. So the lock
-here is an entry of a dict. One instruction, which Ctrl-C cannot interrupt, acquires the lock and stores its owner: the
-frame of the function with the `with` block. If no thread runs that frame any more, the function was interrupted, and
-the lock is free again.
+here is an entry of a dict. A single instruction, which Ctrl-C cannot interrupt, acquires the lock and stores its owner.
+The owner is the stack frame of the function that runs the collective in a `with` block. If no thread runs that frame
+any more, the function was interrupted, and the lock is free again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Observer(Protocol):
     """An object that is called when a communicator ends."""
 
     def communicator_ended(self, lifetime: Lifetime) -> None:
-        """Handles the end of a communicator. It may be called on any thread, and more than once. It must not raise."""
+        """Called when a communicator has ended, on any thread, perhaps more than once. The method must not raise."""
 
 
 class RaisedFailures:
@@ -74,12 +74,12 @@ class RaisedFailures:
         self._failures: list[_Failure] = []
 
     def add(self, error: BaseException) -> None:
-        """Records a failure that a call has raised. It may also have ended other communicators of the world."""
+        """Records a failure that a call has raised. The failure may have ended other communicators of the world too."""
         if not self.has(error):
             self._failures.append(_failure_of(error))
 
     def has(self, error: BaseException) -> bool:
-        """Whether close() need not raise the failure, because a call has raised it or the program called abort()."""
+        """Whether the program already knows of the failure: a call has raised it, or the program has called abort()."""
         return self.was_aborted or _failure_of(error) in self._failures
 
     def copy(self) -> RaisedFailures:
@@ -89,20 +89,20 @@ class RaisedFailures:
         return copied
 
 
-#: The identity of a failure, which all copies of its error have in common: the error's class and fields.
+#: The identity of a failure: the class and the fields of its error, which are the same for all copies of the error.
 _Failure = tuple[type[BaseException], dict[str, object]]
 
 
 def _failure_of(error: BaseException) -> _Failure:
-    """Returns the identity of the failure that an error reports. Copies of the error have the same identity."""
+    """Returns the identity of the failure that an error reports. Two copies of one error give the same identity."""
     return type(error), {name: value for name, value in vars(error).items() if not name.startswith("_")}
 
 
 class Occupancy(dict[None, FrameType]):
     """The lock of a communicator: a dict that is empty, or has as its only value the frame that holds the lock.
 
-    setdefault(None, frame) acquires the lock if it is free, and returns the frame that then holds it; clear() releases
-    the lock.
+    setdefault(None, frame) acquires the lock for `frame` if the lock is free. In both cases, it returns the frame that
+    now holds the lock. clear() releases the lock.
     """
 
     __slots__ = ()
@@ -114,22 +114,23 @@ class Occupancy(dict[None, FrameType]):
 
 
 class Lifetime:
-    """The state of one communicator until its backend is released. It is also the context manager of each collective.
+    """The state of one communicator until its backend is released; also the context manager of each collective.
 
     One context manager is enough for all collectives of a communicator, because they do not nest: see `collective`.
 
     Args:
-        backend: the communicator's backend. Each collective is written to its flight recorder.
-        communicator: the communicator. This reference keeps it alive if the program keeps only, e.g.,
-            `communicator.objects`: the process group closes only communicators that are still alive.
+        backend: the communicator's backend. Each collective is written to the flight recorder of the backend.
+        communicator: the communicator. The Lifetime keeps the communicator alive even if the program keeps only, e.g.,
+            `communicator.objects`, because the process group closes only communicators that are still alive.
 
     Attributes:
         raised: the failures that calls have raised; all communicators of a world share this object.
         ended_because: the reason why the communicator cannot be used; None while it can be used.
-        is_inherited: whether this process was forked, and the communicator belongs to its parent.
+        is_inherited: whether this process was forked, and the communicator belongs to the parent process.
         was_raised: whether code outside of a collective, e.g. a future, has raised the communicator's failure.
-        submitting: a reentrant lock. A thread holds it while it submits a collective of the communicator.
-        last_job: the communicator's last submitted collective; None if that has ended. See collective_queue.py.
+        submitting: a reentrant lock, which a thread holds while it submits a collective of the communicator.
+        last_job: the communicator's last submitted collective; None if that collective has ended. See
+            collective_queue.py.
     """
 
     _next_what: str
@@ -142,7 +143,7 @@ class Lifetime:
         self._recorder = backend.recorder
         self._occupancy = Occupancy()
         self._make_locks()
-        self._announcement: Callable[[], None] | None = None  # of the end, if it is still to be sent to the other ranks
+        self._announcement: Callable[[], None] | None = None  # sends the end to the other ranks; None if sent
         self._is_closed_only = False  # whether close() alone has ended the communicator
         self.was_raised = False
         self.last_job: Job | None = None
@@ -168,7 +169,7 @@ class Lifetime:
 
         Args:
             what: the collective's name in errors.
-            agreement: the collective's agreement.
+            agreement: the Agreement that describes this collective, for the comparison between the ranks.
 
         Raises:
             InvalidArgument: the caller is a done-callback, or an earlier done-callback has tried to run a collective;
@@ -294,7 +295,7 @@ class Lifetime:
                 self.ended_because = because
 
     def _announce(self) -> None:
-        """Announces the end to the other ranks, unless this has been done. If Ctrl-C interrupts it, call it again."""
+        """Announces close() or abort() to the other ranks, once. If Ctrl-C interrupts this method, call it again."""
         with self._announcing:
             if self._announcement is not None:
                 self._announcement()
@@ -314,14 +315,14 @@ class Lifetime:
         if self.ended_because is not None:  # another thread is releasing the communicator
             raise self.ended_error(what)
         is_own = _runs_in(frame_of(), self._occupancy.get(None))
-        who = "this thread itself (e.g. its signal handler)" if is_own else "another thread"
+        who = "this same thread (e.g. interrupted by a signal handler)" if is_own else "another thread"
         raise InvalidArgument(
             f"{self._backend.label}: {what} was called while {who} is running {self._what} on this communicator: only "
             "one thread at a time may use a communicator, and only for one collective"
         )
 
     def _clean_up_interrupted(self) -> bool:
-        """Ends a collective whose __exit__ was interrupted by Ctrl-C or not called. Returns whether there was one."""
+        """Ends a collective whose __exit__ was interrupted by Ctrl-C or not called. Returns False if there is none."""
         frame = self._occupancy.interrupted_frame()
         if frame is None:
             return False
@@ -378,7 +379,7 @@ class Lifetime:
             self._release_when_idle()
 
     def _release_when_idle(self) -> None:
-        """Releases the backend, unless this has been done. If a thread runs a collective, that thread does it later."""
+        """Releases the backend, once. If a thread is running a collective, that thread releases it afterwards."""
         frame = frame_of()
         if self._occupancy.setdefault(None, frame) is frame:
             try:
@@ -390,9 +391,9 @@ class Lifetime:
                 self._occupancy.clear()
 
     def _leave_group(self) -> None:
-        """Closes the rendezvous client if it is this group's and not the world's, so that this rank leaves the group.
+        """Closes the rendezvous client of a group, so that this rank leaves the group; not the client of the world.
 
-        When all members have left, the server removes the group's entries.
+        When all members have left a group, the server removes the group's entries.
         """
         client = self._backend.client
         if client is not None and client.name == self._recorder.group:

@@ -1,6 +1,7 @@
-"""PlanMismatch: each rank makes this error from the descriptions of all ranks, with advice on their difference.
+"""PlanMismatch, the error if ranks call different collectives: each rank makes it from the descriptions of all ranks.
 
-The error depends only on the descriptions, so it says the same on all ranks.
+The message shows the first difference between the descriptions, and gives advice. It is the same on all ranks, because
+it depends only on the descriptions.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _SIZES = ("threshold_bytes", "first_bucket_bytes")  # ranks may differ in these,
 _NO_SITE = CallSite()
 _UNHARMED = "no data was moved"
 _BROKEN = (
-    "some ranks had already launched their collective, as in the steps before: the communicator is broken, and the "
-    "gradients of this step are undefined"
+    "some ranks had already launched their collective, because it was the same as in the previous step: the "
+    "communicator is broken, and the gradients of this step are undefined"
 )
 
 
@@ -30,8 +31,8 @@ def mismatch(
 
     Args:
         label: this rank's name in errors, e.g. "rank 0/2".
-        agreement: this rank's agreement; None if it is not known any more.
-        descriptions: the description of each rank. All of them have the same `first`.
+        agreement: the Agreement that describes this rank's collective; None if this rank no longer has it.
+        descriptions: the description of each rank. The attribute `first` is equal in all descriptions.
         broken: whether a rank had already launched its collective.
     """
     index = None if agreement is None else agreement.event
@@ -155,7 +156,7 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
     ):
         return (
             f"the ranks handed over different numbers of gradients: {_by_value(numbers)}: hand over the same gradients "
-            "in the same order; give them names to see here which one is missing"
+            "in the same order on all ranks; if the gradients have names, this error says which one is missing"
         )
     names = dict.fromkeys(name for specs in here.values() for name in specs)
     for name in names:
@@ -208,13 +209,13 @@ def _missing(names: Iterable[str], known: Mapping[int, Mapping[str, object]]) ->
 
 
 def _difference(items: Mapping[int, Item]) -> str:
-    """Returns the difference between items with one name, e.g. "'b2' has another shape on rank 1 than on rank 0"."""
+    """Returns the difference of items with one name, e.g. "'b2' has a different shape on rank 1 than on rank 0"."""
     dtypes = {rank: item.dtype for rank, item in items.items()}
     is_dtype = len(set(dtypes.values())) > 1
     values = dtypes if is_dtype else {rank: str(list(item.shape or ())) for rank, item in items.items()}
     what = "dtype" if is_dtype else "shape"
     odd, others = _split(values)
-    where = f"another {what} on {name_ranks(odd)} than on {name_ranks(others)}" if others else f"different {what}s"
+    where = f"a different {what} on {name_ranks(odd)} than on {name_ranks(others)}" if others else f"different {what}s"
     return f"{next(iter(items.values())).name} has {where}: {_by_value(values)}"
 
 

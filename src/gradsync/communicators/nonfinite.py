@@ -2,7 +2,7 @@
 
 NonFiniteFinder finds the ranks that contribute NaN or infinity. If a sum is finite, all its summands are finite. So it
 is nearly always enough to check the results. If a result is not finite, the values of each rank are checked before they
-are overwritten, to find the rank.
+are overwritten, to find the ranks that contributed the non-finite values.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class NonFiniteFinder:
         Args:
             rank: the rank that contributed the values.
             values: a 1-D array of the rank's values.
-            at: the index of the first value, counted across all arrays of the list.
+            at: the index of the element values[0], counted across all arrays of the list.
         """
         found = np.flatnonzero(~np.isfinite(values))
         if found.size:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Objects:
-    """The collectives on Python objects of `communicator.objects`.
+    """The collectives on Python objects, e.g. `communicator.objects.all_gather(obj)`.
 
     Every rank must call these methods and the communicator's other collectives in the same order, and with the same
     root. Any object that can be pickled is allowed, and its size may differ between ranks. Each rank gets copies of the
@@ -38,9 +38,9 @@ class Objects:
     Unpickling can run code of the sender, so all ranks must trust each other.
 
     All methods raise:
-        InvalidArgument: a rank's object cannot be pickled; then every rank raises this error, which names the rank and
-            the cause. Or an object cannot be unpickled; then the rank that received it raises this error. The
-            communicator stays usable.
+        InvalidArgument: an object cannot be pickled or unpickled. If a rank cannot pickle its object, every rank raises
+            this error, which names the rank and the cause. If a rank cannot unpickle an object that it has received,
+            only this rank raises the error. The communicator stays usable.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
 
     Args:
@@ -60,7 +60,7 @@ class Objects:
         return self.all_gather_for("objects.all_gather", obj)
 
     def all_gather_for(self, what: str, obj: Any) -> list[Any]:
-        """Runs all_gather under the name of the public function `what`.
+        """Does the same as all_gather. Errors name `what`, the public function that calls this method.
 
         If ranks call functions with different names, they raise PlanMismatch.
         """
@@ -83,13 +83,13 @@ class Objects:
         return self._gather_for("objects.gather", obj, root)
 
     def _gather_for(self, what: str, obj: Any, root: int = 0, argument: str = "root") -> list[Any] | None:
-        """Runs gather under the name of the public function `what`; see all_gather_for.
+        """Does the same as gather. Errors name `what`, the public function that calls this method.
 
         Args:
             what: the name of the public function.
             obj: this rank's object.
             root: the rank that gets the objects.
-            argument: the name that `root` has in the public function.
+            argument: the name of the public function's parameter that `root` comes from, for errors.
         """
         root = checked_rank(self._backend, what, argument, root)
         agreement = agreement_on(what, (), None, f"root {root}")
@@ -114,7 +114,7 @@ class Objects:
         return self.broadcast_for("objects.broadcast", obj, root)
 
     def broadcast_for(self, what: str, obj: Any = None, root: int = 0) -> Any:
-        """Runs broadcast under the name of the public function `what`; see all_gather_for."""
+        """Does the same as broadcast. Errors name `what`, the public function that calls this method."""
         root = checked_rank(self._backend, what, "root", root)
         agreement = agreement_on(what, (), None, f"root {root}")
         is_root = self._backend.rank == root
@@ -159,7 +159,7 @@ class Objects:
         """Runs one collective: exchanges the sizes of the objects, then moves the objects.
 
         Args:
-            agreement: the agreement of the collective.
+            agreement: the Agreement that describes this collective, for the comparison between the ranks.
             mine: this rank's pickled objects, or the reason why it cannot send them.
             count: how many objects one rank can send in this collective.
             move: a function that moves the objects: move(path, the sizes of each rank's objects).
@@ -243,7 +243,7 @@ class _Parcel(NamedTuple):
     def numbers(self, count: int) -> list[int]:
         """Returns `count` numbers: the size of each pickled object, then zeros.
 
-        If this rank cannot send its objects, the first number is minus the length of the reason.
+        If this rank cannot send its objects, the first number is negative: minus the length of `refusal`.
         """
         sizes = [len(data) for data in self.pickles] if self.refusal is None else [-len(self.refusal)]
         return sizes + [0] * (count - len(sizes))

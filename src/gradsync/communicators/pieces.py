@@ -1,7 +1,7 @@
 """Arithmetic that cuts a list of arrays into pieces, as if the list were one flat array.
 
-It is for collectives that move many arrays together without first copying them to one array. No function here reads or
-writes an array.
+The functions are for collectives that move many arrays together without first copying them to one array. No function in
+this file reads or writes an array.
 """
 
 from __future__ import annotations

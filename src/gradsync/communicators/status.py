@@ -53,7 +53,7 @@ def _reported_recorders() -> list[FlightRecorder]:
 
 
 def _last_used(recorder: FlightRecorder) -> float:
-    """Returns the time at which the group's last collective ended; infinity if it still runs, -infinity without one."""
+    """Returns when the group's last collective ended; infinity if it is still running, -infinity if there was none."""
     last = recorder.last
     if last is None:
         return -math.inf

@@ -1,8 +1,8 @@
 """The communicator of all ranks (the world), as a variable that the layers below process_group.py can read.
 
-Bucketing is a layer below process_group.py, so it cannot import that module. It reads the variable here, which only
-process_group.py sets. Within `with gs.override_backend(...)` the variable is a different communicator of the same
-ranks.
+Bucketing is a layer below process_group.py, so it cannot import that module. Bucketing reads the variable `current` of
+this module; only process_group.py sets it. Within `with gs.override_backend(...)`, `current` is a different
+communicator of the same ranks.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def group_or_world(group: Communicator | None, what: str, argument: str = "group
 
     Args:
         group: the argument of a public function.
-        what: the name of that function in errors.
+        what: the name of the public function in errors.
         argument: the name of the argument in errors.
 
     Raises:
