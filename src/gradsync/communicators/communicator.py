@@ -4,7 +4,7 @@ Each collective is one method, in three steps. First the method checks its argum
 the errors are the same on every backend. Then it makes an Agreement, a description of the call, which the ranks
 compare. Then `_run` locks the communicator for this collective and calls the backend, which moves the bytes. The
 asynchronous collectives are the same methods of the subclass `_Submitter`, whose `_run` submits the collective. If a
-call repeats an earlier call (same collective, operator or root, shape and dtype), `_find_known` checks only the flags
+call repeats an earlier call (same collective, operator or root, shape and dtype), `_find_stored` checks only the flags
 of the arrays, and returns a call of the stored plan.
 
 Every rank of the communicator must call the same methods in the same order with the same shape, dtype, operator and
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 BYTE = np.dtype(np.uint8)
 
 _TOO_MUCH = 2**63  # the limit of NumPy's sizes, and of the numbers that ranks exchange
-_MAX_KNOWN = 1024  # how many kinds of calls a communicator remembers
+_MAX_STORED = 1024  # how many plans a communicator stores
 _UNKNOWN = -1  # a number of rows that the caller has not given
 
 
@@ -81,7 +81,7 @@ CollectiveCall = tuple[str, Agreement, Callable[..., Any], Array | None, Array |
 _MakePlan = tuple[Any, Callable[[], Run | None]]
 
 
-class _Known(NamedTuple):
+class _StoredPlan(NamedTuple):
     """The stored plan for repeated calls of one collective with the same shape, dtype, and operator or root.
 
     Attributes:
@@ -133,7 +133,7 @@ class Communicator:
         self.device = backend.device
         self.recorder = backend.recorder
         self._lifetime = backend.lifetime = Lifetime(backend, self)
-        self._known: dict[Any, _Known] = {}
+        self._plans: dict[Any, _StoredPlan] = {}
         # Members of the backend that bucketing uses, or that each collective reads.
         self._arrays = backend.arrays
         self._runs_beside_host = backend.runs_beside_host
@@ -180,7 +180,7 @@ class Communicator:
             CommunicatorClosed: the communicator was closed, aborted, or inherited through a fork.
             NcclError: NCCL or the GPU failed.
         """
-        call = self._find_known("all_reduce", op, array, out)
+        call = self._find_stored("all_reduce", op, array, out)
         if call is None:
             source, parsed = self._checked_reduction("all_reduce", array, op)
             target = self._checked_target("all_reduce", source, out)
@@ -270,7 +270,7 @@ class Communicator:
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 all_reduce.
         """
-        call = self._find_known("reduce_scatter", op, array, out) if sizes is None else None
+        call = self._find_stored("reduce_scatter", op, array, out) if sizes is None else None
         if call is None:
             source, parsed = self._checked_reduction("reduce_scatter", array, op)
             of_ranks = self._checked_division("reduce_scatter", "sizes", sizes, source.shape[0] if source.shape else 1)
@@ -313,7 +313,7 @@ class Communicator:
             UnsupportedDtype: the elements are Python objects.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
-        call = self._find_known("broadcast", root, array, None) if type(root) is int else None
+        call = self._find_stored("broadcast", root, array, None) if type(root) is int else None
         if call is None:
             root = checked_rank(self._backend, "broadcast", "root", root)
             native = self._native_array(array, "broadcast")
@@ -355,7 +355,7 @@ class Communicator:
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
                 broadcast.
         """
-        call = self._find_known("all_gather", None, array, out) if sizes is None else None
+        call = self._find_stored("all_gather", None, array, out) if sizes is None else None
         return self._run(call or self._gathering("all_gather", array, None, sizes, out), stream)
 
     def gather(self, array: Any, root: int = 0, *, sizes: Sizes = None, out: Any = None, stream: Any = None) -> Any:
@@ -540,7 +540,7 @@ class Communicator:
             UnsupportedDtype, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for broadcast.
         """
         is_even = send_sizes is None and recv_sizes is None
-        call = self._find_known("all_to_all", None, array, out) if is_even else None
+        call = self._find_stored("all_to_all", None, array, out) if is_even else None
         if call is not None:
             return self._run(call, stream)
         what = "all_to_all"
@@ -1027,7 +1027,7 @@ class Communicator:
             if result is not None:
                 self._deliver(flat_target, result, launch)
             if plan is not None:
-                self._remember(what, agreement, source, plan, None if in_place else shape)
+                self._store_plan(what, agreement, source, plan, None if in_place else shape)
             return result if given is None else given
 
         return what, agreement, move, None, None
@@ -1051,7 +1051,7 @@ class Communicator:
 
     # -- Repeated calls ------------------------------------------------------------------------------------------
 
-    def _find_known(self, what: str, detail: Any, array: Any, out: Any) -> CollectiveCall | None:
+    def _find_stored(self, what: str, detail: Any, array: Any, out: Any) -> CollectiveCall | None:
         """Returns a call that runs a stored plan, if the arguments repeat those of an earlier call; else None.
 
         Of the arrays, it checks only the class, shape, dtype and flags. If the result is None, the public method checks
@@ -1060,7 +1060,7 @@ class Communicator:
         if type(array) is not self._plans_for:
             return None
         try:
-            known = self._known.get((what, detail, array.shape, array.dtype))
+            known = self._plans.get((what, detail, array.shape, array.dtype))
         except TypeError:  # the operator cannot be hashed: it is invalid
             return None
         if known is None:
@@ -1081,10 +1081,10 @@ class Communicator:
             return what, agreement, run, array, np.empty(shape, array.dtype)
         return (what, agreement, run, array, array) if flags.writeable else None
 
-    def _remember(
+    def _store_plan(
         self, what: str, agreement: Agreement, source: Array, plan: _MakePlan, new_shape: Shape | None
     ) -> None:
-        """Stores the backend's plan, if there is one, for `_find_known`. Call it only during a collective.
+        """Stores the backend's plan, if there is one, for `_find_stored`. Call it only during a collective.
 
         Args:
             what, agreement, source, plan: as for `_call`.
@@ -1095,10 +1095,10 @@ class Communicator:
         run = make_plan()
         if run is None:
             return
-        if len(self._known) >= _MAX_KNOWN:
-            del self._known[next(iter(self._known))]  # the oldest
+        if len(self._plans) >= _MAX_STORED:
+            del self._plans[next(iter(self._plans))]  # the oldest
         shape = source.shape if new_shape is None else new_shape
-        self._known[what, detail, source.shape, source.dtype] = _Known(agreement, run, shape, new_shape is None)
+        self._plans[what, detail, source.shape, source.dtype] = _StoredPlan(agreement, run, shape, new_shape is None)
 
     # -- Checks --------------------------------------------------------------------------------------------------
 
