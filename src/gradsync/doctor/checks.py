@@ -302,17 +302,6 @@ def _vendor(text: str) -> str:
     return next((vendor for vendor, marks in _MARKS.items() if any(mark in lower for mark in marks)), "")
 
 
-# The kinds of links between GPUs, by the abbreviation that `nvidia-smi topo -m` prints.
-_LINKS = {
-    "NV": "NVLink",
-    "PIX": "one PCIe switch",
-    "PXB": "PCIe switches",
-    "PHB": "PCIe",
-    "NODE": "PCIe",
-    "SYS": "PCIe between sockets",
-}
-
-
 def check_driver(here: Facts) -> Finding:
     """Checks that the machine has an NVIDIA GPU, and shows the version of its driver."""
     if not here.has_gpu:
@@ -330,7 +319,7 @@ def check_driver(here: Facts) -> Finding:
 
 
 def check_gpus(here: Facts) -> Finding | None:
-    """Checks which GPUs this process may use, and how the GPUs are connected."""
+    """Checks which GPUs this process may use, and whether they can access each other's memory."""
     if not here.has_gpu:
         return None  # check_driver reports that there is no GPU
     visible = visible_gpus(here.environ)
@@ -342,7 +331,7 @@ def check_gpus(here: Facts) -> Finding | None:
     if not devices:
         return ok(f"{count} found by their device files; install CuPy to see more about them")
     names = sorted({device["name"] for device in devices})
-    text = f"{len(devices)} x {', '.join(names)}, {devices[0]['memory_bytes'] / 1e9:.0f} GB; {_links(here, devices)}"
+    text = f"{len(devices)} x {', '.join(names)}, {devices[0]['memory_bytes'] / 1e9:.0f} GB"
     if visible is not None and len(devices) < len(visible):
         text += f"; CUDA_VISIBLE_DEVICES={here.environ['CUDA_VISIBLE_DEVICES']} names {len(visible)}"
         return warning(text, "list only GPUs of this machine: nvidia-smi -L shows them")
@@ -352,15 +341,6 @@ def check_gpus(here: Facts) -> Finding | None:
             text, "on a virtual machine: assign it all GPUs of one switch; check with: nvidia-smi topo -p2p r"
         )
     return ok(text)
-
-
-def _links(here: Facts, devices: list[dict[str, Any]]) -> str:
-    if len(devices) < 2:
-        return "one GPU"
-    lines = here.answers.get("topology", {}).get("text", "").splitlines()
-    words = {word for line in lines if re.match(r"\s*GPU\d+\s", line) for word in line.split()[1 : len(devices) + 1]}
-    kinds = sorted({name for word in words for mark, name in _LINKS.items() if word.startswith(mark)})
-    return f"linked by {' and '.join(kinds)}" if kinds else "nvidia-smi does not say how the GPUs are linked"
 
 
 def cuda_version(number: int) -> str:

@@ -146,7 +146,7 @@ def collect_facts(deadline_seconds: float) -> Facts:
         packages=_packages(),
         cores=usable_cores(),
         limits=_limits(),
-        answers=ask_all(mpiexec, shutil.which("nvidia-smi"), deadline_seconds),
+        answers=ask_all(mpiexec, deadline_seconds),
         shared_memory_bytes=_shared_memory_bytes(),
         memory_error=_memory_error(),
         loopback_error=_loopback_error(),
@@ -245,23 +245,20 @@ def _is_up(name: str) -> bool:
 # -- Subprocesses that examine libraries -----------------------------------------------------------------------------
 
 
-def ask_all(mpiexec: str | None, nvidia_smi: str | None, deadline_seconds: float) -> dict[str, dict[str, Any]]:
+def ask_all(mpiexec: str | None, deadline_seconds: float) -> dict[str, dict[str, Any]]:
     """Runs all subprocesses that examine libraries and programs, in parallel.
 
     Args:
         mpiexec: the path of mpiexec; None if there is none.
-        nvidia_smi: the path of nvidia-smi; None if there is none.
         deadline_seconds: the time limit, after which the subprocesses are killed.
 
     Returns:
-        One dictionary under each key: "numpy", "cupy", "mpi", "mpiexec" and "topology". If a subprocess failed, its
+        One dictionary under each key: "numpy", "cupy", "mpi" and "mpiexec". If a subprocess failed, its
         dictionary is {"error": message}.
     """
     commands = {name: [sys.executable, "-m", __name__, name] for name in _QUESTIONS}
     if mpiexec is not None:
         commands["mpiexec"] = [mpiexec, "--version"]
-    if nvidia_smi is not None:
-        commands["topology"] = [nvidia_smi, "topo", "-m"]
     answers = in_parallel(lambda name: _answer(name, commands[name], deadline_seconds), tuple(commands))
     return dict(zip(commands, answers, strict=True))
 
