@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from typing import Any, TypeVar
 from gradsync.environment import without_launcher
 from gradsync.errors import GradsyncError
 from gradsync.launcher_variables import find_mpiexec
-from gradsync.machine import addresses, usable_cores
+from gradsync.machine import addresses, run_with_timeout, usable_cores
 
 _Result = TypeVar("_Result")
 
@@ -208,21 +207,14 @@ def _loopback_error() -> str:
 
 
 def _host_error() -> str:
-    """Looks up the address of the host name, on a thread, because a name server may not answer."""
-    found: list[str] = []
-
-    def look_up() -> None:
-        try:
-            socket.getaddrinfo(socket.gethostname(), None)
-        except OSError as error:
-            found.append(str(error))
-        else:
-            found.append("")
-
-    asking = threading.Thread(target=look_up, daemon=True)
-    asking.start()
-    asking.join(_NAME_SECONDS)
-    return found[0] if found else f"the name server did not answer within {_NAME_SECONDS:g} s"
+    """Looks up the address of the host name, with a time limit, because a name server may not answer."""
+    try:
+        run_with_timeout(lambda: socket.getaddrinfo(socket.gethostname(), None), "gradsync-host-name", _NAME_SECONDS)
+    except TimeoutError:
+        return f"the name server did not answer within {_NAME_SECONDS:g} s"
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _interfaces() -> list[Interface]:
