@@ -20,7 +20,7 @@ _REMEMBERED_RECORDERS = 16  # the number of recorders kept after their communica
 
 
 class Recorded(Protocol):
-    """The description of a collective, or of a message between two ranks. It must hold no reference to an array."""
+    """The description of a collective, or of a message between two ranks; it must hold no reference to an array."""
 
     @property
     def is_message(self) -> bool:
@@ -54,9 +54,9 @@ class Place(NamedTuple):
     backend: str
 
 
-# A list of the fields of an Entry. The last two fields are set when the collective ends. It is a list, because an
-# object takes twice as long to make, and because Python copies a list in one step: a reader never gets a part of an
-# entry, or fields of two entries.
+# A list of the fields of an Entry. The last two fields are set when the collective ends. The recorder uses a list,
+# because an object takes twice as long to make, and because Python copies a list in one step: a reader never gets a
+# part of an entry, or fields of two entries.
 Running = list[Any]
 _ENDED, _FAILED = 3, 4
 

@@ -123,8 +123,8 @@ class Tracer:
         }
 
 
-#: The tracer during a trace, otherwise None. It is a variable, and not a function, because the code reads it for every
-#: bucket and every gradient.
+#: The tracer during a trace, otherwise None. The code reads this variable for every bucket and every gradient, because
+#: calling a function would take longer.
 active: Tracer | None = None
 
 

@@ -214,7 +214,7 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
 def _dump_in_handler(number: int, reason: str) -> None:
     """Writes a dump, unless the handler of this signal is already running.
 
-    Otherwise the signal could interrupt its own handler again and again.
+    Without this check, the signal could interrupt its own handler again and again.
     """
     if number in _handled:
         return

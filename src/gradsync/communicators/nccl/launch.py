@@ -34,8 +34,8 @@ _VERDICT_SECONDS = 3.0  # how long `wait` waits after the deadline, so that the 
 _MAX_MARKS = 64
 
 _CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
-# CUDA's errors for calls that are forbidden during a graph capture. They do not mean that the GPU has failed. Source:
-# cudaError_t.
+# CUDA's errors for calls that are forbidden during a graph capture; such an error does not mean that the GPU has
+# failed. Source: cudaError_t.
 _CUDA_CAPTURE = range(900, 909)
 _CUDA_CAPTURE_IMPLICIT = 906  # the null stream was queried while a stream that waits for it captures
 
@@ -111,8 +111,8 @@ class Launch:
         stream: the stream on which the collective runs.
     """
 
-    # Nearly every launch keeps these defaults. They are class attributes, because setting them for each launch would
-    # take time.
+    # Nearly every launch keeps these defaults. Class attributes hold the defaults, because setting attributes for each
+    # launch would take time.
     recorded: Running | None = None
     seen_started_at: float | None = None
     is_over = False

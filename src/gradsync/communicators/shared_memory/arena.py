@@ -160,7 +160,7 @@ class Slots:
 
 
 class Scratch:
-    """Memory of this process for one chunk at a time. It is allocated once, and used as arrays of any dtype.
+    """Buffers of this process for one chunk at a time, allocated once and used as arrays of any dtype.
 
     Args:
         size_bytes: the size of a chunk in bytes.

@@ -498,7 +498,7 @@ def _address(array: Array) -> int:
 
 
 class _Unowned:
-    """The memory of an array, without a reference to that array. It is valid only while the array is alive."""
+    """The memory of an array, without a reference to that array; valid only while the array is alive."""
 
     def __init__(self, address: int, size: int, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
