@@ -70,7 +70,8 @@ class Rank:
         recorder.begin(agreement_on("recv", (), None, ""))
         told = FailureMonitor(self.client, recorder)  # type: ignore[arg-type]
         header = header_bytes(world_size)
-        self.barrier = SharedBarrier(memory[:header], rank, world_size, timeout_seconds, told, ranks=ranks)
+        label = f"rank {rank}/{world_size}"
+        self.barrier = SharedBarrier(memory[:header], rank, ranks or range(world_size), label, timeout_seconds, told)
         self.channels = PointToPoint(memory[header:], rank, world_size, self.barrier)
 
     def send(self, data: Any, peer: int) -> None:

@@ -54,148 +54,6 @@ _NO_DIGEST = 0
 ANY_ROUND = 2**64 - 1  # a number that is larger than that of any round
 
 
-def waiting_bytes(world_size: int) -> int:
-    """Returns the size in bytes of the shared memory for the cache lines and the abort reasons of all ranks."""
-    return (world_size + 1) * WORDS_PER_RANK * 8 + world_size * _REASON_BYTES
-
-
-class SharedWaiting:
-    """The states that ranks announce, and the checks of a waiting rank for failures and for the deadline.
-
-    Args:
-        memory: waiting_bytes(world_size) bytes of shared memory, initially all zero.
-        rank: the number of this rank in the communicator. Methods number all ranks in this way, unless they say "world
-            rank".
-        ranks: the world ranks of all members, for errors and for reports to the server.
-        label: this rank's name in errors.
-        timeout_seconds: how long to wait for a rank before CollectiveTimeout.
-        failures: the monitor that receives failures from the server. A waiting rank checks this monitor every few
-            milliseconds.
-
-    Attributes:
-        words: the cache lines of all ranks, and one cache line that all ranks share, as 8-byte words.
-        aborted: the index of the word that is not zero once any rank has aborted.
-        completed: the number of the last round of the barrier for which this rank saw all ranks arrive.
-        has_failed: a function that takes 0.1 us and returns whether the generation has failed.
-        rank, ranks, label: see Args.
-    """
-
-    def __init__(
-        self,
-        memory: memoryview,
-        rank: int,
-        ranks: Sequence[int],
-        label: str,
-        timeout_seconds: float,
-        failures: FailureMonitor,
-    ) -> None:
-        self.rank = rank
-        self.ranks = tuple(ranks)
-        self.label = label
-        self.completed = 0
-        self.has_failed = failures.has_failed
-        self.aborted = len(ranks) * WORDS_PER_RANK
-        lines_bytes = (len(ranks) + 1) * WORDS_PER_RANK * 8
-        self.words = memory[:lines_bytes].cast("Q")
-        self._reasons = TextBoard(memory[lines_bytes:], _REASON_BYTES)
-        self._line = rank * WORDS_PER_RANK
-        self._peers = [peer for peer in range(len(ranks)) if peer != rank]
-        self._timeout_seconds = timeout_seconds
-        self._failures = failures
-
-    def check_for_failures(self, missing: Callable[[], list[int]], waited_seconds: float, round_number: int) -> None:
-        """Raises an error if the awaited ranks cannot arrive any more, or if the deadline has passed.
-
-        Args:
-            missing: a function that returns the ranks for which this rank waits at the time of the call.
-            waited_seconds: how long this rank has waited.
-            round_number: the round in which this rank waits; see check_for_aborts.
-
-        Raises:
-            RankFailed: a rank closed or aborted the communicator, or died.
-            CollectiveTimeout: the missing ranks did not arrive before the deadline.
-        """
-        awaited = missing()
-        if self.words[self._line + _STATE] != _OPEN:  # another thread of this process closed or aborted it
-            raise RankFailed(
-                f"{self.label}: the communicator was closed or aborted during a collective",
-                rank=self.ranks[self.rank],
-                phase="collective",
-            )
-        try:
-            self._failures.check()
-        except (RankFailed, CollectiveTimeout, RendezvousError):
-            # If all ranks arrived before the failure, this wait succeeds, and the next wait raises the error.
-            if missing():
-                raise
-        self._check_for_closed(awaited, missing)
-        self.check_for_aborts(round_number)
-        if awaited:
-            self._check_deadline([self.ranks[peer] for peer in awaited], waited_seconds)
-
-    def _check_for_closed(self, awaited: Sequence[int], missing: Callable[[], list[int]]) -> None:
-        for peer in awaited:
-            state = self.words[peer * WORDS_PER_RANK + _STATE]
-            # A rank may arrive and then close, so `missing` is called again after the state was read.
-            if state in (_CLOSED, _CLOSED_AFTER_FAILURE) and peer in missing():
-                if state == _CLOSED_AFTER_FAILURE:
-                    self._failures.await_cause(CAUSE_SECONDS)
-                raise closed_failure(self.label, self.ranks[peer])
-
-    def check_for_aborts(self, round_number: int) -> None:
-        """Raises an error if another rank has aborted in this round of the barrier or in an earlier round.
-
-        A rank raises this error even if the other rank aborted after it had arrived at the round.
-
-        Args:
-            round_number: the round in which this rank waits; ANY_ROUND if an abort in any round is an error.
-        """
-        for peer in self._peers:
-            line = peer * WORDS_PER_RANK
-            state = self.words[line + _STATE]
-            if state in (_ABORTED, _ABORTED_BY_SERVER) and self.words[line + _ABORTED_AT] <= round_number:
-                if state == _ABORTED_BY_SERVER:
-                    self._failures.await_cause(CAUSE_SECONDS)
-                self._failures.check()  # raises the server's error, if there is one: it is the same on every rank
-                reason = self._reasons.read(peer).decode(errors="replace")
-                text = f"{self.label}: rank {self.ranks[peer]} aborted: {reason}"
-                raise RankFailed(text, rank=self.words[line + _CULPRIT], phase="collective")
-
-    def _check_deadline(self, awaited: list[int], waited_seconds: float) -> None:
-        if waited_seconds >= self._timeout_seconds:
-            # The abort is announced before the timeout is reported: a rank that arrives now must not continue as if the
-            # round were complete.
-            self._announce(_ABORTED_BY_SERVER, f"waited {waited_seconds:.3g} s for ranks {awaited}", awaited[0])
-            self._failures.time_out(waited_seconds, awaited)
-        self._failures.warn(waited_seconds, awaited)
-
-    def announce_closed(self) -> None:
-        """Announces that this rank has closed the communicator. The rounds at which it has arrived remain valid."""
-        self.words[self._line + _STATE] = _CLOSED_AFTER_FAILURE if self.has_failed() else _CLOSED
-
-    def announce_abort(self, reason: str, culprit: int | None = None) -> None:
-        """Makes every rank that waits, now or later, raise RankFailed with the reason.
-
-        Args:
-            reason: the reason of the abort, which the error of every rank shows.
-            culprit: the world rank that has failed; None if it is this rank.
-        """
-        state = _ABORTED_BY_SERVER if self._failures.was_raised else _ABORTED
-        self._announce(state, reason, self.ranks[self.rank] if culprit is None else culprit)
-
-    def _announce(self, state: int, reason: str, culprit: int) -> None:
-        self._reasons.write(self.rank, reason.encode(errors="backslashreplace"))
-        self.words[self._line + _ABORTED_AT] = self.completed + 1
-        self.words[self._line + _CULPRIT] = culprit
-        self.words[self._line + _STATE] = state
-        self.words[self.aborted] = 1
-
-    def release(self) -> None:
-        """Releases the shared memory; this object cannot be used afterwards."""
-        self._reasons.release()
-        self.words.release()
-
-
 class Pauses:
     """The pauses of a waiting rank: at first the rank yields its core, later it sleeps.
 
@@ -262,53 +120,61 @@ class TextBoard:
 
 def header_bytes(world_size: int) -> int:
     """Returns the size in bytes of the barrier's shared memory, rounded up to whole pages."""
-    size = waiting_bytes(world_size) + world_size * _TEXT_BYTES
-    return whole_pages(size)
+    return whole_pages(_lines_bytes(world_size) + world_size * (_REASON_BYTES + _TEXT_BYTES))
+
+
+def _lines_bytes(world_size: int) -> int:
+    return (world_size + 1) * WORDS_PER_RANK * 8
 
 
 class SharedBarrier:
     """A reusable barrier that compares digests. A wait raises an error after an abort, a failure or the deadline.
 
     Args:
-        memory: header_bytes(world_size) bytes of shared memory, initially all zero.
-        rank: the number of this rank in the communicator.
-        world_size: the number of ranks.
+        memory: header_bytes(len(ranks)) bytes of shared memory, initially all zero.
+        rank: the number of this rank in the communicator. Methods number all ranks in this way, unless they say "world
+            rank".
+        ranks: the world ranks of all members, for errors and for reports to the server.
+        label: this rank's name in errors.
         timeout_seconds: how long to wait for a rank before CollectiveTimeout.
         failures: the monitor that receives failures from the server. A waiting rank checks this monitor every few
             milliseconds.
-        ranks: the world ranks of all members, for errors; None if they are 0 to world_size - 1.
-        label: this rank's name in errors; None means a name such as "rank 0/2".
 
     Attributes:
-        waiting: the object with which a waiting rank checks for aborts, failures and the deadline. PointToPoint uses it
-            too.
+        words: the cache lines of all ranks, and one cache line that all ranks share, as 8-byte words.
+        aborted: the index of the word that is not zero once any rank has aborted.
         round: the number of the last round at which this rank has arrived.
+        has_failed: a function that takes 0.1 us and returns whether the generation has failed.
+        ranks, label: see Args.
     """
 
     def __init__(
         self,
         memory: memoryview,
         rank: int,
-        world_size: int,
+        ranks: Sequence[int],
+        label: str,
         timeout_seconds: float,
         failures: FailureMonitor,
-        *,
-        ranks: Sequence[int] | None = None,
-        label: str | None = None,
     ) -> None:
+        self.ranks = tuple(ranks)
+        self.label = label
+        self.has_failed = failures.has_failed
+        self.aborted = len(ranks) * WORDS_PER_RANK
+        self.round = 0
+        texts_begin = _lines_bytes(len(ranks))
+        reasons_end = texts_begin + len(ranks) * _REASON_BYTES
+        self.words = memory[:texts_begin].cast("Q")
+        self._reasons = TextBoard(memory[texts_begin:reasons_end], _REASON_BYTES)
+        self._texts = TextBoard(memory[reasons_end:], _TEXT_BYTES)
         self._rank = rank
-        self._ranks = tuple(range(world_size) if ranks is None else ranks)
-        self._label = f"rank {rank}/{world_size}" if label is None else label
-        of_waiting = waiting_bytes(world_size)
-        self.waiting = SharedWaiting(memory[:of_waiting], rank, self._ranks, self._label, timeout_seconds, failures)
-        self._words = self.waiting.words
-        self._aborted = self.waiting.aborted
-        self._texts = TextBoard(memory[of_waiting : of_waiting + world_size * _TEXT_BYTES], _TEXT_BYTES)
+        self._timeout_seconds = timeout_seconds
+        self._failures = failures
+        self._completed = 0  # the last round for which this rank saw all ranks arrive
         self._line = rank * WORDS_PER_RANK
-        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._peers = [peer for peer in range(len(ranks)) if peer != rank]
         self._arrivals = [peer * WORDS_PER_RANK + _ARRIVALS for peer in self._peers]
         self._digests = [[peer * WORDS_PER_RANK + _DIGESTS + odd for peer in self._peers] for odd in (0, 1)]
-        self.round = 0
 
     @property
     def next_parity(self) -> int:
@@ -327,7 +193,7 @@ class SharedBarrier:
             RankFailed: a rank closed or aborted the communicator, or died.
             CollectiveTimeout: a rank did not arrive before the deadline.
         """
-        digest, words = agreement.digest, self._words
+        digest, words = agreement.digest, self.words
         self._arrive(digest)
         digests = self._digests[self.round & 1]
         for peer_digest in digests:
@@ -341,7 +207,7 @@ class SharedBarrier:
         After a rank has arrived at round n, it must call `await_round(n - 1)` before it arrives at round n + 1.
         """
         self.round += 1
-        self._words[self._line + _ARRIVALS] = self.round  # this store publishes everything that this rank wrote before
+        self.words[self._line + _ARRIVALS] = self.round  # this store publishes everything that this rank wrote before
 
     def await_round(self, number: int) -> None:
         """Waits until every rank has arrived at a round. This rank must already have arrived at the round.
@@ -349,16 +215,16 @@ class SharedBarrier:
         Raises:
             RankFailed, CollectiveTimeout: see `agree`.
         """
-        words = self._words
+        words = self.words
         began = 0.0
         for arrivals in self._arrivals:
             if words[arrivals] < number:
                 # The waits for all ranks have one common deadline. The clock is read only if this rank has to wait.
                 began = began or time.monotonic()
                 self._wait_for(arrivals, number, began)
-        if words[self._aborted]:  # a rank may have arrived and then aborted
-            self.waiting.check_for_aborts(number)
-        self.waiting.completed = number
+        if words[self.aborted]:  # a rank may have arrived and then aborted
+            self.check_for_aborts(number)
+        self._completed = number
 
     def disagree(self, agreement: Agreement) -> NoReturn:
         """Arrives at a round that other ranks have entered for a different collective: every rank then raises an error.
@@ -375,23 +241,23 @@ class SharedBarrier:
 
     def is_ahead(self, peer: int) -> bool:
         """Whether a peer has arrived at a later round than this rank, and waits there."""
-        return self._words[peer * WORDS_PER_RANK + _ARRIVALS] > self.round
+        return self.words[peer * WORDS_PER_RANK + _ARRIVALS] > self.round
 
     def _arrive(self, digest: int) -> None:
-        words, line = self._words, self._line
+        words, line = self.words, self._line
         self.round = number = self.round + 1
         words[line + _DIGESTS + (number & 1)] = digest
         words[line + _ARRIVALS] = number  # this store publishes everything that this rank wrote before
         self.await_round(number)
 
     def _wait_for(self, arrivals: int, wanted: int, began: float) -> None:
-        words = self._words
-        check_for_failures = self.waiting.check_for_failures
+        words = self.words
+        check_for_failures = self.check_for_failures
 
         def missing() -> list[int]:
             return [peer for peer in self._peers if words[peer * WORDS_PER_RANK + _ARRIVALS] < wanted]
 
-        if self.waiting.has_failed():  # checked here because a short wait ends before `check_for_failures`
+        if self.has_failed():  # checked here because a short wait ends before `check_for_failures`
             check_for_failures(missing, 0.0, wanted)
         for _ in range(SPINS):
             if words[arrivals] >= wanted:
@@ -415,25 +281,107 @@ class SharedBarrier:
             own = [crc32(line.encode()).to_bytes(4, "little") for line in lines[first : first + at_a_time]]
             self._texts.write(self._rank, b"".join(own))
             self._arrive(_NO_DIGEST)
-            sums = [self._texts.read(rank) for rank in range(len(self._ranks))]
+            sums = [self._texts.read(rank) for rank in range(len(self.ranks))]
             alike = first_difference([[part[i : i + 4] for i in range(0, len(part), 4)] for part in sums])
             self._arrive(_NO_DIGEST)  # before this round, other ranks may still read this rank's checksums
             first, is_found = first + alike, alike < at_a_time
         self._texts.write(self._rank, "\n".join([head, *lines[first:]]).encode())
         self._arrive(_NO_DIGEST)
-        texts = {number: self._texts.read(rank).decode(errors="replace") for rank, number in enumerate(self._ranks)}
+        texts = {number: self._texts.read(rank).decode(errors="replace") for rank, number in enumerate(self.ranks)}
         descriptions = {number: Description.from_text(text, first) for number, text in texts.items()}
-        raise mismatch(self._label, agreement, descriptions)
+        raise mismatch(self.label, agreement, descriptions)
+
+    # -- Failures ----------------------------------------------------------------------------------------------
+
+    def check_for_failures(self, missing: Callable[[], list[int]], waited_seconds: float, round_number: int) -> None:
+        """Raises an error if the awaited ranks cannot arrive any more, or if the deadline has passed.
+
+        Args:
+            missing: a function that returns the ranks for which this rank waits at the time of the call.
+            waited_seconds: how long this rank has waited.
+            round_number: the round in which this rank waits; see check_for_aborts.
+
+        Raises:
+            RankFailed: a rank closed or aborted the communicator, or died.
+            CollectiveTimeout: the missing ranks did not arrive before the deadline.
+        """
+        awaited = missing()
+        if self.words[self._line + _STATE] != _OPEN:  # another thread of this process closed or aborted it
+            raise RankFailed(
+                f"{self.label}: the communicator was closed or aborted during a collective",
+                rank=self.ranks[self._rank],
+                phase="collective",
+            )
+        try:
+            self._failures.check()
+        except (RankFailed, CollectiveTimeout, RendezvousError):
+            # If all ranks arrived before the failure, this wait succeeds, and the next wait raises the error.
+            if missing():
+                raise
+        self._check_for_closed(awaited, missing)
+        self.check_for_aborts(round_number)
+        if awaited:
+            self._check_deadline([self.ranks[peer] for peer in awaited], waited_seconds)
+
+    def _check_for_closed(self, awaited: Sequence[int], missing: Callable[[], list[int]]) -> None:
+        for peer in awaited:
+            state = self.words[peer * WORDS_PER_RANK + _STATE]
+            # A rank may arrive and then close, so `missing` is called again after the state was read.
+            if state in (_CLOSED, _CLOSED_AFTER_FAILURE) and peer in missing():
+                if state == _CLOSED_AFTER_FAILURE:
+                    self._failures.await_cause(CAUSE_SECONDS)
+                raise closed_failure(self.label, self.ranks[peer])
+
+    def check_for_aborts(self, round_number: int) -> None:
+        """Raises an error if another rank has aborted in this round of the barrier or in an earlier round.
+
+        A rank raises this error even if the other rank aborted after it had arrived at the round.
+
+        Args:
+            round_number: the round in which this rank waits; ANY_ROUND if an abort in any round is an error.
+        """
+        for peer in self._peers:
+            line = peer * WORDS_PER_RANK
+            state = self.words[line + _STATE]
+            if state in (_ABORTED, _ABORTED_BY_SERVER) and self.words[line + _ABORTED_AT] <= round_number:
+                if state == _ABORTED_BY_SERVER:
+                    self._failures.await_cause(CAUSE_SECONDS)
+                self._failures.check()  # raises the server's error, if there is one: it is the same on every rank
+                reason = self._reasons.read(peer).decode(errors="replace")
+                text = f"{self.label}: rank {self.ranks[peer]} aborted: {reason}"
+                raise RankFailed(text, rank=self.words[line + _CULPRIT], phase="collective")
+
+    def _check_deadline(self, awaited: list[int], waited_seconds: float) -> None:
+        if waited_seconds >= self._timeout_seconds:
+            # The abort is announced before the timeout is reported: a rank that arrives now must not continue as if the
+            # round were complete.
+            self._announce(_ABORTED_BY_SERVER, f"waited {waited_seconds:.3g} s for ranks {awaited}", awaited[0])
+            self._failures.time_out(waited_seconds, awaited)
+        self._failures.warn(waited_seconds, awaited)
 
     def announce_closed(self) -> None:
         """Announces that this rank has closed the communicator. The rounds at which it has arrived remain valid."""
-        self.waiting.announce_closed()
+        self.words[self._line + _STATE] = _CLOSED_AFTER_FAILURE if self.has_failed() else _CLOSED
 
     def announce_abort(self, reason: str, culprit: int | None = None) -> None:
-        """Makes every rank that waits, now or later, raise RankFailed; see SharedWaiting.announce_abort."""
-        self.waiting.announce_abort(reason, culprit)
+        """Makes every rank that waits, now or later, raise RankFailed with the reason.
+
+        Args:
+            reason: the reason of the abort, which the error of every rank shows.
+            culprit: the world rank that has failed; None if it is this rank.
+        """
+        state = _ABORTED_BY_SERVER if self._failures.was_raised else _ABORTED
+        self._announce(state, reason, self.ranks[self._rank] if culprit is None else culprit)
+
+    def _announce(self, state: int, reason: str, culprit: int) -> None:
+        self._reasons.write(self._rank, reason.encode(errors="backslashreplace"))
+        self.words[self._line + _ABORTED_AT] = self._completed + 1
+        self.words[self._line + _CULPRIT] = culprit
+        self.words[self._line + _STATE] = state
+        self.words[self.aborted] = 1
 
     def release(self) -> None:
         """Releases the shared memory; the barrier cannot be used afterwards."""
         self._texts.release()
-        self.waiting.release()
+        self._reasons.release()
+        self.words.release()

@@ -276,8 +276,8 @@ class PointToPoint:
     """The channels of a communicator: one from every rank to every other rank.
 
     Args:
-        memory: bytes_for(world_size) bytes of shared memory, initially all zero. Their address is a multiple of the
-            page size.
+        memory: bytes_for(world_size) bytes of shared memory, initially all zero, at an address that is a multiple of
+            the page size.
         rank: the number of this rank in the communicator.
         world_size: the number of ranks.
         barrier: the communicator's barrier.
@@ -287,7 +287,6 @@ class PointToPoint:
         self._rank = rank
         self._world_size = world_size
         self._barrier = barrier
-        self._waiting = barrier.waiting
         lines, texts, slots = np.cumsum(_areas(world_size)).tolist()
         self._words = memory[:lines].cast("Q")
         self._board = TextBoard(memory[lines:texts], _TEXT_BYTES)
@@ -326,8 +325,8 @@ class PointToPoint:
         for transfer, message in moves:
             transfer.begin(message)
         self._drive(transfers)
-        if self._waiting.words[self._waiting.aborted]:  # a rank may have sent a message and then aborted
-            self._waiting.check_for_aborts(ANY_ROUND)
+        if self._barrier.words[self._barrier.aborted]:  # a rank may have sent a message and then aborted
+            self._barrier.check_for_aborts(ANY_ROUND)
         for transfer in transfers:
             if transfer.descriptions is not None:
                 self._raise_mismatch(transfer, transfer.descriptions)
@@ -339,8 +338,8 @@ class PointToPoint:
                 self._wait(progress)
 
     def _wait(self, progress: _Progress) -> None:
-        check_for_failures = partial(self._waiting.check_for_failures, progress.missing)
-        if self._waiting.has_failed():  # checked here because a short wait ends before `check_for_failures`
+        check_for_failures = partial(self._barrier.check_for_failures, progress.missing)
+        if self._barrier.has_failed():  # checked here because a short wait ends before `check_for_failures`
             check_for_failures(0.0, ANY_ROUND)
         for _ in range(SPINS):
             if progress.is_made():
@@ -368,9 +367,9 @@ class PointToPoint:
         self._barrier.disagree(agreement)
 
     def _raise_mismatch(self, transfer: Transfer, descriptions: tuple[str, str]) -> NoReturn:
-        ranks = self._waiting.ranks
+        ranks = self._barrier.ranks
         both = zip((ranks[self._rank], ranks[transfer.peer]), map(Description.from_text, descriptions), strict=True)
-        raise message_mismatch(self._waiting.label, dict(both))
+        raise message_mismatch(self._barrier.label, dict(both))
 
     # -- Memory ------------------------------------------------------------------------------------------------
 

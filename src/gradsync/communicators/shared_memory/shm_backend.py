@@ -86,9 +86,7 @@ class ShmBackend(Backend):
         self._memory = memoryview(self._mapping)
         header = header_bytes(world_size)
         failures = FailureMonitor(client, self.recorder)
-        self._barrier = SharedBarrier(
-            self._memory[:header], rank, world_size, timeout_seconds, failures, ranks=self.ranks, label=self.label
-        )
+        self._barrier = SharedBarrier(self._memory[:header], rank, self.ranks, self.label, timeout_seconds, failures)
         self._rings = SharedRings(self._memory[header:], world_size, ROUND_BYTES, self._barrier)
         self._slots = Slots(self._memory[header + self._rings.bytes :], world_size, CHUNK_BYTES)
         channels = header + self._rings.bytes + self._slots.bytes
@@ -231,7 +229,7 @@ class ShmBackend(Backend):
 
     def raise_if_ended(self, missing: list[int]) -> None:
         with contextlib.suppress(ValueError):  # another thread has released the memory; the next check raises
-            self._barrier.waiting.check_for_failures(lambda: missing, 0.0, ANY_ROUND)
+            self._barrier.check_for_failures(lambda: missing, 0.0, ANY_ROUND)
 
     def agree(self, agreement: Agreement) -> None:
         self._barrier.agree(agreement)
