@@ -172,7 +172,7 @@ def imports(rounds: int, warm_up: int) -> list[Row]:
     return [
         Row(*ours, "import numpy", seconds["numpy"], must_ratio=1.3),
         Row(*ours, "bare python", seconds["python"]),
-        Row("import of its main names", sources["names"], seconds["names"], "import numpy", seconds["numpy"]),
+        Row("import the names in own_loop.py", sources["names"], seconds["names"], "import numpy", seconds["numpy"]),
     ]
 
 
