@@ -69,7 +69,7 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         results = _traced(paths, leaves, method, communicator)
     else:
-        averages = _averaged(paths, leaves, method, communicator)
+        averages = _averaged(paths, method, communicator, leaves)
         results = [_as_given(leaf, average) for leaf, average in zip(leaves, averages, strict=True)]
     whole: Tree = jax.tree_util.tree_unflatten(structure, results)
     return whole
@@ -118,7 +118,7 @@ def _name_of(entry: Any) -> str:
     return str(entry)
 
 
-def _averaged(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communicator: Communicator) -> list[Any]:
+def _averaged(paths: Sequence[str], op: ReduceOp, communicator: Communicator, leaves: Sequence[Any]) -> list[Any]:
     """Reduces the leaves, and returns the results as NumPy arrays to which nothing else refers."""
     given = [Leaf(path, leaf, _read_only(leaf)) for path, leaf in zip(paths, leaves, strict=True)]
     results = average_leaves(given, op, communicator)
@@ -127,14 +127,10 @@ def _averaged(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communi
 
 def _traced(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communicator: Communicator) -> list[Any]:
     """Adds the all-reduce to the program that JAX compiles. The program keeps the order of its all-reduces."""
-    run = partial(_call_back, paths, op, communicator)
+    run = partial(_averaged, paths, op, communicator)
     wanted = [jax.ShapeDtypeStruct(np.shape(leaf), jax.numpy.result_type(leaf)) for leaf in leaves]
     results: list[Any] = io_callback(run, wanted, leaves, ordered=True)
     return results
-
-
-def _call_back(paths: Sequence[str], op: ReduceOp, communicator: Communicator, leaves: Sequence[Any]) -> list[Any]:
-    return _averaged(paths, leaves, op, communicator)
 
 
 def _read_only(leaf: Any) -> Any:

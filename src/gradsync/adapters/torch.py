@@ -117,7 +117,6 @@ class Synchronised(torch.nn.Module):
         self.training = module.training
         self._communicator = communicator
         self._may_miss = find_unused_parameters
-        self._broadcast_buffers = _BufferBroadcast(module, communicator, is_on=broadcast_buffers)
         self._broadcast_state(0)
         in_buckets = gradient_as_bucket_view and communicator.world_size > 1
         self.callback = AllreduceCallback(
@@ -131,6 +130,7 @@ class Synchronised(torch.nn.Module):
         _release(module)
         self._watch = _ParameterWatch(module, module.parameters(), communicator)
         self._passes = _passes_by_module[module] = _BackwardPasses(
+            module,
             wanted,
             {name: each for name, each in module.named_parameters() if name not in wanted},
             self.callback,
@@ -138,7 +138,7 @@ class Synchronised(torch.nn.Module):
             in_buckets=in_buckets,
             may_miss=find_unused_parameters,
             check=self._watch.check,
-            at_end=self._broadcast_buffers,
+            broadcasts_buffers=broadcast_buffers,
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,12 +180,12 @@ class Synchronised(torch.nn.Module):
         """
         if self._may_miss:
             raise InvalidArgument(f"{self._communicator.label}: join() does not work with find_unused_parameters=True")
-        before, self._broadcast_buffers.is_on = self._broadcast_buffers.is_on, False
+        before, self._passes.broadcasts_buffers = self._passes.broadcasts_buffers, False
         try:
             with self.callback.join() as joined:
                 yield joined
         finally:
-            self._broadcast_buffers.is_on = before
+            self._passes.broadcasts_buffers = before
         self._broadcast_state(joined.last_rank)
 
     def unwrap(self) -> torch.nn.Module:
@@ -223,7 +223,7 @@ class Synchronised(torch.nn.Module):
 
     def _broadcast_state(self, root: int) -> None:
         state = [*self.module.named_parameters(), *self.module.named_buffers()]
-        _broadcast_state("Synchronised, parameters and buffers", state, root, self._communicator)
+        _broadcast_tensors("Synchronised, parameters and buffers", state, root, self._communicator)
 
 
 def _release(module: torch.nn.Module) -> None:
@@ -271,6 +271,7 @@ class _BackwardPasses:
     The hooks have only weak references to this object.
 
     Args:
+        module: the module, to which this object has only a weak reference.
         parameters: the parameters by name, in the order in which autograd should compute their gradients. The
             callback's option `parameters` has the same names in the same order.
         frozen: the parameters that need no gradient, by name.
@@ -279,14 +280,16 @@ class _BackwardPasses:
         in_buckets: whether gradients are views of the buckets' memory.
         may_miss: whether a pass may have no gradient for some parameters, on all ranks or on some.
         check: a function to call at the end of each synchronising pass; if it raises an error, all ranks fail.
-        at_end: a function to call after each synchronising pass.
+        broadcasts_buffers: whether each synchronising pass copies the buffers of rank 0 to all ranks.
 
     Attributes:
         is_synchronising: whether gradients are passed to the callback; if False, they stay on this rank.
+        broadcasts_buffers: see Args.
     """
 
     def __init__(
         self,
+        module: torch.nn.Module,
         parameters: dict[str, torch.nn.Parameter],
         frozen: dict[str, torch.nn.Parameter],
         callback: AllreduceCallback,
@@ -295,16 +298,17 @@ class _BackwardPasses:
         in_buckets: bool,
         may_miss: bool,
         check: Callable[[], None],
-        at_end: Callable[[], None],
+        broadcasts_buffers: bool,
     ) -> None:
         self.is_synchronising = True
+        self.broadcasts_buffers = broadcasts_buffers
+        self._module = weakref.ref(module)
         self._parameters = parameters
         self._frozen = frozen
         self._callback = callback
         self._communicator = communicator
         self._may_miss = may_miss
         self._check = check
-        self._at_end = at_end
         self._arrays: dict[str, Any] = callback.gradient_buffers() if in_buckets else {}
         self._views = {name: _tensor_of(array) for name, array in self._arrays.items()}
         self._with_gradient: set[str] = set()  # parameters with a gradient in this pass
@@ -387,7 +391,9 @@ class _BackwardPasses:
             if used is not None:
                 self._take_filled(used)
         self._with_local_gradient.clear()
-        self._at_end()
+        module = self._module()
+        if self.broadcasts_buffers and module is not None:
+            _broadcast_tensors("Synchronised, buffers", module.named_buffers(), 0, self._communicator)
 
     def _flush(self) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
         """Reduces the remaining gradients.
@@ -570,39 +576,6 @@ def _nothing() -> None:
     """Used instead of a weak reference to None, which Python does not support."""
 
 
-class _BufferBroadcast:
-    """Copies the buffers of a module from rank 0 to all ranks.
-
-    Args:
-        module: the module.
-        communicator: the communicator of the ranks.
-        is_on: whether a call copies the buffers; if False, a call does nothing.
-
-    Attributes:
-        is_on: see Args; the value may be changed later.
-    """
-
-    def __init__(self, module: torch.nn.Module, communicator: Communicator, *, is_on: bool) -> None:
-        self._module = weakref.ref(module)
-        self._communicator = communicator
-        self.is_on = is_on
-
-    def __call__(self) -> None:
-        """Copies the buffers. Every rank must call it."""
-        module = self._module()
-        if self.is_on and module is not None:
-            _broadcast_state("Synchronised, buffers", module.named_buffers(), 0, self._communicator)
-
-
-def _broadcast_state(
-    what: str, named: Iterable[tuple[str, torch.Tensor]], root: int, communicator: Communicator
-) -> None:
-    """Copies the root's tensors into the tensors of all ranks, if there are any; see _broadcast_tensors."""
-    tensors = list(named)
-    if tensors and communicator.world_size > 1:
-        _broadcast_tensors(what, tensors, root, communicator)
-
-
 # -- Tensors as arrays -----------------------------------------------------------------------------------------------
 
 
@@ -645,7 +618,7 @@ def _tensor_of(array: Any) -> torch.Tensor:
 def _broadcast_tensors(
     what: str, named: Iterable[tuple[str, torch.Tensor]], root: int, communicator: Communicator
 ) -> None:
-    """Copies the root's tensors into the tensors of all ranks, in place, as one collective.
+    """Copies the root's tensors into the tensors of all ranks, in place, as one collective, if there are any.
 
     Marks the tensors as changed for autograd, which then raises an error if a graph still needs the old values.
 
@@ -654,6 +627,8 @@ def _broadcast_tensors(
         RankFailed, CollectiveTimeout, CommunicatorClosed: the collective failed.
     """
     tensors = dict(named)
+    if not tensors or communicator.world_size == 1:
+        return
     with _on_stream_of_torch(communicator):
         natives = [(name, communicator._native_array(_array_of(each), name)) for name, each in tensors.items()]
         broadcast_named(what, natives, root, communicator)
