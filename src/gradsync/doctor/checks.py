@@ -163,7 +163,7 @@ _LITTLE_MEMORY_BYTES = 1 * _GIGABYTE
 
 def check_container(here: Facts) -> Finding:
     """Checks how many cores and how much memory the control groups (cgroups) allow."""
-    cores, memory_bytes = _cores_allowed(here), _memory_allowed(here)
+    cores, memory_bytes = _cores_allowed(here), here.memory_limit_bytes
     limits = [f"{cores:.1f} cores"] if cores is not None else []
     limits += [f"{memory_bytes / _GIGABYTE:.1f} GB of memory"] if memory_bytes is not None else []
     text = f"limited to {' and '.join(limits)}" if limits else "no limit of cores or memory"
@@ -180,37 +180,19 @@ def check_container(here: Facts) -> Finding:
     return ok(text)
 
 
-def _group(here: Facts) -> str:
-    """Returns the path of this process's control group in cgroup version 2."""
-    for line in (here.read("/proc/self/cgroup") or "").splitlines():
-        if line.startswith("0::"):
-            return line.removeprefix("0::").strip().rstrip("/")
-    return ""
-
-
-def _of_group(here: Facts, name: str) -> str | None:
-    """Reads a setting of this process's control group, or else of the root control group.
-
-    Inside a container, the root control group has the limits of the container.
-    """
-    return here.read(f"/sys/fs/cgroup{_group(here)}/{name}") or here.read(f"/sys/fs/cgroup/{name}")
-
-
 def _cores_allowed(here: Facts) -> float | None:
-    quota, _, period = (_of_group(here, "cpu.max") or "").partition(" ")
+    """Returns the number of cores that the control group of this process may use; None without a limit."""
+    lines = (here.read("/proc/self/cgroup") or "").splitlines()
+    own = next((line.removeprefix("0::").rstrip("/") for line in lines if line.startswith("0::")), "")
+    # Inside a container, the root control group has the limits of the container.
+    limit = here.read(f"/sys/fs/cgroup{own}/cpu.max") or here.read("/sys/fs/cgroup/cpu.max") or ""
+    quota, _, period = limit.partition(" ")
     if not quota:  # cgroup version 1
         quota = here.read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") or ""
         period = here.read("/sys/fs/cgroup/cpu/cpu.cfs_period_us") or ""
     if not (quota.isdigit() and period.isdigit() and int(period)):
         return None
     return int(quota) / int(period)
-
-
-def _memory_allowed(here: Facts) -> int | None:
-    text = _of_group(here, "memory.max") or here.read("/sys/fs/cgroup/memory/memory.limit_in_bytes") or ""
-    if not text.isdigit() or int(text) >= 1 << 60:  # in cgroup version 1 a huge number means no limit
-        return None
-    return int(text)
 
 
 _ENOUGH_FILES, _WANTED_FILES = 256, 4096

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from gradsync.environment import without_launcher
 from gradsync.errors import GradsyncError
 from gradsync.launcher_variables import find_mpiexec
-from gradsync.machine import addresses, run_with_timeout, usable_cores
+from gradsync.machine import addresses, memory_groups, run_with_timeout, usable_cores
 
 _Result = TypeVar("_Result")
 
@@ -85,6 +85,7 @@ class Facts:
         limits: the soft and hard limits, under the keys "open files" and "locked memory"; -1 means no limit.
         answers: the answers that ask_all() returned.
         shared_memory_bytes: the size and the free space of /dev/shm in bytes; None if /dev/shm does not exist.
+        memory_limit_bytes: the smallest memory limit of this process's control groups; None without a limit.
         memory_error: the error if memfd_create failed; "" if it worked.
         loopback_error: the error if no socket could listen on 127.0.0.1; "" if one could.
         interfaces: the network interfaces.
@@ -104,6 +105,7 @@ class Facts:
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     answers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     shared_memory_bytes: tuple[int, int] | None = None
+    memory_limit_bytes: int | None = None
     memory_error: str = ""
     loopback_error: str = ""
     interfaces: Sequence[Interface] = ()
@@ -147,6 +149,7 @@ def collect_facts(deadline_seconds: float) -> Facts:
         limits=_limits(),
         answers=ask_all(mpiexec, deadline_seconds),
         shared_memory_bytes=_shared_memory_bytes(),
+        memory_limit_bytes=min(filter(None, (group.limit() for group in memory_groups())), default=None),
         memory_error=_memory_error(),
         loopback_error=_loopback_error(),
         interfaces=_interfaces(),
