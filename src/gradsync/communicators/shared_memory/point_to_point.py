@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -324,31 +323,35 @@ class PointToPoint:
         transfers = [transfer for transfer, _ in moves]
         for transfer, message in moves:
             transfer.begin(message)
-        self._drive(transfers)
+        pending = transfers
+        while pending:
+            if not _advance(pending):
+                self._wait(pending)
+            pending = [transfer for transfer in pending if not transfer.is_over]
         if self._barrier.words[self._barrier.aborted]:  # a rank may have sent a message and then aborted
             self._barrier.check_for_aborts(ANY_ROUND)
         for transfer in transfers:
             if transfer.descriptions is not None:
                 self._raise_mismatch(transfer, transfer.descriptions)
 
-    def _drive(self, transfers: Sequence[Transfer]) -> None:
-        progress = _Progress(transfers)
-        while progress.is_needed():
-            if not progress.is_made():
-                self._wait(progress)
+    def _wait(self, pending: Sequence[Transfer]) -> None:
+        """Waits until one of the transfers has made progress or is over."""
 
-    def _wait(self, progress: _Progress) -> None:
-        check_for_failures = partial(self._barrier.check_for_failures, progress.missing)
+        def missing() -> list[int]:
+            _advance(pending)
+            return [transfer.peer for transfer in pending if not transfer.is_over]
+
+        check_for_failures = self._barrier.check_for_failures
         if self._barrier.has_failed():  # checked here because a short wait ends before `check_for_failures`
-            check_for_failures(0.0, ANY_ROUND)
+            check_for_failures(missing, 0.0, ANY_ROUND)
         for _ in range(SPINS):
-            if progress.is_made():
+            if _advance(pending):
                 return
         pauses = Pauses(time.monotonic())
-        while not progress.is_made():
+        while not _advance(pending):
             if pauses.pause():
-                check_for_failures(pauses.waited_seconds, ANY_ROUND)
-                self._check_for_collectives(progress.pending)
+                check_for_failures(missing, pauses.waited_seconds, ANY_ROUND)
+                self._check_for_collectives(pending)
 
     # -- Messages that cannot arrive ---------------------------------------------------------------------------
 
@@ -408,36 +411,9 @@ def _areas(world_size: int) -> tuple[int, int, int]:
     return lines, 2 * world_size * _TEXT_BYTES, world_size * SLOTS * PIECE_BYTES
 
 
-class _Progress:
-    """The progress of the transfers of one call of PointToPoint.move.
-
-    Args:
-        transfers: the transfers of the call.
-
-    Attributes:
-        pending: the transfers that were not over when `is_needed` was last called.
-    """
-
-    __slots__ = ("_is_made", "pending")
-
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        self.pending = transfers
-        self._is_made = False
-
-    def is_needed(self) -> bool:
-        """Whether any transfer is not over yet. Afterwards `is_made` reports only new progress."""
-        self.pending = [transfer for transfer in self.pending if not transfer.is_over]
-        self._is_made = False
-        return bool(self.pending)
-
-    def is_made(self) -> bool:
-        """Advances the transfers. Returns whether any transfer has made progress since the last call of `is_needed`."""
-        for transfer in self.pending:
-            if transfer.advance():
-                self._is_made = True
-        return self._is_made
-
-    def missing(self) -> list[int]:
-        """Advances the transfers. Returns the peers of the transfers that are not over yet."""
-        self.is_made()
-        return [transfer.peer for transfer in self.pending if not transfer.is_over]
+def _advance(transfers: Sequence[Transfer]) -> bool:
+    """Advances all transfers. Returns whether any of them has made progress or is over."""
+    has_progress = False
+    for transfer in transfers:
+        has_progress = transfer.advance() or has_progress
+    return has_progress
