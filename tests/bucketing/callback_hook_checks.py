@@ -153,13 +153,6 @@ def hook_two(bucket: Any) -> Any:
     return bucket.communicator.all_reduce(bucket.flat, bucket.op)
 
 
-# One name, and two functions.
-LAMBDAS = [
-    lambda bucket: bucket.communicator.all_reduce(bucket.flat * 2, bucket.op),
-    lambda bucket: bucket.communicator.all_reduce(bucket.flat * 3, bucket.op),
-]
-
-
 SETTINGS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({}, {"compression": "float16"}, "(mean)", "(mean, compression float16)"),
     ({"compression": "bfloat16"}, {"compression": "float16"}, "compression bfloat16", "compression float16"),
@@ -169,7 +162,6 @@ SETTINGS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({"clip_norm": 1.0}, {"clip_norm": 2.0}, "clip_norm 1.0", "clip_norm 2.0"),
     ({"hook": hook_one}, {"hook": hook_two}, "hook hook_one", "hook hook_two"),
     ({"hook": hook_one}, {}, "hook hook_one", "(mean)"),
-    ({"hook": LAMBDAS[0]}, {"hook": LAMBDAS[1]}, "hook <lambda> with code", "hook <lambda> with code"),
     ({"hook": partial(hook_one)}, {"hook": partial(hook_two)}, "hook partial(hook_one)", "hook partial(hook_two)"),
     ({"reduce_method": "sum"}, {}, "(sum)", "(mean)"),
     ({"threshold_bytes": 64}, {}, "", ""),

@@ -10,11 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 from gradsync.bucketing.lists import get_offsets, param_pack_split
-from gradsync.communicators.agreement import digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, ReduceOp
@@ -55,30 +53,15 @@ BucketHook = Callable[[GradientBucket], Any]
 def settings_of(hook: BucketHook) -> str:
     """Returns the text by which ranks compare their hooks: the hook's `settings` if it has any, else its name.
 
-    Different lambdas or inner functions may have the same name, so their text includes a digest of their code. The
-    ranks do not compare the values in a hook's closure, because they may differ for a good reason, such as the rank's
-    own number.
+    The ranks do not compare the hook's code or the values in its closure. These values may differ for a good reason,
+    such as the rank's own number.
     """
     settings = getattr(hook, "settings", None)
     if settings:
         return str(settings)
     if isinstance(hook, functools.partial):
         return f"partial({settings_of(hook.func)})"
-    name = str(getattr(hook, "__qualname__", type(hook).__qualname__))
-    code = getattr(hook, "__code__", None)
-    if "<" in name and isinstance(code, CodeType):
-        name += f" with code {_code_digest(code) >> 40:06x}"
-    return name
-
-
-def _code_digest(code: CodeType) -> int:
-    """Returns a digest of a function's code, the same on all ranks that run one version of Python."""
-    constants = [
-        _code_digest(each) if isinstance(each, CodeType) else each
-        for each in code.co_consts
-        if isinstance(each, (CodeType, str, bytes, int, float, complex))  # no frozenset: its repr has no fixed order
-    ]
-    return digest_of(code.co_code, code.co_names, constants)
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
 def result_of(value: Any, bucket: GradientBucket) -> Array:
