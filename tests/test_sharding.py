@@ -91,7 +91,7 @@ def test_ranks_share_without_a_word() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "match"),
     [
-        ((-1,), {}, "n to be an integer of 0 or more, got -1"),
+        ((-1,), {}, "n to be an integer of at least 0, got -1"),
         ((2.0,), {}, "n to be"),
         ((True,), {}, "n to be"),
         ((2**63,), {}, "n of at most"),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from gradsync.arguments import integer_of
+from gradsync.arguments import check_integer
 from gradsync.bucketing.bucket_hook import BucketHook as BucketHook
 from gradsync.bucketing.bucket_hook import GradientBucket as GradientBucket
 from gradsync.bucketing.lists import array_module
@@ -175,8 +175,8 @@ class PowerSGDHook:
     """
 
     def __init__(self, rank: int = 4, start_after: int = 0) -> None:
-        self.rank = _natural("rank", rank, 1)
-        self.start_after = _natural("start_after", start_after, 0)
+        self.rank = check_integer("PowerSGDHook", "rank", rank, 1)
+        self.start_after = check_integer("PowerSGDHook", "start_after", start_after, 0)
         self._states: dict[int, _LowRankState] = {}
         self._steps: dict[int, int] = {}
         self.settings = f"PowerSGDHook(rank={rank}, start_after={start_after})"  # these must be equal on all ranks
@@ -255,10 +255,3 @@ def _seeded(shape: tuple[int, int], seed: int) -> Array:
     bits = np.random.PCG64(np.random.SeedSequence([seed])).random_raw(shape[0] * shape[1])
     numbers: Array = (bits.astype(np.float64) / 2**63 - 1).reshape(shape)
     return numbers
-
-
-def _natural(name: str, value: Any, least: int) -> int:
-    number = integer_of(value)
-    if number is None or number < least:
-        raise InvalidArgument(f"PowerSGDHook needs {name} to be an integer of at least {least}, got {value!r}")
-    return number

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from gradsync.arguments import DEFAULT_COLLECTIVE_TIMEOUT_SECONDS, DEFAULT_TIMEOUT_SECONDS, integer_of, is_number
+from gradsync.arguments import DEFAULT_COLLECTIVE_TIMEOUT_SECONDS, DEFAULT_TIMEOUT_SECONDS, check_integer, is_number
 from gradsync.backend_choice import agree_on_another, agree_on_backend, choose_before_joining, connect
 from gradsync.backends import BACKENDS, TABLE, unknown_backend
 from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
@@ -370,11 +370,8 @@ def _find_place(backend: str, rank: int | None, world_size: int | None, address:
     environment = read_environment()
     if rank is None or world_size is None:
         return _place_without_launcher(backend, address) if environment is None else environment
-    size, number = integer_of(world_size), integer_of(rank)
-    if size is None or size < 1:
-        raise InvalidArgument(f"world_size needs to be an integer of at least 1, got {world_size!r}")
-    if number is None or not 0 <= number < size:
-        raise InvalidArgument(f"rank needs to be from 0 to {size - 1} (world_size - 1), got {rank!r}")
+    size = check_integer("init_process_group", "world_size", world_size, 1)
+    number = check_integer(f"init_process_group with world_size={size}", "rank", rank, 0, size - 1)
     if environment is None or environment.world_size != size:
         base = RankEnvironment(number, size, number, size, source="arguments")
         return base if environment is None else base._replace(address=environment.address)

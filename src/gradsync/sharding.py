@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from gradsync.arguments import integer_of
+from gradsync.arguments import check_integer
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world, group_or_world
 from gradsync.errors import InvalidArgument
@@ -44,12 +44,13 @@ def shard_indices(
         The indices in the order of use, as a 1-D int64 array. Two ranks have the same index only because of padding.
 
     Raises:
-        InvalidArgument: a number is not an integer of 0 or more, `n` is too large, or `uneven` is not one of its three
+        InvalidArgument: a number is not an integer of at least 0, `n` is too large, or `uneven` is not one of its three
             values.
 
     Source: torch.utils.data.DistributedSampler divides the samples in the same way.
     """
-    n, epoch, seed = _natural("n", n), _natural("epoch", epoch), _natural("seed", seed)
+    given = {"n": n, "epoch": epoch, "seed": seed}
+    n, epoch, seed = [check_integer("shard_indices", name, value, 0) for name, value in given.items()]
     if n > _MAX_SAMPLES:
         raise InvalidArgument(f"shard_indices needs n of at most {_MAX_SAMPLES}, got {n}")
     if uneven not in _UNEVEN:
@@ -72,13 +73,6 @@ def _shuffled(n: int, epoch: int, seed: int) -> npt.NDArray[np.int64]:
     keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
     order: npt.NDArray[np.int64] = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
     return order
-
-
-def _natural(name: str, value: int) -> int:
-    number = integer_of(value)
-    if number is None or number < 0:
-        raise InvalidArgument(f"shard_indices needs {name} to be an integer of 0 or more, got {value!r}")
-    return number
 
 
 def _place(communicator: Communicator | None) -> tuple[int, int]:
