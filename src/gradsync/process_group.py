@@ -134,16 +134,26 @@ def init_process_group(
     if get_initial_world() is not None:
         raise InvalidArgument("the process group is initialised already: call gs.destroy_process_group() first")
     forget_earlier_error()
-    settings, backend = _read_settings(
-        backend,
-        rank,
-        world_size,
+    if backend not in BACKENDS:
+        raise InvalidArgument(unknown_backend(backend))
+    if backend == "auto":
+        backend = overriding_backend() or BACKEND.read()
+    check_removed_variables()
+    seconds = {"timeout_seconds": timeout_seconds, "collective_timeout_seconds": collective_timeout_seconds}
+    for name, value in seconds.items():
+        if not is_number(value) or not value > 0:
+            raise InvalidArgument(f"{name} needs to be a number of seconds above 0, got {value!r}")
+    place = _find_place(backend, rank, world_size, address)
+    if place.local_rank == 0:  # one warning on each machine is enough
+        warn_of_unknown_variables()
+    settings = WorldSettings(
+        place,
         address,
         device,
         timeout_seconds,
-        collective_timeout_seconds,
-        allow_shared_gpu=allow_shared_gpu,
-        debug=debug,
+        COLLECTIVE_TIMEOUT_SECONDS.read() or collective_timeout_seconds,
+        ALLOW_SHARED_GPU.read() or allow_shared_gpu,
+        DEBUG.read() if debug is None else bool(debug),
     )
     wanted = choose_before_joining(backend, settings)
     if wanted == "local":
@@ -322,43 +332,6 @@ def world_attribute() -> Communicator:
     if communicator is None:
         raise AttributeError("gs.WORLD exists only between gs.init_process_group() and gs.destroy_process_group()")
     return communicator
-
-
-def _read_settings(
-    backend: str,
-    rank: int | None,
-    world_size: int | None,
-    address: str | None,
-    device: str | None,
-    timeout_seconds: float,
-    collective_timeout_seconds: float,
-    *,
-    allow_shared_gpu: bool,
-    debug: bool | None,
-) -> tuple[WorldSettings, str]:
-    """Checks the arguments of init_process_group(), completes them from variables, and returns them and the backend."""
-    if backend not in BACKENDS:
-        raise InvalidArgument(unknown_backend(backend))
-    if backend == "auto":
-        backend = overriding_backend() or BACKEND.read()
-    check_removed_variables()
-    seconds = {"timeout_seconds": timeout_seconds, "collective_timeout_seconds": collective_timeout_seconds}
-    for name, value in seconds.items():
-        if not is_number(value) or not value > 0:
-            raise InvalidArgument(f"{name} needs to be a number of seconds above 0, got {value!r}")
-    place = _find_place(backend, rank, world_size, address)
-    if place.local_rank == 0:  # one warning on each machine is enough
-        warn_of_unknown_variables()
-    settings = WorldSettings(
-        place,
-        address,
-        device,
-        timeout_seconds,
-        COLLECTIVE_TIMEOUT_SECONDS.read() or collective_timeout_seconds,
-        ALLOW_SHARED_GPU.read() or allow_shared_gpu,
-        DEBUG.read() if debug is None else bool(debug),
-    )
-    return settings, backend
 
 
 def _find_place(backend: str, rank: int | None, world_size: int | None, address: str | None) -> RankEnvironment:
