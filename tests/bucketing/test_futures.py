@@ -91,7 +91,7 @@ def ask_in_a_callback(comm: Any, kit_name: str) -> None:
     waiting = sync("w", kit.put(np.ones(3)))
     got: SimpleQueue[Any] = SimpleQueue()
     over.add_done_callback(
-        lambda _: got.put(expect(gs.FutureNotReady, waiting.result, "a done-callback cannot wait for it"))
+        lambda _: got.put(expect(gs.FutureNotReady, waiting.result, "a done-callback cannot wait for a collective"))
     )
     assert "call flush()" not in str(got.get(timeout=30))  # that it must not
     sync.flush()
