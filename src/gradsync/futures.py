@@ -22,6 +22,7 @@ import numpy as np
 
 from gradsync.arguments import check_seconds
 from gradsync.errors import CollectiveTimeout, FutureNotReady, GradsyncError, InvalidArgument, caller
+from gradsync.machine import Latch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -163,9 +164,9 @@ class CollectiveEnd:
     __slots__ = (
         "_callbacks",
         "_error",
+        "_launched",
         "_log_entry",
         "_made_by",
-        "_waiting",
         "completion",
         "has_begun",
         "has_result",
@@ -184,9 +185,7 @@ class CollectiveEnd:
         self.has_begun = False
         self._error: BaseException | None = None
         self._log_entry: LogEntry | None = None
-        # One lock for each waiting thread, which finish() releases. One Event for all threads would be unsafe: if
-        # Ctrl-C arrives as a wait begins, the inner lock of the Event stays held, and finish() would block for ever.
-        self._waiting: tuple[threading.Lock, ...] = ()
+        self._launched: Latch | None = None  # made by the first thread that waits for the launch
         self._callbacks: list[Callable[[], None]] | None = []  # None once the collective is launched or has failed
 
     @property
@@ -204,17 +203,11 @@ class CollectiveEnd:
 
     def await_launch(self, seconds: float | None) -> bool:
         """Waits until the collective is launched or has failed; returns False if that takes longer than `seconds`."""
-        at_the_end = threading.Lock()
-        at_the_end.acquire()
         with _lock:
             if self._callbacks is None:
                 return True
-            self._waiting = (*self._waiting, at_the_end)
-        if at_the_end.acquire(timeout=-1 if seconds is None else min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
-            return True
-        with _lock:  # removes the lock, because a program may wait for one future many times
-            self._waiting = tuple([other for other in self._waiting if other is not at_the_end])
-            return self._callbacks is None
+            self._launched = launched = self._launched or Latch()
+        return launched.wait(seconds)
 
     def add_callback(self, function: Callable[[Any], None], future: Any) -> None:
         """Calls function(future) when the collective is over, or immediately if the collective is over already."""
@@ -244,16 +237,16 @@ class CollectiveEnd:
                 drops this entry.
         """
         with _lock:
-            callbacks, waiting = self._callbacks, self._waiting
+            callbacks = self._callbacks
             if callbacks is None:
                 if log_entry is not None:
                     log_entry.forget()
                 return
             self.value, self._error, self.completion, self._log_entry = value, error, completion, log_entry
-            self._callbacks, self._waiting = None, ()
+            self._callbacks = None
             self.has_result = error is None and completion is None
-        for at_the_end in waiting:
-            at_the_end.release()
+        if self._launched is not None:
+            self._launched.set()
         leaving: BaseException | None = None
         for call in callbacks:
             try:
@@ -265,7 +258,6 @@ class CollectiveEnd:
 
     def disown(self, error: BaseException) -> None:
         """Makes the collective fail in a forked child, where no thread would complete it; calls no callbacks."""
-        self._waiting = ()  # the parent's threads do not exist in the child
         if self._callbacks is not None:
             self._error = error
             self._callbacks = None
