@@ -131,7 +131,7 @@ class AgreementService:
     Args:
         roster: the members.
         waits: the server's table of open waits.
-        keys: the store of keys, which gets the descriptions of launched collectives.
+        keys: the key-value store, in which the service puts the descriptions of launched collectives.
     """
 
     def __init__(self, roster: Roster, waits: WaitTable, keys: Keys) -> None:

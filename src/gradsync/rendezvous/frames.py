@@ -171,7 +171,7 @@ def is_progress(value: Any) -> bool:
 
 
 def _is_status(value: Any) -> bool:
-    """Whether a value is valid in a STATUS: a dict from group to the number of collectives begun there and the last."""
+    """Whether a value is valid in a STATUS: a dict from group to the number of begun collectives and the last ones."""
     if type(value) is not dict or len(value) > MAX_STATUS_GROUPS or not all(map(_GROUP.accepts, value)):
         return False
     calls = 0

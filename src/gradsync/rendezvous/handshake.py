@@ -17,8 +17,8 @@ runs before authentication. The client refuses a server of another protocol vers
 format.
 
 The first 8 bytes of the client's nonce are the number of the generation to join. Both nonces go into the keys of the
-session, so these are valid for one run and one generation only. JOIN contains the number of the generation too, and the
-server refuses a JOIN with another number.
+session, so the keys are valid for one run and one generation only. JOIN contains the number of the generation too, and
+the server refuses a JOIN with another number.
 
 The CHALLENGE identifies the server's process (a digest of its machine's identity, and its pid), so that a client can
 check whether a silent server is paused (SIGSTOP).

@@ -2,7 +2,7 @@
 
 Two kinds of processes use a secret file: ranks that our launcher did not start (`hosting.py`), and several launchers of
 one run (`launching/hosting.py`). Those two modules decide which process writes the file and which processes wait for
-it. The file is named after the server's address or the run, so that all its users know the name. Only this user can
+it. The file is named after the server's address or the run, which all these processes know. Only this user can
 open its directory. Rank 0 removes its file when all ranks have joined. A launcher removes its file when its run ends.
 """
 

@@ -243,7 +243,7 @@ class StuckCollectives:
         )
 
     def _by_blame(self, rank: int) -> tuple[bool, int]:
-        """Returns the sort key of a missing rank: the smallest is the culprit.
+        """Returns the sort key of a missing rank; the rank with the smallest key is the culprit.
 
         A rank that waits for an answer of the server comes last, because other ranks delay it.
         """
