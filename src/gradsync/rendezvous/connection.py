@@ -291,7 +291,7 @@ class Connection:
         """
         with self._sending:
             self._has_asked = True
-            sequence = self._session.next_send_sequence
+            sequence = self._session.send_sequence
             if pending is not None:  # registered before the send, because the answer may arrive at once
                 pending.sequence, self._pending[sequence] = sequence, pending
             try:

@@ -140,7 +140,7 @@ class Roster:
         self.phase = JOINING_PHASE
         self.members: dict[int, Member] = {}
         self.by_launch_rank: dict[int, Member] = {}
-        self._cancelled: dict[int, None] = {}  # ranks that cancelled their join, in the order of cancelling
+        self._cancelled: set[int] = set()  # ranks that have cancelled their join
         self._left: list[int] = []  # in the order of leaving
         self._present_count = 0
 
@@ -166,14 +166,14 @@ class Roster:
         """Adds a rank that joins."""
         self.members[rank] = self.by_launch_rank[rank] = member
         self._present_count += 1
-        self._cancelled.pop(rank, None)
+        self._cancelled.discard(rank)
 
     def cancel(self, rank: int) -> None:
         """Removes a joining rank, unless it has failed; it may join again."""
         if self.members[rank].state is MemberState.PRESENT:
             self._present_count -= 1
             del self.members[rank], self.by_launch_rank[rank]
-            self._cancelled[rank] = None
+            self._cancelled.add(rank)
 
     def is_complete(self) -> bool:
         """Whether every launched rank has joined."""

@@ -165,6 +165,9 @@ class Session:
         send_key, receive_key: the direction keys that the handshake derived, 32 bytes each.
         send_sequence, receive_sequence: the sequence of the next frame in each direction.
         is_server: whether this is the server's side; the accepted frame types depend on it.
+
+    Attributes:
+        send_sequence: the sequence of the next frame to send.
     """
 
     def __init__(
@@ -178,14 +181,9 @@ class Session:
     ) -> None:
         self._sign_sent = Mac(send_key).sign
         self._sign_received = Mac(receive_key).sign
-        self._send_sequence = send_sequence
+        self.send_sequence = send_sequence
         self._receive_sequence = receive_sequence
         self._accepted_types = _FROM_CLIENTS if is_server else _FROM_SERVER
-
-    @property
-    def next_send_sequence(self) -> int:
-        """The sequence that the next sealed message will carry."""
-        return self._send_sequence
 
     def seal(self, frame_type: FrameType, *fields: Any) -> bytes:
         """Returns the frame of one message as bytes for the stream.
@@ -194,8 +192,8 @@ class Session:
             FieldError: a field does not fit the schema; the sequence stays the same.
         """
         check_fields(frame_type, fields)
-        signed = pack_frame(frame_type, self._send_sequence, _encode(fields))
-        self._send_sequence += 1
+        signed = pack_frame(frame_type, self.send_sequence, _encode(fields))
+        self.send_sequence += 1
         return signed + self._sign_sent(signed)
 
     def open(self, frame: Frame) -> Message:
