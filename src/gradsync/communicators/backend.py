@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
-from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -490,16 +489,6 @@ def largest_part(bounds: Bounds) -> int:
     return max([end - begin for begin, end in pairwise(bounds)])
 
 
-def row_shape(shape: Shape) -> Shape:
-    """Returns the shape as rows along a first axis: (1,) for a 0-d array, else the shape itself."""
-    return shape or (1,)
-
-
 def bounds_of(sizes: Sequence[int], row: int) -> Bounds:
     """Returns the bounds of the ranks' parts; rank r has sizes[r] rows, each of `row` elements."""
     return (0, *accumulate([size * row for size in sizes]))
-
-
-def row_elements(shape: Shape) -> int:
-    """Returns the number of elements in one row of an array with this shape, which has at least one axis."""
-    return prod(shape[1:])

@@ -38,8 +38,6 @@ from gradsync.communicators.backend import (
     checked_rank,
     part_of,
     rank_range,
-    row_elements,
-    row_shape,
 )
 from gradsync.communicators.collective_queue import LostFailure, submit
 from gradsync.communicators.groups import (
@@ -1364,8 +1362,8 @@ class _Parts(NamedTuple):
 @lru_cache(maxsize=1024)
 def _parts(shape: Shape, sizes: tuple[int, ...], itemsize: int, rank: int) -> _Parts:
     """Returns the ranks' parts of an array whose rows have the shape `shape[1:]`; rank r has sizes[r] rows."""
-    rest = row_shape(shape)[1:]
-    row = row_elements((0, *rest))
+    rest = shape[1:]
+    row = math.prod(rest)
     byte_bounds = bounds_of(sizes, row * itemsize)
     return _Parts(
         (sum(sizes), *rest),
