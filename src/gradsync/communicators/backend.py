@@ -90,27 +90,6 @@ class ResidentMemory:
         return values
 
 
-def aligned_zeros(arrays: ArrayKind, size_bytes: int, who: str) -> Array:
-    """Returns a uint8 array of zeros on the communicator's device, aligned to 64 bytes, for ResidentMemory.
-
-    Args:
-        arrays: the functions for the backend's arrays: HostArrays for NumPy, DeviceArrays for CuPy.
-        size_bytes: the size of the memory.
-        who: the beginning of the error message.
-
-    Raises:
-        BackendUnavailable: there is not enough memory.
-    """
-    try:
-        room: Array = arrays.empty((size_bytes + CACHE_LINE_BYTES,), np.dtype(np.uint8), None)
-    except MemoryError as error:
-        raise BackendUnavailable(f"{who} cannot allocate {size_bytes} bytes: {error}") from error
-    begin = -arrays.byte_bounds(room)[0] % CACHE_LINE_BYTES
-    data = room[begin : begin + size_bytes]
-    data[...] = 0
-    return data
-
-
 class Backend(ABC):
     """Moves bytes between the ranks of one communicator.
 
@@ -212,7 +191,14 @@ class Backend(ABC):
         Raises:
             BackendUnavailable: there is not enough memory.
         """
-        return ResidentMemory(aligned_zeros(self.arrays, size_bytes, "this rank"))
+        try:
+            room: Array = self.arrays.empty((size_bytes + CACHE_LINE_BYTES,), np.dtype(np.uint8), None)
+        except MemoryError as error:
+            raise BackendUnavailable(f"this rank cannot allocate {size_bytes} bytes: {error}") from error
+        begin = -self.arrays.byte_bounds(room)[0] % CACHE_LINE_BYTES
+        data = room[begin : begin + size_bytes]
+        data[...] = 0
+        return ResidentMemory(data)
 
     def all_reduce_resident(
         self,
