@@ -6,7 +6,6 @@ and `DeviceArrays` (nccl/device_arrays.py) implements it for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -170,21 +169,10 @@ class HostArrays:
         with np.errstate(all="ignore"):  # all ranks have the same infinities
             divide_into(flat, count, flat)
 
-    def multiply(self, source: Array, factor: float, out: Array) -> None:
-        """See ArrayKind."""
-        host_values.multiply(source, factor, out)
-
-    def multiply_in_place(self, natives: Sequence[Array], factor: float) -> None:
-        """See ArrayKind."""
-        host_values.multiply_in_place(natives, factor)
-
-    def all_finite(self, flat: Array) -> bool:
-        """See ArrayKind."""
-        return host_values.all_finite(flat)
-
-    def sum_of_squares(self, flat: Array) -> float:
-        """See ArrayKind."""
-        return host_values.sum_of_squares(flat)
+    multiply = staticmethod(host_values.multiply)
+    multiply_in_place = staticmethod(host_values.multiply_in_place)
+    all_finite = staticmethod(host_values.all_finite)
+    sum_of_squares = staticmethod(host_values.sum_of_squares)
 
     def writeable(self, native: Array) -> bool:
         """See ArrayKind."""
