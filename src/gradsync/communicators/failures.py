@@ -67,15 +67,6 @@ class FailureMonitor:
             self.was_raised = True
             raise
 
-    def await_cause(self, seconds: float, check: Callable[[], None] | None = None) -> None:
-        """Waits for the failure from the server, after this rank has seen an effect of the failure, and raises it.
-
-        Args:
-            seconds: how long to wait. If no failure has arrived by then, the method returns.
-            check: a function that raises the failure once it has arrived. If it is None, the method `check` is used.
-        """
-        await_cause(seconds, check or self.check)
-
     def failure(self) -> RankFailed | CollectiveTimeout | None:
         """Returns the failure that the server has sent; None if there is none."""
         try:

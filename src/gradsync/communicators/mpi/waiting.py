@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.mpi.mpi_job import keep_for_ever
 from gradsync.errors import GradsyncError, RankFailed
 from gradsync.reduction import Array
@@ -224,7 +224,7 @@ class MpiRequests:
 
     def await_cause(self) -> None:
         """Raises the cause of an MPI failure, often the death of a rank, if the server reports the cause within 2 s."""
-        self._failures.await_cause(CAUSE_SECONDS)
+        await_cause(CAUSE_SECONDS, self._failures.check)
 
 
 def pieces(array: Array) -> list[Array]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message, Run
-from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.nccl.collectives import Collectives, copy_bytes
 from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.kernels import FusedPacker, pack_layout
@@ -311,7 +311,7 @@ class NcclBackend(Backend):
             raise error
         self._raise_failure()  # `error` may only say that this rank has failed; this rank knows the reason
         if self._agreements.were_overtaken:  # another rank has found the mismatch; the watcher will raise it
-            self._failures.await_cause(TEXTS_WITHIN_SECONDS + CAUSE_SECONDS, self._raise_failure)
+            await_cause(TEXTS_WITHIN_SECONDS + CAUSE_SECONDS, self._raise_failure)
         raise error
 
     # -- Memory --------------------------------------------------------------------------------------------------

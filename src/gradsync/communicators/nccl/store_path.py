@@ -18,7 +18,7 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds
-from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.errors import GradsyncError, RendezvousError, RendezvousTimeout
 from gradsync.reduction import Array
 from gradsync.rendezvous.client import RendezvousClient
@@ -114,7 +114,7 @@ class StorePath:
         except GradsyncError:
             # If another rank has stopped because of a failure elsewhere, that failure is the reason, and is raised
             # instead.
-            self._failures.await_cause(CAUSE_SECONDS, self._check)
+            await_cause(CAUSE_SECONDS, self._check)
             raise
 
     def _move_windows(self, sizes: Sequence[int], outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:

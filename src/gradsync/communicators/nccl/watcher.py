@@ -21,7 +21,7 @@ from typing import NoReturn
 import cupy
 
 from gradsync.communicators.agreement import on_behalf
-from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.nccl.launch import Launch
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.nccl.speculative_agreement import TEXTS_WITHIN_SECONDS, NcclAgreements
@@ -132,9 +132,9 @@ class Watched:
         """Raises the failure that caused an NCCL error, if the server soon reports one; else raises the NCCL error."""
         if self._client.world_size > 1:
             try:
-                self._failures.await_cause(CAUSE_SECONDS, self._raise_cause_if_known)
+                await_cause(CAUSE_SECONDS, self._raise_cause_if_known)
                 if self._agreements.were_overtaken:  # another thread is reading the other ranks' descriptions
-                    self._failures.await_cause(TEXTS_WITHIN_SECONDS, self._raise_cause_if_known)
+                    await_cause(TEXTS_WITHIN_SECONDS, self._raise_cause_if_known)
                 self._agreements.raise_if_closed()
             except GradsyncError as cause:
                 raise cause from error

@@ -18,7 +18,7 @@ from typing import NoReturn
 from zlib import crc32
 
 from gradsync.communicators.agreement import Agreement, Description
-from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, closed_failure
+from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, closed_failure
 from gradsync.communicators.mismatch import first_difference, mismatch
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
@@ -329,7 +329,7 @@ class SharedBarrier:
             # A rank may arrive and then close, so `missing` is called again after the state was read.
             if state in (_CLOSED, _CLOSED_AFTER_FAILURE) and peer in missing():
                 if state == _CLOSED_AFTER_FAILURE:
-                    self._failures.await_cause(CAUSE_SECONDS)
+                    await_cause(CAUSE_SECONDS, self._failures.check)
                 raise closed_failure(self.label, self.ranks[peer])
 
     def check_for_aborts(self, round_number: int) -> None:
@@ -345,7 +345,7 @@ class SharedBarrier:
             state = self.words[line + _STATE]
             if state in (_ABORTED, _ABORTED_BY_SERVER) and self.words[line + _ABORTED_AT] <= round_number:
                 if state == _ABORTED_BY_SERVER:
-                    self._failures.await_cause(CAUSE_SECONDS)
+                    await_cause(CAUSE_SECONDS, self._failures.check)
                 self._failures.check()  # raises the server's error, if there is one: it is the same on every rank
                 reason = self._reasons.read(peer).decode(errors="replace")
                 text = f"{self.label}: rank {self.ranks[peer]} aborted: {reason}"
