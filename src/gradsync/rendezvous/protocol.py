@@ -182,7 +182,8 @@ class RendezvousCore:
                 text = "this connection has not joined a complete generation yet"
                 return [*actions, request.refuse(text, REFUSED)]
             if self._waits.count(connection) >= MAX_WAITS_PER_CONNECTION:
-                return [*actions, request.refuse("too many requests of this connection wait already", REFUSED)]
+                text = f"this rank already has {MAX_WAITS_PER_CONNECTION} requests that wait, which is the limit"
+                return [*actions, request.refuse(text, REFUSED)]
         elif when is _When.RUNNING and not generation.is_running:
             return actions
         answers: list[Action] = handler(self, generation, request, *message.fields)

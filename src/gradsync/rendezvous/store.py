@@ -157,7 +157,7 @@ class Keys:
         if value is not None:
             return [request.reply(value)]
         if from_rank is not None and from_rank >= self._roster.world_size:
-            return [request.refuse(f"get {key!r} from rank {from_rank} of {self._roster.world_size}")]
+            return [request.refuse(f"from_rank needs a rank from 0 to {self._roster.world_size - 1}, got {from_rank}")]
         gone = self._who_cannot_set(from_rank)
         if gone is not None:
             return [self._fail(request, key, gone)]
