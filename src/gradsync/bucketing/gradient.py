@@ -104,35 +104,29 @@ class Destination(NamedTuple):
     result: Any
 
 
-def accept(param: Any, grad: Any, position: int, communicator: Communicator, options: Options) -> Array:
-    """Returns a gradient as a native array that can be reduced; errors name the gradient.
+def accept(name: str, grad: Any, communicator: Communicator, options: Options) -> Array:
+    """Returns a gradient as a native array that can be reduced.
 
     Args:
-        param: the gradient's parameter.
+        name: the gradient's name, for errors.
         grad: the gradient that was handed over.
-        position: the gradient's position in the step.
         communicator: the communicator that reduces the gradient.
         options: the options of the callback.
     """
+    who = f"the gradient of {name}"
     if grad is None:
         raise InvalidArgument(
-            f"{communicator.label}: the gradient of {display_name(param, position)} is None: leave out "
-            'parameters that a step does not use, with AllreduceCallback(parameters=..., missing="zero")'
+            f"{communicator.label}: {who} is None: leave out parameters that a step does not use, with "
+            'AllreduceCallback(parameters=..., missing="zero")'
         )
-    native: Array | None = None
-    who = "the gradient"
+    native: Array = communicator._native_array(grad, who)
     try:
-        native = communicator._native_array(grad, who)
         options.check_dtype(native.dtype)
-    except (InvalidArgument, UnsupportedDtype) as error:
-        name = display_name(param, position)
+    except UnsupportedDtype as error:
         advice = ""
-        can_be_summed = isinstance(error, UnsupportedDtype) and options.op is ReduceOp.MEAN and _is_summed(native)
-        if can_be_summed:
+        if options.op is ReduceOp.MEAN and ReduceOp.SUM in OPERATIONS_BY_DTYPE.get(dtype_name(native.dtype), ()):
             advice = '; convert it with astype("float32"), or use AllreduceCallback("sum") where a sum is meant'
-        text = str(error).removeprefix(f"{communicator.label}: ")
-        text = text.removeprefix(who) if text.startswith(f"{who} ") else f": {text}"
-        raise type(error)(f"{communicator.label}: {who} of {name}{text}{advice}") from None
+        raise UnsupportedDtype(f"{communicator.label}: {who}: {error}{advice}") from None
     return native
 
 
@@ -146,10 +140,6 @@ def destination(grad: Any, native: Array, communicator: Communicator) -> Destina
     if arrays.is_viewed_flat(result):
         return Destination(source, arrays.flat(result), None, result)
     return Destination(source, source, result, result)
-
-
-def _is_summed(native: Array | None) -> bool:
-    return native is not None and ReduceOp.SUM in OPERATIONS_BY_DTYPE.get(dtype_name(native.dtype), ())
 
 
 def as_array(grad: Any) -> Any:

@@ -299,9 +299,9 @@ class Step:
             InvalidArgument, UnsupportedDtype: see AllreduceCallback.
         """
         arrays, position = communicator._arrays, self._position_of(param, communicator)
-        grad = as_array(grad)
-        native = accept(param, grad, position, communicator, self._options)
-        key, spec = key_of(param), self._spec_of(param, native, position, communicator)
+        grad, name = as_array(grad), display_name(param, position)
+        native = accept(name, grad, communicator, self._options)
+        key, spec = key_of(param), self._spec_of(name, native, position, communicator)
         if self.sums.by_key:
             grad, native = self.sums.take(key, grad, native, communicator)
         is_locked = False
@@ -366,7 +366,7 @@ class Step:
             raise _twice(entry.name, communicator)
         return position
 
-    def _spec_of(self, param: Any, native: Array, position: int, communicator: Communicator) -> GradientSpec:
+    def _spec_of(self, name: str, native: Array, position: int, communicator: Communicator) -> GradientSpec:
         """Returns the spec (name, shape and dtype) of a gradient: the last step's object if it is equal."""
         dtype, assignments = dtype_name(native.dtype), self.planner.assignments
         known = assignments[position].spec if position < len(assignments) else None
@@ -378,7 +378,6 @@ class Step:
                 f"{communicator.label}: the gradient of {known.name} must be {known.dtype}{list(known.shape)}, as the "
                 f"option parameters= says, got {dtype}{list(native.shape)}"
             )
-        name = display_name(param, position)
         if known is not None and is_same and known.name == name:
             return known
         return GradientSpec(name, native.shape, dtype, native.dtype.itemsize)
@@ -412,11 +411,10 @@ class Step:
         if communicator._runs_beside_host:
             communicator._checked_stream(None, "a gradient")
         position = len(self.sums.by_key) if self._positions is None else self._position_of(param, communicator)
-        grad = as_array(grad)
-        native = accept(param, grad, position, communicator, self._options)
-        name = display_name(param, position)
+        grad, name = as_array(grad), display_name(param, position)
+        native = accept(name, grad, communicator, self._options)
         if self._positions is not None:
-            name = self._spec_of(param, native, position, communicator).name
+            name = self._spec_of(name, native, position, communicator).name
         if isinstance(grad, np.ndarray):
             can_lock(grad, name, self, is_on=False)  # refuses a gradient that is in flight in another callback
         self._entries.clear()  # the next step reduces the sums, not the arrays of the last step
