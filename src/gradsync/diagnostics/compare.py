@@ -63,15 +63,11 @@ class Divergence(NamedTuple):
         """The ranks that remember this collective, in ascending order."""
         return tuple(sorted(rank for _, ranks in self.sides for rank in ranks))
 
-    def text(self, where: str = "") -> str:
-        """Returns a sentence that describes the difference.
-
-        Args:
-            where: text to add after the name of the group.
-        """
+    def text(self) -> str:
+        """Returns a sentence that describes the difference."""
         *few, (most, most_ranks) = self.sides
         first, *later = few
-        told = f"{name_ranks(first[1])} called {first[0].what} as #{self.number} of group {self.group!r}{where}"
+        told = f"{name_ranks(first[1])} called {first[0].what} as #{self.number} of group {self.group!r}"
         told += "".join(f", {name_ranks(ranks)} called {call.what}" for call, ranks in later)
         others = "the others" if len(most_ranks) > 1 else name_ranks(most_ranks)
         told += f", where {others} called {most.what}"

@@ -103,7 +103,6 @@ class FlightRecorder:
 
     Args:
         group: the communicator's name.
-        entries: the number of entries to remember; None means GRADSYNC_FLIGHT_RECORDER_ENTRIES, or 64 if it is not set.
         place: the communicator; None if `recorders` shall not return this recorder.
 
     Attributes:
@@ -113,12 +112,12 @@ class FlightRecorder:
 
     __slots__ = ("__weakref__", "_noted", "_ring", "_running", "_size", "begun", "group", "place")
 
-    def __init__(self, group: str, entries: int | None = None, place: Place | None = None) -> None:
+    def __init__(self, group: str, place: Place | None = None) -> None:
         self.group = group
         self.place = place
         self.begun = 0
         self._noted = 0  # the number of collectives and messages that this rank has begun
-        self._size = max(FLIGHT_RECORDER_ENTRIES.read(), _least_entries) if entries is None else entries
+        self._size = max(FLIGHT_RECORDER_ENTRIES.read(), _least_entries)
         self._ring: list[Running | None] = [None] * self._size
         self._running: Running | None = None
         if place is not None:

@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 from gradsync.errors import describe
 from gradsync.machine import run_with_timeout
 
-MAX_BYTES = 8192
+_MAX_BYTES = 8192  # the largest size of the report, in UTF-8
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _INSTALLED = os.path.join(_STANDARD_LIBRARY, "site-packages", "")
@@ -28,30 +28,27 @@ _SOURCE_SECONDS = 1.0  # the time limit for reading the lines of the program's f
 _hanging: set[str] = set()  # files that could not be read in this time; gradsync does not try them again
 
 
-def stack_report(max_bytes: int = MAX_BYTES) -> str:
+def stack_report() -> str:
     """Returns the stacks of all threads except gradsync's own: the main thread first, the innermost frames first.
 
     Of nested calls within gradsync, the text shows only the outermost. Threads with equal stacks are shown once. Outer
     frames are left out if the text is too long. This function never raises an error, and takes milliseconds. Any thread
     may call it at any time.
-
-    Args:
-        max_bytes: the largest size of the text, in bytes of UTF-8.
     """
     try:
-        return _report(max_bytes)
+        return _report()
     except Exception as error:  # a report about a failure must not fail
-        return f"(the stacks cannot be shown: {describe(error)})"[:max_bytes]
+        return f"(the stacks cannot be shown: {describe(error)})"[:_MAX_BYTES]
 
 
-def _report(max_bytes: int) -> str:
+def _report() -> str:
     stacks = _stacks()
     text = ""
     for frames in _FRAMES:
         text = "\n".join([_stack_text(stack, names, frames) for stack, names in stacks.items()])
-        if len(text.encode(errors="replace")) <= max_bytes:
+        if len(text.encode(errors="replace")) <= _MAX_BYTES:
             return text
-    return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
+    return text.encode(errors="replace")[:_MAX_BYTES].decode(errors="ignore")
 
 
 def _stacks() -> dict[tuple[str, ...], list[str]]:
