@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -486,7 +487,7 @@ class LargeReduction(_Plan):
         if kept is None:
             if len(self._kept) >= _MAX_ARRAYS_KEPT:
                 del self._kept[next(iter(self._kept))]  # the oldest
-            at_source, at_target = [_Unowned(address, self._size, self._dtype).array() for address in addresses]
+            at_source, at_target = [_array_at(address, self._size, self._dtype) for address in addresses]
             kept = self._kept[addresses] = PipelinedAllReduce([at_source], [at_target], *self._settings)
             kept.keep()
         kept.run(agreement)
@@ -497,21 +498,11 @@ def _address(array: Array) -> int:
     return address
 
 
-class _Unowned:
-    """The memory of an array, without a reference to that array; valid only while the array is alive."""
-
-    def __init__(self, address: int, size: int, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": (size * dtype.itemsize,),
-            "typestr": "|u1",
-        }
-
-    def array(self) -> Array:
-        """Returns the memory as an array."""
-        return np.asarray(self).view(self._dtype)
+def _array_at(address: int, size: int, dtype: np.dtype[Any]) -> Array:
+    """Returns an array over the memory of another array, without a reference to that array."""
+    shape = (size * dtype.itemsize,)
+    interface = {"version": 3, "data": (address, False), "shape": shape, "typestr": "|u1"}
+    return np.asarray(SimpleNamespace(__array_interface__=interface)).view(dtype)
 
 
 class OneShotList:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -53,19 +53,16 @@ _SENDING, _RECEIVING = 0, 1  # the numbers of a rank's two texts, and of a chann
 _NOTHING = np.empty(0, np.uint8)
 
 
-class Side:
+class Side(NamedTuple):
     """The memory to which one side of a channel writes.
 
-    Args:
+    Attributes:
         line: the index of the first word of the side's cache line.
         text: the number under which TextBoard stores the side's description of a message.
     """
 
-    __slots__ = ("line", "text")
-
-    def __init__(self, line: int, text: int) -> None:
-        self.line = line
-        self.text = text
+    line: int
+    text: int
 
 
 class Transfer:

@@ -268,15 +268,6 @@ def segment_bytes(world_size: int) -> int:
     return header_bytes(world_size) + own_bytes + PointToPoint.bytes_for(world_size)
 
 
-def create_shared_memory(world_size: int) -> int:
-    """Makes the shared memory of a communicator, and returns its file descriptor.
-
-    Raises:
-        BackendUnavailable: there is not enough memory, or the kernel has no memfd.
-    """
-    return create_segment(segment_bytes(world_size))
-
-
 def check(_place: RankEnvironment) -> None:
     """Raises BackendUnavailable if this machine does not run Linux on x86-64; see BackendModule."""
     check_platform()
@@ -292,7 +283,7 @@ def offer(settings: WorldSettings) -> str:
             f"{place.local_world_size} of {place.world_size} ranks are on this host"
         )
     if place.rank == 0:  # rank 0 makes the memory for all
-        os.close(create_shared_memory(place.world_size))
+        os.close(create_segment(segment_bytes(place.world_size)))
     return ""
 
 
@@ -324,7 +315,7 @@ def connect_shared_memory(
     deadline = time.monotonic() + timeout_seconds
     key = f"shm/{group}"
     if client.rank == 0:
-        descriptor, slow_memcpy = create_shared_memory(client.world_size), memcpy_is_slow()
+        descriptor, slow_memcpy = create_segment(segment_bytes(client.world_size)), memcpy_is_slow()
         try:
             _offer(client, key, descriptor, deadline, slow_memcpy=slow_memcpy)
         except BaseException:
