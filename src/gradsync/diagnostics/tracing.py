@@ -90,10 +90,6 @@ class Tracer:
         self.left_out = 0
         self._step_began: dict[str, float] = {}  # [group] -> the time at which its step began
 
-    def laps(self, recorder: FlightRecorder) -> Laps:
-        """Begins to record the phases of the running collective."""
-        return Laps(self, recorder)
-
     def arrive(self, group: str, name: str, *, is_first: bool) -> None:
         """Records the arrival of a gradient. If `is_first`, a new step begins, even if the last step has failed."""
         now = monotonic()
@@ -131,7 +127,7 @@ active: Tracer | None = None
 def laps_of(recorder: FlightRecorder) -> Laps | None:
     """Begins to record the phases of the running collective. Returns None if there is no trace."""
     tracer = active  # read once: another thread may end the trace
-    return None if tracer is None else tracer.laps(recorder)
+    return None if tracer is None else Laps(tracer, recorder)
 
 
 def start() -> Tracer:

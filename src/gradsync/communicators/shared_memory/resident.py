@@ -70,24 +70,13 @@ class SharedResidentMemory(ResidentMemory):
 
     Attributes:
         parts: see Args.
+        prepared: [range] -> the NumPy calls that reduce it, kept because every training step reduces the same ranges.
     """
 
     def __init__(self, parts: Sequence[Array], rank: int) -> None:
         super().__init__(parts[rank])
         self.parts = parts
-        self._prepared: dict[Range, list[Call]] = {}
-
-    def prepared(self, key: Range, prepare: Callable[[SharedResidentMemory, Range], list[Call]]) -> list[Call]:
-        """Returns the NumPy calls that reduce a range, which `prepare` has made.
-
-        The calls are cached, because a training loop reduces the same ranges in every step.
-        """
-        steps = self._prepared.get(key)
-        if steps is None:
-            if len(self._prepared) >= _MAX_PREPARED:
-                self._prepared.clear()
-            steps = self._prepared[key] = prepare(self, key)
-        return steps
+        self.prepared: dict[Range, list[Call]] = {}
 
 
 class ResidentReduction:
@@ -108,7 +97,11 @@ class ResidentReduction:
 
     def all_reduce(self, memory: SharedResidentMemory, key: Range, agreement: Agreement) -> None:
         """All-reduces a range in place; see all_reduce_resident in for_bucketing.py."""
-        steps = memory.prepared(key, self._prepare)
+        steps = memory.prepared.get(key)
+        if steps is None:
+            if len(memory.prepared) >= _MAX_PREPARED:
+                memory.prepared.clear()
+            steps = memory.prepared[key] = self._prepare(memory, key)
         laps = tracing.laps_of(self._recorder)
         self._barrier.agree(agreement)
         if laps is not None:
