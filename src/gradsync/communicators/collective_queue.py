@@ -169,10 +169,10 @@ class Job:
             error.__traceback__ = error.__traceback__.tb_next  # drops this job's frame, which holds the end
         if isinstance(error, CommunicatorClosed):  # the failure that ended the communicator has been reported
             return None
-        return LostFailure(self.name, error, self.lifetime)
+        return LostFailure(self.name, error)
 
 
-# -- Lost failures ---------------------------------------------------------------------------------------------------
+# -- Failures that the program never asks for --------------------------------------------------------------------------
 
 
 class LostFailure:
@@ -181,13 +181,11 @@ class LostFailure:
     Args:
         name: the collective's name in errors.
         error: the future's error.
-        lifetime: the lifetime of the future's communicator. The entry is also logged when the communicator is closed.
     """
 
-    __slots__ = ("__weakref__", "_lifetime", "_text")
+    __slots__ = ("__weakref__", "_text")
 
-    def __init__(self, name: str, error: BaseException, lifetime: QueuedLifetime) -> None:
-        self._lifetime = weakref.ref(lifetime)
+    def __init__(self, name: str, error: BaseException) -> None:
         self._text = (
             "" if _is_ending else f"{name} failed, and its future was never asked for the result: {describe(error)}"
         )
@@ -205,10 +203,6 @@ class LostFailure:
         if text and uncaught_error() is None:
             _log.error("%s", text)
 
-    def is_of(self, lifetime: QueuedLifetime) -> bool:
-        """Whether this is a failure of the communicator with this lifetime."""
-        return self._lifetime() is lifetime
-
     def __del__(self) -> None:
         self.log()
 
@@ -216,21 +210,6 @@ class LostFailure:
 _all: weakref.WeakSet[LostFailure] = weakref.WeakSet()
 _registering = threading.Lock()  # a set must not change while another thread iterates over it
 _is_ending = False  # whether the program is ending
-
-
-def log_lost(lifetime: QueuedLifetime | None = None) -> None:
-    """Logs the failures of futures whose results the program has not asked for.
-
-    Args:
-        lifetime: the lifetime of the communicator whose failures are logged. If it is None, the failures of all
-            communicators are logged.
-    """
-    if _all:
-        with _registering:
-            lost = list(_all)
-        for failure in lost:
-            if lifetime is None or failure.is_of(lifetime):
-                failure.log()
 
 
 # -- Queues ----------------------------------------------------------------------------------------------------------
@@ -377,7 +356,10 @@ def _register_exit() -> None:
 
 def _end_at_exit() -> None:
     global _is_ending
-    log_lost()
+    with _registering:
+        lost = list(_all)
+    for entry in lost:
+        entry.log()
     _is_ending = True  # failures caused by the program's end are not logged
     failure = uncaught_error()
     deadline = time.monotonic() + (_LEAVING_SECONDS if failure is None else 0.0)

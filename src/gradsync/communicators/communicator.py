@@ -1270,7 +1270,7 @@ class _Submitter(Communicator):
                     move(source, result, agreement)
         except Exception as error:
             closed = isinstance(error, CommunicatorClosed)  # the failure that ended the communicator has been reported
-            end.finish(None, error, log_entry=None if closed else LostFailure(name, error, self._lifetime))
+            end.finish(None, error, log_entry=None if closed else LostFailure(name, error))
         else:
             end.finish(result, None, launch)
         return CollectiveFuture(name, end)

@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.collective_queue import Job, await_earlier, await_submitted, fail_submitted, log_lost
+from gradsync.communicators.collective_queue import Job, await_earlier, await_submitted, fail_submitted
 from gradsync.diagnostics import FlightRecorder, dump_at_failure
 from gradsync.errors import (
     CollectiveTimeout,
@@ -233,7 +233,6 @@ class Lifetime:
         self._claim_end("it was closed", self._backend.announce_close, closed_only=True)
         self._announce()
         self._end_use()
-        log_lost(self)
         if self._unraised is not None:
             error, self._unraised = self._unraised, None
             if not self.raised.has(error):
