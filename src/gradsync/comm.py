@@ -45,9 +45,7 @@ def get_local_rank() -> int:
     the launcher gives no local rank, gradsync assumes that all ranks are on one machine.
     """
     group = _local_group()
-    if group is not None:
-        return group.rank
-    return 0 if get_world() is None else place_on_machine()[0]
+    return place_on_machine()[0] if group is None else group.rank
 
 
 def get_local_size() -> int:
@@ -56,9 +54,7 @@ def get_local_size() -> int:
     The number has the same source as the result of get_local_rank().
     """
     group = _local_group()
-    if group is not None:
-        return group.world_size
-    return 1 if get_world() is None else place_on_machine()[1]
+    return place_on_machine()[1] if group is None else group.world_size
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:

@@ -260,14 +260,8 @@ def group_barrier(communicator: Communicator | None = None) -> None:
 
 
 def place_on_machine() -> tuple[int, int]:
-    """Returns this process's local rank and local world size, from the launcher's variables.
-
-    Raises:
-        InvalidArgument: the process group is not initialised.
-    """
-    group_or_world(None, "place_on_machine")
-    settings = _settings
-    return (0, 1) if settings is None else (settings.place.local_rank, settings.place.local_world_size)
+    """Returns this process's local rank and local world size, as the launcher gives them; (0, 1) without a world."""
+    return (0, 1) if _settings is None else (_settings.place.local_rank, _settings.place.local_world_size)
 
 
 def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
