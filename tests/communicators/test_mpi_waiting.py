@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +10,12 @@ import pytest
 from gradsync.communicators.failures import closed_failure
 from gradsync.communicators.mpi.waiting import MpiRequests
 from gradsync.errors import RankFailed
+
+
+def requests_of_rank_0(failures: SimpleNamespace, raise_if_left: Callable[[float, Sequence[int]], None]) -> MpiRequests:
+    comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 3)
+    mpi = SimpleNamespace(Request=SimpleNamespace(Testall=None), BYTE=None)
+    return MpiRequests(mpi, comm, (0, 1, 2), 30.0, failures, raise_if_left)  # type: ignore[arg-type]
 
 
 def wait_for_ranks_1_and_2(arriving: int) -> list[int]:
@@ -26,11 +32,10 @@ def wait_for_ranks_1_and_2(arriving: int) -> list[int]:
         if 2 in ranks:
             raise closed_failure("rank 0/3", 2)
 
-    comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 3)
-    mpi = SimpleNamespace(Request=SimpleNamespace(Testall=None), BYTE=None)
     failures = SimpleNamespace(has_failed=lambda: False, check=lambda: None, warn=lambda *_: None)
-    requests = MpiRequests(mpi, comm, (0, 1, 2), 30.0, failures, raise_if_left)  # type: ignore[arg-type]
-    requests.wait(lambda: len(asked) == 2, (), missing=lambda: absent, absent=lambda: absent)
+    requests_of_rank_0(failures, raise_if_left).wait(
+        lambda: len(asked) == 2, (), missing=lambda: absent, absent=lambda: absent
+    )
     return absent
 
 
@@ -41,3 +46,12 @@ def test_a_rank_that_came_and_then_closed_is_not_missed_while_another_one_is_awa
 def test_a_rank_that_closed_and_never_came_is_missed() -> None:
     with pytest.raises(RankFailed, match="rank 2 closed the communicator"):
         wait_for_ranks_1_and_2(arriving=1)
+
+
+def test_a_short_wait_raises_the_failure_that_the_server_has_sent() -> None:
+    def check() -> None:
+        raise closed_failure("rank 0/3", 2)
+
+    requests = requests_of_rank_0(SimpleNamespace(has_failed=lambda: True, check=check), lambda *_: None)
+    with pytest.raises(RankFailed, match="rank 2 closed the communicator"):
+        requests.wait(lambda: True, ())

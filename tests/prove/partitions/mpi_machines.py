@@ -62,7 +62,8 @@ class MpiJob:
             *(mpiexec, "-launcher", "ssh", "-launcher-exec", str(remote), "-localhost", first.ipv4, "-iface", "eth0"),
             *("-hosts", hosts, "-ppn", str(self._ranks_each), "-n", str(self.world_size)),
             *(sys.executable, str(self._script), str(self.folder), *map(str, arguments)),
-            env={**kept, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
+            # Without UCX_TLS, MPICH sees that the "machines" share memory, and no cut of the network would concern MPI.
+            env={**kept, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self"},
         )
 
     def await_started(self, seconds: float = 60.0) -> list[dict[str, Any]]:

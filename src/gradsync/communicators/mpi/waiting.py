@@ -151,6 +151,8 @@ class MpiRequests:
             poll: a function to call every few milliseconds during a longer wait.
         """
         try:
+            if self._failures.has_failed():  # checked here because a short wait ends before the check in _wait_long
+                self._failures.check()
             for _ in range(_SPINS):
                 if is_done():
                     return
