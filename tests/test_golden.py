@@ -51,6 +51,7 @@ MASKS = [
         r"rank \1 failed: ",
     ),  # who told it
     (r"gradsync: rank \d+ \(pid N\) also failed: .*\n", ""),  # if it is in time to say so
+    (r"gradsync: \d of \d ranks have joined; waiting for .*\n", ""),  # on a busy machine a rank may take 5 s to join
     # Whether the other ranks are in time to report the same error is chance.
     (r"\branks [\d, and]+ failed with the same error; this is the error of (.*):", r"\1 failed with exit code 1:"),
     (_SECONDS, "T"),
@@ -186,9 +187,8 @@ def test_output_is_as_approved(path: Path) -> None:
         pytest.skip(f"runs with {DEEP}=1")
     made = CASES[path]().splitlines()
     approved = path.read_text().splitlines() if path.exists() else []
-    if made != approved and script.exists():
-        # On a busy machine a rank may take 5 s to join, or 0.4 s to say where it is, and the output says so.
-        made = CASES[path]().splitlines()
+    if any("did not answer" in line for line in made):
+        made = CASES[path]().splitlines()  # on a busy machine a rank may take 0.4 s to say where it is
     assert made == approved, f"if it shall be so: python tests/test_golden.py {path.stem}, in a commit of its own"
 
 
