@@ -101,10 +101,10 @@ def main() -> int:
     if options.list or not wanted:
         print("\n".join(row.name for row in rows(large=True)))
         return 0 if options.list else 2
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a process that ignores the signal hands that on to its children
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a scene ends properly
+    # Children inherit an ignored signal: SIGINT of a background process, SIGHUP under nohup.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that a scene ends properly
     made = provenance("benchmarks/failure_detection.py")
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
