@@ -98,21 +98,6 @@ def _failure_of(error: BaseException) -> _Failure:
     return type(error), {name: value for name, value in vars(error).items() if not name.startswith("_")}
 
 
-class Occupancy(dict[None, FrameType]):
-    """The lock of a communicator: a dict that is empty, or has as its only value the frame that holds the lock.
-
-    setdefault(None, frame) acquires the lock for `frame` if the lock is free. In both cases, it returns the frame that
-    now holds the lock. clear() releases the lock.
-    """
-
-    __slots__ = ()
-
-    def interrupted_frame(self) -> FrameType | None:
-        """Returns the frame that holds the lock if no thread runs this frame any more; else None."""
-        frame = self.get(None)
-        return None if frame is None or _is_running(frame) else frame
-
-
 class Lifetime:
     """The state of one communicator until its backend is released; also the context manager of each collective.
 
@@ -141,7 +126,9 @@ class Lifetime:
         self._communicator = communicator
         self.raised = RaisedFailures()
         self._recorder = backend.recorder
-        self._occupancy = Occupancy()
+        # The lock: an empty dict, or the frame that holds the lock. setdefault(None, frame) acquires the lock if it is
+        # free, and returns the frame that now holds the lock. clear() releases the lock.
+        self._holder: dict[None, FrameType] = {}
         self._make_locks()
         self._announcement: Callable[[], None] | None = None  # sends the end to the other ranks; None if sent
         self._is_closed_only = False  # whether close() alone has ended the communicator
@@ -185,7 +172,7 @@ class Lifetime:
     def __enter__(self) -> None:
         frame = frame_of(1)  # the function with the `with` block
         what = self._next_what
-        while self._occupancy.setdefault(None, frame) is not frame:
+        while self._holder.setdefault(None, frame) is not frame:
             if not self._clean_up_interrupted():
                 self._refuse(what)
         try:
@@ -214,7 +201,7 @@ class Lifetime:
                 self._abort_inside(headline(error), culprit_of(error))
         self._what = ""
         self._recorder.end(error is not None)
-        self._occupancy.clear()
+        self._holder.clear()
         if error is not None:
             dump_at_failure(error)
         if self.ended_because is not None:
@@ -304,7 +291,7 @@ class Lifetime:
         """Ends the communicator in a forked child, which has the parent's memory but is not a rank."""
         self.ended_because = "it belongs to the process that this one was forked from"
         self.is_inherited = True
-        self._occupancy = Occupancy()  # a thread that exists only in the parent may hold the lock
+        self._holder = {}  # a thread that exists only in the parent may hold the lock
         self._make_locks()
         self._released = True  # the resources belong to the parent
         self.last_job = None  # the thread that would run it exists only in the parent
@@ -313,7 +300,7 @@ class Lifetime:
     def _refuse(self, what: str) -> NoReturn:
         if self.ended_because is not None:  # another thread is releasing the communicator
             raise self.ended_error(what)
-        is_own = _runs_in(frame_of(), self._occupancy.get(None))
+        is_own = _runs_in(frame_of(), self._holder.get(None))
         who = "this same thread (e.g. interrupted by a signal handler)" if is_own else "another thread"
         raise InvalidArgument(
             f"{self._backend.label}: {what} was called while {who} is running {self._what} on this communicator: only "
@@ -322,17 +309,17 @@ class Lifetime:
 
     def _clean_up_interrupted(self) -> bool:
         """Ends a collective whose __exit__ was interrupted by Ctrl-C or not called. Returns False if there is none."""
-        frame = self._occupancy.interrupted_frame()
-        if frame is None:
+        frame = self._holder.get(None)
+        if frame is None or _is_running(frame):
             return False
         with self._claiming:
-            if self._occupancy.get(None) is frame:  # no other thread has cleaned up meanwhile
+            if self._holder.get(None) is frame:  # no other thread has cleaned up meanwhile
                 has_begun = bool(self._what)
                 if has_begun:
                     self._abort_inside("it was interrupted", None)
                 self._recorder.end(failed=has_begun)
                 self._what = ""
-                self._occupancy.clear()
+                self._holder.clear()
         return True
 
     def check_usable(self, what: str) -> None:
@@ -380,14 +367,14 @@ class Lifetime:
     def _release_when_idle(self) -> None:
         """Releases the backend, once. If a thread is running a collective, that thread releases it afterwards."""
         frame = frame_of()
-        if self._occupancy.setdefault(None, frame) is frame:
+        if self._holder.setdefault(None, frame) is frame:
             try:
                 if not self._released and self._announcement is None:
                     self._released = True
                     self._backend.release()
                     self._leave_group()
             finally:
-                self._occupancy.clear()
+                self._holder.clear()
 
     def _leave_group(self) -> None:
         """Closes the rendezvous client of a group, so that this rank leaves the group; not the client of the world.
