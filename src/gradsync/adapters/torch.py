@@ -22,7 +22,7 @@ reference to the module or to one of its submodules.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
@@ -128,7 +128,6 @@ class Synchronised(torch.nn.Module):
             **knobs,
         )
         _release(module)
-        self._watch = _ParameterWatch(module, module.parameters(), communicator)
         self._passes = _passes_by_module[module] = _BackwardPasses(
             module,
             wanted,
@@ -137,7 +136,6 @@ class Synchronised(torch.nn.Module):
             communicator,
             in_buckets=in_buckets,
             may_miss=find_unused_parameters,
-            check=self._watch.check,
             broadcasts_buffers=broadcast_buffers,
         )
 
@@ -148,7 +146,7 @@ class Synchronised(torch.nn.Module):
             InvalidArgument: gradients are enabled, and the program has added a parameter since it wrapped the module.
         """
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # torch.compile would unroll the check
-            self._watch.check()
+            self._passes.check_parameters()
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -279,7 +277,6 @@ class _BackwardPasses:
         communicator: the callback's communicator.
         in_buckets: whether gradients are views of the buckets' memory.
         may_miss: whether a pass may have no gradient for some parameters, on all ranks or on some.
-        check: a function to call at the end of each synchronising pass; if it raises an error, all ranks fail.
         broadcasts_buffers: whether each synchronising pass copies the buffers of rank 0 to all ranks.
 
     Attributes:
@@ -297,7 +294,6 @@ class _BackwardPasses:
         *,
         in_buckets: bool,
         may_miss: bool,
-        check: Callable[[], None],
         broadcasts_buffers: bool,
     ) -> None:
         self.is_synchronising = True
@@ -308,7 +304,8 @@ class _BackwardPasses:
         self._callback = callback
         self._communicator = communicator
         self._may_miss = may_miss
-        self._check = check
+        # None stands for a parameter that a submodule has registered without a value, such as a missing bias.
+        self._known = {id(each) for each in chain(parameters.values(), frozen.values(), [None])}
         self._arrays: dict[str, Any] = callback.gradient_buffers() if in_buckets else {}
         self._views = {name: _tensor_of(array) for name, array in self._arrays.items()}
         self._with_gradient: set[str] = set()  # parameters with a gradient in this pass
@@ -404,7 +401,7 @@ class _BackwardPasses:
         try:
             with self._callback.backward():
                 self._check_frozen()
-                self._check()
+                self.check_parameters()
                 return self._complete() if self._may_miss else None
         except MissingGradient as error:
             missing = [name for name in self._parameters if name not in self._with_gradient]
@@ -425,6 +422,36 @@ class _BackwardPasses:
                 raise failed
         finally:
             del failed  # its traceback contains this frame
+
+    def check_parameters(self) -> None:
+        """Checks that the module has no new parameters, because the program replaced or added a layer.
+
+        Raises:
+            InvalidArgument: a parameter that needs a gradient is new, or torch.func.functional_call has replaced a
+                parameter by a tensor.
+        """
+        module = self._module()
+        if module is None or all(
+            id(each) in self._known for part in module.modules() for each in part._parameters.values()
+        ):
+            return
+        late = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in self._known
+        }
+        label, names = self._communicator.label, list_of_names([*late])
+        if any(isinstance(each, torch.nn.Parameter) for each in late.values()):
+            raise InvalidArgument(
+                f"{label}: the module has parameters that it did not have when it was wrapped, and that gradsync would "
+                f"not synchronise: {names}; call unwrap(), and wrap the module again"
+            )
+        if late:
+            raise InvalidArgument(
+                f"{label}: torch.func.functional_call has replaced {names} by tensors, and gradsync would not "
+                "synchronise their gradients: call the plain module, model.module, and average the gradients with "
+                "gs.average_gradients()"
+            )
 
     def _check_frozen(self) -> None:
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
@@ -497,83 +524,6 @@ class _Pass:
         passes, self._passes = self._passes, None  # first: a traceback may keep this object alive
         if passes is not None:
             passes.abandon()
-
-
-# -- Changes of the module -------------------------------------------------------------------------------------------
-
-
-class _ParameterWatch:
-    """Finds parameters that a module got after it was wrapped, because the program replaced or added a layer.
-
-    Args:
-        module: the module.
-        known: the module's parameters, including parameters that need no gradient.
-        communicator: the communicator; its label is the beginning of the error texts.
-    """
-
-    def __init__(
-        self, module: torch.nn.Module, known: Iterable[torch.nn.Parameter], communicator: Communicator
-    ) -> None:
-        self._module = weakref.ref(module)
-        self._known = {id(parameter): parameter for parameter in known}  # kept, so that no other object gets their ids
-        self._communicator = communicator
-        self._note(module)
-
-    def check(self) -> None:
-        """Checks for new parameters. Takes about ten microseconds if the module still consists of the same objects.
-
-        Raises:
-            InvalidArgument: a parameter that needs a gradient is new, or torch.func.functional_call has replaced a
-                parameter by a tensor.
-        """
-        if self._is_as_noted():
-            return
-        module = self._module()
-        if module is None:
-            return
-        late = {
-            name: parameter
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and id(parameter) not in self._known
-        }
-        label, names = self._communicator.label, list_of_names([*late])
-        if any(isinstance(each, torch.nn.Parameter) for each in late.values()):
-            raise InvalidArgument(
-                f"{label}: the module has parameters that it did not have when it was wrapped, and that gradsync would "
-                f"not synchronise: {names}; call unwrap(), and wrap the module again"
-            )
-        if late:
-            raise InvalidArgument(
-                f"{label}: torch.func.functional_call has replaced {names} by tensors, and gradsync would not "
-                "synchronise their gradients: call the plain module, model.module, and average the gradients with "
-                "gs.average_gradients()"
-            )
-        self._note(module)
-
-    def _note(self, module: torch.nn.Module) -> None:
-        """Stores weak references to the module's submodules and parameters, which do not keep the module alive."""
-        parts = list(module.modules())
-        self._parts = [weakref.ref(part) for part in parts]
-        self._members = [_nothing if member is None else weakref.ref(member) for member in _members_of(parts)]
-
-    def _is_as_noted(self) -> bool:
-        parts = [part() for part in self._parts]
-        present = [part for part in parts if part is not None]
-        if len(present) < len(parts):
-            return False
-        members = list(_members_of(present))
-        return len(members) == len(self._members) and all(
-            member is noted() for member, noted in zip(members, self._members, strict=True)
-        )
-
-
-def _members_of(parts: Iterable[torch.nn.Module]) -> Iterator[Any]:
-    """Yields the parameters and submodules that each of the modules has registered; some are None."""
-    return chain.from_iterable([chain(part._parameters.values(), part._modules.values()) for part in parts])
-
-
-def _nothing() -> None:
-    """Used instead of a weak reference to None, which Python does not support."""
 
 
 # -- Tensors as arrays -----------------------------------------------------------------------------------------------
