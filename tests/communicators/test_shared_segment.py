@@ -84,7 +84,7 @@ def test_hand_over_to_peers_with_the_token_only(tmp_path: Path, monkeypatch: pyt
     descriptor = create_segment(4096)
     offer = SegmentOffer()
     thread = threading.Thread(
-        target=offer.serve, args=(descriptor, 1, time.monotonic() + 30, lambda: None), daemon=True
+        target=offer.serve, args=(descriptor, 1, time.monotonic() + 30, lambda _served: None), daemon=True
     )
     thread.start()
     forged = secrets.token_bytes(32) + offer.ticket[32:]
@@ -111,17 +111,22 @@ def test_root_that_is_not_there() -> None:
 def test_peers_that_do_not_come() -> None:
     offer = SegmentOffer()
     with pytest.raises(gs.RendezvousTimeout, match="0 of 2 ranks"):
-        offer.serve(-1, 2, time.monotonic() - 1, lambda: None)
+        offer.serve(-1, 2, time.monotonic() - 1, lambda _served: None)
     offer.close()
 
 
 def test_a_failure_elsewhere_ends_the_wait() -> None:
-    def fail() -> None:
-        raise gs.RankFailed("rank 1 died", rank=1)
+    def check(served: int) -> None:
+        if served == 1:
+            raise gs.RankFailed("rank 2 died", rank=2)
 
-    offer = SegmentOffer()
+    offer, descriptor = SegmentOffer(), create_segment(4096)
+    peer = threading.Thread(target=lambda: os.close(take_segment(offer.ticket, 30.0)))
+    peer.start()
     with pytest.raises(gs.RankFailed):
-        offer.serve(-1, 1, time.monotonic() + 30, fail)
+        offer.serve(descriptor, 2, time.monotonic() + 30, check)
+    peer.join()
+    os.close(descriptor)
     offer.close()
 
 

@@ -215,19 +215,15 @@ class Handover(NamedTuple):
 
     def _serve(self, offer: SegmentOffer, descriptor: int) -> None:
         barrier, peers = self.context.barrier, self.context.peers()
-        deadline = time.monotonic() + self.timeout_seconds
-        served = 0
 
-        def check_ranks() -> None:
+        def check_ranks(served: int) -> None:
             # A rank that has arrived at the next barrier has fetched the memory, or has failed to fetch it.
             behind = [peer for peer in peers if not barrier.is_ahead(peer)]
             if len(peers) - len(behind) > served:
                 raise BackendUnavailable("another rank could not map the shared memory")
             self.check_for_failures(behind)
 
-        while served < len(peers):
-            offer.serve(descriptor, 1, deadline, check_ranks)
-            served += 1
+        offer.serve(descriptor, len(peers), time.monotonic() + self.timeout_seconds, check_ranks)
 
     def _take(self) -> int:
         """Returns the file descriptor of the memory that rank 0 has made.

@@ -153,15 +153,15 @@ class SegmentOffer:
         self._listener.listen(128)
         self.ticket = self._token + name
 
-    def serve(self, descriptor: int, peers: int, deadline: float, check_for_failure: Callable[[], None]) -> None:
+    def serve(self, descriptor: int, peers: int, deadline: float, check: Callable[[int], None]) -> None:
         """Passes the descriptor to other processes of the same user.
 
         Args:
             descriptor: the segment's file descriptor.
             peers: the number of processes that must get the descriptor.
             deadline: the latest time, in time.monotonic() seconds.
-            check_for_failure: a function that this method calls while it waits; it raises an error if a rank has
-                failed.
+            check: a function; check(served) raises an error if a rank has failed. This method calls it while it waits,
+                with the number of processes that have got the descriptor.
 
         Raises:
             RendezvousTimeout: not all peers had connected at the deadline.
@@ -169,7 +169,7 @@ class SegmentOffer:
         self._listener.settimeout(_CHECK_EVERY_SECONDS)
         served = 0
         while served < peers:
-            check_for_failure()
+            check(served)
             if time.monotonic() > deadline:
                 raise RendezvousTimeout(
                     f"only {served} of {peers} ranks fetched the shared memory before the deadline; "

@@ -337,7 +337,7 @@ def _offer(client: RendezvousClient, key: str, descriptor: int, deadline: float,
     offer = SegmentOffer()
     try:
         client.set(key, bytes([slow_memcpy]) + offer.ticket)
-        offer.serve(descriptor, client.world_size - 1, deadline, client.check)
+        offer.serve(descriptor, client.world_size - 1, deadline, lambda _served: client.check())
         client.delete(key)  # all ranks have the memory now
     finally:
         offer.close()
