@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -131,7 +130,6 @@ class Synchronised(torch.nn.Module):
         self._passes = _passes_by_module[module] = _BackwardPasses(
             module,
             wanted,
-            {name: each for name, each in module.named_parameters() if name not in wanted},
             self.callback,
             communicator,
             in_buckets=in_buckets,
@@ -143,7 +141,8 @@ class Synchronised(torch.nn.Module):
         """Calls the module.
 
         Raises:
-            InvalidArgument: gradients are enabled, and the program has added a parameter since it wrapped the module.
+            InvalidArgument: gradients are enabled, and a parameter needs a gradient that needed none when the module
+                was wrapped.
         """
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # torch.compile would unroll the check
             self._passes.check_parameters()
@@ -272,7 +271,6 @@ class _BackwardPasses:
         module: the module, to which this object has only a weak reference.
         parameters: the parameters by name, in the order in which autograd should compute their gradients. The
             callback's option `parameters` has the same names in the same order.
-        frozen: the parameters that need no gradient, by name.
         callback: the callback that takes the gradients.
         communicator: the callback's communicator.
         in_buckets: whether gradients are views of the buckets' memory.
@@ -288,7 +286,6 @@ class _BackwardPasses:
         self,
         module: torch.nn.Module,
         parameters: dict[str, torch.nn.Parameter],
-        frozen: dict[str, torch.nn.Parameter],
         callback: AllreduceCallback,
         communicator: Communicator,
         *,
@@ -300,12 +297,10 @@ class _BackwardPasses:
         self.broadcasts_buffers = broadcasts_buffers
         self._module = weakref.ref(module)
         self._parameters = parameters
-        self._frozen = frozen
         self._callback = callback
         self._communicator = communicator
         self._may_miss = may_miss
-        # None stands for a parameter that a submodule has registered without a value, such as a missing bias.
-        self._known = {id(each) for each in chain(parameters.values(), frozen.values(), [None])}
+        self._known = set(map(id, parameters.values()))
         self._arrays: dict[str, Any] = callback.gradient_buffers() if in_buckets else {}
         self._views = {name: _tensor_of(array) for name, array in self._arrays.items()}
         self._with_gradient: set[str] = set()  # parameters with a gradient in this pass
@@ -400,7 +395,6 @@ class _BackwardPasses:
         """
         try:
             with self._callback.backward():
-                self._check_frozen()
                 self.check_parameters()
                 return self._complete() if self._may_miss else None
         except MissingGradient as error:
@@ -424,15 +418,17 @@ class _BackwardPasses:
             del failed  # its traceback contains this frame
 
     def check_parameters(self) -> None:
-        """Checks that the module has no new parameters, because the program replaced or added a layer.
+        """Checks that every parameter that needs a gradient needed one when the module was wrapped.
 
         Raises:
-            InvalidArgument: a parameter that needs a gradient is new, or torch.func.functional_call has replaced a
-                parameter by a tensor.
+            InvalidArgument: a parameter is new or needed no gradient before, or torch.func.functional_call has replaced
+                a parameter by a tensor.
         """
         module = self._module()
         if module is None or all(
-            id(each) in self._known for part in module.modules() for each in part._parameters.values()
+            each is None or id(each) in self._known or not each.requires_grad
+            for part in module.modules()
+            for each in part._parameters.values()
         ):
             return
         late = {
@@ -443,23 +439,14 @@ class _BackwardPasses:
         label, names = self._communicator.label, list_of_names([*late])
         if any(isinstance(each, torch.nn.Parameter) for each in late.values()):
             raise InvalidArgument(
-                f"{label}: the module has parameters that it did not have when it was wrapped, and that gradsync would "
-                f"not synchronise: {names}; call unwrap(), and wrap the module again"
+                f"{label}: the module has parameters that it did not have, or that needed no gradient, when it was "
+                f"wrapped, and that gradsync would not synchronise: {names}; call unwrap(), and wrap the module again"
             )
-        if late:
-            raise InvalidArgument(
-                f"{label}: torch.func.functional_call has replaced {names} by tensors, and gradsync would not "
-                "synchronise their gradients: call the plain module, model.module, and average the gradients with "
-                "gs.average_gradients()"
-            )
-
-    def _check_frozen(self) -> None:
-        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if thawed:
-            raise InvalidArgument(
-                f"{self._communicator.label}: {list_of_names(thawed)} needed no gradient when the module was wrapped, "
-                "and now requires one, which gradsync would not synchronise: call unwrap(), and wrap the module again"
-            )
+        raise InvalidArgument(
+            f"{label}: torch.func.functional_call has replaced {names} by tensors, and gradsync would not synchronise "
+            "their gradients: call the plain module, model.module, and average the gradients with "
+            "gs.average_gradients()"
+        )
 
     def _complete(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Passes the gradients of local passes to the callback.

@@ -453,7 +453,8 @@ def check_what_is_refused(comm: Any) -> None:
     loss_of(model, comm).backward()
     assert frozen[0].bias.grad is None
     frozen[0].bias.requires_grad_(True)
-    expect(gs.InvalidArgument, loss_of(model, comm).backward, "0.bias needed no gradient when")
+    expect(gs.InvalidArgument, lambda: loss_of(model, comm), "synchronise: 0.bias")
+    expect(gs.InvalidArgument, loss_of(model.module, comm).backward, "synchronise: 0.bias")
     sparse = Synchronised(nn.Embedding(5, 2, sparse=True), group())
     expect(gs.InvalidArgument, sparse(torch.tensor([1])).sum().backward, "sparse=False")
 
