@@ -11,9 +11,9 @@ import textwrap
 
 from cost_model import Link, best_threshold_bytes, exposed_seconds, ring_seconds
 from gradsync.bench.models import gradients_of, total_bytes
-from gradsync.bench.report import megabytes, milliseconds
+from gradsync.bench.report import milliseconds
 from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES
-from gradsync.errors import InvalidArgument
+from gradsync.errors import InvalidArgument, size_text
 
 
 def prediction(size_bytes: int, gpus: int, backward_seconds: float, link: Link) -> str:
@@ -34,9 +34,9 @@ def prediction(size_bytes: int, gpus: int, backward_seconds: float, link: Link) 
 
     best = best_threshold_bytes(size_bytes, backward_seconds, seconds_of)
     return textwrap.fill(
-        f"Prediction for {gpus:,} GPUs, not a measurement: a threshold of {megabytes(max(round(best), 1))} would leave "
+        f"Prediction for {gpus:,} GPUs, not a measurement: a threshold of {size_text(max(round(best), 1))} would leave "
         f"{exposed(best)} to wait for after a backward pass of {milliseconds(backward_seconds)}; the default of "
-        f"{megabytes(DEFAULT_THRESHOLD_BYTES)}, {exposed(min(DEFAULT_THRESHOLD_BYTES, size_bytes))}. "
+        f"{size_text(DEFAULT_THRESHOLD_BYTES)}, {exposed(min(DEFAULT_THRESHOLD_BYTES, size_bytes))}. "
         f"By one ring over links of {1e6 * link.latency_seconds:.3g} us and {1e-9 / link.seconds_per_byte:.3g} GB/s; "
         "see docs/scaling.md for what the model leaves out.",
         width=79,
@@ -67,7 +67,7 @@ def main() -> int:
         specs = gradients_of(options.model)
     except InvalidArgument as error:
         parser.error(str(error))
-    print(f"{options.model}: {len(specs)} gradients, {megabytes(total_bytes(specs))}")
+    print(f"{options.model}: {len(specs)} gradients, {size_text(total_bytes(specs))}")
     link = Link(1e-6 * options.latency_us, 1e-9 / options.bandwidth_gbs)
     print(prediction(total_bytes(specs), options.gpus, 1e-3 * options.backward_ms, link))
     return 0

@@ -35,7 +35,7 @@ def test_every_collective_is_recorded() -> None:
     gs.bcast_list_([np.ones(2), np.ones(5)], communicator=comm)
     gs.pack_allreduce_split([np.ones(2)], [(2,)], comm, "sum")
     assert headlines(comm) == [
-        "all_reduce(mean) float32[256, 1000] 1.02 MB",
+        "all_reduce(mean) float32[256, 1000] 1,000 KB",
         "broadcast(root 0) float64[3] 24 bytes",
         "barrier",
         "bcast_list_ of 2 arrays from root 0",
@@ -51,7 +51,7 @@ def test_a_bucket_names_its_parameters() -> None:
         for name in ["conv1.weight", "conv1.bias", *(f"layer{i}" for i in range(12))]:
             callback(name, np.ones(1000, np.float32))
     assert headlines(comm) == [
-        "all_reduce(sum) float32 56 kB [conv1.weight, conv1.bias, 12 more]",
+        "all_reduce(sum) float32 54.7 KB [conv1.weight, conv1.bias, 12 more]",
         "flush(sum) after 14 gradients",
     ]
 

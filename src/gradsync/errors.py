@@ -373,6 +373,16 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
+def size_text(size_bytes: float) -> str:
+    """Returns a size as text: "72 bytes", "7.81 KB", "25 MB". 1 MB is 1024**2 bytes, as in options."""
+    for unit, name in ((1024**3, "GB"), (1024**2, "MB"), (1024, "KB")):
+        if size_bytes >= unit:
+            return (
+                f"{size_bytes / unit:.3g} {name}" if size_bytes < 999.5 * unit else f"{size_bytes / unit:,.0f} {name}"
+            )
+    return f"{size_bytes:.0f} bytes"
+
+
 def headline(error: BaseException) -> str:
     """Returns the first line of `describe(error)`, without the reports of other ranks in the following lines."""
     return describe(error).partition("\n")[0]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from gradsync.bench.report import MEGABYTE, Seconds, megabytes, milliseconds, provenance
+from gradsync.bench.report import Seconds, milliseconds, provenance
+from gradsync.errors import size_text
 
 
 def test_timings_are_summed_up_by_their_quartiles():
@@ -24,6 +25,6 @@ def test_a_result_says_where_and_how_it_was_made():
 
 
 def test_numbers_keep_three_digits():
-    sizes = [megabytes(x * MEGABYTE) for x in (0.01, 0.25, 97.49, 999.4, 1234.5)]
-    assert sizes == ["10.2 KB", "0.25 MB", "97.5 MB", "999 MB", "1,234 MB"]
+    sizes = [size_text(x * 1024**2) for x in (0, 0.01, 0.25, 97.49, 999.4, 1000, 1234.5)]
+    assert sizes == ["0 bytes", "10.2 KB", "256 KB", "97.5 MB", "999 MB", "1,000 MB", "1.21 GB"]
     assert [milliseconds(x) for x in (1e-5, 0.0123456, 12.3456)] == ["0.01 ms", "12.3 ms", "12,346 ms"]

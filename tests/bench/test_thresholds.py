@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.bench.models import gradients_of
-from gradsync.bench.report import MEGABYTE, Seconds, plot
+from gradsync.bench.report import Seconds, plot
 from gradsync.bench.thresholds import (
     DEFAULT_MEGABYTES,
+    MEGABYTE,
     Candidate,
     Row,
     Sweep,
@@ -153,7 +154,7 @@ def test_the_default_is_recommended_where_it_does_else_the_smallest_that_does():
 
 def test_what_was_not_measured_and_rising_counts_are_explained():
     first = replace(row(MEGABYTE // 4, 1.0, 45), candidate=Candidate(MEGABYTE // 4, 45, (MEGABYTE // 2,)))
-    assert same_buckets([first]) == "Not measured: 0.5 MB (same buckets as 0.25 MB)."
+    assert same_buckets([first]) == "Not measured: 512 KB (same buckets as 256 KB)."
     assert same_buckets([row(1, 1.0)]) == ""
     assert rising_counts([first, row(MEGABYTE, 1.0, 48)]).startswith("A larger threshold can make more all-reduces")
     assert rising_counts([first, row(MEGABYTE, 1.0, 45)]) == ""

@@ -92,7 +92,7 @@ BROKEN = [
     ({"shared_memory_bytes": (64 * 1024**2,) * 2}, "/dev/shm", "warning", "64 MB, 64 MB free: too small", "--shm-size"),
     ({"shared_memory_bytes": (GIGABYTE, 4096)}, "/dev/shm", "warning", "4 KB free: NCCL and MPI may", "ls -l /dev/shm"),
     ({"cores": 1}, "cores", "warning", "waits for the kernel", "docker run --cpus=4"),
-    ({"memory_limit_bytes": GIGABYTE // 2}, "container", "warning", "to 0.5 GB of memory: the kernel", "--memory=8g"),
+    ({"memory_limit_bytes": GIGABYTE // 2}, "container", "warning", "to 512 MB of memory: the kernel", "--memory=8g"),
     ({"environ": {"OMP_NUM_THREADS": "64"}}, "cores", "warning", "more threads than", "unset OMP_NUM_THREADS:"),
     ({"environ": {"MKL_NUM_THREADS": "all"}}, "cores", "warning", "not a number of threads", "unset MKL_NUM_THREADS"),
     ({"limits": {"open files": (32, 32)}}, "limits", "warning", "32 open files", "as root: prlimit"),

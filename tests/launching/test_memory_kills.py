@@ -64,7 +64,7 @@ def test_kill_by_a_limit_above_the_group_names_that_limit(v2):
     v2.group_v2("with blank/slice/job", 6, 2, 24 << 30)
     v2.group_v2("with blank/slice/job/ours", 5, 0)
     assert watch.kills() == 2
-    assert watch.describe() == f"{KILLED} (memory limit of the control group: 24.0 GiB)"
+    assert watch.describe() == f"{KILLED} (memory limit of the control group: 24 GB)"
 
 
 def test_kill_without_a_limit_is_the_machine(v2):
@@ -95,7 +95,7 @@ def test_version_1_beside_a_version_2_without_memory(tmp_path):
     watch = OomWatch(str(machine.proc))
     machine.group_v1("memory/ours", 2, 30, 512 * MIB)
     assert watch.kills() == 1
-    assert watch.describe() == f"{KILLED} (memory limit of the control group: 512.0 MiB)"
+    assert watch.describe() == f"{KILLED} (memory limit of the control group: 512 MB)"
 
 
 def test_version_1_limit_above_a_group_without_one(tmp_path):
@@ -106,7 +106,7 @@ def test_version_1_limit_above_a_group_without_one(tmp_path):
     watch = OomWatch(str(machine.proc))
     machine.group_v1("memory/job", 0, 20, 3 << 30)
     machine.group_v1("memory/job/ours", 2, 1)
-    assert watch.describe() == f"{KILLED} (memory limit of the control group: 3.0 GiB)"
+    assert watch.describe() == f"{KILLED} (memory limit of the control group: 3 GB)"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_containers_see_their_group_at_the_mount_point(tmp_path, path, root):
     watch = OomWatch(str(machine.proc))
     machine.group_v2("cgroup", 1, 1, 100 * MIB)
     assert watch.kills() == 1
-    assert "100.0 MiB" in watch.describe()
+    assert "100 MB" in watch.describe()
 
 
 def test_group_inside_a_container(tmp_path):

@@ -29,7 +29,6 @@ from gradsync.bench.report import (
     Seconds,
     busy_machine,
     check_outputs,
-    megabytes,
     plot,
     provenance,
     write_json,
@@ -37,7 +36,7 @@ from gradsync.bench.report import (
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.diagnostics import seconds_text
-from gradsync.errors import GradsyncError, InvalidArgument
+from gradsync.errors import GradsyncError, InvalidArgument, size_text
 from gradsync.machine import usable_cores
 from gradsync.reduction import ReduceOp, check_operation, dtype_of
 
@@ -691,7 +690,7 @@ def table(rows: Sequence[Row]) -> Table:
     for name in ("size", "out of place", "GB/s", "in place", "GB/s", "#wrong"):
         found.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        cells = [megabytes(row.size_bytes)]
+        cells = [size_text(row.size_bytes)]
         for form in FORMS:
             result = row.forms.get(form)
             cells += [seconds_text(result.seconds.median) if result else "-", _form_cells(row, form)[1]]

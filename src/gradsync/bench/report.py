@@ -25,10 +25,9 @@ from rich.table import Table
 from rich.text import Text
 
 import gradsync
-from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
+from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, size_text
 from gradsync.machine import usable_cores
 
-MEGABYTE = 1024**2
 _LOG_WIDTH = 120  # the width of a table if standard output is not a terminal
 _QUIET_LOAD = 0.5  # the load per core above which the machine counts as busy
 _PANEL_WIDTH, _PANEL_HEIGHT, _MOST_TICKS = 4.5, 2.9, 9
@@ -101,16 +100,6 @@ def _field(path: str, name: str) -> str:
             if key.strip() == name:
                 return value.strip()
     return "unknown"
-
-
-def megabytes(size_bytes: float) -> str:
-    """Returns a size as text such as "25 MB" (1 MB is 1024**2 bytes), with three significant digits."""
-    if size_bytes < 1024:
-        return f"{size_bytes:.0f} B"
-    if size_bytes < MEGABYTE / 10:
-        return f"{size_bytes / 1024:.3g} KB"
-    value = size_bytes / MEGABYTE
-    return f"{value:,.0f} MB" if value >= 1000 else f"{value:.3g} MB"
 
 
 def milliseconds(seconds: float) -> str:
@@ -245,11 +234,11 @@ def _draw(axes: Any, panel: Panel) -> None:
     else:
         axes.plot(panel.sizes, panel.values, **style)
     if panel.chosen is not None:
-        axes.axvline(panel.chosen, color="tab:green", linestyle=":", label=f"recommended: {megabytes(panel.chosen)}")
+        axes.axvline(panel.chosen, color="tab:green", linestyle=":", label=f"recommended: {size_text(panel.chosen)}")
         axes.legend()
     axes.set_xscale("log")
     shown = panel.sizes[:: math.ceil(len(panel.sizes) / _MOST_TICKS) or 1]
-    axes.set_xticks(shown, [megabytes(size) for size in shown], fontsize="x-small")
+    axes.set_xticks(shown, [size_text(size) for size in shown], fontsize="x-small")
     axes.minorticks_off()
     if panel.is_logarithmic:
         axes.set_yscale("log")

@@ -24,11 +24,9 @@ from rich.text import Text
 from gradsync.bench.models import gradients_of, total_bytes
 from gradsync.bench.program import array_module, count_ranks, run_as_ranks
 from gradsync.bench.report import (
-    MEGABYTE,
     Panel,
     Seconds,
     check_outputs,
-    megabytes,
     milliseconds,
     plot,
     print_table,
@@ -39,8 +37,9 @@ from gradsync.bucketing.callback import AllreduceCallback
 from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES, GradientSpec, plan_buckets
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
-from gradsync.errors import InvalidArgument
+from gradsync.errors import InvalidArgument, size_text
 
+MEGABYTE = 1024**2
 DEFAULT_MEGABYTES = "0.25,0.5,1,2,5,10,25,50,100"
 # Thresholds whose times differ by less than this fraction count as equally fast. A larger threshold must gain more,
 # because it costs memory and delays the first all-reduce.
@@ -294,7 +293,7 @@ def bench_thresholds(
     rows, rounds = rows_of(sweep, measured.steps, ranks), len(measured.steps[0])
     name = Path(model).name
     where = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'} over {measured.backend}"
-    print(f"{name}: {len(specs)} gradients, {megabytes(total_bytes(specs))}")
+    print(f"{name}: {len(specs)} gradients, {size_text(total_bytes(specs))}")
     on = "" if measured.device == "cpu" else f" on {measured.device} (rank 0)"
     number = str(steps)
     if rounds < steps:
@@ -366,13 +365,13 @@ def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
         return f"All thresholds give the same {buckets}, so there is nothing to choose. A step takes {fastest.seconds}."
     if not is_sure(rows):
         more = "a longer --time-limit" if fastest.seconds.samples < wanted_steps else "--steps 20"
-        name = megabytes(fastest.candidate.threshold_bytes)
+        name = size_text(fastest.candidate.threshold_bytes)
         return (
             f"{name} was fastest, {milliseconds(fastest.seconds.median)} a step. This result is not reliable, because "
             f"the command measured too few steps: use {more}."
         )
     found = alike(rows)
-    low, high = (megabytes(row.candidate.threshold_bytes) for row in (found[0], found[-1]))
+    low, high = (size_text(row.candidate.threshold_bytes) for row in (found[0], found[-1]))
     if len(found) == 1:
         which = f"{low} is fastest, {milliseconds(fastest.seconds.median)} a step."
     else:
@@ -387,7 +386,7 @@ def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
         noise = f"Differences below {limit} ({TOLERANCE:.0%}) do not count."
     chosen = recommended(rows)
     if chosen.has(DEFAULT_THRESHOLD_BYTES):
-        todo = f"So the default ({megabytes(DEFAULT_THRESHOLD_BYTES)}) is right."
+        todo = f"So the default ({size_text(DEFAULT_THRESHOLD_BYTES)}) is right."
     else:
         todo = f"Use gs.AllreduceCallback(threshold_bytes={_as_code(chosen.candidate.threshold_bytes)})."
     return f"{which} {noise}\n{todo}"
@@ -402,7 +401,7 @@ def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
     chosen, mark = recommended(rows), "<- recommended" if is_sure(rows) else "<- fastest"
     for row in rows:
         threshold, bus = row.candidate.threshold_bytes, row.bus_bytes_per_second
-        cells = [megabytes(threshold), milliseconds(row.seconds.median), str(row.candidate.all_reduces)]
+        cells = [size_text(threshold), milliseconds(row.seconds.median), str(row.candidate.all_reduces)]
         if verbose:
             lower = milliseconds(row.seconds.lower_quartile).removesuffix(" ms")
             cells += [
@@ -416,8 +415,8 @@ def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
 def same_buckets(rows: Sequence[Row]) -> str:
     """Returns a note for thresholds that were not measured because a smaller one gives the same buckets; else ""."""
     return "\n".join(
-        f"Not measured: {', '.join(map(megabytes, row.candidate.same_buckets))} "
-        f"(same buckets as {megabytes(row.candidate.threshold_bytes)})."
+        f"Not measured: {', '.join(map(size_text, row.candidate.same_buckets))} "
+        f"(same buckets as {size_text(row.candidate.threshold_bytes)})."
         for row in rows
         if row.candidate.same_buckets
     )

@@ -27,8 +27,8 @@ from gradsync.bucketing.plan import Bucket, GradientSpec, list_of_names
 from gradsync.communicators.agreement import Agreement, Description, Item, StepSoFar, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world
-from gradsync.diagnostics import names_text, size_text
-from gradsync.errors import InvalidArgument, callers, shown
+from gradsync.diagnostics import names_text
+from gradsync.errors import InvalidArgument, callers, shown, size_text
 from gradsync.reduction import ReduceOp
 
 #: A function that returns three values: this rank's gradients that are not reduced yet; whether this rank has handed

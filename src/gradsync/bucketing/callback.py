@@ -68,9 +68,9 @@ class AllreduceCallback:
             order, they raise PlanMismatch, which shows the names. The ranks identify a callback without a name by the
             line that constructed it. So name each callback if ranks construct callbacks at different lines, or in
             threads.
-        threshold_bytes: the largest size of a bucket of several gradients, in bytes or as text; "25 MB" means 25 MiB. A
-            larger gradient gets a bucket of its own. None means 10 MiB, or 64 MiB for `gradient_as_bucket_view` on the
-            CPU.
+        threshold_bytes: the largest size of a bucket of several gradients, in bytes or as text such as "25 MB"; 1 MB
+            is 1024**2 bytes. A larger gradient gets a bucket of its own. None means 10 MB, or 64 MB for
+            `gradient_as_bucket_view` on the CPU.
         first_bucket_bytes: the threshold for the first bucket of a step. A small value starts communication early.
         parameters: the parameters that have a gradient in each step: a mapping of names to arrays or to (shape, dtype),
             or, if the program hands over gradients with arrays as `param`, a list of these arrays. With this option,

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradsync.diagnostics import size_text
-from gradsync.errors import Caller, caller
+from gradsync.errors import Caller, caller, size_text
 
 try:
     from _blake2 import blake2b  # hashlib's implementation, without OpenSSL, which takes 4 ms to load
@@ -358,7 +357,7 @@ def agreement_on(
 
 
 def _summary(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, detail: str) -> str:
-    """Returns the collective in one line, e.g. "all_reduce(sum) float32[256, 1000] 1.02 MB"."""
+    """Returns the collective in one line, e.g. "all_reduce(sum) float32[256, 1000] 1,000 KB"."""
     title = f"{collective}({detail})" if detail else collective
     if dtype is None:
         return title

@@ -15,7 +15,6 @@ from gradsync.diagnostics.recorder import (
     finish,
     names_text,
     seconds_text,
-    size_text,
 )
 from gradsync.diagnostics.stacks import stack_report
 from gradsync.diagnostics.triggers import (
@@ -39,7 +38,6 @@ __all__ = [
     "finish",
     "names_text",
     "seconds_text",
-    "size_text",
     "stack_report",
     "write_trace",
 ]

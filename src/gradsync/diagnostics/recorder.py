@@ -82,7 +82,7 @@ class Entry(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name of the collective with its number, such as "all_reduce(sum) #57 (float32[1000] 4 kB)"."""
+        """The name of the collective with its number, such as "all_reduce(sum) #57 (float32[1000] 3.91 KB)"."""
         headline = self.what.headline()
         name, bracket, details = headline.partition(") ")  # "broadcast(root 0) float32[3] 12 bytes"
         name, details = (name + ")", details) if bracket else headline.partition(" ")[::2]
@@ -90,7 +90,7 @@ class Entry(NamedTuple):
         return f"{name} {place} ({details})" if details else f"{name} {place}"
 
     def describe(self, now: float) -> str:
-        """Returns a line such as "#57 all_reduce(sum) float32[1000] 4 kB done in 1.2 ms, 3.4 s ago"."""
+        """Returns a line such as "#57 all_reduce(sum) float32[1000] 3.91 KB done in 1.2 ms, 3.4 s ago"."""
         title = f"{'after ' if self.what.is_message else ''}#{self.number} {self.what.headline()}"
         if self.ended is None:
             return f"{title} running for {seconds_text(now - self.began)}"
@@ -223,14 +223,6 @@ def seconds_text(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds:.1f} s"
-
-
-def size_text(size_bytes: int) -> str:
-    """Returns a size as text in decimal units: "72 bytes", "25.6 MB"."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.3g} {name}"
-    return f"{size_bytes} bytes"
 
 
 def names_text(names: Sequence[str], shown: int = 2) -> str:

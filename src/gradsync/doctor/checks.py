@@ -12,7 +12,7 @@ from typing import Any
 from gradsync import environment
 from gradsync.communicators.nccl.library import version_text
 from gradsync.doctor.facts import CUPY_PACKAGES, Facts, Package
-from gradsync.errors import InvalidArgument
+from gradsync.errors import InvalidArgument, size_text
 from gradsync.launcher_variables import read_port
 from gradsync.machine import BLAS_VARIABLES, count_gpus, visible_gpus
 
@@ -98,8 +98,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in parts)
 
 
-_MEGABYTE = 1024**2
-_ENOUGH_BYTES = 256 * _MEGABYTE  # Docker's default of 64 MB is too small
+_ENOUGH_BYTES = 256 * 1024**2  # Docker's default of 64 MB is too small
 
 
 def check_anonymous_memory(here: Facts) -> Finding:
@@ -116,7 +115,7 @@ def check_shared_memory_folder(here: Facts) -> Finding:
             "/dev/shm does not exist: MPI and NCCL need it, the backend shm does not", "mount -t tmpfs tmpfs /dev/shm"
         )
     size_bytes, free_bytes = here.shared_memory_bytes
-    text = f"{_shown(size_bytes)}, {_shown(free_bytes)} free"
+    text = f"{size_text(size_bytes)}, {size_text(free_bytes)} free"
     if size_bytes < _ENOUGH_BYTES:
         advice = "start the container with --shm-size=1g (or --ipc=host); as root: mount -o remount,size=1g /dev/shm"
         return warning(
@@ -125,12 +124,6 @@ def check_shared_memory_folder(here: Facts) -> Finding:
     if free_bytes < _ENOUGH_BYTES // 4:
         return warning(f"{text}: NCCL and MPI may run out of space there", "see which files fill it: ls -l /dev/shm")
     return ok(text)
-
-
-def _shown(size_bytes: int) -> str:
-    if size_bytes >= 1024 * _MEGABYTE:
-        return f"{size_bytes / 1024 / _MEGABYTE:.1f} GB"
-    return f"{size_bytes / _MEGABYTE:.0f} MB" if size_bytes >= _MEGABYTE else f"{size_bytes // 1024} KB"
 
 
 def check_threads(here: Facts) -> Finding:
@@ -157,15 +150,14 @@ def _thread_counts(value: str) -> list[int]:
     return [int(part) for part in parts] if all(part.strip().isdigit() and int(part) > 0 for part in parts) else []
 
 
-_GIGABYTE = 1024**3
-_LITTLE_MEMORY_BYTES = 1 * _GIGABYTE
+_LITTLE_MEMORY_BYTES = 1024**3
 
 
 def check_container(here: Facts) -> Finding:
     """Checks how many cores and how much memory the control groups (cgroups) allow."""
     cores, memory_bytes = _cores_allowed(here), here.memory_limit_bytes
     limits = [f"{cores:.1f} cores"] if cores is not None else []
-    limits += [f"{memory_bytes / _GIGABYTE:.1f} GB of memory"] if memory_bytes is not None else []
+    limits += [f"{size_text(memory_bytes)} of memory"] if memory_bytes is not None else []
     text = f"limited to {' and '.join(limits)}" if limits else "no limit of cores or memory"
     if cores is not None and cores < here.cores - 0.5:
         text += f", though {here.cores} cores are visible: if more ranks run, the kernel pauses some of them"

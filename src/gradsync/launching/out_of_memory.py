@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 
+from gradsync.errors import size_text
 from gradsync.machine import memory_groups, numbered_line
 
 _KILLED = "the kernel's out-of-memory killer ended it"
-_GIB, _MIB = 1 << 30, 1 << 20
 
 _GPU_MEMORY = re.compile(
     r"\bCUDA(?: error:)? out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
@@ -51,7 +51,7 @@ class OomWatch:
         for group, before in zip(self._groups, self._hits_before, strict=True):
             limit = group.limit()
             if limit is not None and (group.limit_hits() or 0) > before:
-                return f"{_KILLED} (memory limit of the control group: {_size(limit)})"
+                return f"{_KILLED} (memory limit of the control group: {size_text(limit)})"
         return f"{_KILLED} (the machine was out of memory)"
 
     def _killed(self) -> int:
@@ -75,8 +75,3 @@ def kind_of_memory(summary: str) -> str | None:
     if name in ("MemoryError", "_ArrayMemoryError") or (name == "OSError" and message.startswith("[Errno 12]")):
         return "host memory"
     return None
-
-
-def _size(count: int) -> str:
-    """Returns a number of bytes as text, such as "24.0 GiB"."""
-    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.1f} MiB"

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gradsync.errors import name_ranks
+from gradsync.errors import name_ranks, size_text
 from gradsync.launching.out_of_memory import kind_of_memory
 from gradsync.launching.rank_report import ErrorReport, ReturnValue
 
@@ -62,7 +62,7 @@ class RankOutcome(NamedTuple):
         if self.exit_code is None:
             return f"{name} could not be killed; it may hang in the kernel"
         if self.memory_kill is not None:
-            return f"{name} was killed by SIGKILL: {self.memory_kill}; it had used {self.peak_bytes / 2**30:.2f} GiB"
+            return f"{name} was killed by SIGKILL: {self.memory_kill}; it had used {size_text(self.peak_bytes)}"
         if self.exit_code < 0:
             return f"{name} was killed by {signal_name(-self.exit_code)}"
         return f"{name} failed with exit code {self.exit_code}{self.out_of_memory}"
