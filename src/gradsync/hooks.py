@@ -238,7 +238,7 @@ def _is_compressible(bucket: GradientBucket) -> bool:
 
 
 def _write_result(reduced: Array, target: Array, bucket: GradientBucket, *, is_mean: bool) -> None:
-    """Writes a sum or a mean into a part of the bucket; first converts it to the other of the two if `bucket.op` is."""
+    """Writes a reduced array into a part of the bucket, and scales a mean to a sum, or a sum to a mean, if needed."""
     world_size = bucket.communicator.world_size
     if is_mean and bucket.op is ReduceOp.SUM:
         reduced *= world_size

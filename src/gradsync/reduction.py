@@ -181,7 +181,7 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @lru_cache(maxsize=64)
 def product_dtype(first: np.dtype[Any], second: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype, float32 or wider, in which to multiply values of dtype `first` for an array of `second`."""
+    """Returns the dtype for multiplying values of dtype `first` into an array of dtype `second`: float32 or wider."""
     return np.promote_types(accumulation_dtype(first), accumulation_dtype(second))
 
 
