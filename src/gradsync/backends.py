@@ -17,7 +17,7 @@ class BackendRow(NamedTuple):
     Attributes:
         module: the name of the backend's module. gradsync imports this module only when it uses the backend, because
             most processes use one backend and should start fast.
-        on_gpus: whether the backend's arrays are on GPUs; then each rank needs its own GPU.
+        on_gpus: whether the backend's arrays are on GPUs. If so, each rank needs its own GPU.
         under_mpiexec: whether MPI's launcher must start the ranks of the backend.
         single_rank: whether the backend is for a world of one rank only.
         doctor_lines: the lines of `gradsync doctor` on which the backend depends: it works only if none of them says

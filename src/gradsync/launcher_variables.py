@@ -81,7 +81,7 @@ MPI_LAUNCHERS = (
 SOURCES_WITH_MPI = (*dict.fromkeys(launcher.name for launcher in MPI_LAUNCHERS), SLURM, "MPI")
 _PREFIXES_OF_MPI = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_")
 _HINTS_OF_MPI = ("OMPI_", "PMI", "MPI_LOCAL", "HYDI_", "MV2_COMM_WORLD_")
-# Slurm's variables, with their values for a single task. A container may inherit only the last one from its step.
+# Slurm's variables, with their values for a single task. In a container, only SLURM_PROCID may be set.
 _SLURM_ALONE = (("SLURM_NTASKS", "1"), ("SLURM_NPROCS", "1"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_PROCID", "0"))
 
 # Steps that were not made by `srun`, such as batch scripts and shells of salloc, have this number or a larger one.

@@ -86,8 +86,8 @@ def machine_identity() -> str:
 class Latch:
     """A flag that threads can wait for, and that can be set and cleared.
 
-    gradsync uses it instead of threading.Event. If Ctrl-C arrives as a wait begins, the inner lock of an Event stays
-    held, and the thread that sets the Event would wait for ever. In a Latch, each wait has its own lock.
+    gradsync uses a Latch instead of threading.Event. If Ctrl-C arrives as a wait begins, the inner lock of an Event
+    stays held, and the thread that sets the Event would wait for ever. In a Latch, each wait has its own lock.
     """
 
     def __init__(self, *, is_set: bool = False) -> None:

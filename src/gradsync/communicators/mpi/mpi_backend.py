@@ -39,7 +39,7 @@ from gradsync.rendezvous.client import RendezvousClient
 # Up to this size the arrays of a list are packed together; larger arrays are sent one by one, without a copy.
 _SMALL_BYTES = 256 * 1024
 _BROADCAST_BYTES = 4 * 1024 * 1024  # how much of a packed list is sent in one broadcast
-_COUNT_LIMIT = 2**31  # the limit of MPI 3 for a collective with a part for each rank
+_COUNT_LIMIT = 2**31  # MPI 3 needs fewer bytes in a collective with a part for each rank
 
 # The size limits of the descriptions that ranks exchange after a disagreement: for a collective (all ranks together),
 # and for a message (each rank).
@@ -105,7 +105,7 @@ def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds:
     members = world.Get_group().Incl(list(client.world_ranks))
     tag = zlib.crc32(name.encode()) % 32768  # every MPI supports tags up to 32767
 
-    inside = [members]  # emptied when MPI's call ends; neither a deadline nor Ctrl-C can end it
+    inside = [members]  # emptied when MPI's call ends; neither a deadline nor Ctrl-C can end this call
 
     def create() -> Any:
         try:

@@ -33,8 +33,8 @@ _SMALL_BYTES = 32 * 1024
 _CHUNK_BYTES = 2 * 1024 * 1024
 _NATIVE_ELEMENTS = 2**28  # the most elements in one call of MPI
 
-# The purposes of memory that later calls use again: for the other ranks' contributions to the current chunk and to the
-# next chunk, and for a result whose target must still be read.
+# The purposes of the buffers that later calls use again: the contributions to the current chunk, the contributions to
+# the next chunk, and a result that must not overwrite its target yet, because the target contains a contribution.
 _ARRIVING, _ARRIVING_NEXT, _RESULT = range(3)
 
 

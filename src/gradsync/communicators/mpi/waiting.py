@@ -30,7 +30,7 @@ _SPINS = 60
 _YIELD_FOR_SECONDS = 2e-3
 _SLEEP_SECONDS = 50e-6
 _CHECK_EVERY_SECONDS = 5e-3
-# A rank that waits only rarely asks the server which ranks have closed the communicator.
+# During a wait, a rank asks the server which ranks have closed the communicator: first after 20 ms, later every second.
 _FIRST_QUESTION_AFTER_SECONDS = 0.02
 _LAST_PAUSE_SECONDS = 1.0
 
@@ -210,8 +210,8 @@ class MpiRequests:
             return
         except GradsyncError as error:
             reason = error
-        # Messages that the rank sent before it closed may have arrived meanwhile. If the server knows of a failure,
-        # that failure is the cause.
+        # Messages that the other rank sent before it closed the communicator may have arrived meanwhile. If the server
+        # knows of a failure, that failure is the cause.
         if is_done():
             return
         self._failures.check()
