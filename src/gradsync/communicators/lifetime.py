@@ -145,7 +145,7 @@ class Lifetime:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the communicator has ended, and not only because it was closed."""
+        """Whether the communicator has ended because of a failure or of abort(), not because of close()."""
         return self.ended_because is not None and not self._is_closed_only
 
     def collective(self, what: str, agreement: Agreement) -> Self:
