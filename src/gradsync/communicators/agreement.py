@@ -126,7 +126,7 @@ class Description(NamedTuple):
         kind: the kind of an event of AllreduceCallback: "bucket", "flush" (the end of a step) or "first use"; "" for
             every other collective.
         callback: the name of the AllreduceCallback in errors; "" if the communicator has only one.
-        made_at: the line of the program that made the callback. Errors show it only if `callback` is not "".
+        made_at: the line of the program that made the callback. Errors show `made_at` only if `callback` is not "".
         settings: the options of the callback, as pairs of a name and a value.
         others, has_ended: see StepSoFar.
         item_count: how many entries `items` and `others` had together before any of them were removed.
@@ -275,8 +275,8 @@ class Agreement(NamedTuple):
             dumps. The function must not hold a reference to an array.
         event: the event's index in its step, from 0; None if the event does not belong to a step.
         summarise: a function that returns the event in one line of text, called when the flight recorder is read. The
-            function must not hold a reference to an array. If it is None, `headline` of the Description is used
-            instead.
+            function must not hold a reference to an array. If `summarise` is None, `headline` of the Description is
+            used instead.
         is_message: whether the event is a message between two ranks. Messages are not counted as collectives.
         make_facts: a function that returns fields for the flight recorder's dumps; None if there are no fields.
         so_far: a function that returns the state of this rank's step at this event, and is not called after the event;
@@ -307,8 +307,8 @@ class Agreement(NamedTuple):
         """Returns the description that this rank sends to the other ranks.
 
         Args:
-            call_site: the line of the user's program that ran the event. If it is None, the event is still running, and
-                the line is read from the stack.
+            call_site: the line of the user's program that ran the event. If `call_site` is None, the event is still
+                running, and the line is read from the stack.
         """
         described = self.describe()
         if call_site is not None:
@@ -335,7 +335,7 @@ def agreement_on(
     *,
     is_message: bool = False,
 ) -> Agreement:
-    """Returns the Agreement that describes one collective. It is cached, because programs repeat their collectives.
+    """Returns the Agreement that describes one collective. Agreements are cached, as programs repeat their collectives.
 
     Args:
         collective: the collective's name.

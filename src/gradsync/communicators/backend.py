@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 #: The bounds of the ranks' parts in a flat array: rank r has the elements [bounds[r], bounds[r + 1]).
 Bounds = Sequence[int]
-#: The number of rows of each rank. If it is None, all ranks have the same number. If it is "ask", the ranks first
+#: The number of rows of each rank. None means that all ranks have the same number. "ask" means that the ranks first
 #: exchange their numbers.
 Sizes = Sequence[int] | Literal["ask"] | None
 
@@ -312,7 +312,7 @@ class Backend(ABC):
         """Raises PlanMismatch if the digests of the ranks differ. May wait for the other ranks."""
 
     def barrier(self, agreement: Agreement) -> None:
-        """Waits until all ranks have called this method. Raises PlanMismatch if their digests differ."""
+        """Waits until all ranks have called this method. Raises PlanMismatch if the digests of the ranks differ."""
         self.agree(agreement)
 
     def agree_always(self) -> None:
@@ -332,7 +332,7 @@ class Backend(ABC):
     def split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> Backend | None:
         """Returns the backend of the group that this rank joins in a split; None if it joins no group.
 
-        Every rank of this communicator must call it.
+        Every rank of this communicator must call this method.
 
         Args:
             color: the index of the group among the groups of the split, or NO_COLOR if this rank joins no group.
@@ -344,8 +344,8 @@ class Backend(ABC):
     def raise_if_ended(self, missing: list[int]) -> None:
         """Raises RankFailed if any rank has aborted the communicator, or one of the `missing` ranks has closed it.
 
-        The method is called while this communicator runs no collective. It does not have to ask the rendezvous server
-        for failures, because the caller does so.
+        The method is called while this communicator runs no collective. The method does not have to ask the rendezvous
+        server for failures, because the caller does so.
         """
 
     def make_host_path(self) -> HostPath:
@@ -379,8 +379,8 @@ class Backend(ABC):
         Args:
             stream: the stream for the work; by default the current stream.
             producers: marks (see mark_work) of the work that must end before this work begins. If `producers` is a
-                sequence, even an empty one, the work runs on the communicator's own stream. If it is None, the work
-                runs on `stream`.
+                sequence, even an empty one, the work runs on the communicator's own stream. If `producers` is None, the
+                work runs on `stream`.
         """
         return _INLINE
 
@@ -411,7 +411,7 @@ class Backend(ABC):
     # -- Ending ------------------------------------------------------------------------------------------------
 
     def drain(self) -> GradsyncError | None:
-        """Before close(), waits a limited time until the launched work has ended. Returns its error, or None."""
+        """Before close(), waits a limited time until the launched work has ended. Returns the work's error, or None."""
         return None
 
     def announce_close(self) -> None:
@@ -431,7 +431,7 @@ class Backend(ABC):
 
 
 class HostPath(Protocol):
-    """Moves pickled Python objects between ranks, in host memory. For its methods see Backend."""
+    """Moves pickled Python objects between ranks, in host memory. Backend documents the methods."""
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement, /) -> list[list[int]]:
         """Compares the digest, and all-gathers a list of numbers; returns the list of each rank, in rank order."""

@@ -176,7 +176,7 @@ class Job:
 
 
 class LostFailure:
-    """The log entry of a failed future. It is written when the future is deleted, unless the program has got the error.
+    """The log entry of a failed future, written when the future is deleted unless the program has got the error.
 
     Args:
         name: the collective's name in errors.
@@ -194,7 +194,7 @@ class LostFailure:
         _register_exit()
 
     def forget(self) -> None:
-        """Discards the log entry. Call it when the program has got the error from the future."""
+        """Discards the log entry. Call this method when the program has got the error from the future."""
         self._text = ""
 
     def log(self) -> None:
@@ -324,7 +324,7 @@ def await_earlier(lifetime: QueuedLifetime, what: str) -> None:
 def await_submitted(lifetime: QueuedLifetime) -> None:
     """Waits for the collectives that any thread has submitted to one communicator.
 
-    In a queue's worker thread it does nothing, because the thread would wait for itself.
+    In a queue's worker thread the function does nothing, because the thread would wait for itself.
     """
     if not _this_thread.is_serving and (last := lifetime.last_job) is not None:
         last.wait()
@@ -333,7 +333,7 @@ def await_submitted(lifetime: QueuedLifetime) -> None:
 def fail_submitted(lifetime: QueuedLifetime) -> None:
     """After a communicator's end, fails the futures of its submitted collectives that have not begun, in order.
 
-    In a queue's worker thread it does nothing, because these collectives will fail when the thread runs them.
+    In a queue's worker thread the function does nothing, because these collectives will fail when the thread runs them.
     """
     if _this_thread.is_serving:
         return

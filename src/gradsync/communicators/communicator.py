@@ -158,8 +158,8 @@ class Communicator:
         whatever their memory layout: one rank's array may be C-ordered and another's Fortran-ordered.
 
         Args:
-            array: an array of any shape and layout on this communicator's device. It receives the result if `out` is
-                None.
+            array: an array of any shape and layout on this communicator's device. `array` receives the result if `out`
+                is None.
             op: the operator: "sum", "mean", "prod", "min" or "max". "mean" needs a floating or complex dtype. On the
                 CPU, half precision is accumulated in float32.
             out: an array of the same shape and dtype for the result; `array` then stays unchanged.
@@ -254,7 +254,7 @@ class Communicator:
             array: an array as for all_reduce. The rows of `array` (along the first axis; a 0-d array is one row) are
                 divided among the ranks in rank order.
             op: the operator, as for all_reduce.
-            sizes: the number of rows of each rank; if it is None, the rows are divided equally.
+            sizes: the number of rows of each rank. If `sizes` is None, the rows are divided equally.
             out: an array for this rank's rows of the result; it may be exactly these rows of `array`. If `out` is None,
                 a new array is made.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
@@ -455,9 +455,9 @@ class Communicator:
 
         Args:
             array: on the root, an array of any layout on this communicator's device. The elements must not be Python
-                objects. On the other ranks it is ignored: pass None.
+                objects. On the other ranks `array` is ignored: pass None.
             root: the rank that has the rows.
-            sizes: the number of rows of each rank; if it is None, the rows are divided equally.
+            sizes: the number of rows of each rank. If `sizes` is None, the rows are divided equally.
             out: an array for this rank's rows. Every rank except the root must pass `out`, because only the root knows
                 the shape and dtype of the rows.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
@@ -675,7 +675,7 @@ class Communicator:
 
         Args:
             array: the array to send, as for send.
-            dest: the rank that receives the array. It may be this rank if `source` is this rank too.
+            dest: the rank that receives the array. `dest` may be this rank if `source` is this rank too.
             out: an array for the received values; it must have their shape and dtype. `out` may share memory with
                 `array`.
             source: the rank that sends the received values.
@@ -889,7 +889,7 @@ class Communicator:
     def close(self) -> None:
         """Closes the communicator and frees its resources. A second call does nothing.
 
-        close() is not a collective. First it waits for the submitted asynchronous collectives, each with its own
+        close() is not a collective. First, close() waits for the submitted asynchronous collectives, each with its own
         deadline, and on NCCL up to 20 s for launched work. Apart from this, close() does not wait for other ranks. If
         another rank needs this rank in a later collective, the other rank gets RankFailed.
 
@@ -912,8 +912,8 @@ class Communicator:
 
         Args:
             reason: the reason that the errors on all ranks show, e.g. "ValueError in the backward pass".
-            culprit: the failed rank that RankFailed names on the other ranks. If it is None, RankFailed names this
-                rank.
+            culprit: the failed rank that RankFailed names on the other ranks. If `culprit` is None, RankFailed names
+                this rank.
         """
         self._lifetime.raised.was_aborted = True  # the caller knows of the failure, so closing need not raise it
         self._lifetime.abort(reason, culprit)
@@ -1001,14 +1001,14 @@ class Communicator:
             target: the array for the result, as _native_array returned it; None if there is no such array yet: see
                 `shape`.
             transfer: a function that calls the backend: transfer(flat source, flat target).
-            given: the caller's array for the result, which the call returns. If it is None, the call returns `target`
-                or the new array.
+            given: the caller's array for the result, which the call returns. If `given` is None, the call returns
+                `target` or the new array.
             shape: if `target` is None, the shape of a new array for the result, or None if this rank gets no result.
             in_place: whether the backend may write the result over the source, if the target is the source.
             own_part: this rank's part of `source` or of the target, whichever is larger, as a slice of bytes; see
                 _flat_source.
-            plan: a pair: the operator or root, and a function that returns the backend's plan for repeated calls. If it
-                is None, no plan is stored.
+            plan: a pair: the operator or root, and a function that returns the backend's plan for repeated calls. If
+                `plan` is None, no plan is stored.
         """
         is_one_array = in_place and target is source
 

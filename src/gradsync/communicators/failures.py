@@ -43,8 +43,8 @@ class FailureMonitor:
     Attributes:
         was_raised: whether this object has raised an error that the other ranks get too: an error that the server has
             sent, or the error for the lost connection to the server.
-        has_failed: a function that returns whether the server has sent a failure, or this rank has reported one. A call
-            takes 0.1 us.
+        has_failed: a function that returns whether the server has sent a failure, or this rank has reported one. The
+            function takes 0.1 us.
     """
 
     def __init__(self, client: RendezvousClient, recorder: FlightRecorder) -> None:
@@ -83,7 +83,7 @@ class FailureMonitor:
         Args:
             waited_seconds: how long this rank has waited.
             missing: the world ranks for which this rank waits; None if it does not know them.
-            entry: the launched collective whose end this rank waits for. If it is None, a thread waits in the
+            entry: the launched collective whose end this rank waits for. If `entry` is None, a thread waits in the
                 collective that began last.
         """
         if waited_seconds < WARN_AFTER_SECONDS:

@@ -1,8 +1,8 @@
 """The collectives that only gradient bucketing uses; their arguments are not checked.
 
-They are the reduction of a list of arrays, with work before and after it on the same stream; the broadcast of a list of
-arrays; and the reduction of a range of resident memory, in which gradients are kept and reduced without a copy. The
-public collectives are in communicator.py.
+These collectives are the reduction of a list of arrays, with work before and after it on the same stream; the broadcast
+of a list of arrays; and the reduction of a range of resident memory, in which gradients are kept and reduced without a
+copy. The public collectives are in communicator.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class ListReduction:
             its pair, a NumPy or CuPy array of any layout.
         checks: the checks that the backend makes during the reduction.
         wire: the dtype in which all ranks send and reduce the values, and the scale factors. Only a backend whose
-            attribute `converts` is True accepts `wire`. If it is None, the values are sent in the dtype of the sources.
+            attribute `converts` is True accepts `wire`. If `wire` is None, the values are sent in the dtype of the
+            sources.
         recurs: whether these very arrays will be reduced again. If `recurs` is True, the backend prepares the reduction
             now. `recurs` may differ between ranks.
     """
@@ -169,7 +170,7 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
 
 
 def make_resident_memory(communicator: Communicator, size_bytes: int, agreement: Agreement) -> ResidentMemory:
-    """Allocates resident memory of the same size on every rank. Ranges of it can then be reduced in place.
+    """Allocates resident memory of the same size on every rank. Ranges of the memory can then be reduced in place.
 
     Every rank must call it, with the same size.
 

@@ -1,8 +1,8 @@
 """Groups: a group is a communicator for some of the ranks of another communicator.
 
-A group is used like any other communicator. It has a backend of the same kind, which `Backend.connect_group` makes. A
-`CommunicatorTree` gives the groups of one world their names, and closes them together with the world. `await_members`
-waits until all members have called new_group or split.
+A group is used like any other communicator. The group has a backend of the same kind as the other communicator;
+`Backend.connect_group` makes this backend. A `CommunicatorTree` gives the groups of one world their names, and closes
+them together with the world. `await_members` waits until all members have called new_group or split.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class CommunicatorTree:
 class NonMember:
     """The result of new_group and split on a rank that is not a member of the group.
 
-    It is false, so a program can write `if group: group.all_reduce(array)`. It is not None, because functions that take
-    a communicator treat None as the world, and a non-member must not join the world's collectives by mistake. A
-    function that takes a communicator raises InvalidArgument for a NonMember.
+    A NonMember is false, so a program can write `if group: group.all_reduce(array)`. A NonMember is not None, because
+    functions that take a communicator treat None as the world, and a non-member must not join the world's collectives
+    by mistake. A function that takes a communicator raises InvalidArgument for a NonMember.
 
     Args:
         label: this rank's name in errors.

@@ -86,8 +86,8 @@ class ArrayKind(Protocol):
         """Whether a flat array has neither NaN nor infinity; always True for integers and bools.
 
         Returns:
-            For a host array, the result is a bool. For an array on a GPU, it is a 0-d bool array, computed on the
-            current stream; the host does not wait for it.
+            For a host array, the result is a bool. For an array on a GPU, the result is a 0-d bool array, computed on
+            the current stream; the host does not wait for it.
         """
 
     def sum_of_squares(self, flat: Any) -> Any:
@@ -97,8 +97,8 @@ class ArrayKind(Protocol):
         float32. The relative error is below 1e-6. The sum overflows or underflows only beyond the range of float64.
 
         Returns:
-            For a host array, the result is a float. For an array on a GPU, it is a 0-d float64 array, computed on the
-            current stream; the host does not wait for it.
+            For a host array, the result is a float. For an array on a GPU, the result is a 0-d float64 array, computed
+            on the current stream; the host does not wait for it.
         """
 
     def writeable(self, native: Any) -> bool:

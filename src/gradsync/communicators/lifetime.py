@@ -237,7 +237,7 @@ class Lifetime:
         """Ends the communicator because of a failure that was found outside of a collective, or by another thread.
 
         Args:
-            error: the failure. The next call on the communicator raises it, unless `is_raised`.
+            error: the failure. The next call on the communicator raises this error, unless `is_raised`.
             is_raised: whether the caller raises the failure itself.
         """
         with self._claiming:
@@ -308,7 +308,7 @@ class Lifetime:
         )
 
     def _clean_up_interrupted(self) -> bool:
-        """Ends a collective whose __exit__ was interrupted by Ctrl-C or not called. Returns False if there is none."""
+        """Ends a collective whose __exit__ was interrupted by Ctrl-C or not called. Returns whether it ended one."""
         frame = self._holder.get(None)
         if frame is None or _is_running(frame):
             return False
@@ -365,7 +365,7 @@ class Lifetime:
             self._release_when_idle()
 
     def _release_when_idle(self) -> None:
-        """Releases the backend, once. If a thread is running a collective, that thread releases it afterwards."""
+        """Releases the backend, once. If a thread is running a collective, that thread releases the backend later."""
         frame = frame_of()
         if self._holder.setdefault(None, frame) is frame:
             try:
@@ -377,7 +377,7 @@ class Lifetime:
                 self._holder.clear()
 
     def _leave_group(self) -> None:
-        """Closes the rendezvous client of a group, so that this rank leaves the group; not the client of the world.
+        """Closes the rendezvous client of a group, so that this rank leaves the group. The world's client stays open.
 
         When all members have left a group, the server removes the group's entries.
         """

@@ -1,7 +1,7 @@
 """PlanMismatch, the error if ranks call different collectives: each rank makes it from the descriptions of all ranks.
 
-The message shows the first difference between the descriptions, and gives advice. It is the same on all ranks, because
-it depends only on the descriptions.
+The message shows the first difference between the descriptions, and gives advice. The message is the same on all ranks,
+because it depends only on the descriptions.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class Objects:
         return self._parcel(objs)
 
     def _parcel(self, objs: Sequence[Any]) -> _Parcel:
-        """Pickles objects. Call it before the collective begins, because pickling runs code of the objects."""
+        """Pickles objects. Call this method before the collective begins, because pickling runs code of the objects."""
         pickles = []
         for number, obj in enumerate(objs):
             try:
