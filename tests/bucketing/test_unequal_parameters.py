@@ -81,7 +81,10 @@ def forget_the_broadcast(comm: Any, kit: str, join: bool) -> None:
             continue
         (line,) = lines
         name = "'w'" if by_name else "#3"
-        assert f"of them, {name}, rank {comm.world_size - 1} has other values than rank 0; 2 of 5 arrays differ" in line
+        assert (
+            f"that differs is {name}: rank {comm.world_size - 1} has other values than rank 0; 2 of 5 arrays differ"
+            in line
+        )
         assert "call gs.bcast_list_(arrays, root=0)" in line
     comm.barrier()
     gs.bcast_list_(list(weights.values()))
@@ -153,7 +156,7 @@ def miss_some(comm: Any, is_view: bool) -> list[str]:
 def test_a_rank_without_gradients_compares_too(place: Place, n: int, is_view: bool) -> None:
     first, *others = place.run(n, miss_some, is_view)
     assert len(first) == 1
-    assert "of them, 'w', rank 1 has other values than rank 0; 1 of 2 arrays differ" in first[0]
+    assert "that differs is 'w': rank 1 has other values than rank 0; 1 of 2 arrays differ" in first[0]
     assert others == [[]] * (n - 1)
 
 

@@ -533,7 +533,7 @@ def _array_of(tensor: torch.Tensor) -> Any:
         )
     if tensor.is_conj() or tensor.is_neg():
         raise InvalidArgument(
-            "the memory of a tensor holds its values conjugated or negated: call resolve_conj() or resolve_neg()"
+            "the memory of the tensor holds conjugated or negated values: call resolve_conj() or resolve_neg() first"
         )
     plain = tensor.detach()
     if plain.device.type != "cpu":

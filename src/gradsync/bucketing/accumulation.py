@@ -97,7 +97,7 @@ class Accumulation:
             if key in self._in_pass:
                 raise InvalidArgument(
                     f"{communicator.label}: {name} was handed over twice in one local pass: add its gradients up "
-                    "first, or end each pass with flush(), or give each its own `with callback.accumulate()`"
+                    "first, or end each pass with flush(), or use one `with callback.accumulate()` for each pass"
                 )
             self._add_to(known, native, memory, communicator)
         known.mark = communicator._mark_work()

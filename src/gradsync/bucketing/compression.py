@@ -30,7 +30,7 @@ COMPRESSIONS = (None, "float16", "bfloat16")
 
 # Arrays whose average size is below this number of elements are packed before they are converted.
 _SMALL_ELEMENTS = 2**13
-# The same for arrays that are only scaled: for float32 and float64 one call for each array costs little.
+# The same limit for float32 and float64 arrays that are only scaled: one call for each of these arrays costs little.
 _TINY_ELEMENTS = 2**8
 # The dtypes that are compressed. Complex numbers, integers and half precision are sent unchanged.
 _COMPRESSED = ("float32", "float64")

@@ -162,9 +162,7 @@ def key_of(param: Any) -> Hashable:
     try:
         hash(param)
     except TypeError:
-        raise InvalidArgument(
-            f"a parameter is named by a hashable value or by its array, got {type(param).__name__}"
-        ) from None
+        raise InvalidArgument(f"a parameter must be a hashable name or an array, got {type(param).__name__}") from None
     return ("name", param)
 
 
@@ -365,9 +363,9 @@ def warn_of_unequal_values(
         first = different[0]
         other = next(rank for rank, there in enumerate(by_rank) if there.get(first) != digests[first])
         _log.warning(
-            "%s: the parameters differ between the ranks before the first step. In the first of them, %s, rank %d has "
-            "other values than rank %d; %d of %d arrays differ. Gradients are averaged, parameters are not: call "
-            "gs.bcast_list_(arrays, root=0) with all parameters before the first step",
+            "%s: the parameters differ between the ranks before the first step. The first one that differs is %s: rank "
+            "%d has other values than rank %d; %d of %d arrays differ. Gradients are averaged, parameters are not: "
+            "call gs.bcast_list_(arrays, root=0) with all parameters before the first step",
             *(
                 communicator.label,
                 first,

@@ -31,7 +31,7 @@ from gradsync.errors import GradientChanged, InvalidArgument, caller
 from gradsync.futures import CollectiveEnd, Completion
 from gradsync.reduction import Array
 
-_HAND_OVER = "its hand-over and the reduction of its bucket: hand it over once it is complete"
+_HAND_OVER = "its hand-over and the reduction of its bucket: hand over a gradient only when it is complete"
 _REDUCTION = "the reduction of its bucket and the end of the step: wait for its future before you write to it"
 
 _host = HostArrays()

@@ -54,8 +54,8 @@ class Options:
             )
         if self.parameters is None and self.gradient_as_bucket_view:
             raise InvalidArgument(
-                "gradient_as_bucket_view=True needs parameters=...: names -> array or (shape, dtype), because each "
-                "gradient lives in its own part of a bucket"
+                "gradient_as_bucket_view=True needs parameters=..., such as a mapping of names to (shape, dtype), "
+                "because each gradient lives in its own part of a bucket"
             )
         if self.parameters is None and self.missing == "zero":
             raise InvalidArgument('missing="zero" needs parameters=..., which names the gradients of each step')

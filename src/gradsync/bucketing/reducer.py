@@ -163,7 +163,8 @@ class Reducer:
         """Uses a hook for the buckets of later steps; see AllreduceCallback.register_hook."""
         if hook is not None and self._wire.dtype_name is not None:
             raise InvalidArgument(
-                f"a hook decides what is sent: make the callback without compression={self._wire.dtype_name!r}"
+                f"register_hook() needs a callback without compression={self._wire.dtype_name!r}, because the hook "
+                "decides in which dtype gradients are sent"
             )
         self._hooked = None if hook is None else _HookedBuckets(hook, self._wire)
         self.is_hooked = hook is not None

@@ -196,8 +196,8 @@ def _check_callback(callback: AllreduceCallback, op: str | None, communicator: C
         )
     if op is not None or communicator is not None:
         raise InvalidArgument(
-            f"{_WHAT} got {'op' if op is not None else 'communicator'}= together with a callback, which has its own: "
-            "pass it to the callback's constructor"
+            f"{_WHAT} got {'op' if op is not None else 'communicator'}= together with a callback, which already has an "
+            "operator and a communicator: pass only the callback"
         )
 
 
