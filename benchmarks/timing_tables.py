@@ -115,7 +115,7 @@ def partition(results: dict[str, Any]) -> list[str]:
     by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for found in results["results"]:
         by_fault.setdefault((found["fault"], found["victim"]), []).append(found)
-    lines = ["| fault | of the machine that | reported on both sides, median | worst |", "| --- | --- | --- | --- |"]
+    lines = ["| fault | on the machine that | reported on both sides, median | worst |", "| --- | --- | --- | --- |"]
     for (fault, victim), sides in by_fault.items():
         median, worst = (max(side[name] for side in sides) for name in ("median_seconds", "worst_seconds"))
         lines.append(f"| {fault} | {victim} | {median:.2f} s | {worst:.2f} s |")
