@@ -173,7 +173,7 @@ class Accumulation:
 
 
 def _in_memory_of(native: Array, total: Array) -> Any:
-    """Returns an array in the same kind of memory as its sum; copies it to the host or the device if needed."""
+    """Returns a gradient in the memory (host or device) in which its sum is; copies the gradient if needed."""
     array: Any = native
     if isinstance(native, np.ndarray) == isinstance(total, np.ndarray):
         return array

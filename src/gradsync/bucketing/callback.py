@@ -173,7 +173,7 @@ class AllreduceCallback:
         return self._step.planner.threshold_bytes
 
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
-        """Hands over one gradient; reduces the bucket that it completes.
+        """Hands over one gradient. If the bucket of the gradient is then complete, reduces the bucket.
 
         Every rank must call it for the same parameters. Without the option `parameters` the order must be the same too.
         Until the future is done, the gradient belongs to gradsync: do not write to it. A NumPy gradient is read-only
@@ -185,7 +185,7 @@ class AllreduceCallback:
                 calls (or in `parameters`).
             grad: the gradient: an array of any shape and layout, or a NumPy scalar or float (the future then gives a
                 0-d array). The callback's reduce method must support the gradient's dtype. The array must be on the
-                communicator's device, made by work on the current stream. NCCL takes arrays in host memory too, and
+                communicator's device, and be computed on the current stream. NCCL takes arrays in host memory too, and
                 copies the results back to the host; but if gradients live in buckets, the futures give views on the
                 device.
 
@@ -219,8 +219,8 @@ class AllreduceCallback:
         over. Any other array is copied into its bucket first. On one machine without GPUs the ranks share this memory:
         other ranks write to it from a gradient's hand-over until its future is done.
 
-        The arrays stay valid when the communicator is closed, but they can then no longer be reduced. Arrays that an
-        earlier call returned are treated like any other array: gradsync copies them.
+        After the communicator is closed, the arrays stay valid, but gradsync cannot reduce them any more. Arrays that
+        an earlier call returned are treated like any other array: gradsync copies them.
 
         Args:
             parameters: not accepted any more; pass the parameters to the constructor.
@@ -276,7 +276,7 @@ class AllreduceCallback:
 
     @property
     def filled(self) -> dict[Any, Any]:
-        """After a flush: the reduced gradients of parameters for which this rank had none in the last pass."""
+        """After a flush: the reduced gradients of parameters that had no gradient on this rank in the last pass."""
         return self._step.filled
 
     def flush(self) -> None:

@@ -1,10 +1,10 @@
 """Compression and scales: gradients are sent in half precision, and scaled before and after the reduction.
 
-    gradients -> encode (prescale, round to the wire's dtype, pack) -> all-reduce -> decode (postscale, convert back)
+    gradients -> encode (prescale, round to half precision, pack) -> all-reduce -> decode (postscale, convert back)
 
 The communicator decides in which dtype the values are added up, and so how they are rounded. Shared memory, and MPI
 with up to 16 ranks, add half-precision values up in float32, in rank order, and round the sum once. NCCL adds in the
-wire's own dtype, in each step of its algorithm, so sums over many ranks are less accurate there. float16 overflows
+dtype that is sent, in each step of its algorithm, so its sums over many ranks are less accurate. float16 overflows
 beyond 65504, also in the sum; a prescale of 1 / world_size with op "sum" keeps the sum within range. bfloat16 has the
 range of float32, but 8 bits of precision; float16 has 11.
 
@@ -55,11 +55,11 @@ class WireFormat:
     Args:
         dtype_name: the dtype in which float32 and float64 gradients are sent, "float16" or "bfloat16"; None sends them
             in their own dtype.
-        prescale: the factor of the values before the reduction; finite and not 0.
-        postscale: the factor of the results after the reduction; finite and not 0.
+        prescale: the factor by which values are multiplied before the reduction; finite and not 0.
+        postscale: the factor by which results are multiplied after the reduction; finite and not 0.
 
     Attributes:
-        dtype_name, prescale, postscale: see above.
+        dtype_name, prescale, postscale: see Args.
         is_plain: whether gradients of every dtype are sent unchanged.
 
     Raises:
@@ -78,7 +78,7 @@ class WireFormat:
         self._memory: dict[np.dtype[Any], Array] = {}
 
     def settings(self) -> dict[str, str]:
-        """Returns the options on which ranks must agree, with their values; an empty dict if nothing is changed."""
+        """Returns the options on which ranks must agree, with their values, except options that change nothing."""
         settings = {"compression": self.dtype_name} if self.dtype_name else {}
         scales = {"prescale": self.prescale, "postscale": self.postscale}
         return settings | {name: str(scale) for name, scale in scales.items() if scale != 1.0}
@@ -125,7 +125,7 @@ class WireFormat:
         )
 
     def forget_memory(self) -> None:
-        """Forgets the memory of packed values: the arrays of another communicator may be on another device."""
+        """Forgets the memory of packed values, because a new communicator may need memory on a different device."""
         self._memory.clear()
 
     def encode(self, sources: Sequence[Array], arrays: ArrayKind) -> Array:
@@ -139,8 +139,8 @@ class WireFormat:
             arrays: the communicator's functions for arrays.
 
         Returns:
-            A 1-D contiguous array of all elements in the wire's dtype. The array is valid until the next call of
-            encode.
+            A 1-D contiguous array of all elements, in the dtype in which they are sent. The array is valid until the
+            next call of encode.
 
         Raises:
             UnsupportedDtype: see WireFormat.check.
@@ -189,7 +189,7 @@ class WireFormat:
 
 
 class Compressed:
-    """Packs gradients in the wire's format before their reduction; see the class Stage in for_bucketing.py.
+    """Converts, scales and packs gradients before their reduction; see the class Stage in for_bucketing.py.
 
     Args:
         wire: the format in which the gradients are sent.

@@ -80,7 +80,7 @@ def fail_at_exit(text: str) -> None:
 
 
 def _take(*, everywhere: bool) -> list[str]:
-    """Returns the texts about forgotten gradients, oldest first, and cancels their futures. Each text comes once."""
+    """Returns the texts about forgotten gradients, oldest first, each only once; cancels the gradients' futures."""
     texts = []
     for lost in list(_lost):
         communicator = lost.communicator()

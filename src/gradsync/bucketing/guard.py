@@ -8,8 +8,8 @@ view that it made before the lock, because a view keeps its own flag.
 The debug mode computes digests to detect writes. From the hand-over of a gradient until its bucket is reduced, the
 program must not write to the gradient. After the reduction the program may write to the result, but it must first call
 done() or result() of the future, to know that the reduction has ended. So the debug mode watches a result until the
-program calls done() or result(), or the step ends. In this way it detects a program that still adds to a gradient after
-the reduction.
+program calls done() or result(), or the step ends. In this way the debug mode detects a program that still adds to a
+gradient after the reduction.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class GradientGuard:
         self._results.clear()
 
     def _digest(self, array: Any) -> int:
-        """Returns a digest of an array's elements. On a GPU it waits for the work on the current stream."""
+        """Returns a digest of an array's elements. On a GPU the host waits for the current stream."""
         if not isinstance(array, np.ndarray):
             array = self._communicator._arrays.flat(array).get()
         return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

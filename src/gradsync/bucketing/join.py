@@ -29,7 +29,7 @@ _AGREEMENT = agreement_on(_COUNT, (), None, "")
 
 
 class Join:
-    """The result of `with callback.join() as joined`.
+    """The object `joined` in `with callback.join() as joined`.
 
     Args:
         step: the Step object of the callback.

@@ -49,7 +49,7 @@ class GradientSpec(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The parameter's name itself if it is a string; else `name`, which is the repr() of the parameter's name."""
+        """The parameter's name itself, if this name is a string; else `name`, the repr() of the parameter's name."""
         if self.name[:1] not in ("'", '"'):
             return self.name
         return self.name[1:-1] if "\\" not in self.name else str(ast.literal_eval(self.name))
@@ -113,7 +113,7 @@ class Bucket:
 
     @property
     def specs(self) -> tuple[GradientSpec, ...]:
-        """The specs of the bucket's gradients, in order."""
+        """The GradientSpecs of the bucket's gradients, in order."""
         return tuple([slot.spec for slot in self.slots])
 
 
@@ -152,8 +152,9 @@ class Planner:
 
     Without `specs` a gradient's position is its index in the order of arrival, and buckets fill gradient by gradient. A
     step that repeats the last step gets the same buckets. With `specs` the positions and the buckets are fixed, and the
-    gradients arrive in any order. Then a bucket is complete when all of its gradients have arrived and all buckets
-    before it are complete. So ranks whose gradients arrive in different orders launch the buckets in the same order.
+    gradients arrive in any order. In this case a bucket is complete when all of its gradients have arrived and all
+    earlier buckets are complete. So ranks whose gradients arrive in different orders launch the buckets in the same
+    order.
 
     Args:
         threshold_bytes: the largest size of a bucket of several gradients; at least 1.
@@ -163,7 +164,7 @@ class Planner:
             step.
 
     Attributes:
-        threshold_bytes, first_bucket_bytes: see above.
+        threshold_bytes, first_bucket_bytes: see Args.
         assignments: the Assignment of each gradient of this step, by position. While the step repeats the last step,
             the list has the Assignments of all gradients of the last step.
         repeats: whether all gradients of this step so far were in the last step, at the same positions.

@@ -42,8 +42,8 @@ class Statistics:
         gradients: the number of gradients handed over for reduction.
         all_reduces: the number of buckets reduced.
         bytes_all_reduced: the size of all reduced buckets together.
-        communication_seconds: the host's time for packing, waiting, reducing and splitting, and for the flush; on a
-            GPU, its time for launching this work.
+        communication_seconds: the time that the host needs to pack, wait, reduce and split, and for the flush; on a
+            GPU, the time that the host needs to launch this work.
         skipped_steps: the number of steps whose gradients were not finite, with nonfinite="skip".
     """
 
@@ -127,7 +127,7 @@ class Reducer:
         events: the object that makes the Agreements of a step.
         statistics: the counters of all steps.
         count_present: inside join(), the function Join.count, called before the first collective of a step; else None.
-        values: the object that checks for NaN and infinity, computes the norm, and clips.
+        values: the object that checks gradients for NaN and infinity, computes their norm, and clips them.
         is_hooked: whether a hook reduces the buckets.
     """
 
@@ -160,7 +160,7 @@ class Reducer:
             self._hooked.reset()
 
     def use_hook(self, hook: BucketHook | None) -> None:
-        """Uses a hook for the buckets of later steps; see AllreduceCallback.register_hook."""
+        """Uses a hook, or no hook, for the buckets of later steps; see AllreduceCallback.register_hook."""
         if hook is not None and self._wire.dtype_name is not None:
             raise InvalidArgument(
                 f"register_hook() needs a callback without compression={self._wire.dtype_name!r}, because the hook "
@@ -307,7 +307,7 @@ class Reducer:
     ) -> Checks:
         """Returns the checks that the communicator makes during a reduction.
 
-        The bucket's BucketWatch makes the other checks.
+        The bucket's BucketWatch makes the remaining checks.
 
         Args:
             communicator: the communicator that reduces the bucket.
@@ -328,9 +328,9 @@ class Reducer:
 
         Returns:
             Two values; at least one is None. First, the wire format, if the backend converts values while it copies
-            them. Second, the Stage (see for_bucketing.py) that converts the values for other backends. It scales in
-            place, unless the gradients are so small that packing them first costs less; on a GPU it scales while it
-            packs. All ranks use the same class of Stage, so that they reduce lists of equal sizes.
+            them. Second, the Stage (see for_bucketing.py) that converts the values for other backends. This Stage
+            scales in place, unless the gradients are so small that packing them first costs less. On a GPU the Stage
+            scales while it packs. All ranks use the same class of Stage, so that they reduce lists of equal sizes.
         """
         wire, arrays, dtype = self._wire, communicator._arrays, reduction.sources[0].dtype
         if wire.is_plain or not wire.changes(dtype):
@@ -442,7 +442,7 @@ class Reducer:
         return self.values.watch(reduction.bucket, reduction.results, communicator, checks)
 
     def _mean_over(self, communicator: Communicator) -> tuple[ReduceOp, int | None]:
-        """Returns the operator and a divisor: for a mean over only some ranks, sum and the number of these ranks."""
+        """Returns the operator and a divisor. For a mean over only some ranks: sum, and the number of these ranks."""
         self._count_active()
         if self.op is ReduceOp.SUM or self._present in (None, communicator.world_size):
             return self.op, None
@@ -530,7 +530,7 @@ class _HookedBuckets:
         self._under_way.append(_UnderWay(reduction, bucket, value, communicator._mark_work(), mean_over, end, watch))
 
     def finish(self) -> None:
-        """Waits for the hook's results, in order, and copies them into the gradients."""
+        """Waits for the hook's results, in the order of the buckets, and copies the results into the gradients."""
         under_way, self._under_way = self._under_way, []
         for reduction, bucket, value, mark, mean_over, end, watch in under_way:
             communicator = bucket.communicator

@@ -34,7 +34,7 @@ def write_shapes(path: str | Path, specs: Iterable[GradientSpec]) -> None:
 
 
 def read_shapes(path: str | Path) -> list[GradientSpec]:
-    """Reads the gradients of a file, in its order; gradients without a dtype are float32.
+    """Returns the gradients of a file, in the file's order; gradients without a dtype are float32.
 
     Raises:
         InvalidArgument: the file cannot be read, is not a list of gradients, is empty, or has a dtype that cannot be

@@ -70,9 +70,10 @@ class Step:
         reducer: the reducer, which runs the collectives of the step.
         memory: the memory of the buckets, if gradients live in it; else None.
         count: the number of gradients handed over since the last flush.
-        ended: the number of steps that have ended, including empty ones; it is also the index of the current step.
+        ended: the number of steps that have ended, including empty ones. This number is also the index of the current
+            step.
         raised_on_all: the last error that every rank raised in a collective of this callback; None if there is none.
-        filled: after a flush, the results of parameters for which this rank had no gradient, by parameter.
+        filled: after a flush, by parameter: the results of parameters that had no gradient on this rank.
         sums: the sums of the gradients of local passes, until the next step reduces the sums.
         agreed: the gradients of the last step that ended in the same way on all ranks. If the callback has the option
             `parameters`: the gradients of all parameters.
@@ -158,7 +159,7 @@ class Step:
         return dict(zip(given, views, strict=True)) if isinstance(given, Mapping) else list(views)
 
     def forget_memory(self) -> None:
-        """Forgets the buckets' memory; views of it that a program holds become ordinary arrays."""
+        """Forgets the buckets' memory; the program's views of this memory become ordinary arrays."""
         self._entries.clear()
         self._zeros.clear()
         self.reducer.forget()
@@ -222,7 +223,7 @@ class Step:
     # -- A gradient ------------------------------------------------------------------------------------------------
 
     def take(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
-        """Takes a gradient; reduces the buckets that it completes. See AllreduceCallback.__call__."""
+        """Takes a gradient; reduces the buckets that the gradient completes. See AllreduceCallback.__call__."""
         if communicator is not self._communicator or pending or self._is_busy:
             self._begin_call("callback(param, grad)", communicator)
         try:
@@ -403,9 +404,10 @@ class Step:
     # -- Local passes ----------------------------------------------------------------------------------------------
 
     def add_up(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
-        """Adds a gradient of a local pass to its sum. Returns a future that is done and gives the sum so far.
+        """Adds a gradient of a local pass to the sum of its parameter. Not collective.
 
-        Not collective.
+        Returns:
+            A future that is done and gives the sum so far.
         """
         self._begin_call("callback(param, grad)", communicator)
         if communicator._runs_beside_host:

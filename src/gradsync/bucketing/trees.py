@@ -166,7 +166,7 @@ def _plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]
 def _reduce(
     bucket: Bucket, destinations: Sequence[Destination], op: ReduceOp, agreement: Agreement, communicator: Communicator
 ) -> None:
-    """Reduces the arrays of one bucket. Work that the caller queues next on the current stream reads the results."""
+    """Reduces the arrays of one bucket. Work that the caller later queues on the current stream sees the results."""
     communicator._checked_stream(None, _WHAT)
     parts = [destinations[slot.position] for slot in bucket.slots]
     reduction = ListReduction(
@@ -377,7 +377,7 @@ def _plan_of_root(plan: _RootPlan, root: int, communicator: Communicator) -> _Ro
 
 
 def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> dict[tuple[int, int], _SharedMemory]:
-    """Returns the arrays that share memory; see _RootPlan."""
+    """Returns the pairs of arrays that share memory; see _RootPlan.shared."""
     ranges = sorted((*arrays.byte_bounds(native), i) for i, (_, native) in enumerate(named) if native.size)
     shared = {}
     reaching: list[tuple[int, int, int]] = []  # earlier ranges that end after the begin of this one
@@ -544,7 +544,7 @@ def leaves_of(tree: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterat
 
 
 def with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Returns a copy of a tree with other leaves, in the order of leaves_of."""
+    """Returns a copy of a tree with new leaves, in the order of leaves_of."""
     children = _children(tree)
     if children is None:
         return next(leaves)
@@ -579,7 +579,7 @@ def _children(tree: Any) -> dict[Hashable, Any] | None:
 
 
 def _filled(tree: Any, children: dict[Hashable, Any]) -> Any:
-    """Returns a container of the same type with other children."""
+    """Returns a container of the same type with new children."""
     if isinstance(tree, tuple):
         # As namedtuple's _make does: the constructor of a subclass of tuple may not take the items as arguments.
         filled_tuple = tuple.__new__(type(tree), children.values())

@@ -48,7 +48,7 @@ class _Names(NamedTuple):
 
 
 class Values:
-    """Checks the values of buckets, step after step, and clips them.
+    """Checks the values of buckets, step after step, and clips the gradients.
 
     On a GPU the host waits for the device only once per step, in end(). All calls of a step must use the same stream.
 
