@@ -10,7 +10,7 @@ range of float32, but 8 bits of precision; float16 has 11.
 
 Over shared memory the backend scales and rounds the values while it copies them (see the class Wire in reduction.py).
 On the CPU, gradients that are scaled but not compressed are scaled in place (class Scaled) in two cases: if they live
-in buckets, or over MPI. Tiny gradients are packed first (class Compressed).
+in buckets, or over MPI. Small gradients are packed first (class Compressed).
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, Wire, dtype
 
 COMPRESSIONS = (None, "float16", "bfloat16")
 
-# Arrays whose average size is below this number of elements are packed before they are converted.
+# Arrays whose average size is below this number of elements are packed before they are converted or scaled.
 _SMALL_ELEMENTS = 2**13
-# The same limit for float32 and float64 arrays that are only scaled: one call for each of these arrays costs little.
-_TINY_ELEMENTS = 2**8
 # The dtypes that are compressed. Complex numbers, integers and half precision are sent unchanged.
 _COMPRESSED = ("float32", "float64")
 
@@ -153,7 +151,7 @@ class WireFormat:
         if memory is None or memory.size < total:
             memory = self._memory[wire] = arrays.scratch(total, wire)
         flat: Array = memory[:total]
-        if _are_small(sources, _SMALL_ELEMENTS):
+        if are_small(sources):
             same = flat if wire == dtype else None
             together = array_module(flat).concatenate(sources, out=same)
             arrays.multiply(together, self.prescale, flat)
@@ -174,7 +172,7 @@ class WireFormat:
             arrays: the communicator's functions for arrays.
         """
         scale, begin = self.postscale, 0
-        if _are_small(targets, _SMALL_ELEMENTS):
+        if are_small(targets):
             whole = flat if flat.dtype == targets[0].dtype else arrays.scratch(flat.size, targets[0].dtype)
             arrays.multiply(flat, scale, whole)
             for target in targets:
@@ -250,13 +248,9 @@ class Scaled:
         return flats
 
 
-def worth_packing(flats: Sequence[Array]) -> bool:
-    """Whether packing arrays and scaling them together costs less than scaling each in place."""
-    return _are_small(flats, _TINY_ELEMENTS if dtype_name(flats[0].dtype) in _COMPRESSED else _SMALL_ELEMENTS)
-
-
-def _are_small(flats: Sequence[Array], elements: int) -> bool:
-    return len(flats) > 1 and sum([flat.size for flat in flats]) < len(flats) * elements
+def are_small(flats: Sequence[Array]) -> bool:
+    """Whether packing arrays and converting them together costs less than converting each array."""
+    return len(flats) > 1 and sum([flat.size for flat in flats]) < len(flats) * _SMALL_ELEMENTS
 
 
 def _checked_scale(name: str, value: Any) -> float:

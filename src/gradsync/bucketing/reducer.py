@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from gradsync.bucketing.agreements import KnownCallback, StepEvents
 from gradsync.bucketing.bucket_hook import BucketHook, GradientBucket, result_of, settings_of
 from gradsync.bucketing.bucket_memory import BucketMemory
-from gradsync.bucketing.compression import Compressed, Scaled, WireFormat, worth_packing
+from gradsync.bucketing.compression import Compressed, Scaled, WireFormat, are_small
 from gradsync.bucketing.gradient import GradientEntry
 from gradsync.bucketing.guard import Holder, LockedGradients
 from gradsync.bucketing.lists import array_module
@@ -337,7 +337,7 @@ class Reducer:
             return None, None
         if communicator._converts and not (reduction.memory is not None and wire.only_scales(dtype)):
             return wire.for_backend(dtype), None
-        if communicator._runs_beside_host or not wire.only_scales(dtype) or worth_packing(reduction.sources):
+        if communicator._runs_beside_host or not wire.only_scales(dtype) or are_small(reduction.sources):
             return None, Compressed(wire, reduction.targets, arrays)
         is_written = all(map(is_, reduction.sources, reduction.targets))
         return None, Scaled(wire, None if is_written else reduction.targets, arrays)
