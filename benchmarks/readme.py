@@ -1,7 +1,6 @@
 """Writes the generated parts of the pages: example files, the output of commands, and tables of figures.
 
-    python benchmarks/readme.py          # rewrites README.md and the pages under docs
-    python benchmarks/readme.py --check  # exit code 1 if a page is not up to date
+    python benchmarks/readme.py  # rewrites README.md and the pages under docs
 
 Output is captured from real runs. SAME_EVERYWHERE replaces parts that differ between runs and machines (process ids,
 times, paths).
@@ -129,16 +128,6 @@ def programs(folder: Path) -> Path:
     return folder
 
 
-def main() -> int:
-    """Rewrites or checks the pages."""
-    old = {page: page.read_text() for page in PAGES}
-    new = {page: render(text) for page, text in old.items()}
-    if "--check" in sys.argv[1:]:
-        return int(old != new)
-    for page, text in new.items():
-        page.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    for page, text in [(page, render(page.read_text())) for page in PAGES]:
+        page.write_text(text)

@@ -87,11 +87,11 @@ def test_on_device_arrays_too_every_collective_is_right(tmp_path):
 SPOILT = """
 import gradsync.bench.collectives as collectives
 right = collectives.make_call
-def make_call(comm, case, buffers):
-    run = right(comm, case, buffers)
+def make_call(comm, case, source, target):
+    run = right(comm, case, source, target)
     def spoil():
         run()
-        buffers.target[: comm.rank + 1] += 1
+        target[: comm.rank + 1] += 1
     return spoil
 collectives.make_call = make_call
 from gradsync.cli import main

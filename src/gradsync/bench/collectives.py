@@ -309,46 +309,28 @@ def count_wrong(case: Case, result: Array | None, rank: int) -> int:
 # One case on one rank, out of place or in place.
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """The arrays of one case on one rank, out of place or in place.
-
-    Attributes:
-        source: the input array; None if the rank has no input.
-        target: the array that receives the result; None if the rank receives no result. If the collective runs in
-            place, source and target share memory.
-    """
-
-    source: Any
-    target: Any
-
-
-Empty = Callable[[int, str], Any]  # empty(elements, dtype) returns a new array on the device
-
-
-def make_buffers(rank: int, empty: Empty, case: Case, form: str) -> Buffers:
-    """Creates the source and target arrays of a rank, in the layout of nccl-tests.
+def make_arrays(xp: Any, rank: int, case: Case, form: str) -> tuple[Any, Any]:
+    """Returns the source and target arrays of a rank, in the layout of nccl-tests; None for an array that it lacks.
 
     If the collective runs in place, the smaller of the two arrays is this rank's part of the larger one. In scatter
     only the root has a source array; in gather and reduce only the root has a target array.
     """
-    count, kind, is_root = case.count, case.kind, rank == ROOT
+    count, kind, dtype, is_root = case.count, case.kind, dtype_of(case.dtype), rank == ROOT
     source_count = count * (case.ranks if kind.source_parts == "n" else 1)
     target_count = count * (case.ranks if kind.target_parts == "n" else 1)
     has_source = is_root or case.collective != SCATTER
     has_target = is_root or case.collective not in (REDUCE, GATHER)
     if form == SEPARATE or not (has_source and has_target):
-        source = empty(source_count, case.dtype) if has_source else None
-        return Buffers(source, empty(target_count, case.dtype) if has_target else None)
-    whole = empty(max(source_count, target_count), case.dtype)
+        source = xp.zeros(source_count, dtype) if has_source else None
+        return source, xp.zeros(target_count, dtype) if has_target else None
+    whole = xp.zeros(max(source_count, target_count), dtype)
     part = _part(whole, case, rank)
-    return Buffers(whole if source_count >= target_count else part, whole if target_count >= source_count else part)
+    return whole if source_count >= target_count else part, whole if target_count >= source_count else part
 
 
-def make_call(comm: Communicator, case: Case, buffers: Buffers) -> Callable[[], object]:
+def make_call(comm: Communicator, case: Case, source: Any, target: Any) -> Callable[[], object]:
     """Returns a function that runs the collective of the case once, on the given arrays."""
-    source, target, op = buffers.source, buffers.target, case.op
-    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    op, after, before = case.op, (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     in_place = source is target  # such a call gets no out=
     return {
         ALL_REDUCE: lambda: comm.all_reduce(source, op) if in_place else comm.all_reduce(source, op, out=target),
@@ -525,11 +507,8 @@ class _Timer:
     def __init__(self, comm: Communicator, case: Case, form: str) -> None:
         self._comm, self._case = comm, case
         self._xp, self._wait = array_module(comm)
-        self._buffers = make_buffers(comm.rank, self._empty, case, form)
-        self._run = make_call(comm, case, self._buffers)
-
-    def _empty(self, elements: int, dtype: str) -> Any:
-        return self._xp.zeros(elements, dtype_of(dtype))
+        self._source, self._target = make_arrays(self._xp, comm.rank, case, form)
+        self._run = make_call(comm, case, self._source, self._target)
 
     def count_wrong(self) -> int | None:
         """Returns the number of wrong elements. Runs the call twice, because the second one uses a cached plan."""
@@ -538,10 +517,10 @@ class _Timer:
         return sum(by_rank) if self._case.checks else None
 
     def _count_wrong(self) -> int:
-        source, target = self._buffers.source, self._buffers.target
+        target = self._target
         self._clear()
-        if source is not None:
-            source[...] = self._xp.asarray(source_of(self._case, self._comm.rank))
+        if self._source is not None:
+            self._source[...] = self._xp.asarray(source_of(self._case, self._comm.rank))
         self._wait()
         self._comm.barrier()
         self._run()
@@ -566,7 +545,7 @@ class _Timer:
         return float(max(self._comm.objects.all_gather(seconds)))
 
     def _clear(self) -> None:
-        for array in (self._buffers.target, self._buffers.source):  # in place, the two arrays share memory
+        for array in (self._target, self._source):  # in place, the two arrays share memory
             if array is not None:
                 array[...] = 0
 
