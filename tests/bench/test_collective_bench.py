@@ -114,7 +114,7 @@ def test_wrong_elements_of_all_ranks_are_counted_and_end_the_command_with_1(tmp_
 def row(collective="all_reduce", microseconds=100.0, wrong=0, op="sum"):
     case = Case(collective, 262144, "float32", op, 4, 20, 5, checks=True)
     seconds = Seconds(1e-6 * microseconds, 0.9e-6 * microseconds, 1.2e-6 * microseconds, 3)
-    return Row(case, 4, {SEPARATE: FormResult(seconds, wrong)})
+    return Row(case, {SEPARATE: FormResult(seconds, wrong)})
 
 
 def test_the_columns_are_those_of_nccl_tests():

@@ -42,7 +42,7 @@ def of(collective, **changes):
 
 
 def test_factors_and_sizes_are_those_of_nccl_tests():
-    found = {name: (kind.bus_factor(4), kind.size_bytes(100, 4, 4)) for name, kind in KINDS.items()}
+    found = {name: (kind.bus_factor(4), of(name, count=100).size_bytes) for name, kind in KINDS.items()}
     assert found == FACTORS
     assert KINDS["all_reduce"].bus_factor(1) == 0
 
@@ -50,7 +50,7 @@ def test_factors_and_sizes_are_those_of_nccl_tests():
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_size_makes_elements_and_those_the_size(kind):
     count = kind.count(1 << 20, 4, 4)
-    assert kind.size_bytes(count, 4, 4) == 1 << 20
+    assert of(kind.name, count=count).size_bytes == 1 << 20
     assert kind.count(1, 4, 4) == 1
 
 
@@ -95,7 +95,7 @@ def test_dtypes_have_both_names():
 
 
 def test_sizes_below_an_element_are_one_line():
-    assert [case.count for case in plan_cases(KINDS["all_gather"], [1, 2, 64], 4, CASE)] == [1, 4]
+    assert [case.count for case in plan_cases(KINDS["all_gather"], [1, 2, 64], CASE)] == [1, 4]
 
 
 # -- What is right, by arithmetic that has nothing to do with the code ----------------------------------------------

@@ -105,10 +105,6 @@ class Kind:
         """Returns the number of elements in one part of the arrays, at least 1."""
         return max(size_bytes // itemsize // (ranks if self.has_part_per_rank else 1), 1)
 
-    def size_bytes(self, count: int, itemsize: int, ranks: int) -> int:
-        """Returns the size in bytes of the larger of the source and target arrays."""
-        return count * itemsize * (ranks if self.has_part_per_rank else 1)
-
 
 KINDS = {
     kind.name: kind
@@ -174,6 +170,11 @@ class Case:
         """The description of this case's collective."""
         return KINDS[self.collective]
 
+    @property
+    def size_bytes(self) -> int:
+        """The size in bytes of the larger of the source and target arrays."""
+        return self.count * dtype_of(self.dtype).itemsize * (self.ranks if self.kind.has_part_per_rank else 1)
+
 
 def parse_size(text: str) -> int:
     """Parses a size such as "8", "64K" or "1.5M" and returns it in bytes; K is 1024, as in nccl-tests.
@@ -221,15 +222,15 @@ def parse_dtype(text: str) -> str:
     return DTYPES[text]
 
 
-def plan_cases(kind: Kind, sizes: Sequence[int], itemsize: int, template: Case) -> list[Case]:
+def plan_cases(kind: Kind, sizes: Sequence[int], template: Case) -> list[Case]:
     """Returns the cases to measure for one collective; sizes that give equal numbers of elements are one case.
 
     Args:
         kind: the collective.
         sizes: the array sizes in bytes, ascending.
-        itemsize: the size of one element in bytes.
         template: a case that gives the remaining fields: dtype, op, ranks, iterations, warm_up and checks.
     """
+    itemsize = dtype_of(template.dtype).itemsize
     counts = dict.fromkeys(kind.count(size, itemsize, template.ranks) for size in sizes)
     op = template.op if kind.reduces else ""
     return [replace(template, collective=kind.name, count=count, op=op) for count in counts]
@@ -365,22 +366,15 @@ class Row:
 
     Attributes:
         case: the collective and its size.
-        itemsize: the size of one element in bytes.
         forms: a mapping with the measurements; its keys are "out-of-place" and "in-place", or one of them.
     """
 
     case: Case
-    itemsize: int
     forms: Mapping[str, FormResult]
-
-    @property
-    def size_bytes(self) -> int:
-        """The size in bytes of the larger of the source and target arrays."""
-        return self.case.kind.size_bytes(self.case.count, self.itemsize, self.case.ranks)
 
     def algorithm_bytes_per_second(self, form: str) -> float:
         """Returns the algorithm bandwidth of nccl-tests: the size divided by the median time."""
-        return self.size_bytes / self.forms[form].seconds.median
+        return self.case.size_bytes / self.forms[form].seconds.median
 
     def bus_bytes_per_second(self, form: str) -> float:
         """Returns the bus bandwidth of nccl-tests. Source: nccl-tests, doc/PERFORMANCE.md."""
@@ -396,7 +390,7 @@ def as_dictionary(row: Row) -> dict[str, Any]:
     """Returns a row as a dictionary for JSON; times are in seconds, bandwidths in bytes per second."""
     return {
         "collective": row.case.collective,
-        "size_bytes": row.size_bytes,
+        "size_bytes": row.case.size_bytes,
         "count": row.case.count,
         "dtype": row.case.dtype,
         "op": row.case.op or None,
@@ -421,13 +415,11 @@ class Wanted(NamedTuple):
 
     Attributes:
         cases: one list of cases for each collective.
-        itemsize: the size of one element in bytes.
         blocks: the number of blocks of timed calls; the reported time is the median over the blocks.
         verbose: whether rank 0 prints all columns even on a terminal.
     """
 
     cases: list[list[Case]]
-    itemsize: int
     blocks: int
     verbose: bool
 
@@ -498,7 +490,7 @@ def _measure_case(comm: Communicator, case: Case, wanted: Wanted) -> Row:
         warm_up = case.warm_up if block == 0 else min(1, case.warm_up)
         for form, timer in timers.items():
             samples[form].append(timer.time(warm_up))
-    return Row(case, wanted.itemsize, {form: FormResult(Seconds.of(samples[form]), wrong[form]) for form in timers})
+    return Row(case, {form: FormResult(Seconds.of(samples[form]), wrong[form]) for form in timers})
 
 
 class _Timer:
@@ -587,11 +579,10 @@ def bench_collectives(
     if any(kind.reduces for kind in kinds):
         check_operation(operation, dtype_of(name))
     template = Case("", 0, name, operation.value, ranks, iterations, warm_up, checks)
-    itemsize = dtype_of(name).itemsize
     sizes = sizes_between(parse_size(begin), parse_size(end), factor)
     made = provenance(["gradsync", *sys.argv[1:]])
-    cases = [plan_cases(kind, sizes, itemsize, template) for kind in kinds]
-    measured = run_as_ranks(measure, Wanted(cases, itemsize, blocks, verbose), nprocs=nprocs, backend=backend)
+    cases = [plan_cases(kind, sizes, template) for kind in kinds]
+    measured = run_as_ranks(measure, Wanted(cases, blocks, verbose), nprocs=nprocs, backend=backend)
     if measured is None:  # another process prints the result
         return
     rows = measured.rows
@@ -637,7 +628,7 @@ def line_of(row: Row) -> str:
     """Returns a row as one line of text, aligned with the columns of heading()."""
     case = row.case
     root = str(ROOT) if case.kind.rooted else "-1"
-    cells = (str(row.size_bytes), str(case.count), _TYPES.get(case.dtype, case.dtype), case.op or "none", root)
+    cells = (str(row.case.size_bytes), str(case.count), _TYPES.get(case.dtype, case.dtype), case.op or "none", root)
     text = _line(_WIDTHS, cells)
     for form in FORMS:
         text += _line(_FORM_WIDTHS, _form_cells(row, form))
@@ -669,7 +660,7 @@ def table(rows: Sequence[Row]) -> Table:
     for name in ("size", "out of place", "GB/s", "in place", "GB/s", "#wrong"):
         found.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        cells = [size_text(row.size_bytes)]
+        cells = [size_text(row.case.size_bytes)]
         for form in FORMS:
             result = row.forms.get(form)
             cells += [seconds_text(result.seconds.median) if result else "-", _form_cells(row, form)[1]]
@@ -689,7 +680,7 @@ def panels(rows: Sequence[Row]) -> list[list[Panel]]:
     found = []
     for collective in dict.fromkeys(row.case.collective for row in rows):
         of_collective = [row for row in rows if row.case.collective == collective]
-        sizes = [row.size_bytes for row in of_collective]
+        sizes = [row.case.size_bytes for row in of_collective]
         times = [min((f.seconds for f in row.forms.values()), key=lambda s: s.median) for row in of_collective]
         buses = [max(row.bus_bytes_per_second(form) for form in row.forms) / 1e9 for row in of_collective]
         found.append(
