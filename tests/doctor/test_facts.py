@@ -29,3 +29,8 @@ def test_a_name_without_an_address_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     assert "Name or service not known" in _host_error()
+
+
+def test_a_name_that_is_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "n" * 64)  # Linux allows 64 characters, DNS 63
+    assert "label" in _host_error()

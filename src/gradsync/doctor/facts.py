@@ -215,7 +215,7 @@ def _host_error() -> str:
         run_with_timeout(lambda: socket.getaddrinfo(socket.gethostname(), None), "gradsync-host-name", _NAME_SECONDS)
     except TimeoutError:
         return f"the name server did not answer within {_NAME_SECONDS:g} s"
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a UnicodeError means that the name is not a valid name
         return str(error)
     return ""
 
