@@ -5,7 +5,7 @@ import numpy as np
 import gradsync as gs
 
 with gs.init_process_group() as comm:
-    layers = {f"layer{n}": np.ones((512, 2048), np.float32) for n in range(4, 0, -1)}  # 4 MiB each
+    layers = {f"layer{n}": np.ones((512, 2048), np.float32) for n in range(4, 0, -1)}  # 4 MB each
     layers["bias"] = np.ones(512, np.float32)
     sync = gs.AllreduceCallback("mean", threshold_bytes=6 * 1024**2)
     weights = np.ones((2048, 32), np.float32)
