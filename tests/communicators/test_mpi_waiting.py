@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from gradsync.communicators.failures import closed_failure
+from gradsync.communicators.mpi.mpi_backend import MpiBackend
 from gradsync.communicators.mpi.waiting import MpiRequests
 from gradsync.errors import RankFailed
 
@@ -48,10 +50,13 @@ def test_a_rank_that_closed_and_never_came_is_missed() -> None:
         wait_for_ranks_1_and_2(arriving=1)
 
 
-def test_a_short_wait_raises_the_failure_that_the_server_has_sent() -> None:
+def test_a_failure_ends_the_next_call_but_no_wait_whose_messages_have_arrived() -> None:
     def check() -> None:
         raise closed_failure("rank 0/3", 2)
 
     requests = requests_of_rank_0(SimpleNamespace(has_failed=lambda: True, check=check), lambda *_: None)
-    with pytest.raises(RankFailed, match="rank 2 closed the communicator"):
-        requests.wait(lambda: True, ())
+    requests.wait(lambda: True, ())
+    backend, message = SimpleNamespace(_requests=requests, world_size=3, rank=0), SimpleNamespace(peer=1)
+    for call in (partial(MpiBackend._agree, backend, None), partial(MpiBackend.exchange, backend, message, None)):  # type: ignore[arg-type]
+        with pytest.raises(RankFailed, match="rank 2 closed the communicator"):
+            call()

@@ -368,6 +368,7 @@ class MpiBackend(Backend):
         self._requests.begun += 1
         if self.world_size == 1:
             return
+        self._requests.check()
         if not self._agreement.is_reached(agreement.digest, payload_bytes, self._refuse_messages):
             self._raise_mismatch(agreement)
 
@@ -387,6 +388,7 @@ class MpiBackend(Backend):
         if send is not None and receive is not None and send.peer == self.rank:
             copy_words(send.flat, receive.flat)
             return
+        self._requests.check()
         transfers: list[_Transfer] = []
         if receive is not None:
             transfers.append(_Transfer(self._requests, receive, is_sending=False))

@@ -86,6 +86,15 @@ class MpiRequests:
         self._failures = failures
         self._raise_if_left = raise_if_left
 
+    def check(self) -> None:
+        """Raises the failure that the server has sent, if there is one. Call it before each collective or message.
+
+        A wait checks for failures only after a few milliseconds, because a collective whose messages have arrived must
+        end in the same way on all ranks. If all waits are short, only this method raises the failure.
+        """
+        if self._failures.has_failed():
+            self._failures.check()
+
     # -- Messages ----------------------------------------------------------------------------------------------
 
     def post(self, sends: Parts, receives: Parts, tag: int = TAG_COLLECTIVE) -> list[Any]:
@@ -151,8 +160,6 @@ class MpiRequests:
             poll: a function to call every few milliseconds during a longer wait.
         """
         try:
-            if self._failures.has_failed():  # checked here because a short wait ends before the check in _wait_long
-                self._failures.check()
             for _ in range(_SPINS):
                 if is_done():
                     return
