@@ -109,7 +109,7 @@ def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[st
     """Returns the best backend for the ranks of the world, and the reason for the choice.
 
     Args:
-        offers: the offer of each rank for NCCL, which says whether this rank can use NCCL.
+        offers: for each rank, a text that says whether the rank can use NCCL, and with which GPU or why not.
         settings: the settings of the world.
 
     Raises:

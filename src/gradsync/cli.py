@@ -72,10 +72,10 @@ Examples:
 \b
 Exit codes:
   0      all ranks ended with 0
-  2      the command line is wrong (or the script ended with 2)
+  2      the command line is wrong, or the script ended with 2
   130    the user pressed Ctrl-C
   128+n  signal n ended gradsync, or killed the rank that failed first
-  else   the exit code of the rank that failed first (1 for an exception)
+  other  the exit code of the rank that failed first (1 after an exception)
 
 Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT to the script.
 """,

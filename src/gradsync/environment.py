@@ -404,8 +404,9 @@ class RankEnvironment(NamedTuple):
         source: the origin of the rank. "gradsync", "RANK" (set by torchrun or by hand), "Open MPI", "PMI" and "Slurm"
             mean environment variables. "MPI" means a query to MPI. "arguments" means the arguments of
             init_process_group(), or a process without a launcher.
-        run_name: the name of the run on this machine, if all ranks are on it and mpiexec or srun has set no address;
-            otherwise None.
+        run_name: a name of this run, by which the ranks of one machine find each other without an address. None unless
+            mpiexec or srun has started all ranks on this machine, and neither GRADSYNC_ADDRESS nor MASTER_ADDR with
+            MASTER_PORT is set.
         start: the name of this start or restart of the run, if several launchers use one server; otherwise None.
     """
 

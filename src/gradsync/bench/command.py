@@ -143,10 +143,10 @@ Examples:
 On a terminal the command shows a table with size, time and GB/s (size / time). With -v, or if the output goes to a file
 or a pipe, the command prints all columns of NVIDIA's nccl-tests. algbw is size / time. busbw is algbw times a factor:
 2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter; 1 for
-broadcast, reduce and exchange. The size is the number of bytes of the source or the target, whichever is larger. 1 GB
-is 1e9 bytes; 1 KB is 1024 bytes, and 1 MB is 1024**2 bytes. #wrong is the number of elements, on all ranks, that differ
-from NumPy's result. If a collective runs only out of place, or only in place, the other columns show "-". The exit code
-is 1 if elements are wrong.
+broadcast, reduce and exchange. size is the number of bytes of the source or of the target, whichever is larger. 1 KB is
+1024 bytes and 1 MB is 1024**2 bytes, but 1 GB/s is 1e9 bytes per second. #wrong is the number of elements, over all
+ranks, that differ from NumPy's result. If a collective runs only out of place, or only in place, the other columns show
+"-". The exit code is 1 if elements are wrong.
 """,
 )
 @click.option(

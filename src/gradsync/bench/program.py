@@ -120,9 +120,9 @@ def _launched_ranks(nprocs: int | None) -> int | None:
         return None  # variables of an ended job are still set; because of -n this command starts ranks itself
     if nprocs is not None and launched not in (None, nprocs):
         raise InvalidArgument(
-            f"this process is one of {launched} ranks, according to a launcher's environment variables, but -n asks "
-            f"for {nprocs}: leave -n out, or unset RANK, WORLD_SIZE and the launcher's own variables "
-            "(gradsync doctor names them)"
+            f"-n asks for {nprocs} ranks, but a launcher's environment variables say that this process is one of "
+            f"{launched} ranks: leave out -n under a launcher; otherwise unset RANK, WORLD_SIZE and the launcher's own "
+            "variables"
         )
     return launched
 

@@ -116,8 +116,8 @@ def accept(name: str, grad: Any, communicator: Communicator, options: Options) -
     who = f"the gradient of {name}"
     if grad is None:
         raise InvalidArgument(
-            f"{communicator.label}: {who} is None: leave out parameters that a step does not use, with "
-            'AllreduceCallback(parameters=..., missing="zero")'
+            f"{communicator.label}: {who} is None: if a step does not use a parameter, hand over no gradient for it; "
+            'AllreduceCallback(parameters=..., missing="zero") then takes zeros'
         )
     native: Array = communicator._native_array(grad, who)
     try:

@@ -109,8 +109,8 @@ class LockedGradients:
         what = f"{holder.label if holder else 'a callback that is gone'}: the gradient of {name}"
         if owner is None or owner is array:
             raise InvalidArgument(
-                f"{what} stays read-only after its reduction ({error}): hand over an array that owns its memory, or "
-                "use AllreduceCallback(lock_gradients=False)"
+                f"{what} cannot be made writeable again after its reduction ({error}): hand over an array that owns "
+                "its memory, or use AllreduceCallback(lock_gradients=False)"
             ) from error
         was_writeable = owner.flags.writeable
         owner.setflags(write=True)

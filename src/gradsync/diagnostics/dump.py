@@ -488,7 +488,7 @@ def _dump(path: Path, content: Any) -> Dump:
             check(facts, _BUCKET if "bucket" in facts else _CALL, f"calls.{digest}")
         groups = [_dumped_group(group, f"groups[{n}]", content["calls"]) for n, group in enumerate(content["groups"])]
     except DamagedError as error:
-        raise InvalidArgument(f"{path} is damaged: {printable(str(error))}; run without this file") from None
+        raise InvalidArgument(f"{path} is damaged: {printable(str(error))}; leave out this file") from None
     trace = content.get("trace") or tracing.Tracer().content()
     return Dump(
         path,

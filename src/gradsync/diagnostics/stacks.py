@@ -1,4 +1,4 @@
-"""The Python stacks of this process's threads, as text for a report that other ranks read."""
+"""The Python stacks of this process's threads, except gradsync's own, as text for reports to other ranks."""
 
 from __future__ import annotations
 

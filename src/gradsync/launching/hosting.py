@@ -133,8 +133,8 @@ def _find_secret(address: str, rank_start: int) -> bytes:
             return found.secret
         stale = found  # an earlier run has left this file: the first launcher binds the port before it writes a file
     raise RendezvousTimeout(
-        f"launcher with rank_start {rank_start}: the launcher with rank_start 0 did not start hosting {address} within "
-        f"{_FIRST_LAUNCHER_SECONDS:g} s, because it did not write its secret to {path}; start that launcher on this "
+        f"launcher with rank_start {rank_start}: after {_FIRST_LAUNCHER_SECONDS:g} s {path} has no secret of this run. "
+        f"The launcher with rank_start 0 writes the secret when it hosts {address}: start that launcher on this "
         f"machine, or set {SECRET_FILE} for both launchers to the path of a file with the same secret",
         missing_ranks=(0,),
     )

@@ -78,7 +78,7 @@ def launch(
             For several arguments write `gs.launch(functools.partial(func, a, b), nprocs=2)`.
         nprocs: the number of processes; by default one per visible GPU, or per usable core where there is no GPU.
         master_addr: the value of MASTER_ADDR in the processes, for the function's own use.
-        master_port: the value of MASTER_PORT in the processes, for the function's own use; a free port by default.
+        master_port: the port that `func` finds in MASTER_PORT, for its own use; None means a free port.
 
     Returns:
         The return values, in the order of the ranks. The value is None, with a RuntimeWarning, for a process that exits
@@ -112,7 +112,8 @@ def _arguments(func: object, args: Any) -> tuple[Any, ...]:
     """Returns the positional arguments of the call: `args` as the only one, or none if `args` is an empty tuple.
 
     Raises:
-        InvalidArgument: `args` is a tuple that may be meant as separate arguments, as before 0.2.
+        InvalidArgument: `args` is a tuple that may be meant as several arguments: before 0.2, launch(f, (a, b)) called
+            f(a, b).
     """
     if not isinstance(args, tuple):
         return (args,)

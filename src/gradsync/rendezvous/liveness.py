@@ -178,7 +178,7 @@ class Peers:
             self._due_at = None
 
     def end_processes(self) -> None:
-        """Ends the watch of all processes that have not joined."""
+        """Ends the watch of the processes that have not joined yet; joined ranks stay watched."""
         for key in [key for key in self._peers if key < 0]:
             self.end(key)
         if self._peers:

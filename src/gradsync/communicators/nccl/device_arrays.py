@@ -241,7 +241,9 @@ def _foreign(array: Any, who: str) -> Any:
                 exporter = _Exporter(array)
                 native = cupy.from_dlpack(exporter)
                 return native.view(type=_ReadOnly) if exporter.is_read_only else native
-            raise InvalidArgument(f"{who} got an array on a device that is not CUDA (DLPack device type {kind})")
+            raise InvalidArgument(
+                f"{who} needs an array in host memory or on a CUDA device, got one of DLPack device type {kind}"
+            )
         interface = getattr(array, "__cuda_array_interface__", None)
         if interface is not None:
             native = cupy.asarray(array)

@@ -69,8 +69,8 @@ class Events:
         """Records an event on a stream, after the work that is already queued, and returns the event.
 
         Each thread uses one event for each stream again and again, so that the method is fast enough to be called for
-        every gradient. The stream's device must be the current device, because the handle of a default stream means the
-        default stream of the current device.
+        every gradient. The stream's device must be the current device: the default streams of all devices have the
+        same handle, and CUDA takes this handle as the default stream of the current device.
         """
         key = threading.get_ident(), stream.ptr
         found = self._marks.get(key)
@@ -214,10 +214,8 @@ class Launch:
             if checks > _CHECKS_WITHOUT_SLEEP:
                 now = time.monotonic()
                 if now >= deadline and (now >= verdict_by or not self.started.done):
-                    begun = (
-                        "it has begun on the GPU" if self.started.done else "earlier work of this rank has not ended"
-                    )
-                    raise CollectiveTimeout(f"{self.name} did not end within {seconds:g} s: {begun}")
+                    state = "has begun it" if self.started.done else "is still busy with earlier work of this rank"
+                    raise CollectiveTimeout(f"{self.name} did not end within {seconds:g} s: the GPU {state}")
                 time.sleep(_SLEEP_SECONDS)
         self._raise_error()
 

@@ -225,7 +225,7 @@ class SpeculativeAgreement:
         return [rank for rank in self._client.world_ranks if rank != self._own_rank]
 
     def _launched_at(self, position: int) -> Agreement | None:
-        """Returns the event that this rank launched at an earlier position without asking; None if this rank asked."""
+        """Returns what this rank launched at an earlier position by prediction; None if it asked the others first."""
         age = self.position - position
         return self._launched[-age] if age <= len(self._launched) else _forgotten(position)
 

@@ -341,7 +341,7 @@ def _shares(
 
 
 class ListBroadcast(_Plan):
-    """The plan of a broadcast of several arrays at once, as bytes.
+    """The plan of one broadcast of several arrays, which copies all arrays as bytes, whatever their dtypes.
 
     Args:
         context: the communicator's objects and sizes.

@@ -136,7 +136,7 @@ class Transfer:
         return 0
 
     def _move_ahead(self) -> bool:
-        """Does the work that is possible before the other side posts the message, and returns whether there was any."""
+        """Sends a piece, if possible, before the receiver has posted its message. Returns whether a piece was sent."""
         return False
 
     def _move(self) -> bool:

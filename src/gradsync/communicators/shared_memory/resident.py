@@ -2,7 +2,7 @@
 
 Each rank has a part of the memory. After a barrier each rank reduces the slice that it owns, directly from the parts of
 all ranks, and writes the result into all parts. A second barrier follows. In measurements this reduction was faster
-than the all-reduce in one round (OneShot), even for the smallest ranges.
+than the all-reduce in one round (OneShot), even if only a small part of the memory was reduced.
 
 Handover makes resident memory: rank 0 creates it and passes it to the other ranks.
 """
