@@ -64,7 +64,7 @@ def test_a_running_total_is_refused(sync: Any) -> None:
                 sync("p", total)
 
 
-@pytest.mark.parametrize("make", [lambda size: mmap.mmap(-1, size), lambda size: (ctypes.c_byte * size)()])
+@pytest.mark.parametrize("make", [bytearray, lambda size: mmap.mmap(-1, size), lambda size: (ctypes.c_byte * size)()])
 @pytest.mark.parametrize("show", [np.frombuffer, lambda memory: np.ndarray(3, buffer=memory)])
 def test_a_running_total_in_memory_that_is_no_array_is_refused(sync: Any, make: Any, show: Any) -> None:
     memory = make(24)

@@ -6,9 +6,9 @@ waits until the addition before it has ended.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -188,8 +188,11 @@ def _memory_of(grad: Any, native: Array, communicator: Communicator) -> list[_Me
         owner = base
     found: list[_Memory] = []
     for each in {id(each): each for each in (grad, owner)}.values():
-        with suppress(TypeError):  # a class without weak references, such as bytearray
+        try:
             found.append(_Memory(weakref.ref(each), *bounds))
+        except TypeError:  # a class without weak references: only the owner identifies the memory
+            if isinstance(each, bytearray):
+                found.append(_Memory(_LastReference(each), *bounds))
     return found
 
 
@@ -198,3 +201,15 @@ def _base(owner: Any) -> Any:
     if isinstance(owner, memoryview):
         return owner.obj
     return getattr(owner, "base", None) if hasattr(owner, "dtype") else None
+
+
+class _LastReference:
+    """Acts as a weak reference to a bytearray, which supports none. Returns None once no other reference is left."""
+
+    def __init__(self, owner: bytearray) -> None:
+        self._owner: bytearray | None = owner
+
+    def __call__(self) -> bytearray | None:
+        if sys.getrefcount(self._owner) == 2:  # the attribute, and the argument of getrefcount()
+            self._owner = None
+        return self._owner
