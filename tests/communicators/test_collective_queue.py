@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
@@ -46,6 +47,24 @@ def test_a_failure_that_nobody_asks_for_is_logged_at_the_end_of_the_program() ->
     """
     )
     assert (done.returncode, done.stderr.count(LOST)) == (0, 1)
+
+
+def test_a_failure_that_nobody_asks_for_is_logged_as_its_future_is_deleted(
+    comm: gs.Communicator, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise gs.RankFailed("rank 1 died")
+
+    gc.disable()  # the error's traceback must not keep the future's parts alive until the next collection
+    try:
+        future = submit(comm, fail)
+        while pending:
+            time.sleep(0.01)
+        assert caplog.messages == []
+        del future
+        assert [LOST in message for message in caplog.messages] == [True]
+    finally:
+        gc.enable()
 
 
 def run_to_the_end(script: str) -> tuple[subprocess.CompletedProcess[str], float]:

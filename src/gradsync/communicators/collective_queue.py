@@ -90,7 +90,8 @@ class Job:
         previous: the job that was submitted to the same communicator before this one, perhaps in another queue.
 
     Attributes:
-        end, lifetime, what: the arguments of the same names.
+        end: the argument; once the collective has ended, a shared object that does not refer to the future's error.
+        lifetime, what: the arguments of the same names.
         has_begun: whether the collective has begun; it may have ended.
     """
 
@@ -136,6 +137,7 @@ class Job:
             _log.error("a done-callback of %s raised %s", self.name, describe(error))
         finally:
             del self._run  # the function holds the caller's arrays
+            self.end = _over  # the error's traceback refers to this job: a cycle would delay the error's log entry
             self._previous = None
             with self.lifetime.submitting:
                 if self.lifetime.last_job is self:  # a reference would keep the result alive
@@ -170,6 +172,10 @@ class Job:
         if isinstance(error, CommunicatorClosed):  # the failure that ended the communicator has been reported
             return None
         return LostFailure(self.name, error)
+
+
+_over = CollectiveEnd()  # the `end` of all jobs that have ended
+_over.finish(None, None)
 
 
 # -- Failures that the program never asks for --------------------------------------------------------------------------
