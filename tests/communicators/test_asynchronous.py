@@ -329,6 +329,39 @@ def test_a_rank_that_ends_lets_the_others_have_what_comes_in_time(tmp_path: Path
     assert seconds < WAIT
 
 
+FAILS = """
+import sys
+import numpy as np
+import gradsync as gs
+
+def main(comm):
+    failed = comm.asynchronous.all_reduce(np.ones(4 + comm.rank))
+    comm.barrier()
+    if comm.rank == 0:
+        waiting = comm.asynchronous.broadcast(np.ones(4), root=1)
+        {ending}
+    comm.recv(np.ones(1), source=0)
+
+with gs.init_process_group("shm") as comm:
+    main(comm)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "logged"), [("sys.exit(3)", 1), ("raise ValueError('the news')", 1), ("raise KeyboardInterrupt", 0)]
+)
+def test_a_failure_that_nobody_asks_for_is_logged_beside_what_ends_the_program(
+    tmp_path: Path, ending: str, logged: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILS.format(ending=ending))
+    command = [sys.executable, "-m", "gradsync", "run", "-n", "2", "--log-dir", str(tmp_path), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    log = (tmp_path / "rank-0.log").read_text()
+    asked = "failed, and its future was never asked for the result: "
+    assert (log.count(asked), log.count(asked + "PlanMismatch")) == (logged, logged), (log, done.stderr)
+
+
 def test_it_says_whose_it_is() -> None:
     with local_communicator() as comm:
         assert repr(comm.asynchronous) == f"<asynchronous collectives of {comm!r}>"

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from gradsync.communicators.agreement import on_behalf
-from gradsync.errors import Caller, CommunicatorClosed, caller, describe, uncaught_error
+from gradsync.errors import Caller, CommunicatorClosed, GradsyncError, RankFailed, caller, describe, uncaught_error
 from gradsync.futures import CollectiveEnd, CollectiveFuture, check_may_call, is_in_callback, pending, raise_refused
 
 _IDLE_SECONDS = 1.0  # how long the thread of a queue waits for the next collective before it ends
@@ -39,8 +39,10 @@ class QueuedLifetime(Protocol):
     Attributes:
         submitting: a reentrant lock, which a thread holds while it submits a collective.
         last_job: the communicator's last submitted collective; None if that collective has ended.
+        raised: the RaisedFailures of the communicator's world.
     """
 
+    raised: Any
     submitting: Any
     last_job: Job | None
 
@@ -171,6 +173,8 @@ class Job:
             error.__traceback__ = error.__traceback__.tb_next  # drops this job's frame, which holds the end
         if isinstance(error, CommunicatorClosed):  # the failure that ended the communicator has been reported
             return None
+        if isinstance(error, RankFailed) and self.lifetime.raised.was_aborted:  # this rank has ended the collective
+            return None
         return LostFailure(self.name, error)
 
 
@@ -204,9 +208,9 @@ class LostFailure:
         self._text = ""
 
     def log(self) -> None:
-        """Logs the failure once; not if an exception ends the program, because this exception is more important."""
+        """Logs the failure once; not if Ctrl-C or a gradsync error, perhaps of the same failure, ends the program."""
         text, self._text = self._text, ""
-        if text and uncaught_error() is None:
+        if text and not isinstance(uncaught_error(), (GradsyncError, KeyboardInterrupt)):
             _log.error("%s", text)
 
     def __del__(self) -> None:
