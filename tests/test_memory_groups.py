@@ -51,6 +51,13 @@ def test_a_group_whose_parent_keeps_the_memory_controller_has_the_parents_limit(
     assert machine({"proc/meminfo": "MemAvailable: 50 kB\n", **of_group("slice", "1000", 900)}) == 100
 
 
+def test_a_kernel_that_counts_no_kills_has_limits_all_the_same(machine) -> None:
+    """Linux before 4.13 counts none, and neither does gVisor."""
+    group = of_group("slice", "1000", 900)
+    del group["groups/slice/memory.events"]
+    assert machine(group) == 100
+
+
 def test_a_kernel_that_says_nothing_limits_nothing(machine) -> None:
     assert machine({}) == math.inf
     assert machine({"proc/meminfo": "MemAvailable: lots kB\n"}) == math.inf

@@ -259,6 +259,11 @@ class MemoryGroup(NamedTuple):
     directory: str
     is_v1: bool
 
+    @property
+    def limit_file(self) -> str:
+        """The path of the file with the memory limit; a hierarchy without the memory controller has no such file."""
+        return f"{self.directory}/{'memory.limit_in_bytes' if self.is_v1 else 'memory.max'}"
+
     def kills(self) -> int | None:
         """Returns the number of the group's processes that the kernel has killed because memory ran out."""
         return numbered_line(f"{self.directory}/{'memory.oom_control' if self.is_v1 else 'memory.events'}", "oom_kill")
@@ -271,7 +276,7 @@ class MemoryGroup(NamedTuple):
 
     def limit(self) -> int | None:
         """Returns the group's memory limit in bytes, or None if there is no limit."""
-        limit = _number(f"{self.directory}/{'memory.limit_in_bytes' if self.is_v1 else 'memory.max'}")
+        limit = _number(self.limit_file)
         return None if limit is None or limit >= 1 << 60 else limit  # in version 1 a value near 2**63 means no limit
 
     def available(self) -> int | None:
@@ -299,8 +304,7 @@ def memory_groups(proc: str = "/proc") -> list[MemoryGroup]:
             continue
         for root, mount_point in _mounts(f"{proc}/self/mountinfo", kind):
             groups = [MemoryGroup(directory, kind == "cgroup") for directory in _upwards(root, mount_point, path)]
-            # A hierarchy without the memory controller has no file with the number of kills.
-            if groups := [group for group in groups if group.kills() is not None]:
+            if groups := [group for group in groups if _lines(group.limit_file)]:
                 return groups
     return []
 
