@@ -27,7 +27,7 @@ def test_bfloat16_needs_ml_dtypes(tmp_path, monkeypatch):
     path = tmp_path / "mine.json"
     path.write_text('[["w", [3], "bfloat16"]]')
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(gs.InvalidArgument, match="pip install ml_dtypes"):
+    with pytest.raises(gs.InvalidArgument, match="which need the package ml_dtypes: pip install ml_dtypes"):
         gradients_of(str(path))
 
 

@@ -108,7 +108,9 @@ def gradients_of(model: str) -> list[GradientSpec]:
         )
     specs = read_shapes(model)
     if any(spec.dtype == "bfloat16" for spec in specs) and importlib.util.find_spec("ml_dtypes") is None:
-        raise InvalidArgument(f"{model!r} has bfloat16 gradients, which need the package: pip install ml_dtypes")
+        raise InvalidArgument(
+            f"{model!r} has bfloat16 gradients, which need the package ml_dtypes: pip install ml_dtypes"
+        )
     if total_bytes(specs) == 0:
         raise InvalidArgument(f"the gradients of {model!r} have no elements: there is nothing to time")
     return specs
