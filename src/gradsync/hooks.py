@@ -55,9 +55,9 @@ class Int8Hook:
     float32, or in float64 for float64 gradients. The error that a rank adds in one step is at most 1/254 of the largest
     absolute value in the block.
 
-    With p ranks, each rank receives (p - 1) / 4 times the bytes of the gradients. An all-reduce moves about twice the
-    bytes of the gradients. So the hook sends fewer bytes than an all-reduce only with at most 8 ranks, and saves the
-    most bytes with 2 ranks. The hook all-reduces integers and complex numbers without compression.
+    With p ranks, each rank receives (p - 1) / 4 times the bytes of float32 gradients; in an all-reduce it receives
+    2 (p - 1) / p times these bytes. So the hook moves fewer bytes than an all-reduce only with fewer than 8 ranks; with
+    2 ranks it moves about a quarter of them. The hook all-reduces integers and complex numbers without compression.
 
     Source: QSGD (Alistarh et al., NeurIPS 2017, section 4) also divides gradients into blocks with one scale each.
     Unlike QSGD, this hook rounds to nearest, and uses error feedback.
