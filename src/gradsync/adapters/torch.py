@@ -436,6 +436,8 @@ class _BackwardPasses:
             for name, parameter in module.named_parameters()
             if parameter.requires_grad and id(parameter) not in self._known
         }
+        if not late:  # the module overrides named_parameters(), and hides these parameters
+            return
         label, names = self._communicator.label, list_of_names([*late])
         if any(isinstance(each, torch.nn.Parameter) for each in late.values()):
             raise InvalidArgument(

@@ -435,6 +435,19 @@ def check_nested_backward_passes_that_come_first_are_told(comm: Any) -> None:
     expect(gs.MissingGradient, hidden.sum().backward, "use_reentrant=False")
 
 
+def check_a_module_that_hides_parameters(comm: Any) -> None:
+    """A parameter that named_parameters() leaves out is not synchronised, and no error either."""
+
+    class Hiding(nn.Linear):
+        def named_parameters(self, *args: Any, **options: Any) -> Any:
+            return ((name, each) for name, each in super().named_parameters(*args, **options) if name != "bias")
+
+    model = Synchronised(Hiding(3, 2), group())
+    loss_of(model, comm).backward()
+    assert same_on_all_ranks(comm, model.weight.grad)
+    assert not same_on_all_ranks(comm, model.bias.grad)
+
+
 def check_what_is_refused(comm: Any) -> None:
     expect(gs.InvalidArgument, lambda: Synchronised([1]), "needs a torch.nn.Module, got list")
     expect(gs.InvalidArgument, lambda: Synchronised(nn.ReLU()), "no parameter needs a gradient")
