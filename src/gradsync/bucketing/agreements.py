@@ -106,7 +106,7 @@ class StepEvents:
 
         Args:
             gradients: the number of gradients in the step.
-            missing: the names of the parameters for which no rank has a gradient.
+            missing: the names of the parameters for which this rank has no gradient.
         """
         event, index = _Flush(gradients, missing), self._index
         if index == 0:  # an empty step leaves the known events as they are
