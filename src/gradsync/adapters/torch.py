@@ -425,7 +425,9 @@ class _BackwardPasses:
                 a parameter by a tensor.
         """
         module = self._module()
-        if module is None or all(
+        if module is None or not self._remove.alive:  # the program has called unwrap(), or wrapped the module again
+            return
+        if all(
             each is None or id(each) in self._known or not each.requires_grad
             for part in module.modules()
             for each in part._parameters.values()

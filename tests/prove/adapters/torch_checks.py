@@ -59,6 +59,8 @@ def check_the_module_s_names_are_kept(comm: Any) -> None:
     assert model.unwrap() is plain
     loss_of(plain, comm).backward()  # no collective: the ranks' gradients differ
     assert plain[0].weight.grad is not None
+    plain.append(nn.Linear(4, 2))
+    loss_of(model, comm)  # without an error: the wrapper does not synchronise the new parameters, nor any other
 
 
 def check_gradients_live_in_the_buckets(comm: Any) -> None:
