@@ -275,13 +275,13 @@ def return_arrays():
     }
 
 
-def return_array_where_files_must_be_small():
+def return_array_where_files_must_be_small(hard_limit_bytes=-1):
     import resource
 
     import numpy as np
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard_limit_bytes))
     return np.arange(500_000.0)
 
 

@@ -39,9 +39,14 @@ def test_large_values_come_as_pickle_brings_them(method):
     context.join()
 
 
+def test_a_limit_of_files_that_a_function_has_set_itself_is_lifted():
+    (got,) = gs.launch(rank_functions.return_array_where_files_must_be_small, (), 1)
+    assert (got == np.arange(500_000.0)).all()
+
+
 def test_a_value_larger_than_any_file_may_be_is_an_error_that_says_so():
     with pytest.raises(WorkerError, match=r"of rank 0 is too large for the memory file .*: File too large") as caught:
-        gs.launch(rank_functions.return_array_where_files_must_be_small, (), 1)
+        gs.launch(rank_functions.return_array_where_files_must_be_small, 2**20, 1)
     assert "InvalidArgument" in str(caught.value)
 
 

@@ -39,6 +39,7 @@ def send_error(pipe: int, file: int, error: bytes) -> None:
     Raises:
         OSError: the launcher is gone, or the result file cannot grow.
     """
+    _lift_own_limit()
     _empty(file)
     _write_all(file, error)
     os.write(pipe, REPORT.pack(ERROR, 0, len(error)))
@@ -74,6 +75,7 @@ def send_result(value: Any, pipe: int, file: int) -> None:
         UnsendableResult: the value cannot be pickled, or the result file cannot grow.
         OSError: the launcher is gone.
     """
+    _lift_own_limit()
     try:
         begin, end = _write(value, file)
     except _FileRefused as refused:
@@ -149,6 +151,14 @@ def _pickle(value: Any, stream: _Stream, file: int, large: list[memoryview]) -> 
 def _empty(file: int) -> None:
     os.ftruncate(file, 0)
     os.lseek(file, 0, os.SEEK_SET)
+
+
+def _lift_own_limit() -> None:
+    """Raises the soft limit of the file size to the hard limit, because the user's code may have lowered it."""
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 def _unsendable(why: str) -> UnsendableResult:
