@@ -67,7 +67,7 @@ def test_dumps_of_no_rank_are_said_to_be_such(tmp_path: Path) -> None:
     path = gs.dump_flight_recorder(tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rank": None}))
     done = CliRunner().invoke(main, ["trace", str(tmp_path)])
-    assert (done.exit_code, "names its rank: all" in done.output) == (2, True)
+    assert (done.exit_code, "contains a rank: all" in done.output) == (2, True)
 
 
 def test_buckets_are_told_by_their_number_and_first_gradient() -> None:

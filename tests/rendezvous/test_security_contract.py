@@ -259,5 +259,7 @@ def test_a_session_is_for_the_generation_that_its_hello_has_named() -> None:
                 [message] = connection.receive()
                 assert message.fields[2] == 5
             else:
-                with pytest.raises(FrameError, match=f"JOIN needs generation 5, .* got generation {joined}"):
+                with pytest.raises(
+                    FrameError, match=f"HELLO named generation 5, but its JOIN names generation {joined}"
+                ):
                     connection.receive()

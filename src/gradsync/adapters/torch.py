@@ -141,8 +141,8 @@ class Synchronised(torch.nn.Module):
         """Calls the module.
 
         Raises:
-            InvalidArgument: gradients are enabled, and a parameter needs a gradient that needed none when the module
-                was wrapped.
+            InvalidArgument: gradients are enabled, and a parameter that needs a gradient is new, or needed none when
+                the module was wrapped.
         """
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # torch.compile would unroll the check
             self._passes.check_parameters()

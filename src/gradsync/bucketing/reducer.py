@@ -361,7 +361,7 @@ class Reducer:
             zeros: a function: zeros(bucket) returns a Reduction whose arrays hold zeros. The next call may use these
                 arrays again.
             present: the number of ranks that have gradients.
-            passes: the number of local passes of the ranks that have gradients. The ranks compare this number.
+            passes: the number of local passes of the ranks that have gradients. It must be the same on all ranks.
         """
         own_passes = self.events.local_passes
         self.begin_step(present, passes)

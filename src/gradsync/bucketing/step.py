@@ -478,7 +478,7 @@ class Step:
 
     @contextmanager
     def noting_errors(self) -> Iterator[None]:
-        """A context manager for collectives outside the step; records an error that every rank raises."""
+        """A context manager for collectives that belong to no step; stores an error that every rank raises."""
         try:
             yield
         except BaseException as error:

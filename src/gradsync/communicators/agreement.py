@@ -279,8 +279,8 @@ class Agreement(NamedTuple):
             used instead.
         is_message: whether the event is a message between two ranks. Messages are not counted as collectives.
         make_facts: a function that returns fields for the flight recorder's dumps; None if there are no fields.
-        so_far: a function that returns the state of this rank's step at this event, and is not called after the event;
-            None if the event does not belong to a step.
+        so_far: a function that returns the state of this rank's step at this event. It is called only while the event
+            runs. None if the event does not belong to a step.
     """
 
     digest: int

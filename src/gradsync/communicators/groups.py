@@ -169,7 +169,7 @@ def await_members(backend: Backend, what: str, members: Sequence[int], name: str
                     raise RendezvousTimeout(
                         f"{backend.label}: {what} of the ranks {listed([backend.ranks[rank] for rank in members])} "
                         f"waited {time.monotonic() - began:.3g} s for {whom(error)}; every member must call {what} "
-                        "with the same ranks, and ranks that are in several groups must all make these groups in the "
+                        "with the same ranks; ranks that are together in several groups must make these groups in the "
                         "same order",
                         missing_ranks=error.missing_ranks,
                         missing=error.missing,

@@ -60,7 +60,7 @@ class Objects:
         return self.all_gather_for("objects.all_gather", obj)
 
     def all_gather_for(self, what: str, obj: Any) -> list[Any]:
-        """Does the same as all_gather. Errors name `what`, the public function that calls this method.
+        """Does the same as all_gather. `what` is the name of the public function, for errors.
 
         If ranks call functions with different names, they raise PlanMismatch.
         """
@@ -83,7 +83,7 @@ class Objects:
         return self._gather_for("objects.gather", obj, root)
 
     def _gather_for(self, what: str, obj: Any, root: int = 0, argument: str = "root") -> list[Any] | None:
-        """Does the same as gather. Errors name `what`, the public function that calls this method.
+        """Does the same as gather. `what` is the name of the public function, for errors.
 
         Args:
             what: the name of the public function.
@@ -114,7 +114,7 @@ class Objects:
         return self.broadcast_for("objects.broadcast", obj, root)
 
     def broadcast_for(self, what: str, obj: Any = None, root: int = 0) -> Any:
-        """Does the same as broadcast. Errors name `what`, the public function that calls this method."""
+        """Does the same as broadcast. `what` is the name of the public function, for errors."""
         root = checked_rank(self._backend, what, "root", root)
         agreement = agreement_on(what, (), None, f"root {root}")
         is_root = self._backend.rank == root

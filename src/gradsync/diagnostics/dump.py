@@ -432,7 +432,7 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
         rank.
 
     Raises:
-        InvalidArgument: there are no dumps, a file is not a dump, or none of the dumps names its rank.
+        InvalidArgument: there are no dumps, a file is not a dump, or no dump contains a rank.
     """
     paths = list(paths)
     contents = [(file, content) for path in paths for file, content in _contents(path)]
@@ -444,7 +444,7 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
     latest = {dump.rank: dump for dump in dumps if dump.rank is not None}
     if not latest:
         raise InvalidArgument(
-            f"no dump in {', '.join(map(str, paths))} names its rank: all were written before init_process_group()"
+            f"no dump in {', '.join(map(str, paths))} contains a rank: all were written before init_process_group()"
         )
     kept = sorted(latest.values(), key=lambda dump: dump.rank or 0)
     return kept, [dump for dump in dumps if dump not in kept]

@@ -103,7 +103,7 @@ class FlightRecorder:
 
     Args:
         group: the communicator's name.
-        place: the communicator; None if `recorders` shall not return this recorder.
+        place: the communicator. If it is None, `recorders` does not return this recorder.
 
     Attributes:
         group, place: see Args.

@@ -100,8 +100,8 @@ def launcher(
         CUDA. It raises RankFailed if a rank fails; the attributes of this error are the rank, its exit code and
         traceback, and the return values of the ranks that had finished. The call raises AuthenticationError if the
         secret is missing, RendezvousError if the port is taken, and RendezvousTimeout if the machine with rank_start 0
-        does not host the server in time. After Ctrl-C it raises KeyboardInterrupt; after SIGTERM or SIGHUP it raises
-        SystemExit(128 + n), where n is the signal's number.
+        does not host the server in time. Ctrl-C raises KeyboardInterrupt. SIGTERM and SIGHUP raise SystemExit(128 + n),
+        where n is the signal's number.
 
     Raises:
         InvalidArgument: an argument is out of its range, or contradicts another argument.

@@ -484,9 +484,9 @@ class RendezvousClient:
         self._connection.await_failure(FrameType.STUCK, *fields, True)
         missing_names = f" for {name_ranks(missing)}" if missing else ""
         raise CollectiveTimeout(
-            f"{self._connection.label}: waited {waited_seconds:.3g} s in {what}{missing_names}; the states of the "
-            f"other ranks are unknown: the rendezvous server at {self.address} did not answer within "
-            f"{FAILURE_WITHIN_SECONDS:g} s",
+            f"{self._connection.label}: waited {waited_seconds:.3g} s in {what}{missing_names}; the server "
+            f"at {self.address} did not answer within {FAILURE_WITHIN_SECONDS:g} s, so this rank cannot say what the "
+            "other ranks are doing",
             missing_ranks=tuple(missing or ()),
         )
 

@@ -298,7 +298,7 @@ class ServerConnection:
         """Refuses a session if its HELLO and its JOIN name different generations."""
         if message.type is FrameType.JOIN and message.fields[2] != self._handshake.generation:
             wanted, got = self._handshake.generation, message.fields[2]
-            raise FrameError(f"JOIN needs generation {wanted}, which HELLO named, got generation {got}")
+            raise FrameError(f"this client's HELLO named generation {wanted}, but its JOIN names generation {got}")
 
     def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
         """Queues a message for an authenticated peer.

@@ -90,7 +90,7 @@ class WaitTable:
         return wait
 
     def close(self, wait: Wait) -> None:
-        """Ends a wait that was answered or withdrawn. Idempotent."""
+        """Removes a wait from this table, because it is answered or withdrawn. Idempotent."""
         waits = self._by_connection.get(wait.request.connection)
         if waits is not None and waits.get(wait.request.sequence) is wait:
             del waits[wait.request.sequence]

@@ -82,7 +82,7 @@ class SharedRings:
         return [[ring[begin : begin + size] for ring in self.of(dtype)] for begin in begins]
 
     def of(self, dtype: np.dtype[Any]) -> Rings:
-        """Returns [rank] -> the whole ring as an array of a dtype, whose item size must be 1, 2, 4, 8 or 16 bytes."""
+        """Returns the whole ring of each rank, in rank order, as arrays of a dtype of 1, 2, 4, 8 or 16 bytes."""
         rings = self._rings.get(dtype)
         if rings is None:
             whole = np.frombuffer(self._memory, np.uint8).reshape(self._world_size, -1)

@@ -180,8 +180,8 @@ class SharedBarrier:
     def next_parity(self) -> int:
         """The parity of the next round, 0 or 1, which selects one of two buffers.
 
-        A rank writes to the same buffer again two rounds later. Before that, all ranks arrive at the round in between,
-        and a rank arrives there only after it has read the buffer.
+        A rank writes to the same buffer again two rounds later, after all ranks have arrived at the round in between.
+        Each rank reads the buffer before it arrives at that round.
         """
         return (self.round + 1) & 1
 

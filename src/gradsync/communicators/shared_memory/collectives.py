@@ -10,7 +10,7 @@ next round. An array that fits into one round is published completely before any
 its target may overlap.
 
 Reductions combine the operands in rank order, so all ranks get bitwise equal results, and equal inputs give bitwise
-equal results in every run. The result of an element does not depend on the size of the array either. Complex products
+equal results in every run. The result of an element is the same in arrays of every size. Products of complex numbers
 are an exception, because NumPy rounds them differently in vector and scalar code.
 """
 
@@ -69,7 +69,7 @@ class Plans:
     """The plans of one communicator. A plan is made at its first use; the least recently used plans are deleted.
 
     Args:
-        context: the communicator's objects and sizes.
+        context: the communicator's barrier, rings and sizes.
         scratch: the buffers of this process.
         slots: the slots for large lists.
     """
@@ -186,7 +186,7 @@ class Movement(_Plan):
     """The plan of a collective without arithmetic: it moves parts of the source to the target.
 
     Args:
-        context: the communicator's objects and sizes.
+        context: the communicator's barrier, rings and sizes.
         size: the size of the largest part in bytes.
         step: the number of bytes of each part that one round moves.
         make: a function; make(begin, end) returns the round for the bytes [begin, end) of each part.
@@ -344,7 +344,7 @@ class ListBroadcast(_Plan):
     """The plan of one broadcast of several arrays, which copies all arrays as bytes, whatever their dtypes.
 
     Args:
-        context: the communicator's objects and sizes.
+        context: the communicator's barrier, rings and sizes.
         sizes: the sizes of the arrays in bytes.
         root: the rank whose values all ranks get.
     """
@@ -378,7 +378,7 @@ class _Reduction(_Plan):
     """Base class of plans that reduce in shared memory, with the operands in rank order.
 
     Args:
-        context: the communicator's objects and sizes.
+        context: the communicator's barrier, rings and sizes.
         quietly: a function that calls another function, and makes NumPy ignore floating-point errors in it; see
             quiet_caller.
         dtype: the dtype of the arrays.
@@ -463,7 +463,7 @@ class LargeReduction(_Plan):
     The plan keeps the NumPy calls for the last few arrays, because programs often reduce the same arrays again.
 
     Args:
-        context: the communicator's objects and sizes.
+        context: the communicator's barrier, rings and sizes.
         scratch: the buffers of this process.
         slots: the slots for large lists.
         dtype, size, op: the dtype of the array, the number of its elements, and the operator of the reduction.
@@ -511,7 +511,7 @@ class OneShotList:
     Args:
         one_shot: the plan for the total number of elements of the arrays.
         sources, targets: see Backend.all_reduce.
-        context: the communicator's objects and sizes.
+        context: the communicator's barrier, rings and sizes.
         scratch: the buffers of this process.
         checks: the checks that the plan makes on the results.
         wire: the dtype and the factors for the values that ranks exchange; None if they exchange the values unchanged.

@@ -412,7 +412,7 @@ class PipelinedAllReduce:
     Args:
         sources, targets: see Backend.all_reduce.
         op: the operator of the reduction, which the dtype must support.
-        context: the communicator's objects and sizes.
+        context: the communicator's barrier, rings and sizes.
         scratch: the buffers of this process.
         slots: the slots as arrays of the dtype that ranks exchange; a chunk fits into one slot.
         flags: the flags of all ranks for non-finite results.

@@ -83,7 +83,7 @@ class ResidentReduction:
     """All-reduces ranges of resident memory.
 
     Args:
-        context: the communicator's objects and sizes.
+        context: the communicator's barrier, rings and sizes.
     """
 
     def __init__(self, context: ShmContext) -> None:
@@ -156,7 +156,7 @@ class Handover(NamedTuple):
     """Makes shared memory on rank 0, and passes it to the other ranks of a communicator.
 
     Attributes:
-        context: the communicator's objects and sizes.
+        context: the communicator's barrier, rings and sizes.
         share: a function; share(numbers) exchanges integers, and returns [rank] -> the integers of that rank.
         check_for_failures: a function; check_for_failures(ranks) raises an error if these ranks cannot arrive any more.
         timeout_seconds: how long a rank waits until the memory is passed.
