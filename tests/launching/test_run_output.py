@@ -70,6 +70,22 @@ def test_last_output_of_the_failing_rank_is_repeated_before_the_cause(tmp_path):
     assert f"on {os.uname().nodename}) was killed by SIGSEGV; " in lines[-1]
 
 
+def test_last_output_is_that_of_the_rank_for_which_the_others_waited(tmp_path):
+    source = """
+        import time
+        import gradsync as gs
+        with gs.init_process_group(collective_timeout_seconds=1.0) as comm:
+            print("rank", comm.rank, "waits" if comm.rank == 0 else "sleeps")
+            if comm.rank == 1:
+                time.sleep(60)
+            comm.barrier()
+        """
+    code, _, err = command.run("run", "-n", 2, command.write_script(tmp_path, source))
+    assert code == 1
+    assert err.splitlines()[:2] == ["gradsync: the last output of rank 1:", "    rank 1 sleeps"]
+    assert "failed with exit code 1, because of rank 1:" in err
+
+
 @pytest.mark.parametrize(("options", "reader"), [((), 0), (("--stdin", "1"), 1), (("--stdin", "none"), None)])
 def test_one_rank_reads_standard_input(tmp_path, options, reader):
     script = command.write_script(tmp_path, "import os, sys; print(os.environ['RANK'], repr(sys.stdin.read()))")

@@ -183,7 +183,8 @@ def failure_text(outcome: Outcome) -> str:
     ]
     text = root.error.text if root.error else ""
     if len(outcome.ranks) > 1:  # a single rank's output is right above the report
-        lines += _last_output(root)
+        missed = root.error.missed_rank if root.error is not None and root.error.is_consequence else None
+        lines += _last_output(next((rank for rank in outcome.ranks if rank.rank == missed), root))
     lines.append(f"gradsync: {outcome.describe_cause()}{':' if text else ''}\n{text}")
     return "".join(lines)
 
