@@ -127,7 +127,11 @@ DEFAULT = 10 * MEGABYTE
         ),
         (
             [row(MEGABYTE, 10.0, 54)],
-            "All thresholds give the same 54 bucket(s), so there is nothing to choose. A step takes 10 ms.",
+            "All thresholds give the same 54 buckets, so there is nothing to choose. A step takes 10 ms.",
+        ),
+        (
+            [row(MEGABYTE, 10.0, 1)],
+            "All thresholds give the same 1 bucket, so there is nothing to choose. A step takes 10 ms.",
         ),
     ],
 )

@@ -361,7 +361,8 @@ def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
     """
     fastest = _fastest(rows)
     if len(rows) == 1:
-        buckets = f"{fastest.candidate.all_reduces} bucket(s)"
+        count = fastest.candidate.all_reduces
+        buckets = "1 bucket" if count == 1 else f"{count} buckets"
         return f"All thresholds give the same {buckets}, so there is nothing to choose. A step takes {fastest.seconds}."
     if not is_sure(rows):
         more = "a longer --time-limit" if fastest.seconds.samples < wanted_steps else "--steps 20"
