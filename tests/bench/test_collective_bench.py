@@ -23,9 +23,13 @@ from gradsync.bench.collectives import (
     heading,
     line_of,
     panels,
+    parse_size,
+    sizes_between,
 )
+from gradsync.bench.command import collectives
 from gradsync.bench.report import Seconds, plot
 from gradsync.cli import main
+from gradsync.errors import size_text
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux")
 
@@ -142,6 +146,16 @@ def test_a_rank_alone_and_an_integer_product_without_a_check():
     [line] = lines_under(text, "all_reduce")
     assert line[2:5] == ["int32", "prod", "-1"]
     assert line[8] == "N/A"
+
+
+def test_the_default_sizes_end_at_the_default_of_end():
+    """The help says "1 KB to 16 MB", so the steps must meet the end."""
+    begin, end, factor = (
+        next(option.default for option in collectives.params if option.name == name)
+        for name in ("begin", "end", "factor")
+    )
+    assert sizes_between(parse_size(begin), parse_size(end), factor)[-1] == parse_size(end)
+    assert f"{size_text(parse_size(begin))} to {size_text(parse_size(end))}\n" in collectives.epilog
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def thresholds(**options: Any) -> None:
     short_help="Times collectives, and prints the columns of nccl-tests.",
     epilog="""\b
 Examples:
-  gradsync bench collectives                                    all_reduce, two ranks, 1 KB to 32 MB
+  gradsync bench collectives                                    all_reduce, two ranks, 1 KB to 16 MB
   gradsync bench collectives -c all -n 4 -b 64K -e 64M -f 8
   gradsync bench collectives -c all_reduce,broadcast --plot out.png --json out.json
   srun -n 16 gradsync bench collectives -e 256M                 ranks that a launcher has started
@@ -165,7 +165,7 @@ ranks, that differ from NumPy's result. If a collective runs only out of place, 
 )
 @_backend
 @click.option("-b", "--begin", default="1K", show_default=True, metavar="SIZE", help="Smallest size.")
-@click.option("-e", "--end", default="32M", show_default=True, metavar="SIZE", help="Largest size.")
+@click.option("-e", "--end", default="16M", show_default=True, metavar="SIZE", help="Largest size.")
 @click.option("-f", "--factor", type=float, default=4.0, show_default=True, help="Factor from one size to the next.")
 @click.option(
     "--iters",
