@@ -71,6 +71,13 @@ def absolute_path_environment():
         (("run", "-n", "two", "x.py"), "'two' is not a valid integer"),
         (("run", "--backend", "gloo", "x.py"), "'gloo' is not one of"),
         (("run", "--bakend", "shm", "x.py"), "--bakend"),
+        (
+            ("run", "--timeout", "3", "x.py"),
+            "No such option '--timeout'. To limit how long a collective waits for a rank, set",
+        ),
+        (("run", "--timeout=3", "x.py"), "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS"),
+        (("run", "--join-timeot", "3", "x.py"), "Did you mean"),
+        (("serve", "--timeout", "3"), "No such option"),
         (("run",), "Missing argument 'SCRIPT'. For example: gradsync run -n 2 train.py"),
         (("serve", "--world-size", "0"), "0 is not in the range"),
         (("jump",), "No such command 'jump'"),

@@ -12,7 +12,7 @@ from gradsync import __version__
 from gradsync.arguments import DEFAULT_GRACE_SECONDS, DEFAULT_TIMEOUT_SECONDS, LARGEST_PORT
 from gradsync.backends import BACKENDS, TABLE
 from gradsync.bench.command import bench
-from gradsync.environment import BACKEND, SECRET_FILE, STATE_DIR
+from gradsync.environment import BACKEND, COLLECTIVE_TIMEOUT_SECONDS, SECRET_FILE, STATE_DIR
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
 
 if TYPE_CHECKING:
@@ -43,6 +43,14 @@ class _Commands(click.Group):
                 raise
             example = "For example: gradsync run -n 2 train.py"
             raise click.MissingParameter(example, error.ctx, error.param) from None
+        except click.NoSuchOption as error:
+            if error.option_name != "--timeout" or error.ctx is None or error.ctx.command is not run:
+                raise
+            advice = (
+                "No such option '--timeout'. To limit how long a collective waits for a rank, set the variable "
+                f"{COLLECTIVE_TIMEOUT_SECONDS}, in seconds; --join-timeout limits only the wait for other machines."
+            )
+            raise click.NoSuchOption("--timeout", advice, ctx=error.ctx) from None
         except KeyboardInterrupt:  # click would exit with 1 if no supervisor handles Ctrl-C
             sys.exit(128 + signal.SIGINT)
 
