@@ -26,6 +26,14 @@ def test_a_file_may_be_named(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
+def test_the_call_that_the_page_shows_keeps_the_dumps_of_all_ranks(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs/tracing.md").read_text()
+    [call] = set(re.findall(r"`(gs\.dump_flight_recorder\(.*?\))`", page))
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", f"import gradsync as gs; {call}"], cwd=tmp_path, check=True)
+    assert len(list(tmp_path.rglob("*.json"))) == 2
+
+
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(gs.InvalidArgument, match="cannot be written to"):
