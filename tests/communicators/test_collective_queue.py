@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,9 +64,39 @@ def test_a_failure_that_nobody_asks_for_is_logged_as_its_future_is_deleted(
             time.sleep(0.01)
         assert caplog.messages == []
         del future
+        limit = time.monotonic() + WAIT
+        while not caplog.messages and time.monotonic() < limit:
+            time.sleep(0.01)
         assert [LOST in message for message in caplog.messages] == [True]
     finally:
         gc.enable()
+
+
+def test_a_logging_handler_may_run_a_collective(comm: gs.Communicator) -> None:
+    """It holds its lock while it waits for the queue, which has a failure to log."""
+    begin, ended = threading.Event(), threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.msg == "wait":
+                begin.set()
+                comm.barrier()
+                ended.set()
+
+    def fail() -> None:
+        begin.wait(WAIT)
+        time.sleep(0.1)
+        raise ValueError("a wrong value")
+
+    handler = Handler()
+    logging.getLogger("gradsync").addHandler(handler)
+    try:
+        submit(comm, fail)  # its future is deleted at once
+        thread = threading.Thread(target=lambda: logging.getLogger("gradsync").error("wait"), daemon=True)
+        thread.start()
+        assert ended.wait(WAIT)
+    finally:
+        logging.getLogger("gradsync").removeHandler(handler)
 
 
 def run_to_the_end(script: str) -> tuple[subprocess.CompletedProcess[str], float]:

@@ -139,13 +139,15 @@ class Job:
             _log.error("a done-callback of %s raised %s", self.name, describe(error))
         finally:
             del self._run  # the function holds the caller's arrays
-            self.end = _over  # the error's traceback refers to this job: a cycle would delay the error's log entry
             self._previous = None
             with self.lifetime.submitting:
                 if self.lifetime.last_job is self:  # a reference would keep the result alive
                     self.lifetime.last_job = None
             pending.pop(self, None)
             self._not_over.release()
+            # The error's traceback refers to this job: a cycle would delay the error's log entry. If the program has
+            # deleted the future, the entry is written here, after the release: a logging handler may wait for the job.
+            self.end = _over
 
     def wait(self) -> None:
         """Waits until the collective and its done-callbacks have run."""
