@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
+import pickle
 import threading
 import time
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 
 import gradsync as gs
 from contract import expect
+from gradsync.communicators.local import local_communicator
 from kits import make_kit
 from places import GPU, SHM, STAND_IN, Place, on
 from rank_processes import run_ranks
@@ -216,3 +220,43 @@ def test_another_thread_hears_which_ranks_have_not_come() -> None:
     (told,), _ = run_ranks(2, ask_before_the_bucket_is_full, collective_timeout_seconds=1.0)
     assert "rank 1" in told.partition(":")[2]
     assert "was not reduced within" not in told
+
+
+def test_arithmetic_with_a_number_and_unknown_attributes_advise_result() -> None:
+    sync = gs.AllreduceCallback("sum", local_communicator())
+    with sync.backward():
+        future = sync("w", np.full(3, 2.0))
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        calculate = getattr(operator, name)
+        for number in (3, 0.5, 1j, True):
+            for operands in ((number, future), (future, number)):
+                error = expect(
+                    TypeError, partial(calculate, *operands), "the gradient of 'w': arithmetic needs an array"
+                )
+                assert "got a GradientFuture: call result()" in str(error)
+    for calculate in (operator.neg, operator.pos, abs):
+        expect(TypeError, partial(calculate, future), "call result()")
+    expect(AttributeError, lambda: future.mean(), "'GradientFuture' object has no attribute 'mean': call result()")
+
+
+def test_a_future_that_advises_result_is_otherwise_as_before() -> None:
+    sync = gs.AllreduceCallback("sum", local_communicator())
+    with sync.backward():
+        future = sync("w", np.full(3, 2.0))
+    for array in (np.full(3, 5.0), np.float64(5), np.int32(5), np.array(5.0)):
+        assert (array - future == 3).all()
+        assert (future - array == -3).all()
+        assert (array**future == 25).all()
+    weights = np.full(3, 5.0)
+    weights -= future
+    assert (weights == 3).all()
+    expect(TypeError, lambda: future + "text", "unsupported operand")
+    for name in ("mean", "_mean", "__len__", "__deepcopy__", "__array_interface__"):
+        assert not hasattr(future, name)
+    for name in ("_mean", "__len__"):
+        error = expect(AttributeError, partial(getattr, future, name))
+        assert str(error) == f"'GradientFuture' object has no attribute '{name}'"
+        assert (error.name, error.obj) == (name, future)
+    for refused in (pickle.dumps, copy.copy, copy.deepcopy):
+        expect(TypeError, partial(refused, future), "cannot be pickled or copied")
+    expect(AttributeError, lambda: repr(object.__new__(gs.GradientFuture)), "no attribute '_end'")
