@@ -63,7 +63,8 @@ def parse_reduce_method(value: str | ReduceOp) -> ReduceOp:
     """
     op = _find(value)
     if op is not ReduceOp.SUM and op is not ReduceOp.MEAN:
-        raise InvalidArgument(f'reduce_method needs to be "sum" or "mean", got {value!r}')
+        given = repr(value) if isinstance(value, str) else type(value).__name__
+        raise InvalidArgument(f'reduce_method needs to be "sum" or "mean", got {given}')
     return op
 
 

@@ -90,6 +90,29 @@ def test_mistakes_are_told_at_once(options: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "parameters",
+    [{"w": np.ones(3)}, [np.ones(3)], np.ones(3), iter([np.ones(3)])],
+    ids=lambda value: type(value).__name__,
+)
+def test_parameters_by_position_are_refused_without_their_values(parameters: Any) -> None:
+    given = type(parameters).__name__
+    advice = f"got {given}: pass the parameters as parameters=..."
+    with pytest.raises(gs.InvalidArgument) as caught:
+        gs.AllreduceCallback(parameters)
+    assert str(caught.value) == f'AllreduceCallback needs reduce_method to be "sum" or "mean", {advice}'
+    with pytest.raises(gs.InvalidArgument) as caught:
+        gs.AllreduceCallback("mean", parameters)
+    assert str(caught.value) == f"AllreduceCallback needs group to be a Communicator or None, {advice}"
+
+
+@pytest.mark.parametrize(("value", "given"), [("avg", "'avg'"), (None, "NoneType"), (np.float64, "type")])
+def test_a_wrong_reduce_method_is_shown_if_it_is_text(value: Any, given: str) -> None:
+    with pytest.raises(gs.InvalidArgument) as caught:
+        gs.AllreduceCallback(value)
+    assert str(caught.value) == f'reduce_method needs to be "sum" or "mean", got {given}'
+
+
+@pytest.mark.parametrize(
     ("option", "advice"),
     [
         ("clip_nrom", ": did you mean clip_norm?"),

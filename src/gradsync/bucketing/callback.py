@@ -7,7 +7,7 @@ others. The ranks agree on every bucket, and on the flush, before they exchange 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -134,6 +134,15 @@ class AllreduceCallback:
             from inspect import signature  # imported here: only errors need it
 
             refuse_words("AllreduceCallback", removed, signature(AllreduceCallback).parameters, _REMOVED, _FOREIGN)
+        for needed, value in (
+            ('reduce_method to be "sum" or "mean"', reduce_method),
+            ("group to be a Communicator or None", group),
+        ):
+            if isinstance(value, Iterable) and not isinstance(value, str):
+                given = type(value).__name__
+                raise InvalidArgument(
+                    f"AllreduceCallback needs {needed}, got {given}: pass the parameters as parameters=..."
+                )
         self.op = parse_reduce_method(reduce_method)
         if backend is not None and backend not in BACKENDS:
             raise InvalidArgument(unknown_backend(backend))
