@@ -234,6 +234,31 @@ def test_every_public_name_loads() -> None:
         _ = gs.AlreduceCallback
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("get_rank", "gs.get_communicator().rank"),
+        ("get_world_size", "gs.get_communicator().world_size"),
+        ("all_reduce", "gs.get_communicator().all_reduce(...)"),
+        ("broadcast", "gs.get_communicator().broadcast(...)"),
+        ("barrier", "gs.get_communicator().barrier()"),
+        (
+            "DistributedDataParallel",
+            "gradsync.adapters.torch.Synchronised(model), or gs.AllreduceCallback in your own loop",
+        ),
+        ("DistributedSampler", "gs.shard_indices(len(data), epoch)"),
+        ("clip_grad_norm_", 'gs.AllreduceCallback("mean", clip_norm=1.0)'),
+        ("no_sync", "accumulate() of a gs.AllreduceCallback"),
+        ("Join", "join() of a gs.AllreduceCallback"),
+    ],
+)
+def test_names_of_torch_say_what_to_use(name: str, advice: str) -> None:
+    assert not hasattr(gs, name)
+    with pytest.raises(AttributeError) as caught:
+        getattr(gs, name)
+    assert str(caught.value) == f"module 'gradsync' has no attribute {name!r}: use {advice}"
+
+
 def test_inspection_works_before_anything_is_initialised() -> None:
     assert not hasattr(gs, "WORLD")
     assert loaded_after("from gradsync import *; import gradsync, inspect, pydoc; inspect.getmembers(gradsync)")

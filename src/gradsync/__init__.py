@@ -136,6 +136,20 @@ _HOME = {
     ),
 }
 
+# Name of torch.distributed or of its users -> what to use instead, for the error. docs/coming_from/ddp.md has them too.
+_FOREIGN = {
+    "get_rank": "gs.get_communicator().rank",
+    "get_world_size": "gs.get_communicator().world_size",
+    "all_reduce": "gs.get_communicator().all_reduce(...)",
+    "broadcast": "gs.get_communicator().broadcast(...)",
+    "barrier": "gs.get_communicator().barrier()",
+    "DistributedDataParallel": "gradsync.adapters.torch.Synchronised(model), or gs.AllreduceCallback in your own loop",
+    "DistributedSampler": "gs.shard_indices(len(data), epoch)",
+    "clip_grad_norm_": 'gs.AllreduceCallback("mean", clip_norm=1.0)',
+    "no_sync": "accumulate() of a gs.AllreduceCallback",
+    "Join": "join() of a gs.AllreduceCallback",
+}
+
 _MODULES = ("comm", "hooks")
 
 # WORLD is not in this list, because it exists only while there is a process group.
@@ -155,7 +169,7 @@ def _load(name: str) -> object:
     if home is None:
         from gradsync.arguments import did_you_mean
 
-        advice = "" if name.startswith("_") else did_you_mean(name, __all__)
+        advice = "" if name.startswith("_") else did_you_mean(name, __all__, _FOREIGN)
         raise AttributeError(f"module 'gradsync' has no attribute {name!r}{advice}")
     value: object = getattr(importlib.import_module(home), name)
     globals()[name] = value

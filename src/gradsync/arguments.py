@@ -72,7 +72,7 @@ def refuse_words(
         given: the unknown arguments, by name.
         known: the names of the function's arguments.
         removed: a mapping from the name of each argument that only earlier versions had, to advice for the user.
-        foreign: a mapping from names that other libraries use for the arguments, to the function's own names.
+        foreign: a mapping from names that other libraries use for the arguments, to what to use instead.
 
     Raises:
         InvalidArgument: only earlier versions of the function had this argument.
@@ -81,12 +81,23 @@ def refuse_words(
     for name in given:
         if name in removed:
             raise InvalidArgument(f"{who} has no {name}= any more: {removed[name]}")
-        advice = f": use {foreign[name]}" if name in foreign else did_you_mean(name, known)
-        raise TypeError(f"{who}() got an unexpected keyword argument {name!r}{advice}")
+        raise TypeError(f"{who}() got an unexpected keyword argument {name!r}{did_you_mean(name, known, foreign)}")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns text such as ": did you mean clip_norm?" with the most similar known name; "" if none is similar."""
+def did_you_mean(name: str, known: Iterable[str], foreign: Mapping[str, str] = {}) -> str:
+    """Returns advice for a user who has used an unknown name.
+
+    Args:
+        name: the unknown name.
+        known: the known names.
+        foreign: a mapping from names that other libraries use, to what to use instead.
+
+    Returns:
+        Text such as ": use threshold_bytes" for a name of another library; otherwise text such as ": did you mean
+        clip_norm?" with the most similar known name; "" if none is similar.
+    """
+    if name in foreign:
+        return f": use {foreign[name]}"
     from difflib import get_close_matches  # imported here: only errors need it
 
     close = get_close_matches(name, list(known), n=1, cutoff=0.7)
