@@ -137,6 +137,27 @@ def test_bad_arguments_are_told_at_once(arguments: dict[str, Any], error: type, 
     assert not gs.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        (
+            "timeout",
+            ": use collective_timeout_seconds=... for collectives, or timeout_seconds=... for joining the other ranks",
+        ),
+        ("init_method", ': use address="host:port", or leave it out if a launcher has started the ranks'),
+        ("device_id", ': use device="cuda:0"'),
+        ("wold_size", ": did you mean world_size?"),
+        ("colour", ""),
+    ],
+)
+def test_unknown_arguments_say_what_to_use(name: str, advice: str) -> None:
+    unknown: dict[str, Any] = {name: 1}
+    with pytest.raises(TypeError) as caught:
+        gs.init_process_group("local", **unknown)
+    assert str(caught.value) == f"init_process_group() got an unexpected keyword argument {name!r}{advice}"
+    assert not gs.is_initialized()
+
+
 def test_a_process_that_nobody_started_is_a_world_of_one_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

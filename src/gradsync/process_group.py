@@ -13,9 +13,15 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeVar
 
-from gradsync.arguments import DEFAULT_COLLECTIVE_TIMEOUT_SECONDS, DEFAULT_TIMEOUT_SECONDS, check_integer, is_number
+from gradsync.arguments import (
+    DEFAULT_COLLECTIVE_TIMEOUT_SECONDS,
+    DEFAULT_TIMEOUT_SECONDS,
+    check_integer,
+    is_number,
+    refuse_words,
+)
 from gradsync.backend_choice import agree_on_another, agree_on_backend, choose_before_joining, connect
 from gradsync.backends import BACKENDS, TABLE, unknown_backend
 from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
@@ -64,6 +70,11 @@ if TYPE_CHECKING:  # not imported at run time: a world of one rank does not need
     from gradsync.rendezvous.client import RendezvousClient
     from gradsync.rendezvous.hosting import JoinedRendezvous
 
+_FOREIGN = {
+    "timeout": "collective_timeout_seconds=... for collectives, or timeout_seconds=... for joining the other ranks",
+    "init_method": 'address="host:port", or leave it out if a launcher has started the ranks',
+    "device_id": 'device="cuda:0"',
+}
 _LEAVING_SECONDS = 5.0  # how long a rank that hosts the server waits at exit for other ranks to leave
 _FAILED_JOB_SECONDS = 0.5  # the wait before MPI ends all ranks, so that the other ranks can receive and print the cause
 
@@ -89,6 +100,7 @@ def init_process_group(
     collective_timeout_seconds: float = DEFAULT_COLLECTIVE_TIMEOUT_SECONDS,
     allow_shared_gpu: bool = False,
     debug: bool | None = None,
+    **removed: NoReturn,  # so that type checkers refuse misspelt arguments
 ) -> Communicator:
     """Joins the other ranks and makes the world's communicator. Every rank must call it.
 
@@ -129,6 +141,10 @@ def init_process_group(
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks could not join.
     """
     global _settings
+    if removed:
+        from inspect import signature  # imported here: only errors need it
+
+        refuse_words("init_process_group", removed, signature(init_process_group).parameters, {}, _FOREIGN)
     configure_logging()
     arm()
     if get_initial_world() is not None:
