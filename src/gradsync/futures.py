@@ -590,12 +590,7 @@ class GradientFuture(CollectiveFuture):
             )
         super()._await_launch(timeout)
 
-    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute and operator
-
-        def __getattr__(self, name: str) -> NoReturn:
-            advice = "" if name.startswith("_") else ": call result(), which returns the reduced gradient"
-            text = f"{type(self).__name__!r} object has no attribute {name!r}{advice}"
-            raise AttributeError(text, name=name, obj=self)
+    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept these operators
 
         def _refuse_number(self, *other: Any) -> Any:
             """Raises an error for an operator without another operand, or with a Python number."""

@@ -222,7 +222,7 @@ def test_another_thread_hears_which_ranks_have_not_come() -> None:
     assert "was not reduced within" not in told
 
 
-def test_arithmetic_with_a_number_and_unknown_attributes_advise_result() -> None:
+def test_arithmetic_with_a_number_advises_result() -> None:
     sync = gs.AllreduceCallback("sum", local_communicator())
     with sync.backward():
         future = sync("w", np.full(3, 2.0))
@@ -236,7 +236,6 @@ def test_arithmetic_with_a_number_and_unknown_attributes_advise_result() -> None
                 assert "got a GradientFuture: call result()" in str(error)
     for calculate in (operator.neg, operator.pos, abs):
         expect(TypeError, partial(calculate, future), "call result()")
-    expect(AttributeError, lambda: future.mean(), "'GradientFuture' object has no attribute 'mean': call result()")
 
 
 def test_a_future_that_advises_result_is_otherwise_as_before() -> None:
@@ -253,10 +252,5 @@ def test_a_future_that_advises_result_is_otherwise_as_before() -> None:
     expect(TypeError, lambda: future + "text", "unsupported operand")
     for name in ("mean", "_mean", "__len__", "__deepcopy__", "__array_interface__"):
         assert not hasattr(future, name)
-    for name in ("_mean", "__len__"):
-        error = expect(AttributeError, partial(getattr, future, name))
-        assert str(error) == f"'GradientFuture' object has no attribute '{name}'"
-        assert (error.name, error.obj) == (name, future)
     for refused in (pickle.dumps, copy.copy, copy.deepcopy):
         expect(TypeError, partial(refused, future), "cannot be pickled or copied")
-    expect(AttributeError, lambda: repr(object.__new__(gs.GradientFuture)), "no attribute '_end'")
