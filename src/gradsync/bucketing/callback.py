@@ -134,15 +134,11 @@ class AllreduceCallback:
             from inspect import signature  # imported here: only errors need it
 
             refuse_words("AllreduceCallback", removed, signature(AllreduceCallback).parameters, _REMOVED, _FOREIGN)
-        for needed, value in (
-            ('reduce_method to be "sum" or "mean"', reduce_method),
-            ("group to be a Communicator or None", group),
-        ):
-            if isinstance(value, Iterable) and not isinstance(value, str):
-                given = type(value).__name__
-                raise InvalidArgument(
-                    f"AllreduceCallback needs {needed}, got {given}: pass the parameters as parameters=..."
-                )
+        if isinstance(reduce_method, Iterable) and not isinstance(reduce_method, str):
+            raise InvalidArgument(
+                f'AllreduceCallback needs reduce_method to be "sum" or "mean", got {type(reduce_method).__name__}: '
+                "pass the parameters as parameters=..."
+            )
         self.op = parse_reduce_method(reduce_method)
         if backend is not None and backend not in BACKENDS:
             raise InvalidArgument(unknown_backend(backend))
