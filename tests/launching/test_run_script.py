@@ -42,6 +42,12 @@ def test_module_runs_as_main_of_each_rank(tmp_path):
     assert sorted(out.splitlines()) == [f"{r} __main__ package.job ['--x']" for r in range(2)]
 
 
+def test_module_that_does_not_exist_is_told_before_ranks_start(tmp_path):
+    code, out, err = command.run(*RUN, "-m", "no_such_package.job", cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert f"module 'no_such_package.job' does not exist (no 'no_such_package' in {tmp_path} or sys.path)" in err
+
+
 def test_directory_with_main_runs(tmp_path):
     command.write_script(tmp_path, "print('here')", "__main__.py")
     assert command.run(*RUN, tmp_path)[:2] == (0, "here\nhere\n")
