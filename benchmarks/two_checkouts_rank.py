@@ -7,6 +7,7 @@ be older or newer than the script.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import sys
@@ -50,6 +51,10 @@ class Rank:
                 parameters = {index: (array.shape, "float32") for index, array in enumerate(arrays)}
                 callback = gs.AllreduceCallback("mean", parameters=parameters, gradient_as_bucket_view=True)
                 arrays = list(callback.gradient_buffers().values())
+            elif kind == "clipped gradients":
+                # The sum over two ranks doubles equal gradients, so each step is clipped to half of the sum again.
+                elements = sum(array.size for array in arrays)
+                callback = gs.AllreduceCallback("sum", nonfinite="raise", clip_norm=0.5 * math.sqrt(elements))
             else:
                 callback = gs.AllreduceCallback("mean")
             self._run = lambda: _step(callback, arrays)
@@ -57,7 +62,8 @@ class Rank:
             for array in arrays:
                 array.fill(self._communicator.rank)
             self._run()
-            if not all((array == (self._communicator.world_size - 1) / 2).all() for array in arrays):
+            expected = (self._communicator.world_size - 1) / 2
+            if not all(np.allclose(array, expected, rtol=1e-5, atol=0) for array in arrays):
                 raise RuntimeError(f"{kind} of {len(arrays)} arrays is wrong")
 
     def _prepare_collective(self, name: str, array: np.ndarray) -> None:
