@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, Description
+from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, raise_if_left
-from gradsync.communicators.mismatch import message_mismatch, mismatch
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import RankFailed
 from gradsync.machine import run_with_timeout

@@ -37,7 +37,7 @@ _PRELOADED = [
     *("gradsync.bucketing.callback", "gradsync.bucketing.lists", "gradsync.bucketing.trees"),
     *("gradsync.rendezvous.hosting", "gradsync.rendezvous.server"),
     *("gradsync.communicators.shared_memory.shm_backend", "gradsync.communicators.local"),
-    *("gradsync.communicators.status", "gradsync.communicators.objects"),
+    *("gradsync.communicators.failures", "gradsync.communicators.objects"),
     *("numpy", "numpy.typing", "numpy.random", "pytest", "ml_dtypes", "msgpack", "secrets"),
     *("encodings.ascii", "encodings.idna", "multiprocessing.popen_forkserver"),
     *("rank_processes", "contract", "kits", "places"),

@@ -455,7 +455,7 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
 
 def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
     """Joins the other ranks at the rendezvous; `wanted` is the backend that this rank asks for."""
-    from gradsync.communicators import status
+    from gradsync.communicators import failures
     from gradsync.rendezvous.hosting import is_sent_over_mpi, join
 
     global _client, _rendezvous
@@ -465,7 +465,7 @@ def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
 
         share = share_over_mpi(place)
     _client, _rendezvous = join(place, settings.address, settings.timeout_seconds, _rendezvous, share=share)
-    _client.describe_with(status.positions, status.report, status.history, dump_because)
+    _client.describe_with(failures.positions, failures.status_report, failures.history, dump_because)
     return _client
 
 

@@ -16,10 +16,9 @@ from gradsync.bucketing.values import clip_factor
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.for_bucketing import ListReduction, all_reduce_resident, make_resident_memory
 from gradsync.communicators.host_arrays import HostArrays
-from gradsync.communicators.host_values import SumOfSquares, tables_of
+from gradsync.communicators.host_copy import share_of
+from gradsync.communicators.host_values import Checks, SumOfSquares, tables_of
 from gradsync.communicators.local import local_communicator
-from gradsync.communicators.nonfinite import Checks
-from gradsync.communicators.pieces import share_of
 from gradsync.reduction import Wire
 from places import SHM
 

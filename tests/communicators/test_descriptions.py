@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.communicators.agreement import CallSite, Description, Item, StepSoFar, agreement_on
-from gradsync.communicators.mismatch import mismatch
+from gradsync.communicators.agreement import CallSite, Description, Item, StepSoFar, agreement_on, mismatch
 
 ITEMS = tuple([Item(f"'w{number}: [é\n'", "float32", (number, 3)) for number in range(5)])
 WHOLE = Description(

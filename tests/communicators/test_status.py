@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradsync.communicators import status
+from gradsync.communicators import failures
 from gradsync.communicators.agreement import agreement_on
 from gradsync.diagnostics.recorder import FlightRecorder, Place
 from gradsync.rendezvous.frames import MAX_STATUS_GROUPS
@@ -15,7 +15,7 @@ BARRIER = agreement_on("barrier", (), None, "")
 
 
 class Group:
-    """What status.py looks at."""
+    """What the status looks at."""
 
     def __init__(self, name: str, world_size: int = 2) -> None:
         self.recorder = FlightRecorder(name, place=Place(0, tuple(range(world_size)), "shm"))
@@ -29,7 +29,7 @@ class Group:
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     groups = [Group(f"g{number}") for number in range(2 * MAX_STATUS_GROUPS)]
-    monkeypatch.setattr(status, "usable_recorders", lambda: [group.recorder for group in groups])
+    monkeypatch.setattr(failures, "usable_recorders", lambda: [group.recorder for group in groups])
     return groups
 
 
@@ -37,8 +37,8 @@ def test_few_groups_are_all_told(groups: list[Any]) -> None:
     del groups[3:]
     groups.append(Group("alone", world_size=1))
     groups[1].use()
-    assert status.positions() == {"g0": 0, "g1": 1, "g2": 0}
-    assert "no collective of group 'g0' yet" in status.report()
+    assert failures.positions() == {"g0": 0, "g1": 1, "g2": 0}
+    assert "no collective of group 'g0' yet" in failures.status_report()
 
 
 def test_of_many_groups_those_in_use_are_told(groups: list[Any]) -> None:
@@ -47,11 +47,11 @@ def test_of_many_groups_those_in_use_are_told(groups: list[Any]) -> None:
         if group is not groups[7]:
             group.use()
     groups[0].use()
-    told = status.positions()
+    told = failures.positions()
     assert len(told) == MAX_STATUS_GROUPS
     assert set(told) == {"g0", "g7"} | {group.recorder.group for group in groups[-MAX_STATUS_GROUPS + 2 :]}
     assert next(iter(told)) == "g7"  # in a collective now
-    report = status.report()
+    report = failures.status_report()
     assert report.index("group 'g7'") < report.index("group 'g0'")
     assert "group 'g1'" not in report
     assert "test_status.py" in report  # the stacks still have room

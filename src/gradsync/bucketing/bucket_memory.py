@@ -17,7 +17,7 @@ from gradsync.communicators.agreement import Agreement, Description, digest_of
 from gradsync.communicators.backend import ResidentMemory
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import make_resident_memory
-from gradsync.communicators.pieces import CACHE_LINE_BYTES
+from gradsync.communicators.host_copy import CACHE_LINE_BYTES
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, dtype_of
 

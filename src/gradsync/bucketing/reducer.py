@@ -27,7 +27,7 @@ from gradsync.bucketing.values import BucketWatch, Values
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import ListReduction, Stage, all_reduce_resident
 from gradsync.communicators.host_arrays import ArrayKind
-from gradsync.communicators.nonfinite import Checks
+from gradsync.communicators.host_values import Checks
 from gradsync.errors import CommunicatorClosed, InvalidArgument
 from gradsync.futures import CollectiveEnd, Completion
 from gradsync.reduction import Array, ReduceOp, Wire

@@ -23,9 +23,8 @@ from gradsync.bucketing.lists import array_module
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.host_values import SumOfSquares
-from gradsync.communicators.nonfinite import NOWHERE, Checks, NonFiniteFinder
-from gradsync.communicators.pieces import share_of
+from gradsync.communicators.host_copy import share_of
+from gradsync.communicators.host_values import NOWHERE, Checks, NonFiniteFinder, SumOfSquares
 from gradsync.errors import InvalidArgument, NonFiniteGradient
 from gradsync.futures import Completion
 from gradsync.reduction import Array

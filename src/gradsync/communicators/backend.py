@@ -18,9 +18,8 @@ import numpy as np
 from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.host_arrays import ArrayKind, HostArrays
-from gradsync.communicators.host_values import SumOfSquares
-from gradsync.communicators.nonfinite import Checks, NonFiniteFinder
-from gradsync.communicators.pieces import CACHE_LINE_BYTES
+from gradsync.communicators.host_copy import CACHE_LINE_BYTES
+from gradsync.communicators.host_values import Checks, NonFiniteFinder, SumOfSquares
 from gradsync.diagnostics import FlightRecorder, Place
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, shown
 from gradsync.futures import Completion

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, cast
 import numpy as np
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import ROWS, Agreement, Description, agreement_on, digest_of
+from gradsync.communicators.agreement import ROWS, Agreement, Description, agreement_on, digest_of, mismatch
 from gradsync.communicators.backend import (
     Backend,
     Bounds,
@@ -50,7 +50,6 @@ from gradsync.communicators.groups import (
 )
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime, culprit_of
-from gradsync.communicators.mismatch import mismatch
 from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, UnsupportedDtype, describe, shown
 from gradsync.futures import CollectiveEnd, CollectiveFuture, check_may_call, pending
 from gradsync.machine import machine_identity

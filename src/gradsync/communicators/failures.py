@@ -1,8 +1,8 @@
 """Failures of other ranks: a communicator reports long waits to the rendezvous server, and gets failures from it.
 
-The rendezvous server logs the reported waits. If a wait reaches its deadline, the server sends the same error to every
-rank. If a backend itself finds that a collective cannot end, it first waits here for the server's error, which names
-the cause.
+The rendezvous server logs the reported waits. If a wait reaches its deadline, the server asks every rank for its status
+(the functions at the end of this file), and sends the same error to every rank. If a backend itself finds that a
+collective cannot end, it first waits here for the server's error, which names the cause.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from gradsync.communicators.agreement import find_call_site
-from gradsync.diagnostics import Entry, FlightRecorder
+from gradsync.communicators.lifetime import usable_recorders
+from gradsync.diagnostics import Entry, FlightRecorder, stack_report
 from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ WARN_AFTER_SECONDS = 5.0
 # The server's error may arrive this much later than a consequence of the failure: a broken connection, an NCCL error.
 CAUSE_SECONDS = 2.0
 _CHECK_EVERY_SECONDS = 0.02
+_LAST_COLLECTIVES = 8  # of each group, in the report when a collective does not end
 
 
 def await_cause(seconds: float, check: Callable[[], None]) -> None:
@@ -162,3 +164,59 @@ def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, s
         return OF_MESSAGES, entry.title
     state = "launched; the program is now " if is_launched else ""
     return OF_MESSAGES, f"{entry.title.removesuffix(')')}, {state}{site})"
+
+
+# -- The status of this rank, for the report when a collective does not end -------------------------------------------
+# Any thread may call these functions.
+
+
+def positions() -> dict[str, int]:
+    """Returns, for each group, the number of collectives that this rank has begun."""
+    return {recorder.group: recorder.begun for recorder in _reported_recorders()}
+
+
+def status_report() -> str:
+    """Returns, as text, the last collectives of each group and the Python stacks of this process."""
+    return "\n".join([*map(_collectives, _reported_recorders()), stack_report()])
+
+
+def history() -> dict[str, list[tuple[int, int, str, bool]]]:
+    """Returns, for each group, this rank's last collectives, so that they can be compared with those of other ranks.
+
+    A collective is a tuple of its number, its digest, its title, and whether it is still running.
+    """
+    from gradsync.rendezvous.frames import MAX_CALL_BYTES, MAX_STATUS_CALLS, clip_text
+
+    recorders = _reported_recorders()
+    calls: dict[str, list[tuple[int, int, str, bool]]] = {}
+    for recorder in recorders:
+        collectives = [entry for entry in recorder.entries() if not entry.what.is_message]
+        calls[recorder.group] = [
+            (entry.number, entry.what.digest, clip_text(entry.what.headline(), MAX_CALL_BYTES), entry.ended is None)
+            for entry in collectives[-(MAX_STATUS_CALLS // len(recorders)) :]
+        ]
+    return calls
+
+
+def _reported_recorders() -> list[FlightRecorder]:
+    """Returns the flight recorders of groups with several ranks, the most recently used first.
+
+    There are at most as many as a message to the server has room for.
+    """
+    from gradsync.rendezvous.frames import MAX_STATUS_GROUPS  # imported here to keep the start of a rank short
+
+    recorders = [r for r in usable_recorders() if r.place is not None and len(r.place.ranks) > 1]
+    return sorted(recorders, key=_last_used, reverse=True)[:MAX_STATUS_GROUPS]
+
+
+def _last_used(recorder: FlightRecorder) -> float:
+    """Returns when the group's last collective ended; infinity if it is still running, 0 if there was none."""
+    last = recorder.last
+    return 0.0 if last is None else last.ended or math.inf
+
+
+def _collectives(recorder: FlightRecorder) -> str:
+    if recorder.last is None:
+        return f"no collective of group {recorder.group!r} yet"
+    last = recorder.describe(_LAST_COLLECTIVES).replace("\n", "\n  ")
+    return f"collectives of group {recorder.group!r}, newest first:\n  {last}"

@@ -12,11 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, Description
+from gradsync.communicators.agreement import Agreement, Description, mismatch
 from gradsync.communicators.backend import PreparedList, ResidentMemory
 from gradsync.communicators.communicator import BYTE, Communicator
-from gradsync.communicators.mismatch import mismatch
-from gradsync.communicators.nonfinite import Checks
+from gradsync.communicators.host_values import Checks
 from gradsync.errors import BackendUnavailable
 from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp, Wire

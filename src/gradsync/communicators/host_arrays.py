@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gradsync.communicators import host_values
-from gradsync.communicators.pieces import CACHE_LINE_BYTES
+from gradsync.communicators.host_copy import CACHE_LINE_BYTES
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import Array, divide_into
 

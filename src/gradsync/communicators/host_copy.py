@@ -1,4 +1,4 @@
-"""Functions that copy between host arrays and are fast at every memory address.
+"""Functions that copy lists of host arrays, and cut lists into pieces; the copies are fast at every memory address.
 
 NumPy copies with memcpy, and glibc's memcpy copies 4 KB to about 1 MB with the instruction `rep movsb`. On AMD Zen 3
 this instruction slows down from 40 to 2.8 GB/s (measured) if the destination is 1 to 63 bytes after the source, modulo
@@ -9,14 +9,19 @@ bit. On other processors memcpy is as fast or faster, so each process measures b
 
 Source: glibc bugs 30994 and 30995 (memcpy on Zen 3 and Zen 4 with `rep movsb`); benchmarks/test_copy_speed.py measures
 it.
+
+The functions for pieces cut a list of arrays as if the list were one flat array, so that a collective can move many
+arrays together without first copying them to one array. These functions only compute; they read and write no array.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -114,3 +119,69 @@ def _walk(pieces: Sequence[Array], packed: Array, *, packing: bool) -> None:
         else:
             copy_words(section, piece)
         begin = end
+
+
+# -- Pieces of a list of arrays --------------------------------------------------------------------------------------
+
+CACHE_LINE_BYTES = 64
+
+
+class Piece(NamedTuple):
+    """The elements [begin, end) of the array that has the index `array` in the list."""
+
+    array: int
+    begin: int
+    end: int
+
+
+def cuts(total: int, step: int) -> list[tuple[int, int]]:
+    """Cuts `total` elements into sections [begin, end) of `step` elements. The last section may be shorter."""
+    return [(begin, min(begin + step, total)) for begin in range(0, total, step)]
+
+
+def pieces_between(sizes: tuple[int, ...], begin: int, end: int) -> tuple[Piece, ...]:
+    """Returns the pieces that together are the elements [begin, end) of the flat array.
+
+    Args:
+        sizes: the number of elements of each array in the list.
+        begin: the index of the first element in the flat array.
+        end: the index after the last element in the flat array.
+    """
+    starts = _starts(sizes)
+    pieces = []
+    array = max(bisect_right(starts, begin) - 1, 0)
+    while array < len(sizes) and starts[array] < end:
+        low, high = max(begin - starts[array], 0), min(end - starts[array], sizes[array])
+        if low < high:
+            pieces.append(Piece(array, low, high))
+        array += 1
+    return tuple(pieces)
+
+
+def line_bounds(total: int, itemsize: int, world_size: int) -> list[int]:
+    """Divides `total` elements among the ranks, so that no two ranks share a cache line.
+
+    Returns:
+        The bounds of the ranks' parts: rank r has the elements [bounds[r], bounds[r + 1]).
+    """
+    line = max(1, CACHE_LINE_BYTES // itemsize)
+    return [min(total, -(-total * rank // world_size // line) * line) for rank in range(world_size)] + [total]
+
+
+@lru_cache(maxsize=256)
+def share_of(sizes: tuple[int, ...], itemsize: int, rank: int, world_size: int) -> tuple[Piece, ...]:
+    """Returns the pieces that are one rank's share of the flat array. The shares of all ranks make up the whole array.
+
+    Args:
+        sizes: the number of elements of each array in the list.
+        itemsize: the size of an element in bytes. The array is divided only at the borders of cache lines.
+        rank: the rank whose share is returned.
+        world_size: the number of ranks.
+    """
+    bounds = line_bounds(sum(sizes), itemsize, world_size)
+    return pieces_between(sizes, bounds[rank], bounds[rank + 1])
+
+
+@lru_cache(maxsize=256)
+def _starts(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return (0, *accumulate(sizes))[:-1]

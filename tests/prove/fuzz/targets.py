@@ -20,8 +20,7 @@ from gradsync import environment
 from gradsync.arguments import parse_address
 from gradsync.bench.thresholds import parse_megabytes
 from gradsync.bucketing.shapes_file import read_shapes, write_shapes
-from gradsync.communicators.agreement import Description
-from gradsync.communicators.mismatch import mismatch
+from gradsync.communicators.agreement import Description, mismatch
 from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump import read_dumps
 from gradsync.diagnostics.report import divergences, report

@@ -18,16 +18,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, Description
+from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import FailureMonitor, raise_if_left
-from gradsync.communicators.host_copy import copy_words, pack_words, split_words, word_dtype
-from gradsync.communicators.mismatch import message_mismatch, mismatch
+from gradsync.communicators.host_copy import copy_words, cuts, pack_words, pieces_between, split_words, word_dtype
 from gradsync.communicators.mpi.mpi_agreement import MpiAgreement
 from gradsync.communicators.mpi.mpi_job import check_place, keep_for_ever, load_mpi, to_mpi_error
 from gradsync.communicators.mpi.mpi_reduction import MpiReduction
 from gradsync.communicators.mpi.waiting import MpiRequests, pieces
-from gradsync.communicators.pieces import cuts, pieces_between
 from gradsync.diagnostics import tracing
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable, CollectiveTimeout, GradsyncError

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradsync.communicators.backend import Bounds, largest_part
+from gradsync.communicators.host_copy import cuts
 from gradsync.communicators.mpi.waiting import MpiRequests
-from gradsync.communicators.pieces import cuts
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into, dtype_name, reduce_into
 
 _BYTE = np.dtype(np.uint8)

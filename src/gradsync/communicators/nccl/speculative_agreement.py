@@ -25,9 +25,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from gradsync.communicators.agreement import Agreement, CallSite, Description, find_call_site, on_behalf
+from gradsync.communicators.agreement import Agreement, CallSite, Description, find_call_site, mismatch, on_behalf
 from gradsync.communicators.failures import FailureMonitor, raise_if_left
-from gradsync.communicators.mismatch import mismatch
 from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout, caller
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EVENT_BYTES, Decision, LaunchedEvent, event_key

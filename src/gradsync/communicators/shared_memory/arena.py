@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradsync.communicators.host_values import SumOfSquares
-from gradsync.communicators.nonfinite import NonFiniteFinder
-from gradsync.communicators.pieces import CACHE_LINE_BYTES
+from gradsync.communicators.host_copy import CACHE_LINE_BYTES
+from gradsync.communicators.host_values import NonFiniteFinder, SumOfSquares
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.diagnostics import FlightRecorder

@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 from zlib import crc32
 
-from gradsync.communicators.agreement import Agreement, Description
+from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, closed_failure
-from gradsync.communicators.mismatch import first_difference, mismatch
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 

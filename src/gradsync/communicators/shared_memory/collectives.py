@@ -27,10 +27,18 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds, largest_part
-from gradsync.communicators.host_copy import copy_words, pack_words, publish_words, split_words, word_dtype
-from gradsync.communicators.host_values import finite_test
-from gradsync.communicators.nonfinite import Checks
-from gradsync.communicators.pieces import Piece, cuts, pieces_between, share_of
+from gradsync.communicators.host_copy import (
+    Piece,
+    copy_words,
+    cuts,
+    pack_words,
+    pieces_between,
+    publish_words,
+    share_of,
+    split_words,
+    word_dtype,
+)
+from gradsync.communicators.host_values import Checks, finite_test
 from gradsync.communicators.shared_memory.arena import (
     SMALL_REGION_BYTES,
     Scratch,

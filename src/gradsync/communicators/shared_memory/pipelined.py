@@ -25,10 +25,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.host_copy import copy_words, memcpy_is_slow, word_dtype
-from gradsync.communicators.host_values import SumOfSquares, finite_test, multiply_quietly, tables_of
-from gradsync.communicators.nonfinite import Checks, NonFiniteFinder
-from gradsync.communicators.pieces import Piece, cuts, line_bounds, pieces_between
+from gradsync.communicators.host_copy import (
+    Piece,
+    copy_words,
+    cuts,
+    line_bounds,
+    memcpy_is_slow,
+    pieces_between,
+    word_dtype,
+)
+from gradsync.communicators.host_values import (
+    Checks,
+    NonFiniteFinder,
+    SumOfSquares,
+    finite_test,
+    multiply_quietly,
+    tables_of,
+)
 from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT, Scratch, ShmContext, SlotArrays
 from gradsync.diagnostics import tracing
 from gradsync.reduction import (

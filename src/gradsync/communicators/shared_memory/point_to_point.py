@@ -26,10 +26,9 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from gradsync.communicators.agreement import Description
+from gradsync.communicators.agreement import Description, message_mismatch
 from gradsync.communicators.backend import Message
 from gradsync.communicators.host_copy import copy_words
-from gradsync.communicators.mismatch import message_mismatch
 from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SPINS, Pauses, SharedBarrier, TextBoard
 from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.reduction import Array

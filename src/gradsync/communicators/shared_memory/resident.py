@@ -19,9 +19,8 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import ResidentMemory
-from gradsync.communicators.host_values import finite_test
-from gradsync.communicators.nonfinite import Checks
-from gradsync.communicators.pieces import cuts, line_bounds
+from gradsync.communicators.host_copy import cuts, line_bounds
+from gradsync.communicators.host_values import Checks, finite_test
 from gradsync.communicators.shared_memory.arena import ShmContext
 from gradsync.communicators.shared_memory.pipelined import adding_squares, run_calls
 from gradsync.communicators.shared_memory.segment import (

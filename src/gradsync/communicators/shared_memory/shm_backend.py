@@ -19,8 +19,7 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message, ResidentMemory, Run, bounds_of
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.host_copy import memcpy_is_slow
-from gradsync.communicators.host_values import SumOfSquares
-from gradsync.communicators.nonfinite import Checks, NonFiniteFinder
+from gradsync.communicators.host_values import Checks, NonFiniteFinder, SumOfSquares
 from gradsync.communicators.shared_memory.arena import Scratch, SharedRings, ShmContext, Slots
 from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SharedBarrier, header_bytes
 from gradsync.communicators.shared_memory.collectives import MAX_CHUNKS_KEPT, Plans, PreparedReduction
