@@ -17,10 +17,10 @@ import gradsync as gs
 from gradsync.bucketing.compression import WireFormat, validate_compression
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.for_bucketing import ListReduction
-from gradsync.communicators.host_arrays import HostArrays
+from gradsync.communicators.host_arrays import ArrayKind
 from places import GPU, SHM, STAND_IN, Place, on
 
-HOST = HostArrays()
+HOST = ArrayKind()
 # Half the distance between neighbours: relative to the value, and for subnormal ones as they are.
 ROUNDING = {"float16": (2**-11, 2**-25), "bfloat16": (2**-8, 2**-134)}
 

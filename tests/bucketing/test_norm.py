@@ -15,7 +15,7 @@ import gradsync as gs
 from gradsync.bucketing.values import clip_factor
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.for_bucketing import ListReduction, all_reduce_resident, make_resident_memory
-from gradsync.communicators.host_arrays import HostArrays
+from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.host_copy import share_of
 from gradsync.communicators.host_values import Checks, SumOfSquares, tables_of
 from gradsync.communicators.local import local_communicator
@@ -58,7 +58,7 @@ def test_small_and_large_arrays_have_one_norm_and_are_clipped_alike(dtype: str) 
     assert sync.norm == pytest.approx(wanted, rel=1e-6)
     for future, each in zip(futures, given, strict=True):
         one = each.copy()
-        HostArrays().multiply(one, clip_factor(sync.norm, 1.0), one)
+        ArrayKind().multiply(one, clip_factor(sync.norm, 1.0), one)
         np.testing.assert_array_equal(future.result(), one)
 
 

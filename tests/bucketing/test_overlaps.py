@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.bucketing.gradient import OverlapCheck
-from gradsync.communicators.host_arrays import HostArrays
+from gradsync.communicators.host_arrays import ArrayKind
 
 BASE = np.zeros(64)
 views = st.tuples(st.integers(0, 60), st.integers(0, 12), st.integers(1, 3)).map(
@@ -32,9 +32,9 @@ def test_equals_a_naive_comparison_step_after_step(sequence: list[list[np.ndarra
                 name = f"#{number}"
                 if array.size and conflicts(entered, array):
                     with pytest.raises(gs.InvalidArgument, match="shares memory"):
-                        memory.claim(array, name, HostArrays(), "rank 0")
+                        memory.claim(array, name, ArrayKind(), "rank 0")
                 else:
-                    memory.claim(array, name, HostArrays(), "rank 0")
+                    memory.claim(array, name, ArrayKind(), "rank 0")
                     entered.append(array)
             memory.clear()
 
@@ -43,15 +43,15 @@ def test_read_only_arrays_may_share() -> None:
     memory = OverlapCheck()
     array = np.ones(4)
     array.setflags(write=False)
-    memory.claim(array, "a", HostArrays(), "rank 0")
-    memory.claim(array, "b", HostArrays(), "rank 0")
+    memory.claim(array, "a", ArrayKind(), "rank 0")
+    memory.claim(array, "b", ArrayKind(), "rank 0")
 
 
 def test_a_repeated_step_that_differs_at_its_end_is_checked_whole() -> None:
     memory, first, second = OverlapCheck(), np.ones(4), np.ones(4)
-    memory.claim(first, "a", HostArrays(), "rank 0")
-    memory.claim(second, "b", HostArrays(), "rank 0")
+    memory.claim(first, "a", ArrayKind(), "rank 0")
+    memory.claim(second, "b", ArrayKind(), "rank 0")
     memory.clear()
-    memory.claim(first, "a", HostArrays(), "rank 0")
+    memory.claim(first, "a", ArrayKind(), "rank 0")
     with pytest.raises(gs.InvalidArgument, match="gradient of b shares memory with the gradient of a"):
-        memory.claim(first[2:], "b", HostArrays(), "rank 0")
+        memory.claim(first[2:], "b", ArrayKind(), "rank 0")

@@ -26,7 +26,7 @@ import numpy as np
 from gradsync.bucketing.gradient import GradientEntry
 from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.host_arrays import HostArrays
+from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import GradientChanged, InvalidArgument, caller
 from gradsync.futures import CollectiveEnd, Completion
 from gradsync.reduction import Array
@@ -34,7 +34,7 @@ from gradsync.reduction import Array
 _HAND_OVER = "its hand-over and the reduction of its bucket: hand over a gradient only when it is complete"
 _REDUCTION = "the reduction of its bucket and the end of the step: wait for its future before you write to it"
 
-_host = HostArrays()
+_host = ArrayKind()
 #: set_flags(gradient, writeable) is NumPy's method, because a subclass of the array may override it.
 set_flags: Callable[..., None] = np.ndarray.setflags
 _exhaust = deque[Any](maxlen=0).extend

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradsync.arguments import integer_of
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.host_arrays import ArrayKind, HostArrays
+from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.host_copy import CACHE_LINE_BYTES
 from gradsync.communicators.host_values import Checks, NonFiniteFinder, SumOfSquares
 from gradsync.diagnostics import FlightRecorder, Place
@@ -104,7 +104,7 @@ class Backend(ABC):
     Attributes:
         name: the backend's name: "shm", "nccl", ...
         device: the device of the backend's arrays: "cpu", or a CUDA device such as "cuda:0".
-        arrays: the functions for the backend's arrays: HostArrays for NumPy, DeviceArrays for CuPy.
+        arrays: the functions for the backend's arrays: an ArrayKind for NumPy, DeviceArrays for CuPy.
         runs_beside_host: whether collectives run on a GPU. On a GPU, the methods launch a collective and do not wait
             for its end.
         begins_with_barrier: whether a new communicator runs a barrier as its first collective.
@@ -125,7 +125,7 @@ class Backend(ABC):
 
     name: str
     device: str = "cpu"
-    arrays: ArrayKind = HostArrays()
+    arrays: ArrayKind = ArrayKind()
     runs_beside_host = False
     begins_with_barrier = False
     force_packing = False

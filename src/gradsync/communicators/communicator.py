@@ -1231,7 +1231,8 @@ class Communicator:
         if not self._runs_beside_host and target.flags.c_contiguous:
             return target if target.ndim == 1 else target.ravel()
         arrays = self._arrays
-        flat: Array = arrays.flat(target) if arrays.is_viewed_flat(target) else arrays.empty_flat(target)
+        viewed = arrays.is_viewed_flat(target)
+        flat: Array = arrays.flat(target) if viewed else arrays.scratch(target.size, target.dtype)
         return flat
 
     def _deliver(self, flat: Any, target: Array, launch: Any) -> None:

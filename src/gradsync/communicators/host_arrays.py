@@ -1,13 +1,10 @@
-"""Arrays in host memory: functions that check a caller's arrays and make them flat.
-
-`ArrayKind` is the interface with which the layers above use arrays. `HostArrays` implements ArrayKind for host memory,
-and `DeviceArrays` (nccl/device_arrays.py) implements it for a GPU.
-"""
+"""The functions with which the layers above use arrays, and the checks of a caller's arrays in host memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -25,62 +22,71 @@ _FOR_NUMBERS = "make it an array with numpy.array(...), or pass numbers to gs.co
 _FOR_OBJECTS = "comm.objects gathers, broadcasts and scatters Python objects"
 
 
-class ArrayKind(Protocol):
-    """The functions for one kind of arrays: host arrays, or the arrays of a GPU.
+class ArrayKind:
+    """The functions for one kind of arrays. This class is for host arrays; DeviceArrays overrides it for a GPU.
 
-    A native array is a NumPy or CuPy array that the method `native` has returned. A flat array is 1-D and contiguous.
+    DeviceArrays is in nccl/device_arrays.py. A native array is a NumPy or CuPy array that the method `native` has
+    returned. A flat array is 1-D and contiguous. NumPy arrays, and other arrays in host memory that support DLPack, are
+    host arrays.
     """
 
     def native(self, array: Any, who: str) -> Any:
         """Returns a NumPy or CuPy array over the same memory as `array`; see Communicator._native_array."""
+        return as_host_array(array, who)
 
     def flat(self, native: Any) -> Any:
         """Returns the elements in C order as a flat array on the communicator's device: a view if possible."""
+        return native.reshape(-1) if native.flags.c_contiguous else np.ascontiguousarray(native).reshape(-1)
 
     def is_viewed_flat(self, native: Any) -> bool:
         """Whether flat() returns a view of the array, not a copy."""
+        return bool(native.flags.c_contiguous)
 
     def write_back(self, flat: Any, native: Any) -> None:
         """Copies the elements of `flat`, in C order, to `native`. Does nothing if `flat` is a view of `native`."""
+        if not native.flags.c_contiguous:
+            native[...] = flat.view(native.dtype).reshape(native.shape)
 
     def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
         """Returns a new C-contiguous array with the kind of memory (host or device) of the native array `like`."""
+        return np.empty(shape, dtype)
 
     def empty_like(self, native: Any) -> Any:
-        """Returns a new C-contiguous array with the shape, dtype and kind of memory (host or device) of `native`."""
+        """Returns a new C-contiguous array with the shape, dtype and kind of memory (host or device) of `native`.
 
-    def empty_flat(self, native: Any) -> Any:
-        """Returns a new flat array with the size and dtype of `native`, on the communicator's device."""
+        Host memory is aligned to a cache line, so that JAX can use it without a copy.
+        """
+        room = np.empty(native.nbytes + CACHE_LINE_BYTES, np.uint8)
+        begin = -room.__array_interface__["data"][0] % CACHE_LINE_BYTES
+        return room[begin : begin + native.nbytes].view(native.dtype).reshape(native.shape)
 
     def scratch(self, size: int, dtype: Any) -> Any:
-        """Returns a new flat array for temporary values that only the current stream uses."""
+        """Returns a new flat array for temporary values that only the current stream uses.
+
+        The array is on the communicator's device. If CuPy does not support the dtype, the array has bytes.
+        """
+        return np.empty(size, dtype)
 
     def fill(self, native: Any, value: Any) -> None:
         """Sets all elements of an array on the communicator's device to `value`."""
+        native[...] = value
 
     def assign(self, native: Any, target: Any) -> None:
         """Copies the elements of `native` to `target`, an array on the communicator's device."""
+        np.copyto(target, native)
 
     def divide(self, flat: Any, count: int) -> None:
         """Divides the floating or complex elements of `flat` by `count`, in place."""
+        with np.errstate(all="ignore"):  # all ranks have the same infinities
+            divide_into(flat, count, flat)
 
     def multiply(self, source: Any, factor: float, out: Any) -> None:
-        """Writes source * factor to `out`; both arrays are floating or complex. On a GPU it uses the current stream.
-
-        The product is computed in the wider of the two dtypes, but at least in float32, and rounded once. There is one
-        exception: a float64 product for an `out` of half precision may first be rounded to float32. The real and
-        imaginary parts of complex numbers are scaled separately. Overflow gives infinity without a warning. A GPU
-        treats subnormal float32 numbers as 0, because of CuPy's compiler flags.
-
-        Args:
-            source: a native array of any shape and layout.
-            factor: the factor; with 1.0 the elements are only copied, and may have any dtype.
-            out: an array of the same shape and any layout, in host or device memory like `source`: `source` itself, or
-                an array that shares no memory with it. The dtypes may differ, but must both be real or both complex.
-        """
+        """Writes source * factor to `out`; see host_values.multiply. On a GPU it uses the current stream."""
+        host_values.multiply(source, factor, out)
 
     def multiply_in_place(self, natives: Any, factor: float) -> None:
         """Multiplies each floating or complex array of a list by the factor, in place, as `multiply` does."""
+        host_values.multiply_in_place(natives, factor)
 
     def all_finite(self, flat: Any) -> Any:
         """Whether a flat array has neither NaN nor infinity; always True for integers and bools.
@@ -89,106 +95,34 @@ class ArrayKind(Protocol):
             For a host array, the result is a bool. For an array on a GPU, the result is a 0-d bool array, computed on
             the current stream; the host does not wait for it.
         """
+        return host_values.all_finite(flat)
 
     def sum_of_squares(self, flat: Any) -> Any:
-        """Sums the squares of the absolute values of a flat array; the same array gives the same bits each time.
-
-        The sum is computed in float64. For float32 and half precision, the host first adds groups of 1024 squares in
-        float32. The relative error is below 1e-6. The sum overflows or underflows only beyond the range of float64.
+        """Sums the squares of the absolute values of a flat array; see host_values.sum_of_squares.
 
         Returns:
             For a host array, the result is a float. For an array on a GPU, the result is a 0-d float64 array, computed
             on the current stream; the host does not wait for it.
         """
+        return host_values.sum_of_squares(flat)
 
     def writeable(self, native: Any) -> bool:
         """Whether the array may be written to."""
+        return bool(native.flags.writeable)
 
-    def state(self, native: Any) -> Any:
-        """Returns a fingerprint of an array object, to detect changes when the program uses the same object again.
-
-        If the fingerprint has changed since the last use, the array must be checked again: it may have become
-        read-only, or use different memory. The fingerprint does not include the shape and the dtype.
-        """
+    #: Returns a fingerprint of an array object, to detect changes when the program uses the same object again. If the
+    #: fingerprint has changed since the last use, the array must be checked again: it may have become read-only, or use
+    #: different memory. The fingerprint does not include the shape and the dtype. For a host array the flag is enough:
+    #: NumPy refuses to exchange the memory of an array that has views. `state` is called for each gradient, so it is a
+    #: function in C.
+    state: Callable[[Any], Any] = staticmethod(attrgetter("flags.writeable"))
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """Returns the address of the first byte of a non-empty array, and the address after its last byte."""
+        return span(native, native.__array_interface__["data"][0])
 
     def share_memory(self, first: Any, second: Any) -> bool:
         """Whether two arrays share an element; True if NumPy would need too long to find out."""
-
-
-class HostArrays:
-    """NumPy arrays, and other arrays in host memory that support DLPack."""
-
-    def native(self, array: Any, who: str) -> Array:
-        """See ArrayKind."""
-        return as_host_array(array, who)
-
-    def flat(self, native: Array) -> Array:
-        """See ArrayKind."""
-        return native.reshape(-1) if native.flags.c_contiguous else np.ascontiguousarray(native).reshape(-1)
-
-    def is_viewed_flat(self, native: Array) -> bool:
-        """See ArrayKind."""
-        return native.flags.c_contiguous
-
-    def write_back(self, flat: Array, native: Array) -> None:
-        """See ArrayKind."""
-        if not native.flags.c_contiguous:
-            native[...] = flat.view(native.dtype).reshape(native.shape)
-
-    def empty(self, shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
-        """See ArrayKind."""
-        return np.empty(shape, dtype)
-
-    def empty_like(self, native: Array) -> Array:
-        """See ArrayKind. The memory is aligned to a cache line, so that JAX can use it without a copy."""
-        room = np.empty(native.nbytes + CACHE_LINE_BYTES, np.uint8)
-        begin = -room.__array_interface__["data"][0] % CACHE_LINE_BYTES
-        return room[begin : begin + native.nbytes].view(native.dtype).reshape(native.shape)
-
-    def empty_flat(self, native: Array) -> Array:
-        """See ArrayKind."""
-        return np.empty(native.size, native.dtype)
-
-    def scratch(self, size: int, dtype: Any) -> Array:
-        """See ArrayKind."""
-        return np.empty(size, dtype)
-
-    def fill(self, native: Array, value: Any) -> None:
-        """See ArrayKind."""
-        native[...] = value
-
-    def assign(self, native: Array, target: Array) -> None:
-        """See ArrayKind."""
-        np.copyto(target, native)
-
-    def divide(self, flat: Array, count: int) -> None:
-        """See ArrayKind."""
-        with np.errstate(all="ignore"):  # all ranks have the same infinities
-            divide_into(flat, count, flat)
-
-    multiply = staticmethod(host_values.multiply)
-    multiply_in_place = staticmethod(host_values.multiply_in_place)
-    all_finite = staticmethod(host_values.all_finite)
-    sum_of_squares = staticmethod(host_values.sum_of_squares)
-
-    def writeable(self, native: Array) -> bool:
-        """See ArrayKind."""
-        return native.flags.writeable
-
-    # See ArrayKind. attrgetter is in C, because `state` is called for each gradient. The flag is enough: NumPy refuses
-    # to exchange the memory of an array that has views.
-    state = staticmethod(attrgetter("flags.writeable"))
-
-    def byte_bounds(self, native: Array) -> tuple[int, int]:
-        """See ArrayKind."""
-        address: int = native.__array_interface__["data"][0]
-        return span(native, address)
-
-    def share_memory(self, first: Array, second: Array) -> bool:
-        """See ArrayKind."""
         try:
             return bool(np.shares_memory(first, second, max_work=10_000))  # type: ignore[arg-type]  # any count is allowed
         except np.exceptions.TooHardError:

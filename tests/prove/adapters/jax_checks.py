@@ -47,7 +47,7 @@ def check_a_pytree_is_averaged(comm: Any) -> None:
 def check_nothing_is_copied_on_the_way(comm: Any) -> None:
     gradient = jnp.full((256, 256), comm.rank, jnp.float32)
     assert adapter._read_only(gradient).ctypes.data == gradient.unsafe_buffer_pointer()
-    aligned = HostArrays().empty_like(np.asarray(gradient))
+    aligned = ArrayKind().empty_like(np.asarray(gradient))
     assert adapter._as_given(gradient, aligned).unsafe_buffer_pointer() == aligned.ctypes.data
 
 
@@ -121,7 +121,7 @@ if __name__ == "__main__":
 
     import gradsync as gs
     from gradsync.adapters import jax as adapter
-    from gradsync.communicators.host_arrays import HostArrays
+    from gradsync.communicators.host_arrays import ArrayKind
 
     with gs.init_process_group() as comm:
         run_all({name: globals()[name] for name in NAMES}, comm, sys.argv[1])

@@ -21,7 +21,7 @@ from gradsync.communicators import host_values
 from gradsync.communicators.host_arrays import (
     DLPACK_CPU,
     DLPACK_CUDA_HOST,
-    HostArrays,
+    ArrayKind,
     advice,
     as_host_array,
     kind_of,
@@ -37,7 +37,7 @@ _DLPACK_CUDA_MANAGED = 13
 _WITH_KERNELS = ("float16", "bfloat16", "float32", "float64")
 
 
-class DeviceArrays:
+class DeviceArrays(ArrayKind):
     """An ArrayKind whose native arrays are CuPy arrays of one device, or NumPy arrays. Flat arrays are on the device.
 
     Args:
@@ -52,7 +52,6 @@ class DeviceArrays:
 
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
-        self._host = HostArrays()
         self.results_on: Any = None
 
     def native(self, array: Any, who: str) -> Any:
@@ -118,13 +117,6 @@ class DeviceArrays:
         """See ArrayKind."""
         return self.empty(native.shape, native.dtype, native)
 
-    def empty_flat(self, native: Any) -> Any:
-        """See ArrayKind. If CuPy does not support the dtype, the result is an array of bytes."""
-        with cupy.cuda.Device(self._device_id):
-            if _is_known(native.dtype):
-                return cupy.empty(native.size, native.dtype)
-            return cupy.empty(native.nbytes, np.uint8)
-
     def assign(self, native: Any, target: Any) -> None:
         """See ArrayKind. The copy runs on the current stream."""
         if isinstance(native, np.ndarray):
@@ -141,7 +133,7 @@ class DeviceArrays:
         The memory is for work on the current stream only; the program's stream `results_on` must not use it.
         """
         with cupy.cuda.Device(self._device_id):
-            return cupy.empty(size, dtype)
+            return cupy.empty(size, dtype) if _is_known(dtype) else cupy.empty(size * dtype.itemsize, np.uint8)
 
     def fill(self, native: Any, value: Any) -> None:
         """See ArrayKind. The current stream writes the values."""
@@ -158,7 +150,7 @@ class DeviceArrays:
     def multiply(self, source: Any, factor: float, out: Any) -> None:
         """See ArrayKind. Multiplies host arrays on the CPU; for device arrays, one kernel multiplies and converts."""
         if isinstance(source, np.ndarray):
-            host_values.multiply(source, factor, out)
+            super().multiply(source, factor, out)
             return
         with cupy.cuda.Device(self._device_id):
             host_values.multiply(source, factor, out, cupy)
@@ -199,20 +191,20 @@ class DeviceArrays:
     def state(self, native: Any) -> Any:
         """See ArrayKind. The state of a CuPy array is its address, which changes if the array gets different memory."""
         if isinstance(native, np.ndarray):
-            return self._host.state(native)
+            return super().state(native)
         return native.data.ptr
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:
         """See ArrayKind. The host and all devices share one address space (CUDA's unified addressing)."""
         if isinstance(native, np.ndarray):
-            return self._host.byte_bounds(native)
+            return super().byte_bounds(native)
         return span(native, native.data.ptr)
 
     def share_memory(self, first: Any, second: Any) -> bool:
         """See ArrayKind."""
         if isinstance(first, np.ndarray) != isinstance(second, np.ndarray):
             return False
-        return self._host.share_memory(_addresses_of(first), _addresses_of(second))
+        return super().share_memory(_addresses_of(first), _addresses_of(second))
 
 
 def _transferable(native: Array) -> Array:
