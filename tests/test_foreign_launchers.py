@@ -157,6 +157,19 @@ def test_by_hand(script: str, variables: dict[str, str]) -> None:
     assert nothing_is_left(variables["XDG_RUNTIME_DIR"])
 
 
+@pytest.mark.parametrize("names", [("MASTER_ADDR", "MASTER_PORT"), ("GRADSYNC_ADDRESS",)], ids=["MASTER", "GRADSYNC"])
+def test_ranks_as_arguments_with_an_address_in_variables(
+    script: str, variables: dict[str, str], names: tuple[str, ...]
+) -> None:
+    path = Path(script)
+    path.write_text(
+        SCRIPT.replace("group(", 'group("shm", rank=int(__import__("os").environ["MY_RANK"]), world_size=2, ')
+    )
+    port = str(gs.free_port())
+    found = dict(zip(names, ("127.0.0.1", port) if len(names) == 2 else (f"127.0.0.1:{port}",), strict=True))
+    check(ranks_by_hand(script, variables, {"MY_RANK": "0", **found}, {"MY_RANK": "1", **found}))
+
+
 RANK_THAT_LAUNCHES = """
 import os, subprocess, sys
 for rank in "01":

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from gradsync.backends import TABLE
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.communicator import Communicator
-from gradsync.environment import BACKEND, DEBUG, RankEnvironment, WorldSettings
+from gradsync.environment import BACKEND, DEBUG, SOURCES_WITH_MPI, RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument
-from gradsync.launcher_variables import SOURCES_WITH_MPI
 from gradsync.machine import count_gpus
 
 if TYPE_CHECKING:

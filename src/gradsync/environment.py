@@ -1,32 +1,27 @@
 """The environment: a table of all GRADSYNC_* variables, this process's rank, and the run's secret.
 
-gradsync's launcher sets some of these variables for its ranks, and `init_process_group` reads them. The run's secret
-never stays in the environment: this module holds it in a private variable.
+gradsync's launcher sets some of these variables for its ranks, and `init_process_group` reads them. A process takes its
+rank from the first launcher that has set its variables: gradsync's, torchrun, MPI's mpiexec, or Slurm's srun. If the
+launcher gives no address for the rendezvous, this module takes a host and a port from the Slurm step, or computes a
+name for the run that is the same for all ranks on one machine. The run's secret never stays in the environment: this
+module holds it in a private variable.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
-from gradsync.arguments import check_address
+from gradsync.arguments import LARGEST_PORT, check_address
 from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.errors import InvalidArgument
-from gradsync.launcher_variables import (
-    TORCHRUN,
-    LauncherVariables,
-    Place,
-    find_place,
-    first_host,
-    hints_of_launcher,
-    name_run,
-    read_port,
-    step_port,
-    value_of,
-    variables_of_mpi,
-)
+from gradsync.machine import read_stat
 
 HOW_TO_MAKE_A_SECRET_FILE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > gradsync.secret)"
 _PREFIX = "GRADSYNC_"
@@ -41,18 +36,21 @@ T = TypeVar("T")
 # -- Parsers: (name of the variable, text) -> value -------------------------------------------------------------------
 
 
+def value_of(environ: Mapping[str, str], name: str) -> str | None:
+    """Returns the text of a variable; None if it is not set or is empty."""
+    return environ.get(name, "").strip() or None
+
+
 def _text(_name: str, text: str) -> str:
     return text
 
 
-def _integer(lowest: int, highest: int = 10**9) -> Callable[[str, str], int]:
-    def read(name: str, text: str) -> int:
-        is_number = text.isascii() and text.isdecimal() and len(text) < 11
-        if not is_number or not lowest <= int(text) <= highest:
-            raise InvalidArgument(f"{name} needs to be an integer from {lowest} to {highest}, got {text!r}")
-        return int(text)
-
-    return read
+def _integer(name: str, text: str, lowest: int = 0, highest: int = 10**9, why: str = "") -> int:
+    """Returns an integer in a range; `why` says in the error where the upper limit comes from."""
+    is_number = text.isascii() and text.isdecimal() and len(text) < 11
+    if not is_number or not lowest <= int(text) <= highest:
+        raise InvalidArgument(f"{name} needs to be an integer from {lowest} to {highest}{why}, got {text!r}")
+    return int(text)
 
 
 def _switch(name: str, text: str) -> bool:
@@ -151,25 +149,25 @@ class Variable(str, Generic[T]):
 
 RANK = Variable(
     "GRADSYNC_RANK",
-    _integer(0),
+    _integer,
     None,
     "This process's rank, from 0 to world size - 1. gradsync's launcher sets it, together with RANK.",
 )
 WORLD_SIZE = Variable(
     "GRADSYNC_WORLD_SIZE",
-    _integer(1),
+    partial(_integer, lowest=1),
     None,
     "Number of ranks in the run. gradsync's launcher sets it, together with WORLD_SIZE.",
 )
 LOCAL_RANK = Variable(
     "GRADSYNC_LOCAL_RANK",
-    _integer(0),
+    _integer,
     None,
     "This process's rank on its machine, from 0. gradsync's launcher sets it, together with LOCAL_RANK.",
 )
 LOCAL_WORLD_SIZE = Variable(
     "GRADSYNC_LOCAL_WORLD_SIZE",
-    _integer(1),
+    partial(_integer, lowest=1),
     None,
     "Number of ranks on this machine. gradsync's launcher sets it, together with LOCAL_WORLD_SIZE.",
 )
@@ -209,10 +207,10 @@ SECRET_FILE = Variable(
     "Path of a file with the secret in hexadecimal. The file must belong to the user, and have mode 0600.",
 )
 RESTART_COUNT = Variable(
-    "GRADSYNC_RESTART_COUNT", _integer(0), 0, "Number of times that gradsync's launcher has restarted all ranks."
+    "GRADSYNC_RESTART_COUNT", _integer, 0, "Number of times that gradsync's launcher has restarted all ranks."
 )
 MAX_RESTARTS = Variable(
-    "GRADSYNC_MAX_RESTARTS", _integer(0), 0, "Largest number of times that gradsync's launcher restarts all ranks."
+    "GRADSYNC_MAX_RESTARTS", _integer, 0, "Largest number of times that gradsync's launcher restarts all ranks."
 )
 STATE_DIR = Variable(
     "GRADSYNC_STATE_DIR",
@@ -232,7 +230,7 @@ LOG = Variable(
 )
 FLIGHT_RECORDER_ENTRIES = Variable(
     "GRADSYNC_FLIGHT_RECORDER_ENTRIES",
-    _integer(1, _MAX_RECORDER_ENTRIES),
+    partial(_integer, lowest=1, highest=_MAX_RECORDER_ENTRIES),
     64,
     "Number of collectives that the flight recorder of each communicator keeps.",
 )
@@ -261,9 +259,6 @@ DEBUG = Variable(
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 #: The variables that describe one run. A launcher sets them for its own ranks, and removes earlier values.
 OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, START, BACKEND, SECRET, SECRET_FILE)
-_OURS = LauncherVariables("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, (ADDRESS, HOSTED))
-# Other variables that torchrun and gradsync's launcher set for a rank.
-_BESIDE_TORCHRUN = {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 _NO_TLS = (
     "the rendezvous has no TLS any more: unset it, and use a private network or an SSH tunnel instead "
     "(docs/security.md)"
@@ -382,6 +377,85 @@ def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
         logger.addHandler(handler)
 
 
+# -- The variables of launchers ---------------------------------------------------------------------------------------
+
+SLURM = "Slurm"
+
+
+class _Launcher(NamedTuple):
+    """The environment variables by which one launcher gives a process its rank.
+
+    Attributes:
+        name: the launcher's name in messages.
+        rank, world_size, local_rank, local_world_size: the names of the environment variables that hold these values.
+        companions: the names of the launcher's other variables. A user who unsets the variables of the rank must unset
+            the companions too.
+    """
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    companions: tuple[str, ...] = ()
+
+    def set_in(self, environ: Mapping[str, str]) -> list[str]:
+        """Returns the names of this launcher's variables that are set."""
+        names = (self.rank, self.world_size, self.local_rank, self.local_world_size, *self.companions)
+        return [name for name in names if value_of(environ, name) is not None]
+
+
+_OURS = _Launcher("gradsync", RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, (ADDRESS, HOSTED))
+_TORCHRUN = _Launcher("RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT"))
+# PMI_RANK is listed twice, because Cray's launcher names the variable of the local rank differently from MPICH's and
+# Intel's.
+_MPI_LAUNCHERS = (
+    _Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE",),
+    ),
+    _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_FD",)),
+    _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+)
+#: The values of `RankEnvironment.source` for ranks of an MPI job. "MPI" means that a query to MPI gave the rank.
+SOURCES_WITH_MPI = (*dict.fromkeys(launcher.name for launcher in _MPI_LAUNCHERS), SLURM, "MPI")
+_PREFIXES_OF_MPI = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_")
+_HINTS_OF_MPI = ("OMPI_", "PMI", "MPI_LOCAL", "HYDI_", "MV2_COMM_WORLD_")
+# Slurm's variables, with their values for a single task. In a container, only SLURM_PROCID may be set.
+_SLURM_ALONE = (("SLURM_NTASKS", "1"), ("SLURM_NPROCS", "1"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_PROCID", "0"))
+
+# Other variables that torchrun and gradsync's launcher set for a rank.
+_BESIDE_TORCHRUN = {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+
+
+def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
+    """Returns the names of the variables that mpiexec sets for a rank.
+
+    If mpiexec has started gradsync's launcher, the launcher removes these variables from the environment of its own
+    ranks. With these variables, each rank would use the MPI rank of the launcher as its own rank.
+    """
+    return {name for name in environ if name.startswith(_PREFIXES_OF_MPI)}
+
+
+def find_mpiexec(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Returns the path of the mpiexec next to this Python, where MPI's wheels install it; otherwise of that in PATH."""
+    import shutil  # imported here, because the import takes a millisecond
+
+    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec", path=environ.get("PATH"))
+
+
+def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns a copy of the variables, without those that launchers set for a rank."""
+    inherited = {*OF_A_RUN, *_TORCHRUN.set_in(environ), *variables_of_mpi(environ), *_BESIDE_TORCHRUN}
+    prefixes = ("TORCHELASTIC_", "SLURM_")
+    return {name: value for name, value in environ.items() if name not in inherited and not name.startswith(prefixes)}
+
+
 # -- This process's rank ----------------------------------------------------------------------------------------------
 
 
@@ -426,6 +500,20 @@ class RankEnvironment(NamedTuple):
     def __repr__(self) -> str:
         shown = (f"{name}={value!r}" for name, value in self._asdict().items() if name != "secret")
         return f"RankEnvironment({', '.join(shown)})"
+
+
+#: The rank environment of a world of one rank.
+ALONE = RankEnvironment(0, 1, 0, 1, source="arguments")
+
+
+class _Place(NamedTuple):
+    """A process's rank as one launcher gives it; see the attributes of RankEnvironment. None means unknown."""
+
+    source: str
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
 
 
 class WorldSettings(NamedTuple):
@@ -476,25 +564,8 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
         InvalidArgument: a variable is malformed or out of range; only one variable of a rank and its world size is set;
             or two launchers give this process different ranks. The error message names the variables.
     """
-    place = find_place(environ, _OURS)
+    place = _find_place(environ)
     return None if place is None else _complete(environ, place)
-
-
-def launched_world_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Returns the world size that this process's launcher has set; None without a launcher.
-
-    Raises:
-        InvalidArgument: the variables are wrong, see `read_environment`.
-    """
-    place = find_place(environ, _OURS)
-    return None if place is None else place.world_size
-
-
-def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns a copy of the variables, without those that launchers set for a rank."""
-    inherited = {*OF_A_RUN, *TORCHRUN.set_in(environ), *variables_of_mpi(environ), *_BESIDE_TORCHRUN}
-    prefixes = ("TORCHELASTIC_", "SLURM_")
-    return {name: value for name, value in environ.items() if name not in inherited and not name.startswith(prefixes)}
 
 
 def is_launched() -> bool:
@@ -508,11 +579,6 @@ def is_launched() -> bool:
     return read_environment() is not None
 
 
-def alone() -> RankEnvironment:
-    """Returns the rank environment of a world of one rank."""
-    return RankEnvironment(0, 1, 0, 1, source="arguments")
-
-
 def alone_without_launcher(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
     """Returns the rank environment of a process without a launcher, and logs that it is a world of one rank.
 
@@ -521,7 +587,8 @@ def alone_without_launcher(environ: Mapping[str, str] = os.environ) -> RankEnvir
             variable.
     """
     hints: list[str] = [name for name in OF_A_RUN if name != BACKEND and value_of(environ, name) is not None]
-    hints += hints_of_launcher(environ)
+    hints += _TORCHRUN.set_in(environ) + [name for name in sorted(environ) if name.startswith(_HINTS_OF_MPI)]
+    hints += [name for name, alone in _SLURM_ALONE if value_of(environ, name) not in (None, alone)]
     if hints:
         raise no_rank_is_known(f"{hints[0]} is set, which suggests a launcher, but RANK and WORLD_SIZE are not set")
     unknown = unknown_variables(environ)
@@ -530,7 +597,7 @@ def alone_without_launcher(environ: Mapping[str, str] = os.environ) -> RankEnvir
         "no launcher has started this process, so it is a world of one rank (for two: gradsync run -n 2 script.py)"
         + "".join(f"; {name}: {describe_unknown(meant)}" for name, meant in unknown.items())
     )
-    return alone()
+    return ALONE
 
 
 def no_rank_is_known(reason: str) -> InvalidArgument:
@@ -541,15 +608,24 @@ def no_rank_is_known(reason: str) -> InvalidArgument:
     )
 
 
-def _complete(environ: MutableMapping[str, str], place: Place) -> RankEnvironment:
+def environment_of_arguments(rank: int, world_size: int) -> RankEnvironment:
+    """Returns the rank environment for a rank that the program has given; only the other values come from variables.
+
+    Raises:
+        InvalidArgument: a variable is malformed; the error message names the variable.
+    """
+    return _complete(os.environ, _Place("arguments", rank, world_size))
+
+
+def _complete(environ: MutableMapping[str, str], place: _Place) -> RankEnvironment:
     """Adds the addresses, the secret and the other values of the rank environment to a process's rank."""
     address = ADDRESS.read(environ)
-    master_addr, master_port, run_name = value_of(environ, "MASTER_ADDR"), read_port(environ, "MASTER_PORT"), None
+    master_addr, master_port, run_name = value_of(environ, "MASTER_ADDR"), read_master_port(environ), None
     if place.world_size > 1 and not address and not (master_addr and master_port):
         if place.local_world_size == place.world_size:
-            run_name = name_run(environ, place.source)
+            run_name = _name_run(environ, place.source)
         elif place.source == "Slurm":
-            master_addr, master_port = master_addr or first_host(environ), master_port or step_port(environ)
+            master_addr, master_port = master_addr or _first_host(environ), master_port or _step_port(environ)
     return RankEnvironment(
         rank=place.rank,
         world_size=place.world_size,
@@ -564,6 +640,215 @@ def _complete(environ: MutableMapping[str, str], place: Place) -> RankEnvironmen
         run_name=run_name,
         start=START.read(environ),
     )
+
+
+def _find_place(environ: Mapping[str, str]) -> _Place | None:
+    """Returns this process's rank from the first launcher that has set its variables, see `read_environment`.
+
+    If that launcher gives no local rank, the local rank comes from the next launcher that gives one.
+    """
+    launchers = [
+        launcher
+        for launcher in (_OURS, _TORCHRUN, *_MPI_LAUNCHERS)
+        if value_of(environ, launcher.rank) is not None or value_of(environ, launcher.world_size) is not None
+    ]
+    if not launchers:
+        return _slurm_place(environ)
+    first = _read_place(environ, launchers[0])
+    for launcher in launchers[1:]:
+        other = _read_place(environ, launcher)
+        if (other.rank, other.world_size) == (first.rank, first.world_size):
+            if first.local_rank is None and other.local_world_size is not None:
+                first = other._replace(source=first.source)
+        elif not _started_agents(environ, launcher, other):
+            raise _contradiction(environ, launchers[0], launcher)
+    if first.local_rank is None:
+        with contextlib.suppress(InvalidArgument):  # Slurm may describe the daemons of the other launcher
+            slurm = _slurm_place(environ)
+            if slurm is not None and (slurm.rank, slurm.world_size) == (first.rank, first.world_size):
+                return slurm._replace(source=first.source)
+    return first
+
+
+def _read_place(environ: Mapping[str, str], launcher: _Launcher) -> _Place:
+    rank, world_size = _read_pair(environ, launcher.rank, launcher.world_size)
+    if value_of(environ, launcher.local_rank) is None:
+        return _Place(launcher.name, rank, world_size)
+    size = _read(environ, launcher.local_world_size, 1, world_size, f" ({launcher.world_size})")
+    why = "" if size is None else f" ({launcher.local_world_size} - 1)"
+    return _Place(
+        launcher.name, rank, world_size, _read(environ, launcher.local_rank, 0, (size or world_size) - 1, why), size
+    )
+
+
+def _read_pair(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    """Returns a rank and its world size, from two variables."""
+    rank, size = value_of(environ, rank_name), value_of(environ, size_name)
+    if rank is None or size is None:
+        known, missing = (size_name, rank_name) if rank is None else (rank_name, size_name)
+        raise InvalidArgument(f"{known}={environ[known]!r} is set, but {missing} is not; set both or neither")
+    world_size = _integer(size_name, size, 1)
+    return _integer(rank_name, rank, 0, world_size - 1, f" ({size_name} - 1)"), world_size
+
+
+def _read(environ: Mapping[str, str], name: str, lowest: int, highest: int = 10**9, why: str = "") -> int | None:
+    """Returns the integer in a variable; None if the variable is not set."""
+    text = value_of(environ, name)
+    return None if text is None else _integer(name, text, lowest, highest, why)
+
+
+def read_master_port(environ: Mapping[str, str]) -> int | None:
+    """Returns the port in MASTER_PORT, or None if this variable is not set.
+
+    Raises:
+        InvalidArgument: the variable is not a port number.
+    """
+    return _read(environ, "MASTER_PORT", 1, LARGEST_PORT)
+
+
+def _started_agents(environ: Mapping[str, str], launcher: _Launcher, place: _Place) -> bool:
+    """Whether a launcher started torchrun's agents, one on each machine, rather than the ranks themselves."""
+    return (
+        launcher is not _TORCHRUN
+        and value_of(environ, "TORCHELASTIC_RUN_ID") is not None
+        and _read(environ, "GROUP_WORLD_SIZE", 1) == place.world_size
+    )
+
+
+def _contradiction(environ: Mapping[str, str], first: _Launcher, second: _Launcher) -> InvalidArgument:
+    values, unset = [], []
+    for launcher in (first, second):
+        values.append(" ".join(f"{name}={environ[name].strip()}" for name in (launcher.rank, launcher.world_size)))
+        unset.append(" ".join(launcher.set_in(environ)))
+    return InvalidArgument(
+        f"{values[0]} and {values[1]} name different ranks for this process: one launcher was started with another's "
+        f"variables set. Before starting the ranks, unset the variables of the other run: either\n"
+        f"  unset {unset[0]}\nor\n  unset {unset[1]}"
+    )
+
+
+# -- Slurm ------------------------------------------------------------------------------------------------------------
+
+# Steps that were not made by `srun`, such as batch scripts and shells of salloc, have this number or a larger one.
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+_TASKS_OF_NODES = r"([1-9]\d{0,6})(?:\(x([1-9]\d{0,6})\))?"  # such as 4(x2): 4 tasks on each of 2 nodes
+# These ports are below those that Linux uses for outgoing connections, 32768 and up.
+_FIRST_PORT = 15_000
+_PORTS = 15_000
+
+
+def _slurm_place(environ: Mapping[str, str]) -> _Place | None:
+    """Returns the rank of a process that srun has started; None in a batch script, although SLURM_PROCID is 0 there."""
+    step = _step_of(environ)
+    is_special = step is not None and step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
+    if value_of(environ, "SLURM_PROCID") is None or step is None or is_special:
+        return None
+    # SLURM_NTASKS may describe the whole allocation, even if the step is smaller.
+    tasks = "SLURM_NTASKS" if value_of(environ, "SLURM_STEP_NUM_TASKS") is None else "SLURM_STEP_NUM_TASKS"
+    rank, world_size = _read_pair(environ, "SLURM_PROCID", tasks)
+    if value_of(environ, "SLURM_LOCALID") is None:
+        return _Place(SLURM, rank, world_size)
+    local_world_size = _tasks_here(environ)
+    local_rank = _read(environ, "SLURM_LOCALID", 0, (local_world_size or world_size) - 1)
+    return _Place(SLURM, rank, world_size, local_rank, local_world_size)
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int | None:
+    """Returns the number of tasks on this node; None if SLURM_STEP_TASKS_PER_NODE, such as "4(x2),1", is not set."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    text = value_of(environ, name)
+    if text is None:
+        return None
+    node = _read(environ, "SLURM_NODEID", 0) or 0
+    for entry in text.split(","):
+        tasks = re.fullmatch(_TASKS_OF_NODES, entry)
+        if tasks is None:
+            raise InvalidArgument(f"{name} needs to be a list such as 4(x2),1, got {text!r}")
+        node -= int(tasks[2] or 1)
+        if node < 0:
+            return int(tasks[1])
+    raise InvalidArgument(f"SLURM_NODEID={environ['SLURM_NODEID']} has no entry in {name}={text!r}")
+
+
+def _first_host(environ: Mapping[str, str]) -> str | None:
+    """Returns the first host of the Slurm step, on which Slurm starts rank 0 by default.
+
+    The function expands a list such as "rack[1-2]node[03-04,7],login" as `scontrol show hostnames` does.
+    """
+    hosts = value_of(environ, "SLURM_STEP_NODELIST") or value_of(environ, "SLURM_JOB_NODELIST") or ""
+    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
+    return None if first is None else re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+
+
+def _step_port(environ: Mapping[str, str]) -> int:
+    """Returns a port that is the same for all tasks of a Slurm step, and most likely differs between steps."""
+    import zlib  # imported here: only steps on several machines need it
+
+    return _FIRST_PORT + zlib.crc32(_step_name(environ).encode()) % _PORTS
+
+
+def _step_name(environ: Mapping[str, str]) -> str:
+    """Returns a name that is unique among the Slurm steps on its hosts. A requeued job gets a new name."""
+    job = value_of(environ, "SLURM_JOB_ID") or value_of(environ, "SLURM_JOBID") or ""
+    again = value_of(environ, "SLURM_RESTART_COUNT") or "0"
+    return f"slurm-{job}.{_step_of(environ)}.{again}"
+
+
+def _step_of(environ: Mapping[str, str]) -> str | None:
+    return value_of(environ, "SLURM_STEP_ID") or value_of(environ, "SLURM_STEPID")
+
+
+# -- A name for a run on one machine ----------------------------------------------------------------------------------
+
+
+def _name_run(environ: Mapping[str, str], source: str) -> str | None:
+    """Returns a name for this run: the same for all its ranks on this machine, and different for other runs.
+
+    For a Slurm step, the name contains the number of the step. MPI's launchers set no variable that is common to all
+    ranks. But all ranks on a machine descend from one process, MPI's launcher or its daemon. So for MPI, the name
+    contains the pid and the start time of the launcher or daemon.
+
+    Args:
+        environ: the environment variables.
+        source: the launcher's name, see `RankEnvironment.source`.
+
+    Returns:
+        The name, which can be part of a file name. None if the user started the ranks by hand, or if each rank runs in
+        its own container.
+    """
+    if source == SLURM:
+        return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in _step_name(environ))
+    names = [name for launcher in _MPI_LAUNCHERS if launcher.name == source for name in launcher.set_in(environ)]
+    if not names:
+        return None
+    found = _launcher_process({f"{name}={environ[name]}".encode() for name in names})
+    return None if found is None else f"{source.replace(' ', '')}-{found[0]}-{found[1]}"
+
+
+def _launcher_process(own: set[bytes]) -> tuple[int, str] | None:
+    """Returns pid and start time of the closest ancestor that does not belong to this rank.
+
+    A shell between the launcher and this process belongs to the rank.
+
+    Args:
+        own: variables of this rank, as NAME=value. All processes that belong to the rank inherit them.
+    """
+    process = read_stat(os.getpid())
+    while process is not None and process.parent > 0:
+        pid = process.parent
+        process = read_stat(pid)
+        if not own <= _variables_of(pid):
+            return pid, "0" if process is None else process.start_time
+    return None
+
+
+def _variables_of(pid: int) -> set[bytes]:
+    """Returns the variables with which a process was started, as NAME=value; empty if another user owns the process."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return set(file.read().split(b"\0"))
+    except OSError:
+        return set()
 
 
 # -- The secret of the run --------------------------------------------------------------------------------------------

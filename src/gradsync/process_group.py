@@ -40,15 +40,16 @@ from gradsync.communicators.world import (
 from gradsync.diagnostics import arm, dump_at_exception, dump_because, write_trace
 from gradsync.environment import (
     ALLOW_SHARED_GPU,
+    ALONE,
     BACKEND,
     COLLECTIVE_TIMEOUT_SECONDS,
     DEBUG,
     RankEnvironment,
     WorldSettings,
-    alone,
     alone_without_launcher,
     check_removed_variables,
     configure_logging,
+    environment_of_arguments,
     no_rank_is_known,
     read_environment,
     warn_of_unknown_variables,
@@ -355,16 +356,17 @@ def _find_place(backend: str, rank: int | None, world_size: int | None, address:
         return _place_without_launcher(backend, address) if environment is None else environment
     size = check_integer("init_process_group", "world_size", world_size, 1)
     number = check_integer(f"init_process_group with world_size={size}", "rank", rank, 0, size - 1)
-    if environment is None or environment.world_size != size:
-        base = RankEnvironment(number, size, number, size, source="arguments")
-        return base if environment is None else base._replace(address=environment.address)
+    if environment is None:
+        return environment_of_arguments(number, size)
+    if environment.world_size != size:
+        return RankEnvironment(number, size, number, size, address=environment.address, source="arguments")
     return environment._replace(rank=number)
 
 
 def _place_without_launcher(backend: str, address: str | None) -> RankEnvironment:
     """Returns this process's rank environment if no launcher has set its variables."""
     if backend == "local":
-        return alone()
+        return ALONE
     if backend == "mpi":
         from gradsync.communicators.mpi.mpi_job import mpi_place
 

@@ -18,9 +18,8 @@ import numpy as np
 import gradsync as gs
 from gradsync.backends import TABLE
 from gradsync.communicators.communicator import Communicator
-from gradsync.environment import launched_world_size, without_launcher
+from gradsync.environment import find_mpiexec, read_environment, without_launcher
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RankFailed
-from gradsync.launcher_variables import find_mpiexec
 from gradsync.launching.launcher import launcher
 from gradsync.machine import blas_thread_variables, count_gpus
 
@@ -113,11 +112,12 @@ def _launched_ranks(nprocs: int | None) -> int | None:
         InvalidArgument: the launcher has started a different number of ranks than the option -n requests.
     """
     try:
-        launched = launched_world_size()
+        place = read_environment()
     except InvalidArgument:
         if nprocs is None:
             raise
         return None  # variables of an ended job are still set; because of -n this command starts ranks itself
+    launched = None if place is None else place.world_size
     if nprocs is not None and launched not in (None, nprocs):
         raise InvalidArgument(
             f"-n asks for {nprocs} ranks, but a launcher's environment variables say that this process is one of "

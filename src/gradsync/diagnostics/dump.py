@@ -19,9 +19,8 @@ from gradsync.diagnostics import tracing
 from gradsync.diagnostics.recorder import Entry, FlightRecorder, names_text, recorders
 from gradsync.diagnostics.stacks import stack_report
 from gradsync.diagnostics.tracing import Arrival, Phase, TracedStep
-from gradsync.environment import RANK
+from gradsync.environment import RANK, value_of
 from gradsync.errors import InvalidArgument
-from gradsync.launcher_variables import value_of
 from gradsync.machine import machine_identity, run_with_timeout
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from gradsync import environment
 from gradsync.communicators.nccl.library import version_text
 from gradsync.doctor.facts import CUPY_PACKAGES, Facts, Package
 from gradsync.errors import InvalidArgument, size_text
-from gradsync.launcher_variables import read_port
 from gradsync.machine import BLAS_VARIABLES, count_gpus, visible_gpus
 
 
@@ -444,7 +443,7 @@ def _unknown(name: str, meant: str | None) -> Finding:
 def check_launcher(here: Facts) -> Finding:
     """Checks that no environment variable gives this shell a rank: every script in it would run as that rank."""
     try:
-        read_port(here.environ, "MASTER_PORT")
+        environment.read_master_port(here.environ)
     except InvalidArgument as error:
         return broken(str(error), "unset MASTER_PORT")
     try:

@@ -25,9 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gradsync.environment import without_launcher
+from gradsync.environment import find_mpiexec, without_launcher
 from gradsync.errors import GradsyncError
-from gradsync.launcher_variables import find_mpiexec
 from gradsync.machine import addresses, memory_groups, run_with_timeout, usable_cores
 
 _Result = TypeVar("_Result")

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from gradsync import environment
 from gradsync.arguments import integer_of
-from gradsync.environment import ALLOW_SHARED_GPU
+from gradsync.environment import ALLOW_SHARED_GPU, variables_of_mpi
 from gradsync.errors import InvalidArgument
-from gradsync.launcher_variables import variables_of_mpi
 from gradsync.launching.job import Job
 from gradsync.machine import blas_thread_variables, count_gpus, interface_of, visible_gpus
 from gradsync.rendezvous.secret_files import Endpoint

@@ -25,9 +25,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gradsync.arguments import check_address, join_address, parse_address, port_beside
-from gradsync.environment import ADDRESS, HOSTED, SECRET_FILE, RankEnvironment, take_secret
+from gradsync.environment import (
+    ADDRESS,
+    HOSTED,
+    SECRET_FILE,
+    SLURM,
+    SOURCES_WITH_MPI,
+    RankEnvironment,
+    take_secret,
+)
 from gradsync.errors import AuthenticationError, BackendUnavailable, InvalidArgument, RendezvousTimeout
-from gradsync.launcher_variables import SLURM, SOURCES_WITH_MPI
 from gradsync.machine import address_towards, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
