@@ -7,8 +7,8 @@ communicators/objects.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -190,12 +190,23 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
             common type; all ranks raise it.
         RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
-    mine = _contribution(input_dict)
     world = _ranks_of(None, "reduce_dict")
+    mine = _contribution(input_dict)
     what = f"reduce_dict({'mean' if average else 'sum'})"
     everything = [mine] if world is None else world.objects.all_gather_for(what, mine)
     label, ranks = ("rank 0/1", (0,)) if world is None else (world.label, world.ranks)
-    return _reduce_contributions(mine, dict(zip(ranks, everything, strict=True)), average=bool(average), label=label)
+    by_rank = dict(zip(ranks, everything, strict=True))
+    refusals = [f"rank {rank}: {theirs}" for rank, theirs in by_rank.items() if isinstance(theirs, str)]
+    if isinstance(mine, str) or refusals:
+        raise InvalidArgument(f"{label}: reduce_dict needs scalars by name: {'; '.join(refusals)}")
+    _check_names(label, by_rank)
+    try:
+        return {
+            name: _reduce(name, {rank: theirs[name] for rank, theirs in by_rank.items()}, average=bool(average))
+            for name in mine
+        }
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{label}: {error}") from error
 
 
 def _ranks_of(group: Communicator | None, what: str) -> Communicator | None:
@@ -212,45 +223,16 @@ def _local_group() -> Communicator | None:
     return _alone if world is None else world._tree.local_group
 
 
-class _Contribution(NamedTuple):
-    """One rank's contribution to reduce_dict: its scalars, or the reason why they cannot be reduced."""
-
-    scalars: dict[Any, np.generic]
-    refusal: str = ""
-
-
-def _contribution(input_dict: Mapping[Any, Any]) -> _Contribution:
-    """Returns this rank's contribution to reduce_dict; never raises."""
+def _contribution(input_dict: Mapping[Any, Any]) -> dict[Any, np.generic] | str:
+    """Returns this rank's scalars for reduce_dict, or the reason why they cannot be reduced; never raises."""
     if not isinstance(input_dict, Mapping):
-        return _Contribution({}, f"got a {type(input_dict).__name__}")
+        return f"got a {type(input_dict).__name__}"
     try:
-        return _Contribution({name: _scalar(name, value) for name, value in input_dict.items()})
+        return {name: _scalar(name, value) for name, value in input_dict.items()}
     except InvalidArgument as error:
-        return _Contribution({}, str(error))
+        return str(error)
     except Exception as error:  # this rank must still contribute, because the others wait for it
-        return _Contribution({}, describe(error))
-
-
-def _reduce_contributions(
-    mine: _Contribution, by_rank: Mapping[int, _Contribution], *, average: bool, label: str
-) -> dict[Any, np.generic]:
-    """Reduces the contributions of all ranks; the results are the same on each rank, in the order of `mine`.
-
-    Raises:
-        PlanMismatch: the ranks have different names.
-        InvalidArgument: a rank has no scalars, or a result cannot be computed.
-    """
-    refusals = [f"rank {rank}: {theirs.refusal}" for rank, theirs in by_rank.items() if theirs.refusal]
-    if refusals:
-        raise InvalidArgument(f"{label}: reduce_dict needs scalars by name: {'; '.join(refusals)}")
-    _check_names(label, {rank: list(theirs.scalars) for rank, theirs in by_rank.items()})
-    try:
-        return {
-            name: _reduce(name, {rank: theirs.scalars[name] for rank, theirs in by_rank.items()}, average=average)
-            for name in mine.scalars
-        }
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{label}: {error}") from error
+        return describe(error)
 
 
 def _scalar(name: Any, value: Any) -> np.generic:
@@ -277,7 +259,7 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any] | None:
         return None
 
 
-def _check_names(label: str, names_by_rank: Mapping[int, list[Any]]) -> None:
+def _check_names(label: str, names_by_rank: Mapping[int, Collection[Any]]) -> None:
     every_name = dict.fromkeys(name for names in names_by_rank.values() for name in names)
     if all(len(names) == len(every_name) for names in names_by_rank.values()):
         return
@@ -292,7 +274,7 @@ def _check_names(label: str, names_by_rank: Mapping[int, list[Any]]) -> None:
     )
 
 
-def _listed(names: Sequence[Any]) -> str:
+def _listed(names: Iterable[Any]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 

@@ -126,14 +126,13 @@ _UFUNCS: dict[ReduceOp, Callable[..., Any]] = {
 }
 
 
+@lru_cache(maxsize=256)
 def check_operation(op: ReduceOp, dtype: np.dtype[Any]) -> None:
     """Checks that the dtype supports the operator.
 
     Raises:
         UnsupportedDtype: the dtype is not in the table, is not in native byte order, or does not support the operator.
     """
-    if (op, dtype) in _accepted:  # the fast path for pairs that were accepted before
-        return
     if not dtype.isnative:
         raise UnsupportedDtype(f"{dtype.name} needs native byte order, got {dtype.str}: convert it with astype first")
     operations = OPERATIONS_BY_DTYPE.get(dtype.name)
@@ -142,10 +141,6 @@ def check_operation(op: ReduceOp, dtype: np.dtype[Any]) -> None:
     if op not in operations:
         allowed = ", ".join(sorted(o.value for o in operations))
         raise UnsupportedDtype(f"{op.value} is not defined for dtype {dtype.name}: use one of {allowed}")
-    _accepted.add((op, dtype))
-
-
-_accepted: set[tuple[ReduceOp, np.dtype[Any]]] = set()
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -272,7 +267,7 @@ def _division(dtype: np.dtype[Any], count: int) -> tuple[Callable[..., Any], Arr
 
     The operand is a 0-d array, because NumPy would convert a scalar in each call, which takes 0.2 us.
     """
-    by_multiplication = _is_power_of_two(count)
+    by_multiplication = count & (count - 1) == 0  # a power of two
     operand = np.array(1.0 / count if by_multiplication else count, dtype)
     operand.flags.writeable = False
     return np.multiply if by_multiplication else np.divide, operand
@@ -303,7 +298,3 @@ def part_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     gradsync divides real and imaginary parts separately, because infinity divided by a complex number is NaN.
     """
     return np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype
-
-
-def _is_power_of_two(count: int) -> bool:
-    return count & (count - 1) == 0
