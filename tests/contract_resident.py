@@ -20,6 +20,7 @@ from contract import (
     reductions_of,
 )
 from gradsync.communicators.agreement import Agreement, agreement_on
+from gradsync.communicators.backend import Range
 from gradsync.communicators.for_bucketing import all_reduce_resident, make_resident_memory
 from gradsync.reduction import ReduceOp
 
@@ -46,9 +47,8 @@ def reduce_values(comm: Any, memory: Any, values: Host, op: str, begin: int = 0,
     view = memory.bytes[begin:end].view(values.dtype)
     view[...] = kit.put(values)
     producers = [comm._mark_work()]
-    end_of_work = all_reduce_resident(
-        comm, memory, begin, end, values.dtype, ReduceOp(op), agreed(values.size), producers=producers, **options
-    )
+    part = Range(begin, end, values.dtype, ReduceOp(op), **options)
+    end_of_work = all_reduce_resident(comm, memory, part, agreed(values.size), producers=producers)
     if end_of_work is not None:
         end_of_work.wait()
     return np.array(kit.get(view))
@@ -114,16 +114,8 @@ def check_many_resident_reductions_in_a_row(comm: Any, _kit: Any) -> None:
     for step in range(200 if IS_EVERYWHERE or comm.backend != "nccl" else 40):  # to save time, on the stand-in
         for (begin, size), view in zip(ranges, views, strict=True):
             view[...] = comm.rank + step
-            end = all_reduce_resident(
-                comm,
-                memory,
-                begin,
-                begin + 4 * size,
-                np.dtype(np.int32),
-                ReduceOp.SUM,
-                agreed(size),
-                producers=[comm._mark_work()],
-            )
+            part = Range(begin, begin + 4 * size, np.dtype(np.int32), ReduceOp.SUM)
+            end = all_reduce_resident(comm, memory, part, agreed(size), producers=[comm._mark_work()])
             if end is not None:
                 end.wait()
         for view in views:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import gradsync as gs
 from gradsync.bucketing.values import clip_factor
 from gradsync.communicators.agreement import agreement_on
+from gradsync.communicators.backend import Range
 from gradsync.communicators.for_bucketing import ListReduction, all_reduce_resident, make_resident_memory
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.host_copy import share_of
@@ -120,9 +121,8 @@ def add_squares_while_reducing(comm: Any) -> list[float]:
     values[:] = rng.normal(size=values.size)
     for op, mean_over in ((gs.ReduceOp.MEAN, None), (gs.ReduceOp.SUM, 5)):
         for checks in (Checks.SQUARES, Checks.SQUARES | Checks.NONFINITE):
-            all_reduce_resident(
-                comm, memory, 0, memory.bytes.size, values.dtype, op, agreement, mean_over=mean_over, checks=checks
-            )
+            part = Range(0, memory.bytes.size, values.dtype, op, mean_over, checks)
+            all_reduce_resident(comm, memory, part, agreement)
             expect_norm([values])
     return sums
 

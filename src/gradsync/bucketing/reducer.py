@@ -24,6 +24,7 @@ from gradsync.bucketing.lists import array_module
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket, GradientSpec, Planner
 from gradsync.bucketing.values import BucketWatch, Values
+from gradsync.communicators.backend import Range
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import ListReduction, Stage, all_reduce_resident
 from gradsync.communicators.host_arrays import ArrayKind
@@ -284,18 +285,10 @@ class Reducer:
         # This value is the same on all ranks, even if only some ranks have read-only gradients.
         agrees_first = wire is None and self._wire.only_scales(dtype) and not communicator._runs_beside_host
         if reduction.memory is not None and wire is None and not isinstance(scale, Compressed):
+            memory, (begin, end) = reduction.memory.memory, reduction.memory.byte_range(reduction.bucket)
+            part = Range(begin, end, dtype, op, mean_over, checks)
             return all_reduce_resident(
-                communicator,
-                reduction.memory.memory,
-                *reduction.memory.byte_range(reduction.bucket),
-                dtype,
-                op,
-                agreement,
-                producers=producers,
-                mean_over=mean_over,
-                stages=stages,
-                agrees_first=agrees_first,
-                checks=checks,
+                communicator, memory, part, agreement, stages=stages, producers=producers, agrees_first=agrees_first
             )
         prepared = reduction.prepared
         if prepared is None or op is not self.op:

@@ -89,6 +89,28 @@ class ResidentMemory:
         return values
 
 
+class Range(NamedTuple):
+    """A range of resident memory, and how to reduce it.
+
+    Attributes:
+        begin_bytes: the index in `ResidentMemory.bytes` at which the range begins; it must be a multiple of 64.
+        end_bytes: the index at which the range ends. The range has zero or more whole elements.
+        dtype: the dtype of the elements.
+        op: an operator that the dtype supports.
+        mean_over: the number of ranks that contributed values; the sum is divided by it. If `mean_over` is None, the
+            sum is not divided.
+        checks: the checks that the backend makes during the reduction, if it supports them: see `finder` and `squares`
+            of Backend.
+    """
+
+    begin_bytes: int
+    end_bytes: int
+    dtype: np.dtype[Any]
+    op: ReduceOp
+    mean_over: int | None = None
+    checks: Checks = Checks.NONE
+
+
 class Backend(ABC):
     """Moves bytes between the ranks of one communicator.
 
@@ -199,26 +221,12 @@ class Backend(ABC):
         data[...] = 0
         return ResidentMemory(data)
 
-    def all_reduce_resident(
-        self,
-        memory: ResidentMemory,
-        begin_bytes: int,
-        end_bytes: int,
-        dtype: np.dtype[Any],
-        op: ReduceOp,
-        agreement: Agreement,
-        mean_over: int | None,
-        *,
-        checks: Checks,
-    ) -> None:
-        """Reduces a range of resident memory in place. For the arguments see all_reduce_resident of for_bucketing.py.
-
-        During the reduction, the backend makes each check in `checks` that it supports: see `finder` and `squares`.
-        """
-        values = memory.view(begin_bytes, end_bytes, dtype)
-        self.all_reduce([values], [values], op, agreement)
-        if mean_over is not None:
-            self.arrays.divide(values, mean_over)
+    def all_reduce_resident(self, memory: ResidentMemory, part: Range, agreement: Agreement) -> None:
+        """Reduces a range of resident memory in place."""
+        values = memory.view(part.begin_bytes, part.end_bytes, part.dtype)
+        self.all_reduce([values], [values], part.op, agreement)
+        if part.mean_over is not None:
+            self.arrays.divide(values, part.mean_over)
 
     # -- Collectives without arithmetic: their arrays are bytes ------------------------------------------------
 
@@ -390,18 +398,11 @@ class Backend(ABC):
         """Copies the values of `flat` to `native`, unless `flat` is a view of `native`. Call it within `launching`."""
         self.arrays.write_back(flat, native)
 
-    def await_host_results(self, launch: Any) -> None:
-        """Waits until the launched collective has written all of its results that are in host memory."""
-
     def mark_work(self) -> Any:
         """Marks the end of the work that is queued on the current stream.
 
         Returns the mark, which `follow_work` accepts; None on the CPU.
         """
-        return None
-
-    def mark_end(self) -> Completion | None:
-        """Returns the Completion of the work that is queued on the current stream, for a future; None on the CPU."""
         return None
 
     def follow_work(self, marks: Sequence[Any]) -> None:

@@ -51,7 +51,7 @@ from gradsync.communicators.groups import (
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime, culprit_of
 from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, UnsupportedDtype, describe, shown
-from gradsync.futures import CollectiveEnd, CollectiveFuture, check_may_call, pending
+from gradsync.futures import CollectiveEnd, CollectiveFuture, Completion, check_may_call, pending
 from gradsync.machine import machine_identity
 from gradsync.reduction import Array, ReduceOp, check_operation
 
@@ -141,7 +141,6 @@ class Communicator:
         self._timeout_seconds = backend.timeout_seconds
         self._checked_stream = backend.checked_stream
         self._mark_work = backend.mark_work
-        self._mark_end = backend.mark_end
         self._follow_work = backend.follow_work
         # A function that the process group sets. It is called instead of close() or abort() when a `with` block ends.
         self._on_exit: Callable[[BaseException | None], None] | None = None
@@ -964,6 +963,11 @@ class Communicator:
         )
         return shared
 
+    def _mark_end(self) -> Completion | None:
+        """Returns the Completion of the work that is queued on the current stream, for a future; None on the CPU."""
+        with self._backend.launching(None) as launch:
+            return launch
+
     def _agree(self, agreement: Agreement) -> None:
         """Checks, for bucketing, that the Agreements of all ranks have equal digests. May wait for all ranks.
 
@@ -1043,7 +1047,8 @@ class Communicator:
                     move(source, target, agreement)
                     return target
                 result = move(launch)
-            self._backend.await_host_results(launch)
+            if launch is not None and launch.has_host_results:
+                launch.wait()
         return result
 
     # -- Repeated calls ------------------------------------------------------------------------------------------

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from gradsync.communicators.agreement import Agreement, Description, mismatch
-from gradsync.communicators.backend import PreparedList, ResidentMemory
+from gradsync.communicators.backend import PreparedList, Range, ResidentMemory
 from gradsync.communicators.communicator import BYTE, Communicator
 from gradsync.communicators.host_values import Checks
 from gradsync.errors import BackendUnavailable
@@ -216,36 +214,26 @@ def make_resident_memory(communicator: Communicator, size_bytes: int, agreement:
 def all_reduce_resident(
     communicator: Communicator,
     memory: ResidentMemory,
-    begin_bytes: int,
-    end_bytes: int,
-    dtype: np.dtype[Any],
-    op: ReduceOp,
+    part: Range,
     agreement: Agreement,
     *,
-    producers: Sequence[Any] = (),
-    mean_over: int | None = None,
     stages: Sequence[Stage] = (),
+    producers: Sequence[Any] = (),
     agrees_first: bool = False,
-    checks: Checks = Checks.NONE,
 ) -> Completion | None:
     """Reduces a range of resident memory in place, on every rank.
 
-    Every rank must call it for the same memory, range, dtype and operator. The result has the same bits as that of a
-    ListReduction, except for products of complex numbers. The arguments are not checked. PlanMismatch leaves the range
-    unchanged; after any other error the range's values are undefined.
+    Every rank must call it for the same memory and range. The result has the same bits as that of a ListReduction,
+    except for products of complex numbers. The arguments are not checked. PlanMismatch leaves the range unchanged;
+    after any other error the range's values are undefined.
 
     Args:
         communicator: the communicator that runs the reduction.
         memory: the resident memory, which make_resident_memory has made for this communicator.
-        begin_bytes: the index in `memory.bytes` at which the range begins; it must be a multiple of 64.
-        end_bytes: the index in `memory.bytes` at which the range ends. The range has zero or more whole elements.
-        dtype: the dtype of the elements.
-        op, checks: the operator and the checks, as for ListReduction.
+        part: the range, and how to reduce it.
         agreement, producers, agrees_first: as for ListReduction.run.
         stages: the work before and after the reduction, as for ListReduction.run; each stage gets the range as one
             array, and must return this array.
-        mean_over: the number of ranks that contributed values; the sum is divided by it. If `mean_over` is None, the
-            sum is not divided.
 
     Returns:
         On the CPU, None, because the results are complete. On a GPU, the Completion of the launched reduction.
@@ -257,10 +245,10 @@ def all_reduce_resident(
     with communicator._lifetime.collective("all_reduce", agreement), backend.launching(None, producers) as launch:
         if agrees_first:
             backend.agree(agreement)
-        values = [memory.view(begin_bytes, end_bytes, dtype)] if stages else []
+        values = [memory.view(part.begin_bytes, part.end_bytes, part.dtype)] if stages else []
         for stage in stages:
             stage.before(values)
-        backend.all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, checks=checks)
+        backend.all_reduce_resident(memory, part, agreement)
         for stage in reversed(stages):
             stage.after(values)
     return launch

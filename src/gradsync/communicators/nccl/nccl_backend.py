@@ -349,11 +349,6 @@ class NcclBackend(Backend):
         with self._device:
             return self._events.mark(cupy.cuda.get_current_stream())
 
-    def mark_end(self) -> Launch:
-        with self.launching(None) as launch:
-            pass
-        return launch
-
     def follow_work(self, marks: Sequence[Any]) -> None:
         with self._device:
             _follow(cupy.cuda.get_current_stream(), marks)
@@ -400,10 +395,6 @@ class NcclBackend(Backend):
         if self._failure is not None:
             self._raise_failure()
         return _Launching(self, stream, producers)
-
-    def await_host_results(self, launch: Any) -> None:
-        if launch.has_host_results:
-            launch.wait()
 
     def announce_close(self) -> None:
         self._agreements.announce_closed()

@@ -13,12 +13,12 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import ResidentMemory
+from gradsync.communicators.backend import Range, ResidentMemory
 from gradsync.communicators.host_copy import cuts, line_bounds
 from gradsync.communicators.host_values import Checks, finite_test
 from gradsync.communicators.shared_memory.arena import ShmContext
@@ -35,7 +35,7 @@ from gradsync.communicators.shared_memory.segment import (
 )
 from gradsync.diagnostics import tracing
 from gradsync.errors import BackendUnavailable
-from gradsync.reduction import Array, Call, ReduceOp, divide_into, reduction_of
+from gradsync.reduction import Array, Call, divide_into, reduction_of
 
 # The number of bytes that one call reduces, and the next calls write to the other ranks, while they are in the cache.
 _CHUNK_BYTES = 384 * 1024
@@ -45,17 +45,6 @@ _MAX_PREPARED = 1024
 _HUGE_FROM_BYTES = 4 * HUGE_PAGE_BYTES
 _SECONDS_PER_HUGE_PAGE = 10e-3  # the time limit for a page, on average; on an idle machine a page takes 1 or 2 ms
 _TICKET_WORDS = 12
-
-
-class Range(NamedTuple):
-    """A range of resident memory, and how to reduce it: the key under which prepared calls are stored."""
-
-    begin_bytes: int
-    end_bytes: int
-    dtype: np.dtype[Any]
-    op: ReduceOp
-    mean_over: int | None
-    checks: Checks
 
 
 class SharedResidentMemory(ResidentMemory):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Backend, Bounds, Message, ResidentMemory, Run, bounds_of
+from gradsync.communicators.backend import Backend, Bounds, Message, Range, ResidentMemory, Run, bounds_of
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.host_copy import memcpy_is_slow
 from gradsync.communicators.host_values import Checks, NonFiniteFinder, SumOfSquares
@@ -24,7 +24,7 @@ from gradsync.communicators.shared_memory.arena import Scratch, SharedRings, Shm
 from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SharedBarrier, header_bytes
 from gradsync.communicators.shared_memory.collectives import MAX_CHUNKS_KEPT, Plans, PreparedReduction
 from gradsync.communicators.shared_memory.point_to_point import PointToPoint
-from gradsync.communicators.shared_memory.resident import Handover, Range, ResidentReduction, SharedResidentMemory
+from gradsync.communicators.shared_memory.resident import Handover, ResidentReduction, SharedResidentMemory
 from gradsync.communicators.shared_memory.segment import (
     SegmentOffer,
     check_platform,
@@ -134,24 +134,12 @@ class ShmBackend(Backend):
         handover = Handover(self._context, share, self.raise_if_ended, self.timeout_seconds)
         return handover.make_memory(size_bytes)
 
-    def all_reduce_resident(
-        self,
-        memory: ResidentMemory,
-        begin_bytes: int,
-        end_bytes: int,
-        dtype: np.dtype[Any],
-        op: ReduceOp,
-        agreement: Agreement,
-        mean_over: int | None,
-        *,
-        checks: Checks,
-    ) -> None:
+    def all_reduce_resident(self, memory: ResidentMemory, part: Range, agreement: Agreement) -> None:
         if not isinstance(memory, SharedResidentMemory):  # the world has only one rank
-            super().all_reduce_resident(memory, begin_bytes, end_bytes, dtype, op, agreement, mean_over, checks=checks)
+            super().all_reduce_resident(memory, part, agreement)
             return
         with np.errstate(all="ignore"):  # see quiet_caller
-            key = Range(begin_bytes, end_bytes, dtype, op, mean_over, checks)
-            self._resident_reduction.all_reduce(memory, key, agreement)
+            self._resident_reduction.all_reduce(memory, part, agreement)
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         self._plans.reduce(source.dtype, source.size, op, root).run(source, target, agreement)
