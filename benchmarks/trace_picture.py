@@ -121,8 +121,8 @@ def _draw_event(axes: Any, event: dict[str, Any], base: float, begin: float) -> 
 
 
 def _short(event: dict[str, Any]) -> str:
-    args = event["args"]
-    return f" bucket {args['bucket']}" if "bucket" in args else f" {args.get('collective', '')}"
+    what, bracket, names = event["name"].partition("[")
+    return f" {bracket}{names}" if bracket else f" {what.partition('(')[0]}"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ def real(tmp_path_factory: pytest.TempPathFactory, forgotten_recorders: None) ->
             sync("weights", np.ones(3))
             sync("bias", np.ones(1))
     content = json.loads(path.read_text())
-    content["groups"] = [group for group in content["groups"] if group["group"] == comm.recorder.group]
-    content["trace"]["phases"] = [[comm.recorder.group, 2, "packing", content["monotonic_seconds"], 2.0**30]]
+    content["groups"] = {"local": content["groups"][comm.recorder.group]}
+    content["phases"] = [[comm.recorder.group, 2, "packing", content["monotonic_seconds"], 2.0**30]]
     return content
 
 
@@ -85,14 +86,14 @@ def test_a_damaged_dump_is_read_or_refused(real: Any, tmp_path: Path, data: st.D
         assert place[0] in str(error)
         return
     "\n".join(report([dump], [dump])).encode()
-    json.dumps(chrome_trace([dump, dump._replace(rank=1)]), allow_nan=False)
+    json.dumps(chrome_trace([dump, replace(dump, rank=1)]), allow_nan=False)
 
 
+GROUP = ("groups", "local")
 FIELDS = [
-    ("pid",), ("rank",), ("wall_seconds",), ("stacks",), ("calls",), ("groups",), ("groups", 0), ("groups", 0, "ranks"),
-    ("groups", 0, "entries"), ("groups", 0, "entries", 1), ("groups", 0, "entries", 1, "began"),
-    ("groups", 0, "entries", 1, "state"), ("groups", 0, "entries", 1, "call"), ("trace",), ("trace", "left_out"),
-    ("trace", "phases"), ("trace", "phases", 0), ("trace", "phases", 0, 3), ("trace", "steps", 0, 1),
+    ("pid",), ("rank",), ("wall_seconds",), ("stacks",), ("groups",), GROUP, (*GROUP, "ranks"), (*GROUP, "calls"),
+    (*GROUP, "entries"), (*GROUP, "entries", 1), (*GROUP, "entries", 1, "began"), (*GROUP, "entries", 1, "state"),
+    (*GROUP, "entries", 1, "call"), ("phases",), ("phases", 0), ("phases", 0, 3), ("steps", 0, 1),
 ]  # fmt: skip
 
 
@@ -108,8 +109,8 @@ def test_the_field_is_named(real: Any, tmp_path: Path, place: tuple[Any, ...]) -
 
 def test_a_field_that_is_not_there_is_named(real: Any, tmp_path: Path) -> None:
     path = tmp_path / "dump.json"
-    path.write_text(json.dumps(altered(real, ("groups", 0, "entries", 1, "ended"), ABSENT)))
-    with pytest.raises(gs.InvalidArgument, match=r"groups\[0\]\.entries\[1\] has no field 'ended'"):
+    path.write_text(json.dumps(altered(real, (*GROUP, "entries", 1, "ended"), ABSENT)))
+    with pytest.raises(gs.InvalidArgument, match=r"groups\.local\.entries\[1\] has no field 'ended'"):
         read_dumps([path])
 
 
@@ -123,8 +124,7 @@ def test_a_name_that_is_no_utf_8_can_be_told(real: Any, tmp_path: Path) -> None:
 def test_what_would_act_on_a_terminal_is_shown_as_an_escape(real: Any, tmp_path: Path) -> None:
     """In the report, and in the error about the place of a field."""
     path = tmp_path / "dump.json"
-    digest = next(iter(real["calls"]))
-    for place, value, code in ((("reason",), "\x1b[2Jasked\r\n", 0), (("calls", digest, "\x1b[2Jasked\r\n"), {}, 2)):
+    for place, value, code in ((("reason",), "\x1b[2Jasked\r\n", 0), (("groups", "\x1b[2Jasked\r\n"), {}, 2)):
         path.write_text(json.dumps(altered(real, place, value)))
         done = CliRunner().invoke(main, ["trace", str(path)])
         assert (done.exit_code, r"\x1b[2Jasked\r\n" in done.output) == (code, True)

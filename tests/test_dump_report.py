@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from click.testing import CliRunner
 
 import gradsync as gs
 from gradsync.cli import main
-from gradsync.diagnostics.dump import call_text
 
 pytestmark = pytest.mark.usefixtures("forgotten_recorders")
 
@@ -24,14 +22,6 @@ def test_what_cannot_be_read_is_exit_code_2(tmp_path: Path, is_damaged: bool) ->
     done = CliRunner().invoke(main, ["trace", str(tmp_path)])
     assert done.exit_code == 2
     assert "a.json" in done.output if is_damaged else "there are no dumps" in done.output
-
-
-def test_a_fifo_is_refused(tmp_path: Path) -> None:
-    """Opening it would wait for a writer."""
-    os.mkfifo(tmp_path / "fifo.json")
-    for path in (tmp_path, tmp_path / "fifo.json"):
-        done = CliRunner().invoke(main, ["trace", str(path)])
-        assert (done.exit_code, "it needs to be a regular file" in done.output) == (2, True)
 
 
 def test_a_picture_beside_the_dumps_is_no_dump(tmp_path: Path) -> None:
@@ -70,17 +60,10 @@ def test_dumps_of_no_rank_are_said_to_be_such(tmp_path: Path) -> None:
     assert (done.exit_code, "contains a rank: all" in done.output) == (2, True)
 
 
-def test_buckets_are_told_by_their_number_and_first_gradient() -> None:
-    bucket = {
-        "what": "...",
-        "collective": "all_reduce",
-        "detail": "mean",
-        "bucket": 3,
-        "gradients": ["conv1", "b", "c"],
-    }
-    assert call_text(bucket) == "all_reduce(mean) of bucket 3 [conv1, 2 more]"
-    assert call_text({**bucket, "bucket": -1}) == "all_reduce(mean) of several buckets [conv1, 2 more]"
-    assert call_text({"what": "barrier"}) == "barrier"
+def test_a_dump_of_the_first_edition_is_refused_with_its_version(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"format": "gradsync flight recorder 1", "rank": 0}))
+    done = CliRunner().invoke(main, ["trace", str(tmp_path)])
+    assert (done.exit_code, "was written by gradsync 0.1" in done.output) == (2, True)
 
 
 def test_the_gradients_that_a_rank_has_not_handed_over_are_named(tmp_path: Path) -> None:
@@ -90,13 +73,14 @@ def test_the_gradients_that_a_rank_has_not_handed_over_are_named(tmp_path: Path)
             for number in range(10):
                 sync(f"layer{number}", np.ones(3))
         content = json.loads(gs.dump_flight_recorder(tmp_path).read_text())
-    [group] = [each for each in content["groups"] if each["begun"]][-1:]
+    [(name, group)] = [(name, each) for name, each in content["groups"].items() if each["begun"]][-1:]
     group["ranks"] = [0, 1]
     for rank, begun in ((0, 2), (1, 0)):
         entries = group["entries"][:begun]
-        of_rank = content | {"rank": rank, "groups": [group | {"begun": begun, "entries": entries}]}
+        of_rank = content | {"rank": rank, "groups": {name: group | {"begun": begun, "entries": entries}}}
         (tmp_path / f"{rank}.json").write_text(json.dumps(of_rank | {"wall_seconds": content["wall_seconds"] + 1}))
     told = CliRunner().invoke(main, ["trace", str(tmp_path)]).output.splitlines()
     assert told[0].startswith("rank 1 has not begun #1 of group ")
-    assert told[0].endswith(", all_reduce(mean) of bucket 0 [layer0, 9 more], which rank 0 has begun")
-    assert told[1] == f"  gradients: {', '.join(f'layer{number}' for number in range(8))}, 2 more"
+    assert told[0].endswith(", all_reduce(mean) float64 240 bytes [layer0, layer1, 8 more], which rank 0 has begun")
+    arrays = ", ".join(f"'layer{number}': float64[3]" for number in range(8))
+    assert told[1] == f"  with {arrays}, 2 more"

@@ -157,7 +157,7 @@ def bench_collectives() -> str:
 
 
 def trace(folder: Path) -> str:
-    """Reads dumps that the first edition has written: nothing needs a mask."""
+    """Reads dumps: nothing needs a mask."""
     done = CliRunner().invoke(main, ["trace", str(folder)])
     return f"--- exit code\n{done.exit_code}\n--- stdout\n{done.output}"
 

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all; one that hangs is given up, and the next at once."""
+"""Files are written whole or not at all; one that hangs is given up."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_file_that_hangs_is_given_up_and_the_next_at_once(tmp_path: Path) -> None:
+def test_a_file_that_hangs_is_given_up(tmp_path: Path) -> None:
     hung, elsewhere = tmp_path / "hung", tmp_path / "elsewhere"
     with hanging_files(hung):
-        with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
-            write_whole(hung / "file", "text", 0.05)
-        with pytest.raises(TimeoutError, match="an earlier write"):
-            write_whole(hung / "other", "text", 3600.0)
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
+                write_whole(hung / "file", "text", 0.05)
         write_whole(elsewhere / "file", "text", 60.0)
     write_whole(hung / "other", "text", 60.0)
     assert (hung / "other").read_text() == "text"

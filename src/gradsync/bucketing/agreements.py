@@ -129,14 +129,13 @@ class StepEvents:
         of_it = (event, self._op, self.local_passes)
         content = event.specs if isinstance(event, Bucket) else tuple(event)
         digest = digest_of("gradients", index, self._op, content, self.local_passes)
-        describe, summarise, make_facts = _TEXTS[type(event)]
+        describe, summarise = _TEXTS[type(event)]
         passes = (("local_passes", str(self.local_passes)),) if self.local_passes else ()
         agreement = Agreement(
             digest,
             partial(describe, *of_it, self._settings + passes),
             index,
             partial(summarise, *of_it),
-            make_facts=partial(make_facts, *of_it),
             so_far=None if self.arrived is None else partial(_so_far, self.arrived, event),
         )
         return agreement if self._callback is None else self._callback.include_in(agreement)
@@ -171,18 +170,6 @@ def _summarise_bucket(bucket: Bucket, op: str, _passes: int) -> str:
     return f"all_reduce({op}) {bucket.dtype} {size_text(bucket.size_bytes)} {names}"
 
 
-def _facts_of_bucket(bucket: Bucket, op: str, passes: int) -> dict[str, Any]:
-    return {
-        "collective": "all_reduce",
-        "detail": op,
-        "dtype": bucket.dtype,
-        "count": bucket.size_elements,
-        "bucket": bucket.number,
-        "gradients": [spec.label for spec in bucket.specs],
-        **_facts_of_passes(passes),
-    }
-
-
 def _describe_flush(flush: _Flush, op: str, passes: int, settings: _Settings) -> Description:
     without = f", without one for {list_of_names(flush.missing)}" if flush.missing else ""
     what = f"flush ({op}) after {_count(flush.gradients, 'gradient')}{without}{_after(passes)}"
@@ -193,18 +180,10 @@ def _summarise_flush(flush: _Flush, op: str, _passes: int) -> str:
     return f"flush({op}) after {_count(flush.gradients, 'gradient')}"
 
 
-def _facts_of_flush(flush: _Flush, op: str, passes: int) -> dict[str, Any]:
-    return {"collective": "flush", "detail": op, **flush._asdict(), **_facts_of_passes(passes)}
-
-
 _TEXTS: dict[type, Any] = {
-    Bucket: (_describe_bucket, _summarise_bucket, _facts_of_bucket),
-    _Flush: (_describe_flush, _summarise_flush, _facts_of_flush),
+    Bucket: (_describe_bucket, _summarise_bucket),
+    _Flush: (_describe_flush, _summarise_flush),
 }
-
-
-def _facts_of_passes(passes: int) -> dict[str, int]:
-    return {"local_passes": passes} if passes else {}
 
 
 def _after(passes: int) -> str:
@@ -247,7 +226,6 @@ class KnownCallback(NamedTuple):
             digest=digest_of(agreement.digest, self.number),
             describe=partial(self._describe, agreement),
             summarise=partial(self._summarise, agreement),
-            make_facts=partial(self._make_facts, agreement),
         )
 
     def _shown(self) -> str:
@@ -266,10 +244,6 @@ class KnownCallback(NamedTuple):
     def _summarise(self, agreement: Agreement) -> str:
         shown = self._shown()
         return f"{agreement.headline()}{f' (callback {shown})' if shown else ''}"
-
-    def _make_facts(self, agreement: Agreement) -> dict[str, Any]:
-        shown = self._shown()
-        return agreement.facts() | ({"callback": shown} if shown else {})
 
 
 class CallbackIdentity:

@@ -279,7 +279,6 @@ class Agreement(NamedTuple):
             function must not hold a reference to an array. If `summarise` is None, `headline` of the Description is
             used instead.
         is_message: whether the event is a message between two ranks. Messages are not counted as collectives.
-        make_facts: a function that returns fields for the flight recorder's dumps; None if there are no fields.
         so_far: a function that returns the state of this rank's step at this event. It is called only while the event
             runs. None if the event does not belong to a step.
     """
@@ -289,16 +288,11 @@ class Agreement(NamedTuple):
     event: int | None = None
     summarise: Callable[[], str] | None = None
     is_message: bool = False
-    make_facts: Callable[[], dict[str, Any]] | None = None
     so_far: Callable[[], StepSoFar] | None = None
 
     def headline(self) -> str:
         """Returns the event in one line, for the flight recorder."""
         return self.describe().headline if self.summarise is None else self.summarise()
-
-    def facts(self) -> dict[str, Any]:
-        """Returns the fields of the event, for the flight recorder's dumps."""
-        return {} if self.make_facts is None else self.make_facts()
 
     def lines(self) -> list[str]:
         """Returns the description as lines of text, for the flight recorder's dumps."""
@@ -353,7 +347,6 @@ def agreement_on(
         partial(Description, collective, "" if dtype is None else str(dtype), shape, detail),
         summarise=partial(_summary, *arguments),
         is_message=is_message,
-        make_facts=partial(_facts, *arguments),
     )
 
 
@@ -365,17 +358,6 @@ def _summary(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, 
     lengths = [length for length in shape if isinstance(length, int)]
     size = f" {size_text(prod(lengths) * dtype.itemsize)}" if len(lengths) == len(shape) else ""
     return f"{title} {_array_text(dtype, shape)}{size}"
-
-
-def _facts(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, detail: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {"collective": collective}
-    if detail:
-        facts["detail"] = detail  # e.g. an operator, a root, the two ranks of a message
-    if dtype is not None:
-        facts |= {"dtype": str(dtype), "shape": list(shape)}
-        if all(isinstance(length, int) for length in shape):
-            facts["count"] = prod([int(length) for length in shape])
-    return facts
 
 
 def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:

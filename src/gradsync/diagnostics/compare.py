@@ -17,27 +17,17 @@ class Call(NamedTuple):
     """A collective that a rank has begun.
 
     Attributes:
-        digest: a number that is equal on ranks that call the same collective.
+        digest: a number or text that is equal on ranks that call the same collective.
         what: the description of the collective.
     """
 
-    digest: int
+    digest: int | str
     what: str
 
 
-class History(NamedTuple):
-    """The last collectives that one rank has begun in a group.
-
-    Attributes:
-        rank: the world rank.
-        begun: the number of collectives of the group that the rank has begun.
-        calls: the remembered collectives by number; the first collective of a group has number 1. Messages are left
-            out.
-    """
-
-    rank: int
-    begun: int
-    calls: Mapping[int, Call]
+#: The last collectives that one rank has begun in a group, by number; the first collective of a group has number 1.
+#: Messages are left out.
+History = Mapping[int, Call]
 
 
 class Divergence(NamedTuple):
@@ -58,11 +48,6 @@ class Divergence(NamedTuple):
     sides: tuple[tuple[Call, tuple[int, ...]], ...]
     is_certainly_first: bool
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that remember this collective, in ascending order."""
-        return tuple(sorted(rank for _, ranks in self.sides for rank in ranks))
-
     def text(self) -> str:
         """Returns a sentence that describes the difference."""
         *few, (most, most_ranks) = self.sides
@@ -76,34 +61,27 @@ class Divergence(NamedTuple):
         return told
 
 
-def first_divergence(group: str, histories: Iterable[History]) -> Divergence | None:
-    """Returns the first collective in which ranks of a group differ; None if all remembered collectives are equal."""
-    known = list(histories)
-    numbers = compared(known)
-    for number in numbers:
-        sides: dict[int, list[int]] = {}
-        calls: dict[int, Call] = {}
-        for history in known:
-            call = history.calls.get(number)
-            if call is not None:
-                calls.setdefault(call.digest, call)
-                sides.setdefault(call.digest, []).append(history.rank)
+def first_divergence(group: str, histories: Mapping[int, History]) -> Divergence | None:
+    """Returns the first collective in which ranks differ; None if all collectives that two ranks remember are equal.
+
+    Args:
+        group: the name of the group.
+        histories: [world rank] -> the rank's last collectives in this group.
+    """
+    for number in sorted({number for history in histories.values() for number in history}):
+        sides: dict[int | str, list[int]] = {}
+        calls: dict[int | str, Call] = {}
+        for rank, history in sorted(histories.items()):
+            if number in history:
+                call = calls.setdefault(history[number].digest, history[number])
+                sides.setdefault(call.digest, []).append(rank)
         if len(sides) > 1:
             ordered = sorted(sides.items(), key=lambda side: (len(side[1]), [-rank for rank in side[1]]))
-            told = tuple((calls[digest], tuple(sorted(ranks))) for digest, ranks in ordered)
-            before = [h for h in known if number in h.calls]
-            is_first = number == 1 or all(number - 1 in history.calls for history in before)
-            return Divergence(group, number, told, is_first)
+            is_first = number == 1 or all(number - 1 in history for history in histories.values() if number in history)
+            return Divergence(
+                group, number, tuple((calls[digest], tuple(ranks)) for digest, ranks in ordered), is_first
+            )
     return None
-
-
-def compared(histories: Sequence[History]) -> list[int]:
-    """Returns the numbers of the collectives that at least two ranks remember, in ascending order."""
-    seen: dict[int, int] = {}
-    for history in histories:
-        for number in history.calls:
-            seen[number] = seen.get(number, 0) + 1
-    return sorted(number for number, ranks in seen.items() if ranks > 1)
 
 
 class Wait(NamedTuple):

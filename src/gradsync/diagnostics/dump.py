@@ -1,257 +1,203 @@
 """A dump: the JSON file to which a rank writes its last collectives and the stacks of its threads.
 
-SCHEMA describes the fields of the file. `snapshot` and `write_dump` make a dump; `read_dumps` reads and checks dumps
-for `gradsync trace`. triggers.py decides when a dump is written.
+The classes Dump, Group, Entry and Call, and the named tuples of tracing.py, are the schema of the file: an object of a
+class is a JSON object with the fields of the class, and a named tuple is a JSON list. `write_dump` writes a dump;
+`read_dumps` reads dumps for `gradsync trace`, and checks every field. triggers.py decides when a dump is written.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 import os
-import re
 import reprlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, is_dataclass
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from gradsync.diagnostics import tracing
-from gradsync.diagnostics.recorder import Entry, FlightRecorder, names_text, recorders
+from gradsync.diagnostics.recorder import Entry as Recorded
+from gradsync.diagnostics.recorder import FlightRecorder, recorders
 from gradsync.diagnostics.stacks import stack_report
 from gradsync.diagnostics.tracing import Arrival, Phase, TracedStep
 from gradsync.environment import RANK, value_of
 from gradsync.errors import InvalidArgument
-from gradsync.machine import machine_identity, run_with_timeout
+from gradsync.machine import boot_id, run_with_timeout
 
 if TYPE_CHECKING:
     from pathlib import Path  # pathlib takes long to import, and few processes write a file
 
 #: The value of the field "format" of every dump. Other JSON files do not have this value.
-FORMAT = "gradsync flight recorder 1"
+FORMAT = "gradsync flight recorder 2"
+_FORMAT_OF_0_1 = "gradsync flight recorder 1"
 #: A field of every Chrome trace. `gradsync trace --out` may have written such a file into the folder of the dumps.
 CHROME_TRACE_KEY = "traceEvents"
 _MAX_DESCRIPTION_LINES = 1000
 _BYTES_PER_SECOND = 10e6  # the lowest speed of a file system for which write_dump waits
 
+State = Literal["runs", "ended", "failed"]
 
-# The schema. A dump may be cut off, damaged or edited by hand, so every field is checked.
 
-
-class Rule(NamedTuple):
-    """A rule for the value of a field.
+@dataclass(frozen=True)
+class Call:
+    """The description of a collective, or of a message between two ranks.
 
     Attributes:
-        needed: the description of an allowed value, which follows the words "needs to be" in an error.
-        accepts: a function that returns whether a value is allowed.
+        what: the collective in one line.
+        lines: everything that the ranks must agree on; each line but the first is one array.
     """
 
-    needed: str
-    accepts: Callable[[Any], bool]
+    what: str
+    lines: tuple[str, ...]
 
 
-class OptionalField(NamedTuple):
-    """The schema of a field that may be left out."""
+@dataclass(frozen=True)
+class Entry:
+    """A collective or a message of the dump's rank.
 
-    schema: Any
-
-
-class ByName(NamedTuple):
-    """The schema of an object in which all names follow one rule, and all values have the same schema."""
-
-    name: Rule
-    schema: Any
-
-
-def _is_integer(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_moment(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 2**40  # sums of several such times are exact and finite
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _or_none(rule: Rule) -> Rule:
-    return Rule(f"{rule.needed}, or null", lambda value: value is None or rule.accepts(value))
-
-
-def _list_of(rule: Rule, which: str) -> Rule:
-    return Rule(f"a list of {which}", lambda value: isinstance(value, list) and all(map(rule.accepts, value)))
-
-
-_TEXT = Rule("a text", lambda value: isinstance(value, str))
-_TEXTS = _list_of(_TEXT, "texts")
-_TRUTH = Rule("true or false", lambda value: isinstance(value, bool))
-_INTEGER = Rule("an integer of at least 0", _is_integer)
-_MOMENT = Rule("a moment in seconds", _is_moment)
-_STATE = Rule("'runs', 'ended' or 'failed'", lambda value: value in ("runs", "ended", "failed"))
-_DIGEST = Rule("16 hexadecimal digits", lambda value: re.fullmatch("[0-9a-f]{16}", value) is not None)
-# In dumps of versions before 0.2, a number below 0 means several buckets that were reduced together.
-_BUCKET_NUMBER = Rule("an integer", lambda value: type(value) is int and abs(value) < 2**63)
-_PLAIN = Rule(
-    "a text, a number, or a list of them",
-    lambda value: all(map(_is_plain, value)) if isinstance(value, list) else _is_plain(value),
-)
-_ANY_NAME = Rule("a text", lambda _: True)
-
-#: The schema of a dump. A dict stands for an object with these fields; the object may have more fields. A list with one
-#: schema stands for a list of such values. A tuple of rules stands for a list with one value for each rule.
-SCHEMA: dict[str, Any] = {
-    "format": _TEXT,
-    "reason": _TEXT,
-    "rank": _or_none(_INTEGER),  # the world rank; null if the rank has not joined, and no launcher has set it
-    "pid": _INTEGER,
-    "host": _TEXT,
-    "machine": _TEXT,
-    "monotonic_seconds": _MOMENT,  # the time of the dump, by the monotonic clock and by the wall clock
-    "wall_seconds": _MOMENT,
-    "groups": [
-        {
-            "group": _TEXT,
-            "ranks": _list_of(_INTEGER, "integers of at least 0"),
-            "begun": _INTEGER,
-            "entries": [
-                {
-                    "number": _INTEGER,
-                    "call": _TEXT,  # a digest, which is a name in the object "calls"
-                    "state": _STATE,
-                    "began": _MOMENT,
-                    "ended": _or_none(_MOMENT),
-                    "is_message": OptionalField(_TRUTH),
-                }
-            ],
-        }
-    ],
-    "calls": ByName(_DIGEST, ByName(_ANY_NAME, _PLAIN)),
-    "stacks": _TEXT,
-    "raised_at": OptionalField(_TEXT),  # the line of code that raised the exception which ended this rank
-    "package": _TEXT,  # the folder of gradsync; lines of a stack in other folders belong to the program
-    "trace": OptionalField(
-        {
-            "phases": [(_TEXT, _INTEGER, _TEXT, _MOMENT, _MOMENT)],
-            "arrivals": [(_TEXT, _TEXT, _MOMENT)],
-            "steps": [(_TEXT, _INTEGER, _MOMENT, _MOMENT)],
-            "left_out": _INTEGER,
-        }
-    ),
-}
-_CALL = {"what": _TEXT, "description": _TEXTS}
-_BUCKET = {**_CALL, "bucket": _BUCKET_NUMBER, "gradients": _TEXTS, "collective": _TEXT, "detail": _TEXT}
-
-
-class DamagedError(ValueError):
-    """A field of a dump is missing or does not follow the schema; the text names the field and its value."""
-
-
-def check(value: Any, schema: Any, place: str = "") -> None:
-    """Raises DamagedError if a value does not follow a schema.
-
-    Args:
-        value: a value that was read from JSON.
-        schema: the schema; see SCHEMA.
-        place: the position of the value in the file, such as "groups[0].begun"; "" for the whole file.
+    Attributes:
+        number: the number of the collective in its group; a message has the number of the collective before it.
+        call: the key of the description in Group.calls. Ranks that call the same collective have equal keys.
+        is_message: whether this is a message between two ranks, and not a collective.
+        state: "runs", "ended" or "failed".
+        began, ended: when the collective began and ended, in seconds on the rank's clock; None if it has not ended.
     """
-    if isinstance(schema, Rule):
-        if not schema.accepts(value):
-            raise _refused(place, schema.needed, value)
-    elif isinstance(schema, list):
-        if not isinstance(value, list):
-            raise _refused(place, "a list", value)
-        for number, each in enumerate(value):
-            check(each, schema[0], f"{place}[{number}]")
-    elif type(schema) is tuple:
-        if not isinstance(value, list) or len(value) != len(schema):
-            raise _refused(place, f"a list of {len(schema)} fields", value)
-        for column, (rule, each) in enumerate(zip(schema, value, strict=True)):
-            if not rule.accepts(each):  # there may be half a million rows: a text is made only for a wrong value
-                raise _refused(f"{place}[{column}]", rule.needed, each)
-    elif not isinstance(value, dict):
-        raise _refused(place or "the file", "an object", value)
-    elif isinstance(schema, ByName):
-        for name, each in value.items():
-            if not schema.name.accepts(name):
-                raise _refused(f"each name in {place}", schema.name.needed, name)
-            check(each, schema.schema, f"{place}.{name}")
-    else:
-        for name, each in schema.items():
-            if name in value:
-                inner = each.schema if isinstance(each, OptionalField) else each
-                check(value[name], inner, f"{place}.{name}" if place else name)
-            elif not isinstance(each, OptionalField):
-                raise DamagedError(f"{place or 'the file'} has no field {name!r}")
+
+    number: int
+    call: str
+    is_message: bool
+    state: State
+    began: float
+    ended: float | None
 
 
-def _refused(place: str, needed: str, value: Any) -> DamagedError:
-    return DamagedError(f"{place} needs to be {needed}, got {reprlib.repr(value)}")
+@dataclass(frozen=True)
+class Group:
+    """A group, as one rank has seen it.
+
+    Attributes:
+        ranks: the world ranks of the members.
+        begun: the number of collectives that the rank has begun.
+        entries: the last collectives and messages, the oldest first.
+        calls: the descriptions of the entries.
+    """
+
+    ranks: tuple[int, ...]
+    begun: int
+    entries: tuple[Entry, ...]
+    calls: dict[str, Call]
+
+    def collectives(self) -> list[Entry]:
+        """Returns the entries that are not messages."""
+        return [entry for entry in self.entries if not entry.is_message]
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The content of one dump.
+
+    Attributes:
+        format: FORMAT.
+        path: the path of the file.
+        reason: the reason for the dump.
+        raised_at: the line of code that raised the exception which ended this rank; "" if there is none.
+        rank: the world rank; None if the rank has not joined, and no launcher has set it.
+        pid, host: the process, and the name of its machine.
+        clock: a text that is equal for ranks with the same monotonic clock.
+        monotonic_seconds, wall_seconds: the time of the dump, on the rank's monotonic clock and on its wall clock.
+        package: the folder of gradsync; lines of a stack in other folders belong to the program.
+        stacks: the stacks of all threads, the main thread first.
+        groups: the groups by name.
+        phases, arrivals, steps: the events of the trace, if there was one.
+    """
+
+    format: str
+    path: str
+    reason: str
+    raised_at: str
+    rank: int | None
+    pid: int
+    host: str
+    clock: str
+    monotonic_seconds: float
+    wall_seconds: float
+    package: str
+    stacks: str
+    groups: dict[str, Group]
+    phases: tuple[Phase, ...]
+    arrivals: tuple[Arrival, ...]
+    steps: tuple[TracedStep, ...]
 
 
 # Writing.
 
 
-def snapshot(reason: str, tracer: tracing.Tracer | None = None, raised_at: str = "") -> dict[str, Any]:
-    """Returns the content of a dump, which follows SCHEMA.
+def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: float, raised_at: str = "") -> Path:
+    """Writes a dump, and returns the path of its file.
 
     Args:
+        path: the path of a file that ends in .json, or of a folder. If the path is a folder, the name of the file
+            contains rank and pid.
         reason: the reason for the dump.
         tracer: the tracer with the events of a trace; None means the active tracer, if there is one.
-        raised_at: the line of code that raised the exception which ends this rank; "" if there is none.
+        seconds: the time limit for writing. A large dump gets more time.
+        raised_at: see Dump.
+
+    Raises:
+        InvalidArgument: the file cannot be written, or cannot be written within the time limit.
     """
+    import json  # imported here to keep the start of a rank short: few processes write a dump
     import socket
 
-    tracer = tracer or tracing.active
-    calls: dict[str, dict[str, Any]] = {}
-    groups = [_group(recorder, calls) for recorder in recorders()]
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "reason": reason,
-        "rank": _rank(),
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "machine": machine_identity(),
-        "monotonic_seconds": time.monotonic(),
-        "wall_seconds": time.time(),
-        "groups": groups,
-        "calls": calls,
-        "stacks": stack_report(),
-        "package": os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
-    }
-    if raised_at:
-        content["raised_at"] = raised_at
-    return content if tracer is None else content | {"trace": tracer.content()}
+    rank, pid = _rank(), os.getpid()
+    if path.suffix != ".json":
+        path = path / f"gradsync-rank{'unknown' if rank is None else rank}-pid{pid}.json"
+    tracer = tracer or tracing.active or tracing.Tracer()
+    dump = Dump(
+        FORMAT,
+        str(path),
+        reason,
+        raised_at,
+        rank,
+        pid,
+        socket.gethostname(),
+        boot_id() or socket.gethostname(),  # each container has a host name of its own, but the clock of its machine
+        time.monotonic(),
+        time.time(),
+        os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+        stack_report(),
+        {recorder.group: _group(recorder) for recorder in recorders()},
+        tuple(tracer.phases),
+        tuple(tracer.arrivals),
+        tuple(tracer.steps),
+    )
+    text = json.dumps(dump, default=vars, separators=(",", ":"))
+    try:
+        write_whole(path, text, seconds + len(text) / _BYTES_PER_SECOND)
+    except OSError as error:
+        raise InvalidArgument(f"the flight recorder cannot be written to {path}: {error.strerror or error}") from error
+    return path
 
 
-def _group(recorder: FlightRecorder, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the part of a dump for one group, and adds the group's collectives to `calls`, under their digests."""
-    place = recorder.place
-    return {
-        "group": recorder.group,
-        "rank": 0 if place is None else place.rank,
-        "ranks": [0] if place is None else list(place.ranks),
-        "backend": "" if place is None else place.backend,
-        "begun": recorder.begun,
-        "entries": [_entry(entry, calls) for entry in recorder.entries()],
-    }
+def _group(recorder: FlightRecorder) -> Group:
+    entries = recorder.entries()
+    calls: dict[str, Call] = {}
+    for entry in entries:
+        if (key := _key(entry)) not in calls:
+            calls[key] = Call(entry.what.headline(), tuple(entry.what.lines()[:_MAX_DESCRIPTION_LINES]))
+    ranks = (0,) if recorder.place is None else tuple(recorder.place.ranks)
+    return Group(ranks, recorder.begun, tuple(map(_entry, entries)), calls)
 
 
-def _entry(entry: Entry, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    what = entry.what
-    digest = f"{what.digest:016x}"
-    if digest not in calls:
-        description = what.lines()[:_MAX_DESCRIPTION_LINES]
-        calls[digest] = {"what": what.headline(), **what.facts(), "description": description}
-    state = "failed" if entry.failed else "runs" if entry.ended is None else "ended"
-    of_message = {"is_message": True} if what.is_message else {}
-    return {
-        "number": entry.number,
-        "call": digest,
-        "state": state,
-        "began": entry.began,
-        "ended": entry.ended,
-        **of_message,
-    }
+def _entry(entry: Recorded) -> Entry:
+    state: State = "failed" if entry.failed else "runs" if entry.ended is None else "ended"
+    return Entry(entry.number, _key(entry), entry.what.is_message, state, entry.began, entry.ended)
+
+
+def _key(entry: Recorded) -> str:
+    return f"{entry.what.digest:016x}"
 
 
 def _rank() -> int | None:
@@ -264,32 +210,6 @@ def _rank() -> int | None:
     return int(text) if text.isascii() and text.isdecimal() else None
 
 
-def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: float, raised_at: str = "") -> Path:
-    """Writes a dump, and returns the path of its file.
-
-    Args:
-        path: the path of a file that ends in .json, or of a folder. If the path is a folder, the name of the file
-            contains rank and pid.
-        reason, tracer, raised_at: see `snapshot`.
-        seconds: the time limit for writing. A large dump gets more time.
-
-    Raises:
-        InvalidArgument: the file cannot be written, or cannot be written within the time limit.
-    """
-    import json  # imported here to keep the start of a rank short: few processes write a dump
-
-    content = snapshot(reason, tracer, raised_at)
-    if path.suffix != ".json":
-        rank = "unknown" if content["rank"] is None else content["rank"]
-        path = path / f"gradsync-rank{rank}-pid{content['pid']}.json"
-    text = json.dumps(content, separators=(",", ":"))
-    try:
-        write_whole(path, text, seconds + len(text) / _BYTES_PER_SECOND)
-    except OSError as error:
-        raise InvalidArgument(f"the flight recorder cannot be written to {path}: {error.strerror or error}") from error
-    return path
-
-
 def write_whole(path: Path, text: str, seconds: float) -> None:
     """Replaces a file atomically, so that a reader finds the old or the new content. Makes the folder if needed.
 
@@ -300,24 +220,14 @@ def write_whole(path: Path, text: str, seconds: float) -> None:
 
     Raises:
         OSError: the file cannot be written.
-        TimeoutError: the time limit was reached, or an earlier write to this folder still hangs.
+        TimeoutError: the time limit was reached.
     """
-    if path.parent in _hanging and not _hanging[path.parent].is_set():
-        raise TimeoutError("an earlier write to this folder has not ended yet")
-    returned = threading.Event()
-
-    def write() -> None:
-        try:
-            _write_and_rename(path, text)
-        finally:
-            returned.set()
-
+    write = functools.partial(_write_and_rename, path, text)
     try:
         run_with_timeout(write, "gradsync-file", seconds)
-    except TimeoutError:
-        if returned.is_set():  # the file system itself has raised this error
+    except TimeoutError as error:
+        if error.errno is not None:  # the file system itself has raised this error
             raise
-        _hanging[path.parent] = returned
         raise TimeoutError(f"the write did not end within {seconds:.3g} s") from None
     except RuntimeError:  # no thread can be started: there are too many, or the interpreter is ending
         write()
@@ -339,85 +249,7 @@ def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}")
 
 
-# [folder] -> the event of a write that took too long. The event is set once the write has returned.
-_hanging: dict[Path, threading.Event] = {}
-
-
-os.register_at_fork(after_in_child=_hanging.clear)
-
-
-# Reading.
-
-
-class DumpedCall(NamedTuple):
-    """A collective or a message, as it was read from a dump.
-
-    Attributes:
-        number: the number of the collective in its group; a message has the number of the collective before it.
-        digest: a number that is equal on ranks that call the same collective.
-        what: the description of the collective or message.
-        state: the state of the collective or message: "runs", "ended" or "failed".
-        began: the time at which the collective or message began, in seconds on the machine's monotonic clock.
-        ended: the time at which the collective or message ended, on the same clock; None if it has not ended.
-        is_message: whether this is a message between two ranks, and not a collective.
-        facts: the parts of the description: operation, dtype, shape or gradients, root or peer.
-    """
-
-    number: int
-    digest: int
-    what: str
-    state: str
-    began: float
-    ended: float | None
-    is_message: bool
-    facts: dict[str, Any]
-
-
-class DumpedGroup(NamedTuple):
-    """A group, as it was read from the dump of one rank.
-
-    Attributes:
-        name: the name of the group.
-        ranks: the world ranks of the members.
-        begun: the number of collectives that the rank has begun.
-        calls: the last collectives and messages, the oldest first.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    begun: int
-    calls: tuple[DumpedCall, ...]
-
-
-class Dump(NamedTuple):
-    """The content of one dump.
-
-    Attributes:
-        path: the path of the file.
-        rank, pid, host, machine, reason, stacks, package, raised_at: see SCHEMA.
-        at: the time of the dump, in seconds on the machine's monotonic clock.
-        wall_at: the time of the dump, in seconds on the wall clock.
-        groups: the groups by name.
-        phases, arrivals, steps: the traced phases of collectives, arrivals of gradients, and training steps.
-        left_out: the number of events for which the trace had no room.
-    """
-
-    path: Path
-    rank: int | None
-    pid: int
-    host: str
-    machine: str
-    reason: str
-    stacks: str
-    package: str
-    at: float
-    wall_at: float
-    groups: dict[str, DumpedGroup]
-    phases: tuple[Phase, ...]
-    arrivals: tuple[Arrival, ...]
-    steps: tuple[TracedStep, ...]
-    left_out: int
-    raised_at: str = ""
+# Reading. A dump may be cut off, damaged or edited by hand, so every field is checked.
 
 
 def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
@@ -439,21 +271,17 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
         raise InvalidArgument(
             f"there are no dumps in {', '.join(map(str, paths))}: no *.json that gradsync has written"
         )
-    dumps = sorted((_dump(file, content) for file, content in contents), key=lambda dump: dump.wall_at)
+    dumps = sorted((_dump(file, content) for file, content in contents), key=lambda dump: dump.wall_seconds)
     latest = {dump.rank: dump for dump in dumps if dump.rank is not None}
     if not latest:
         raise InvalidArgument(
             f"no dump in {', '.join(map(str, paths))} contains a rank: all were written before init_process_group()"
         )
-    kept = sorted(latest.values(), key=lambda dump: dump.rank or 0)
-    return kept, [dump for dump in dumps if dump not in kept]
+    return [latest[rank] for rank in sorted(latest)], [dump for dump in dumps if dump not in latest.values()]
 
 
 def _contents(path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yields the path and the content of a file, or of each JSON file in a folder.
-
-    Chrome traces, which `gradsync trace --out` may have written into the folder, are left out.
-    """
+    """Yields the path and the content of a file, or of each JSON file in a folder, except Chrome traces."""
     if not path.is_dir():
         yield path, _content(path)
         return
@@ -466,8 +294,6 @@ def _contents(path: Path) -> Iterator[tuple[Path, Any]]:
 def _content(path: Path) -> Any:
     import json
 
-    if path.exists() and not path.is_file():
-        raise InvalidArgument(f"{path} is not a dump: it needs to be a regular file")  # opening a FIFO would block
     try:
         return json.loads(path.read_text())
     except OSError as error:
@@ -477,69 +303,81 @@ def _content(path: Path) -> Any:
 
 
 def _dump(path: Path, content: Any) -> Dump:
+    if isinstance(content, dict) and content.get("format") == _FORMAT_OF_0_1:
+        raise InvalidArgument(f"{path} was written by gradsync 0.1: read it with `gradsync trace` of that version")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InvalidArgument(
             f"{path} is no dump of gradsync's flight recorder: it has no field 'format' with the value {FORMAT!r}"
         )
     try:
-        check(content, SCHEMA)
-        for digest, facts in content["calls"].items():
-            check(facts, _BUCKET if "bucket" in facts else _CALL, f"calls.{digest}")
-        groups = [_dumped_group(group, f"groups[{n}]", content["calls"]) for n, group in enumerate(content["groups"])]
+        dump: Dump = _decode(Dump, content | {"path": str(path)}, "")
+        for name, group in dump.groups.items():
+            for number, entry in enumerate(group.entries):
+                place = f"groups.{name}.entries[{number}].call"
+                _need(entry.call in group.calls, "one of the calls", entry.call, place)
     except DamagedError as error:
         raise InvalidArgument(f"{path} is damaged: {printable(str(error))}; leave out this file") from None
-    trace = content.get("trace") or tracing.Tracer().content()
-    return Dump(
-        path,
-        content["rank"],
-        content["pid"],
-        content["host"],
-        content["machine"],
-        content["reason"],
-        content["stacks"],
-        content["package"],
-        content["monotonic_seconds"],
-        content["wall_seconds"],
-        {group.name: group for group in groups},
-        tuple([Phase(*row) for row in trace["phases"]]),
-        tuple([Arrival(*row) for row in trace["arrivals"]]),
-        tuple([TracedStep(*row) for row in trace["steps"]]),
-        trace["left_out"],
-        content.get("raised_at", ""),
-    )
+    return dump
+
+
+class DamagedError(ValueError):
+    """A field of a dump is missing or does not follow the schema; the text names the field and its value."""
+
+
+#: The rule for the values of each plain type: the words that follow "needs to be" in an error, and the check.
+_RULES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    str: ("a text", lambda value: isinstance(value, str)),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("an integer of at least 0", lambda value: type(value) is int and 0 <= value < 2**63),
+    # All floats are times. Sums of several times below this limit are exact and finite.
+    float: ("a time in seconds", lambda value: type(value) in (int, float) and 0 <= value < 2**40),
+    State: ("'runs', 'ended' or 'failed'", lambda value: value in ("runs", "ended", "failed")),
+}
+_fields = functools.cache(get_type_hints)
+
+
+def _decode(kind: Any, value: Any, place: str) -> Any:
+    """Converts a JSON value to a type of the schema.
+
+    Args:
+        kind: the type.
+        value: the value that was read from JSON.
+        place: the position of the value in the file, such as "groups.world.begun"; "" for the whole file.
+
+    Raises:
+        DamagedError: the value does not have the type.
+    """
+    if kind in _RULES:
+        needed, accepts = _RULES[kind]
+        _need(accepts(value), needed, value, place)
+        return value
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _decode(inner[0], value, place)
+    if origin is tuple:
+        _need(isinstance(value, list), "a list", value, place)
+        return tuple([_decode(inner[0], each, f"{place}[{number}]") for number, each in enumerate(value)])
+    if origin is dict:
+        _need(isinstance(value, dict), "an object", value, place)
+        return {name: _decode(inner[1], each, f"{place}.{name}") for name, each in value.items()}
+    fields, is_object = _fields(kind), is_dataclass(kind)
+    if is_object:
+        _need(isinstance(value, dict), "an object", value, place)
+        for name in fields:
+            if name not in value:
+                raise DamagedError(f"{place or 'the file'} has no field {name!r}")
+        before = f"{place}." if place else ""
+        return kind(*[_decode(each, value[name], before + name) for name, each in fields.items()])
+    _need(isinstance(value, list) and len(value) == len(fields), f"a list of {len(fields)} fields", value, place)
+    columns = enumerate(zip(fields.values(), value, strict=True))
+    return kind(*[_decode(each, cell, f"{place}[{number}]") for number, (each, cell) in columns])
+
+
+def _need(holds: bool, needed: str, value: Any, place: str) -> None:
+    if not holds:
+        raise DamagedError(f"{place} needs to be {needed}, got {reprlib.repr(value)}")
 
 
 def printable(line: str) -> str:
     """Returns a line with escapes for control characters, because a dump may contain any text."""
     return "".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in line])
-
-
-def _dumped_group(content: dict[str, Any], place: str, calls: dict[str, dict[str, Any]]) -> DumpedGroup:
-    found = []
-    for number, entry in enumerate(content["entries"]):
-        digest = entry["call"]
-        if digest not in calls:
-            raise _refused(f"{place}.entries[{number}].call", "one of the calls", digest)
-        found.append(
-            DumpedCall(
-                entry["number"],
-                int(digest, 16),
-                call_text(calls[digest]),
-                entry["state"],
-                entry["began"],
-                entry["ended"],
-                entry.get("is_message", False),
-                calls[digest],
-            )
-        )
-    return DumpedGroup(content["group"], tuple(content["ranks"]), content["begun"], tuple(found))
-
-
-def call_text(facts: dict[str, Any]) -> str:
-    """Returns the description of a collective, such as "all_reduce(mean) of bucket 3 [conv1.weight, 12 more]"."""
-    if "bucket" not in facts:
-        return str(facts["what"])
-    names = names_text(facts["gradients"], shown=1)
-    which = f"bucket {facts['bucket']}" if facts["bucket"] >= 0 else "several buckets"  # they are adjacent in memory
-    callback = f" (callback {facts['callback']})" if "callback" in facts else ""
-    return f"{facts['collective']}({facts['detail']}) of {which} {names}{callback}"

@@ -33,11 +33,8 @@ class Recorded(Protocol):
     def headline(self) -> str:
         """Returns the description in one line."""
 
-    def facts(self) -> dict[str, Any]:
-        """Returns the parts of the description, for JSON: operation, dtype, shape or gradients, root or peer."""
-
     def lines(self) -> list[str]:
-        """Returns everything that the ranks must agree on, as lines of text."""
+        """Returns everything that the ranks must agree on, as lines of text; each line but the first is one array."""
 
 
 class Place(NamedTuple):

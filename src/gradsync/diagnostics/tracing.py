@@ -7,8 +7,9 @@ converts dumps to a Chrome trace.
 
 from __future__ import annotations
 
+from collections import deque
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradsync.diagnostics.recorder import FlightRecorder, remember_at_least
 
@@ -71,23 +72,21 @@ class Laps:
     def end(self, phase: str) -> None:
         """Records the time since the last call, or since the object was made, under the name `phase`."""
         now = monotonic()
-        self._tracer.note(self._tracer.phases, Phase(self._group, self._number, phase, self._since, now))
+        self._tracer.phases.append(Phase(self._group, self._number, phase, self._since, now))
         self._since = now
 
 
 class Tracer:
-    """Records phases, arrivals of gradients, and steps: at most half a million of each.
+    """Records phases, arrivals of gradients, and steps: the last half million of each.
 
     Attributes:
         phases, arrivals, steps: the recorded events.
-        left_out: the number of events that were not recorded, because their list was full.
     """
 
     def __init__(self) -> None:
-        self.phases: list[Phase] = []
-        self.arrivals: list[Arrival] = []
-        self.steps: list[TracedStep] = []
-        self.left_out = 0
+        self.phases: deque[Phase] = deque(maxlen=_MAX_EVENTS)
+        self.arrivals: deque[Arrival] = deque(maxlen=_MAX_EVENTS)
+        self.steps: deque[TracedStep] = deque(maxlen=_MAX_EVENTS)
         self._step_began: dict[str, float] = {}  # [group] -> the time at which its step began
 
     def arrive(self, group: str, name: str, *, is_first: bool) -> None:
@@ -95,28 +94,12 @@ class Tracer:
         now = monotonic()
         if is_first:
             self._step_began[group] = now
-        self.note(self.arrivals, Arrival(group, name, now))
+        self.arrivals.append(Arrival(group, name, now))
 
     def end_step(self, group: str, gradients: int) -> None:
         """Records the end of the group's current step."""
         now = monotonic()
-        self.note(self.steps, TracedStep(group, gradients, self._step_began.pop(group, now), now))
-
-    def note(self, events: list[Any], event: Phase | Arrival | TracedStep) -> None:
-        """Adds an event to a list, unless the list is full."""
-        if len(events) < _MAX_EVENTS:
-            events.append(event)
-        else:
-            self.left_out += 1
-
-    def content(self) -> dict[str, Any]:
-        """Returns the events for JSON, each as a list of its fields."""
-        return {
-            "phases": [list(phase) for phase in self.phases],
-            "arrivals": [list(arrival) for arrival in self.arrivals],
-            "steps": [list(step) for step in self.steps],
-            "left_out": self.left_out,
-        }
+        self.steps.append(TracedStep(group, gradients, self._step_began.pop(group, now), now))
 
 
 #: The tracer during a trace, otherwise None. The code reads this variable for every bucket and every gradient, because

@@ -107,9 +107,9 @@ def arm() -> None:
         _folder = Path(os.path.abspath(folder))
         if threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
-                signal.signal(signal.SIGUSR2, _on_request)
+                signal.signal(signal.SIGUSR2, _on_signal)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.signal(signal.SIGINT, _on_interrupt)
+                signal.signal(signal.SIGINT, _on_signal)
     if traced is not None and _traced_folder is None:
         _traced_folder = Path(os.path.abspath(traced))
         tracing.start()
@@ -124,15 +124,13 @@ def dump_because(failure: str, raised_at: str = "") -> None:
     If Ctrl-C has caused a dump, and no other collective has begun since then, that dump is kept, because it shows the
     rank's line of code at the time of Ctrl-C.
     """
-    with _one_at_a_time():
-        if _interrupted_at is None or _has_begun_since(_interrupted_at):
-            _dump_now(failure, raised_at)
+    _dump(failure, raised_at, replaces_interrupt=False)
 
 
 def dump_at_failure(error: BaseException) -> None:
     """Writes a dump if the error is that of a failed collective, which other ranks report too."""
-    if isinstance(error, _OF_A_COLLECTIVE):
-        _dump_because_of(error, raised_at="")
+    if _folder is not None and isinstance(error, _OF_A_COLLECTIVE):
+        dump_because(_first_line(error))
 
 
 def dump_at_exception(error: BaseException) -> None:
@@ -140,8 +138,12 @@ def dump_at_exception(error: BaseException) -> None:
 
     For a failed collective, dump_at_failure has already written a dump.
     """
-    if not isinstance(error, _OF_A_COLLECTIVE):
-        _dump_because_of(error, raised_at="" if _follows_a_failure(error) else str(raised_at(error) or ""))
+    if _folder is not None and not isinstance(error, _OF_A_COLLECTIVE):
+        dump_because(_first_line(error), "" if _follows_a_failure(error) else str(raised_at(error) or ""))
+
+
+def _first_line(error: BaseException) -> str:
+    return headline(error).rstrip(":")
 
 
 def _follows_a_failure(error: BaseException) -> bool:
@@ -165,25 +167,19 @@ def write_trace() -> None:
             _log.warning("the trace was not written: %s", describe(error))
 
 
-def _dump_because_of(error: BaseException, raised_at: str) -> None:
-    if _folder is not None:  # otherwise the text is not needed
-        dump_because(headline(error).rstrip(":"), raised_at)
+def _dump(reason: str, raised_at: str = "", *, replaces_interrupt: bool = True) -> None:
+    """Writes a dump if GRADSYNC_DUMP_DIR is set, and never raises an error.
 
-
-def _dump_now(reason: str, raised_at: str = "") -> None:
-    if _folder is not None:
-        try:
-            write_dump(_folder, reason, None, _URGENT_SECONDS, raised_at)
-        except Exception as error:
-            _log.warning("the dump of the flight recorder was not written: %s", describe(error))
-
-
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Lets only one thread at a time write a dump, so that the file contains the dump that was requested last."""
+    Only one thread at a time writes a dump, so that the file contains the dump that was requested last.
+    """
+    if _folder is None:
+        return
     is_held = _turn.acquire(timeout=_URGENT_SECONDS)
     try:
-        yield
+        if replaces_interrupt or _interrupted_at is None or _has_begun_since(_interrupted_at):
+            write_dump(_folder, reason, None, _URGENT_SECONDS, raised_at)
+    except Exception as error:
+        _log.warning("the dump of the flight recorder was not written: %s", describe(error))
     finally:
         if is_held:
             _turn.release()
@@ -193,38 +189,24 @@ def _has_begun_since(moment: float) -> bool:
     return any(last.began > moment for recorder in recorders() if (last := recorder.last) is not None)
 
 
-def _on_request(number: int, _frame: FrameType | None) -> None:
-    _dump_in_handler(number, "SIGUSR2 was received")
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    """Writes a dump. After Ctrl-C, this function then raises KeyboardInterrupt; a second Ctrl-C raises it at once."""
+    import signal
 
-
-def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Writes a dump before the stack unwinds, then raises KeyboardInterrupt.
-
-    A second Ctrl-C raises KeyboardInterrupt at once.
-    """
     global _interrupted_at
-    try:
+    is_interrupt = number == signal.SIGINT
+    if is_interrupt:
         _interrupted_at = time.monotonic()
-        _dump_in_handler(number, "Ctrl-C was received (SIGINT)")
-    finally:  # also if the warning fails, which happens if the interrupted code was writing to the same stream
-        import signal
-
-        signal.default_int_handler(number, frame)
-
-
-def _dump_in_handler(number: int, reason: str) -> None:
-    """Writes a dump, unless the handler of this signal is already running.
-
-    Without this check, the signal could interrupt its own handler again and again.
-    """
-    if number in _handled:
-        return
-    _handled.add(number)
     try:
-        with _one_at_a_time():
-            _dump_now(reason)
-    finally:
-        _handled.discard(number)
+        if number not in _handled:  # otherwise the signal could interrupt its own handler again and again
+            _handled.add(number)
+            try:
+                _dump("Ctrl-C was received (SIGINT)" if is_interrupt else "SIGUSR2 was received")
+            finally:
+                _handled.discard(number)
+    finally:  # also if the warning fails, which happens if the interrupted code was writing to the same stream
+        if is_interrupt:
+            signal.default_int_handler(number, frame)
 
 
 _turn = threading.RLock()  # re-entrant: a signal handler may interrupt the thread that holds the lock

@@ -387,7 +387,7 @@ def _disagreements(by_rank: Mapping[int, Calls], members: Mapping[str, Members])
     """
     groups = sorted({group for of_rank in by_rank.values() for group in of_rank})
     by_group = {
-        group: [_history(rank, of_rank[group]) for rank, of_rank in sorted(by_rank.items()) if group in of_rank]
+        group: {rank: _history(of_rank[group]) for rank, of_rank in by_rank.items() if group in of_rank}
         for group in groups
     }
     found = [first_divergence(group, histories) for group, histories in by_group.items()]
@@ -407,12 +407,11 @@ def _waits_in_messages(by_rank: Mapping[int, WaitReport]) -> list[Wait]:
     return [Wait(rank, wait.group, 0, wait.what, tuple(wait.missing or ())) for rank, wait in sorted(by_rank.items())]
 
 
-def _history(rank: int, calls: Sequence[tuple[int, int, str, bool]]) -> History:
-    known = {number: Call(digest, what) for number, digest, what, _ in calls}
-    return History(rank, max(known, default=0), known)
+def _history(calls: Sequence[tuple[int, int, str, bool]]) -> History:
+    return {number: Call(digest, what) for number, digest, what, _ in calls}
 
 
-def _behind(rank: int, number: int, histories: Sequence[History], members: Members) -> tuple[int, ...]:
+def _behind(rank: int, number: int, histories: Mapping[int, History], members: Members) -> tuple[int, ...]:
     """Returns the members known not to have begun the collective with this number."""
-    begun = {history.rank: history.begun for history in histories}
-    return tuple(other for other in members if other != rank and begun.get(other, 0) < number and other in begun)
+    begun = {other: max(history, default=0) for other, history in histories.items() if other != rank}
+    return tuple(other for other in members if begun.get(other, number) < number)

@@ -101,24 +101,22 @@ def _samples() -> list[list[object]]:
 
 def _dump(rank: int) -> dict[str, object]:
     """What a rank writes: a bucket that has ended, and a barrier on rank 0 beside a message on rank 1."""
-    bucket = {"what": "b", "collective": "all_reduce", "detail": "sum", "bucket": 0, "gradients": ["w", "v"]}
-    other = {"what": f"of {rank}", "description": ["barrier"], "shape": [2]}
-    first = {"number": 1, "call": "0" * 16, "state": "ended", "began": 1.0, "ended": 2.0}
-    last = {"number": 2, "call": f"{rank + 1:016x}", "state": "runs", "began": 3.0, "ended": None}
+    calls = {"0": {"what": "b", "lines": ["a bucket", "w", "v"]}, f"{rank + 1}": {"what": f"of {rank}", "lines": []}}
+    first = {"number": 1, "call": "0", "is_message": False, "state": "ended", "began": 1.0, "ended": 2.0}
+    last = {"number": 2, "call": f"{rank + 1}", "is_message": False, "state": "runs", "began": 3.0, "ended": None}
     if rank:
         last = {**last, "number": 1, "is_message": True}
-    group = {"group": "world", "rank": rank, "ranks": [0, 1], "backend": "shm", "begun": 2, "entries": [first, last]}
-    trace = {"phases": [["world", 1, "packing", 1.0, 1.5]], "arrivals": [["world", "w", 0.5]]}
-    process = {"reason": "r", "rank": rank, "pid": 1, "host": "h", "machine": "boot id", "package": "/p/"}
+    process = {"reason": "r", "raised_at": "", "rank": rank, "pid": 1, "host": "h", "clock": "boot", "package": "/p/"}
     return {
         "format": FORMAT,
         **process,
         "monotonic_seconds": 4.0,
         "wall_seconds": 5.0 + rank,
         "stacks": "Main:\n  a.py:1 in f\n  /p/b.py:2 in g",
-        "groups": [group],
-        "calls": {"0" * 16: {**bucket, "description": ["a bucket", "w", "v"]}, f"{rank + 1:016x}": other},
-        "trace": {**trace, "steps": [["world", 2, 0.5, 2.0]], "left_out": rank},
+        "groups": {"world": {"ranks": [0, 1], "begun": 2, "entries": [first, last], "calls": calls}},
+        "phases": [["world", 1, "packing", 1.0, 1.5]],
+        "arrivals": [["world", "w", 0.5]],
+        "steps": [["world", 2, 0.5, 2.0]],
     }
 
 

@@ -23,7 +23,7 @@ from gradsync.bucketing.shapes_file import read_shapes, write_shapes
 from gradsync.communicators.agreement import Description, mismatch
 from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump import read_dumps
-from gradsync.diagnostics.report import divergences, report
+from gradsync.diagnostics.report import report
 from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.in_rank.result import REPORT
@@ -221,7 +221,7 @@ def dump_files(data: bytes) -> None:
     with contextlib.ExitStack() as stack, contextlib.suppress(InvalidArgument):
         files = [Path(stack.enter_context(_file_of(part))) for part in data.split(b"\x1e")]
         found, earlier = read_dumps(files)
-        "\n".join([*report(found, earlier), *map(str, divergences(found))]).encode()
+        "\n".join(report(found, earlier)).encode()
         json.dumps(chrome_trace(found), allow_nan=False)
 
 
