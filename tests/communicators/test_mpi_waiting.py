@@ -10,14 +10,14 @@ import pytest
 
 from gradsync.communicators.failures import closed_failure
 from gradsync.communicators.mpi.mpi_backend import MpiBackend
-from gradsync.communicators.mpi.waiting import MpiRequests
+from gradsync.communicators.mpi.mpi_requests import MpiRequests
 from gradsync.errors import RankFailed
 
 
 def requests_of_rank_0(failures: SimpleNamespace, raise_if_left: Callable[[float, Sequence[int]], None]) -> MpiRequests:
     comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 3)
     mpi = SimpleNamespace(Request=SimpleNamespace(Testall=None), BYTE=None)
-    return MpiRequests(mpi, comm, (0, 1, 2), 30.0, failures, raise_if_left)  # type: ignore[arg-type]
+    return MpiRequests(mpi, comm, (0, 1, 2), "rank 0/3", 30.0, failures, raise_if_left)  # type: ignore[arg-type]
 
 
 def wait_for_ranks_1_and_2(arriving: int) -> list[int]:

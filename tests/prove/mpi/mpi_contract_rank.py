@@ -17,16 +17,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import gradsync as gs
 from contract_suite import run_part_anew
-from gradsync.communicators.mpi import mpi_backend, mpi_reduction, waiting
+from gradsync.communicators.mpi import mpi_reduction, mpi_requests
 
 
 def main(folder: Path, parts: list[str], options: dict[str, object]) -> None:
     """Runs one part after the other, each in a process group of its own, until one fails."""
     is_native = bool(os.environ.get("GRADSYNC_TEST_NATIVE_MPI"))
     if is_native:
-        waiting.DIRECT_RANKS = 0
-        waiting._PIECE_BYTES = 2**16
-        mpi_backend._COUNT_LIMIT = 2**17
+        mpi_requests.DIRECT_RANKS = 0
+        mpi_requests._PIECE_BYTES = 2**16
         mpi_reduction._NATIVE_ELEMENTS = 2**14
     comm: Any = gs.init_process_group("mpi")
     rank = comm.rank

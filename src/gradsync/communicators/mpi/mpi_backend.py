@@ -9,11 +9,10 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import accumulate, pairwise
-from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,10 +21,9 @@ from gradsync.communicators.agreement import Agreement, Description, message_mis
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import FailureMonitor, raise_if_left
 from gradsync.communicators.host_copy import copy_words, cuts, pack_words, pieces_between, split_words, word_dtype
-from gradsync.communicators.mpi.mpi_agreement import MpiAgreement
 from gradsync.communicators.mpi.mpi_job import check_place, keep_for_ever, load_mpi, to_mpi_error
 from gradsync.communicators.mpi.mpi_reduction import MpiReduction
-from gradsync.communicators.mpi.waiting import MpiRequests, pieces
+from gradsync.communicators.mpi.mpi_requests import MpiRequests, pieces
 from gradsync.diagnostics import tracing
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable, CollectiveTimeout, GradsyncError
@@ -37,12 +35,19 @@ from gradsync.rendezvous.client import RendezvousClient
 # Up to this size the arrays of a list are packed together; larger arrays are sent one by one, without a copy.
 _SMALL_BYTES = 256 * 1024
 _BROADCAST_BYTES = 4 * 1024 * 1024  # how much of a packed list is sent in one broadcast
-_COUNT_LIMIT = 2**31  # MPI 3 needs fewer bytes in a collective with a part for each rank
 
 # The size limits of the descriptions that ranks exchange after a disagreement: for a collective (all ranks together),
 # and for a message (each rank).
 _TEXTS_BYTES = 64 * 1024 * 1024
 _TEXT_BYTES = 4096
+
+# The largest array that a rank sends with its digest. Between two ranks, sending whole arrays moves no more bytes than
+# any other algorithm.
+_PAYLOAD_BYTES = 32 * 1024
+_PAYLOAD_BYTES_OF_TWO = 256 * 1024
+
+_HEADER_BYTES = 64  # the digest, padded to a cache line
+_ALL_BITS = 2**64 - 1
 
 # The MPI tags that the sender and the receiver of a message use; both are larger by 1 after an odd number of
 # collectives.
@@ -150,8 +155,9 @@ class MpiBackend(Backend):
         self._failures = FailureMonitor(client, self.recorder)
         self._departures = f"mpi/{group}/closed"
         self._raise_if_left = partial(raise_if_left, client, self._departures, self.label)
-        self._requests = MpiRequests(mpi, comm, self.ranks, timeout_seconds, self._failures, self._raise_if_left)
-        self._errors = _MpiErrors(mpi, self.label, self._requests)
+        self._requests = MpiRequests(
+            mpi, comm, self.ranks, self.label, timeout_seconds, self._failures, self._raise_if_left
+        )
         self._agreement = MpiAgreement(self._requests)
         self._reduction = MpiReduction(self._requests)
         self._flat = np.empty(0, np.uint8)  # the buffer for packed lists
@@ -161,76 +167,35 @@ class MpiBackend(Backend):
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
+        """See Backend. Small arrays of a list are packed. They may be sent in the same message as the digest."""
         laps = tracing.laps_of(self.recorder)
+        dtype, words = sources[0].dtype, word_dtype(sources[0].dtype)
         pairs = list(zip(sources, targets, strict=True))
         small = [pair for pair in pairs if pair[0].nbytes <= _SMALL_BYTES]
+        large = [pair for pair in pairs if pair[0].nbytes > _SMALL_BYTES]
         size_bytes = sum([source.nbytes for source, _ in small])
-        with np.errstate(all="ignore"):
-            if len(small) == len(pairs) and size_bytes <= self._agreement.payload_bytes:
-                self._all_reduce_with_agreement(pairs, size_bytes, op, agreement, laps)
-                return
-            self._agree(agreement)
+        goes_with_digest = not large and size_bytes <= self._agreement.payload_bytes
+        is_packed = goes_with_digest or len(small) > 1
+        if is_packed:
+            packed = (self._agreement.payload if goes_with_digest else self._room)(size_bytes).view(dtype)
+            pack_words([source.view(words) for source, _ in small], packed.view(words))
             if laps is not None:
-                laps.end("waiting")
-            if len(small) > 1:
-                large = [pair for pair in pairs if pair[0].nbytes > _SMALL_BYTES]
-                self._all_reduce_packed(small, large, op, laps)
-                return
-            self._reduction.reduce(pairs, op)
-        if laps is not None:
-            laps.end("reducing")
-
-    def _all_reduce_with_agreement(
-        self,
-        pairs: Sequence[tuple[Array, Array]],
-        size_bytes: int,
-        op: ReduceOp,
-        agreement: Agreement,
-        laps: tracing.Laps | None,
-    ) -> None:
-        """Reduces arrays that are small enough to be sent in the same message as the digest of the call."""
-        dtype = pairs[0][0].dtype
-        words = word_dtype(dtype)
-        packed = self._agreement.payload(size_bytes).view(words)
-        pack_words([source.view(words) for source, _ in pairs], packed)
-        if laps is not None:
-            laps.end("packing")
-        self._agree(agreement, size_bytes)
+                laps.end("packing")
+        self._agree(agreement, size_bytes if goes_with_digest else 0)
         if laps is not None:
             laps.end("waiting")
-        flat = pairs[0][1] if len(pairs) == 1 else packed.view(dtype)
-        self._reduction.reduce_in_order(op, list(self._agreement.payloads(size_bytes).view(dtype)), flat)
+        with np.errstate(all="ignore"):
+            if goes_with_digest:
+                packed = targets[0] if len(small) == 1 else packed
+                self._reduction.reduce_in_order(op, list(self._agreement.payloads(size_bytes).view(dtype)), packed)
+            else:
+                self._reduction.all_reduce([(packed, packed), *large] if is_packed else pairs, op)
         if laps is not None:
             laps.end("reducing")
-        if len(pairs) > 1:
-            split_words(packed, [target.view(words) for _, target in pairs])
+        if is_packed and len(small) > 1:
+            split_words(packed.view(words), [target.view(words) for _, target in small])
             if laps is not None:
                 laps.end("splitting")
-
-    def _all_reduce_packed(
-        self,
-        small: Sequence[tuple[Array, Array]],
-        large: Sequence[tuple[Array, Array]],
-        op: ReduceOp,
-        laps: tracing.Laps | None,
-    ) -> None:
-        dtype = small[0][0].dtype
-        words = word_dtype(dtype)
-        flat = self._room(sum([source.nbytes for source, _ in small])).view(dtype)
-        pack_words([source.view(words) for source, _ in small], flat.view(words))
-        if laps is not None:
-            laps.end("packing")
-        self._reduction.reduce([(flat, flat), *large], op)
-        if laps is not None:
-            laps.end("reducing")
-        split_words(flat.view(words), [target.view(words) for _, target in small])
-        if laps is not None:
-            laps.end("splitting")
-
-    def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
-        self._agree(agreement)
-        with np.errstate(all="ignore"):
-            self._reduction.reduce([(source, target)], op, root)
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         self._agree(agreement)
@@ -264,6 +229,8 @@ class MpiBackend(Backend):
         for piece in pieces(flat):
             self._requests.finish([self._comm.Ibcast([piece, self._mpi.BYTE], root)], piece)
 
+    # The ranks send the parts directly: MPI's own algorithms move as many bytes.
+
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
         self._agree(agreement)
         self._all_gather(source, target, bounds)
@@ -271,44 +238,24 @@ class MpiBackend(Backend):
     def _all_gather(self, source: Array, target: Array, bounds: Bounds) -> None:
         own = target[part_of(bounds, self.rank)]
         _copy(source, own)
-        if self._goes_directly(bounds):
-            peers = self._requests.peers
-            self._requests.move([(peer, own) for peer in peers], _parts(target, bounds, peers))
-        else:
-            request = self._comm.Iallgatherv(self._mpi.IN_PLACE, self._layout(target, bounds))
-            self._requests.finish([request], target)
+        peers = self._requests.peers
+        self._requests.move([(peer, own) for peer in peers], _parts(target, bounds, peers))
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
         self._agree(agreement)
-        if target is not None:
-            _copy(source, target[part_of(bounds, root)])
-        if self._goes_directly(bounds):
-            if target is None:
-                self._requests.move([(root, source)], [])
-            else:
-                self._requests.move([], _parts(target, bounds, self._requests.peers))
-            return
         if target is None:
-            request = self._comm.Igatherv([source, self._mpi.BYTE], None, root)
+            self._requests.move([(root, source)], [])
         else:
-            request = self._comm.Igatherv(self._mpi.IN_PLACE, self._layout(target, bounds), root)
-        self._requests.finish([request], (source, target))
+            _copy(source, target[part_of(bounds, root)])
+            self._requests.move([], _parts(target, bounds, self._requests.peers))
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
         self._agree(agreement)
-        if source is not None:
-            _copy(source[part_of(bounds, root)], target)
-        if self._goes_directly(bounds):
-            if source is None:
-                self._requests.move([], [(root, target)])
-            else:
-                self._requests.move(_parts(source, bounds, self._requests.peers), [])
-            return
         if source is None:
-            request = self._comm.Iscatterv(None, [target, self._mpi.BYTE], root)
+            self._requests.move([], [(root, target)])
         else:
-            request = self._comm.Iscatterv(self._layout(source, bounds), self._mpi.IN_PLACE, root)
-        self._requests.finish([request], (source, target))
+            _copy(source[part_of(bounds, root)], target)
+            self._requests.move(_parts(source, bounds, self._requests.peers), [])
 
     def all_to_all(
         self,
@@ -320,7 +267,7 @@ class MpiBackend(Backend):
         agreement: Agreement,
     ) -> None:
         self._agree(agreement)
-        peers = self._requests.peers  # direct messages, because MPI's own algorithms send as many
+        peers = self._requests.peers
         _copy(source[part_of(send_bounds, self.rank)], target[part_of(receive_bounds, self.rank)])
         self._requests.move(_parts(source, send_bounds, peers), _parts(target, receive_bounds, peers))
 
@@ -335,15 +282,6 @@ class MpiBackend(Backend):
         rows: list[list[int]] = shared.tolist()
         return rows
 
-    def _goes_directly(self, bounds: Bounds) -> bool:
-        """Whether ranks send direct messages, because there are few ranks, or too many bytes for MPI's collectives."""
-        return self._requests.is_direct or bounds[-1] >= _COUNT_LIMIT
-
-    def _layout(self, array: Array, bounds: Bounds) -> list[Any]:
-        """Returns an array with one part for each rank as MPI's calls take it: memory, sizes, offsets and datatype."""
-        counts = [end - begin for begin, end in pairwise(bounds)]
-        return [array, counts, list(bounds[:-1]), self._mpi.BYTE]
-
     def _room(self, size: int) -> Array:
         """Returns a buffer of `size` bytes. Later calls return the same memory again."""
         if self._flat.size < size:
@@ -353,12 +291,12 @@ class MpiBackend(Backend):
     def launching(
         self, stream: Any, producers: Sequence[Any] | None = None
     ) -> AbstractContextManager[Completion | None]:
-        return self._errors
+        return self._requests
 
     # -- Agreement ---------------------------------------------------------------------------------------------
 
     def agree(self, agreement: Agreement) -> None:
-        with self._errors:  # gradient bucketing calls this method outside of `launching`
+        with self._requests:  # gradient bucketing calls this method outside of `launching`
             self._agree(agreement)
 
     def _agree(self, agreement: Agreement, payload_bytes: int = 0) -> None:
@@ -462,6 +400,74 @@ class MpiBackend(Backend):
         del self._agreement, self._reduction  # frees their memory
 
 
+class MpiAgreement:
+    """The exchange of the digests of the ranks' calls before a collective.
+
+    With up to 16 ranks, each rank sends its digest to every other rank. If the array to reduce is small, each rank
+    sends it in the same message as the digest, so that the all-reduce needs one exchange of messages instead of two.
+    The receiver reads the arrays only if all digests are equal. With more ranks, MPI computes the smallest and the
+    largest digest; if these two are equal, all digests are equal.
+
+    Args:
+        requests: the object that begins the communicator's MPI requests and waits for them.
+
+    Attributes:
+        payload_bytes: the size of the largest array that a rank can send with a digest; -1 if no array can be sent.
+    """
+
+    def __init__(self, requests: MpiRequests) -> None:
+        self._requests = requests
+        n = requests.world_size
+        self.payload_bytes = -1
+        if requests.is_direct and n > 1:
+            self.payload_bytes = _PAYLOAD_BYTES_OF_TWO if n == 2 else _PAYLOAD_BYTES
+            # One row for the message of each rank: this rank sends its own row and receives the other rows.
+            self._messages = np.zeros((n, _HEADER_BYTES + self.payload_bytes), np.uint8)
+            self._digests = self._messages[:, :8].view(np.uint64)[:, 0]
+            self._received = [(peer, self._messages[peer]) for peer in requests.peers]
+        self._mine, self._smallest = np.zeros(2, np.uint64), np.zeros(2, np.uint64)
+
+    def payload(self, size_bytes: int) -> Array:
+        """Returns a uint8 buffer, into which the caller writes the array that this rank sends with its next digest."""
+        return self._messages[self._requests.rank, _HEADER_BYTES : _HEADER_BYTES + size_bytes]
+
+    def payloads(self, size_bytes: int) -> Array:
+        """Returns the arrays that the ranks have sent with their digests, one row for each rank.
+
+        Call it after the ranks have agreed. The rows are valid until the next agreement.
+        """
+        return self._messages[:, _HEADER_BYTES : _HEADER_BYTES + size_bytes]
+
+    def is_reached(self, digest: int, payload_bytes: int, poll: Callable[[], None]) -> bool:
+        """Exchanges the digests, and returns whether all digests are equal. Every rank gets the same answer.
+
+        Args:
+            digest: the 64-bit digest of this rank's call.
+            payload_bytes: the number of bytes of `payload` to send with the digest.
+            poll: a function to call every few milliseconds during a longer wait.
+
+        Raises:
+            RankFailed, CollectiveTimeout, MpiError: see MpiRequests.finish.
+        """
+        requests = self._requests
+        if self.payload_bytes < 0:
+            return self._is_smallest_the_largest(digest, poll)
+        self._digests[requests.rank] = digest
+        message = self._messages[requests.rank, : _HEADER_BYTES + payload_bytes]
+        begun = requests.post([(peer, message) for peer in requests.peers], self._received)
+        requests.finish(begun, poll=poll)
+        digests: list[int] = self._digests.tolist()
+        return digests.count(digest) == requests.world_size
+
+    def _is_smallest_the_largest(self, digest: int, poll: Callable[[], None]) -> bool:
+        mine, smallest = self._mine, self._smallest
+        mine[0] = digest
+        mine[1] = _ALL_BITS - digest  # the smallest of these values belongs to the largest digest
+        requests = self._requests
+        requests.finish([requests.comm.Iallreduce(mine, smallest, requests.mpi.MIN)], (mine, smallest), poll)
+        return int(smallest[0]) == _ALL_BITS - int(smallest[1])
+
+
 class _Transfer:
     """One direction of a send, recv or exchange. MPI matches the messages of two ranks by rank, tag and order.
 
@@ -522,29 +528,6 @@ class _Transfer:
         elif flat.size:
             part = [(peer, flat)]
             yield requests.post(part, [], tag) if is_sending else requests.post([], part, peer_tag)
-
-
-class _MpiErrors(AbstractContextManager[None]):
-    """Converts MPI's exceptions to MpiError, or to the failure that caused them, if the server has reported it."""
-
-    def __init__(self, mpi: Any, label: str, requests: MpiRequests) -> None:
-        self._exception = mpi.Exception
-        self._label = label
-        self._requests = requests
-
-    def __enter__(self) -> None:
-        pass  # on the CPU there is no launch to begin
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            return
-        if not issubclass(kind, GradsyncError):  # e.g. Ctrl-C or MemoryError outside of a wait
-            self._requests.abandon(trace)  # the traceback's frames hold the memory that MPI still uses
-        if issubclass(kind, self._exception):
-            self._requests.await_cause()
-            raise to_mpi_error(error, self._label) from error
 
 
 def _tags_after(collectives: int) -> tuple[int, int]:

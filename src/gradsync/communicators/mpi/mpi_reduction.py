@@ -3,8 +3,8 @@
 Among few ranks, each rank reduces its share of the elements in rank order with NumPy, and sends the result to the other
 ranks. No rank receives more bytes than with MPI's best algorithm. Half-precision values are added in float32, NaN is
 treated as in NumPy, and the result has the same bits as with the shared-memory backend. Among many ranks, MPI's own
-reductions need fewer messages. So among many ranks the backend uses MPI's reductions for the dtypes and operators that
-MPI supports, and converts half precision to float32.
+all-reduce needs fewer messages. So among many ranks the backend uses it for the dtypes and operators that MPI supports,
+and converts half precision to float32.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.5:
 in an all-reduce that consists of a reduce-scatter and an all-gather, each rank sends 2 (n - 1) / n of the bytes of the
@@ -22,13 +22,11 @@ import numpy as np
 
 from gradsync.communicators.backend import Bounds, largest_part
 from gradsync.communicators.host_copy import cuts
-from gradsync.communicators.mpi.waiting import MpiRequests
+from gradsync.communicators.mpi.mpi_requests import MpiRequests
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into, dtype_name, reduce_into
 
 _BYTE = np.dtype(np.uint8)
 
-# For arrays up to this size, each rank sends its whole array, in one step instead of two.
-_SMALL_BYTES = 32 * 1024
 # The size of a rank's share of a chunk of a large array; the next chunk is sent while this one is reduced.
 _CHUNK_BYTES = 2 * 1024 * 1024
 _NATIVE_ELEMENTS = 2**28  # the most elements in one call of MPI
@@ -43,12 +41,12 @@ class _Chunk(NamedTuple):
 
     Attributes:
         source: this rank's array.
-        target: the array for the result; None if this rank gets no result.
+        target: the array for the result.
         shares: the share of each rank, as a pair (begin, end) of indices in the source.
     """
 
     source: Array
-    target: Array | None
+    target: Array
     shares: Sequence[tuple[int, int]]
 
 
@@ -77,91 +75,41 @@ class MpiReduction:
         self._rank, self._world_size = requests.rank, requests.world_size
         self._scratch: dict[tuple[int, np.dtype[Any]], Array] = {}
 
-    def reduce(self, pairs: Sequence[tuple[Array, Array | None]], op: ReduceOp, root: int | None = None) -> None:
-        """Reduces each source into its target, which may be the source. All arrays are flat and have the same dtype.
-
-        Args:
-            pairs: pairs of source and target, at least one; the target is None on ranks that get no result.
-            op: the reduction operator.
-            root: the only rank that gets the results; None if all ranks get them.
-        """
-        native = self._native(op, pairs[0][0].dtype)
-        chunks: list[_Chunk] = []
-        for source, target in pairs:
-            if native:
-                self._reduce_natively(native, source, target, root)
-            elif source.nbytes <= _SMALL_BYTES:
-                self._reduce_whole(source, target, op, root)
-            else:
-                chunks += self._cut(source, target)
-        if chunks:
-            self._reduce_in_chunks(chunks, op, root)
+    def all_reduce(self, pairs: Sequence[tuple[Array, Array]], op: ReduceOp) -> None:
+        """Reduces each source into its target, which may be the source. All arrays are flat and have the same dtype."""
+        dtype, mpi = pairs[0][0].dtype, self._requests.mpi
+        native = None if self._requests.is_direct else _native_reduction(mpi, op, dtype, self._world_size)
+        if native is not None:
+            for source, target in pairs:
+                self._all_reduce_natively(native, source, target)
+        elif chunks := [chunk for source, target in pairs for chunk in self._cut(source, target)]:
+            self._all_reduce_in_chunks(chunks, op)
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp) -> None:
         """Reduces the ranks' sources, and writes this rank's part of the result into the target."""
-        if bounds[-1] < _NATIVE_ELEMENTS and (native := self._native(op, source.dtype)):
-            wide = source.astype(native.dtype, copy=False)
-            result = np.empty(target.size, native.dtype)
-            counts = [high - low for low, high in pairwise(bounds)]
-            comm = self._requests.comm
-            request = comm.Ireduce_scatter(native.described(wide), native.described(result), counts, native.op)
-            self._requests.finish([request], (wide, result))
-            native.deliver(result, target)
-            return
         step = _chunk_elements(source.dtype)
         chunks = []
         for begin in range(0, max(largest_part(bounds), 1), step):
             shares = [(min(low + begin, high), min(low + begin + step, high)) for low, high in pairwise(bounds)]
             chunks.append(_Chunk(source, target[begin : begin + step], shares))
-
-        def deliver(chunk: _Chunk, contributions: Sequence[Array]) -> None:
-            assert chunk.target is not None
-            self.reduce_in_order(op, contributions, chunk.target)
-
-        self._stream(chunks, deliver)
+        self._stream(chunks, lambda chunk, contributions: self.reduce_in_order(op, contributions, chunk.target))
 
     # -- In rank order -----------------------------------------------------------------------------------------
 
-    def _reduce_whole(self, source: Array, target: Array | None, op: ReduceOp, root: int | None) -> None:
-        """Sends a small array to each rank that gets the result; each of these ranks reduces the whole array."""
-        requests = self._requests
-        flat = source.view(_BYTE)
-        sends = [(peer, flat) for peer in self._receivers(root)]
-        if target is None:
-            requests.move(sends, [])
-            return
-        contributions = self._buffers(_ARRIVING, source.dtype, source.size, self._world_size)
-        requests.move(sends, [(peer, contributions[peer].view(_BYTE)) for peer in requests.peers])
-        contributions[self._rank] = source
-        self.reduce_in_order(op, contributions, target)
-
-    def _reduce_in_chunks(self, chunks: Sequence[_Chunk], op: ReduceOp, root: int | None) -> None:
-        """Reduces this rank's share of each chunk, and sends the reduced share to each rank that gets the result."""
+    def _all_reduce_in_chunks(self, chunks: Sequence[_Chunk], op: ReduceOp) -> None:
+        """Reduces this rank's share of each chunk, and sends the reduced share to the other ranks."""
         requests, begun = self._requests, list[Any]()
-        receivers = self._receivers(root)
 
         def deliver(chunk: _Chunk, contributions: Sequence[Array]) -> None:
-            low, high = chunk.shares[self._rank]
-            target = chunk.target
-            result = np.empty(high - low, chunk.source.dtype) if target is None else target[low:high]
-            self.reduce_in_order(op, contributions, result)
-            sent = result.view(_BYTE)
-            receives = []
-            if target is not None:
-                places = [target[begin:end].view(_BYTE) for begin, end in chunk.shares]
-                receives = [(peer, places[peer]) for peer in requests.peers]
-            begun.extend(requests.post([(peer, sent) for peer in receivers], receives))
+            places = [chunk.target[begin:end] for begin, end in chunk.shares]
+            own = places[self._rank]
+            self.reduce_in_order(op, contributions, own)
+            begun.extend(requests.post_all([own.view(_BYTE)] * self._world_size, [p.view(_BYTE) for p in places]))
 
         self._stream(chunks, deliver, begun)
         requests.finish(begun)
 
-    def _receivers(self, root: int | None) -> Sequence[int]:
-        """Returns the other ranks that get the result."""
-        if root is None:
-            return self._requests.peers
-        return [] if root == self._rank else [root]
-
-    def _cut(self, source: Array, target: Array | None) -> list[_Chunk]:
+    def _cut(self, source: Array, target: Array) -> list[_Chunk]:
         """Cuts elements into chunks, and each chunk into a share for every rank."""
         n = self._world_size
         return [
@@ -224,26 +172,16 @@ class MpiReduction:
 
     # -- By MPI ------------------------------------------------------------------------------------------------
 
-    def _native(self, op: ReduceOp, dtype: np.dtype[Any]) -> _Native | None:
-        """Returns MPI's own reduction; None if the ranks are few, or if MPI's result could differ from NumPy's."""
-        if self._requests.is_direct:
-            return None
-        return _native_reduction(self._requests.mpi, op, dtype, self._world_size)
-
-    def _reduce_natively(self, native: _Native, source: Array, target: Array | None, root: int | None) -> None:
+    def _all_reduce_natively(self, native: _Native, source: Array, target: Array) -> None:
         """Reduces with MPI's own reduction, in parts that are small enough for one MPI call."""
-        comm = self._requests.comm
         for low, high in cuts(source.size, _NATIVE_ELEMENTS):
             wide = source[low:high].astype(native.dtype, copy=False)
             result = np.empty(high - low, native.dtype)
-            if root is None:
-                request = comm.Iallreduce(native.described(wide), native.described(result), native.op)
-            else:
-                into = None if target is None else native.described(result)
-                request = comm.Ireduce(native.described(wide), into, native.op, root)
-            self._requests.finish([request], (wide, result))
-            if target is not None:
-                native.deliver(result, target[low:high])
+            sent, received = [[array.view(native.wire), native.datatype] for array in (wide, result)]
+            self._requests.finish([self._requests.comm.Iallreduce(sent, received, native.op)], (wide, result))
+            if native.divisor:
+                divide_into(result, native.divisor, result)
+            np.copyto(target[low:high], result, casting="same_kind")  # the target may have a narrower dtype
 
 
 class _Native(NamedTuple):
@@ -261,16 +199,6 @@ class _Native(NamedTuple):
     dtype: np.dtype[Any]
     wire: np.dtype[Any]
     divisor: int
-
-    def described(self, array: Array) -> list[Any]:
-        """Returns an array as MPI's calls take it: its memory and its MPI datatype."""
-        return [array.view(self.wire), self.datatype]
-
-    def deliver(self, result: Array, target: Array) -> None:
-        """Copies the result into the target, which may have a narrower dtype; for a mean, divides first."""
-        if self.divisor:
-            divide_into(result, self.divisor, result)
-        np.copyto(target, result, casting="same_kind")
 
 
 @lru_cache(maxsize=256)

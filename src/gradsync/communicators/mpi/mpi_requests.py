@@ -12,10 +12,11 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
-from gradsync.communicators.mpi.mpi_job import keep_for_ever
+from gradsync.communicators.mpi.mpi_job import keep_for_ever, to_mpi_error
 from gradsync.errors import GradsyncError, RankFailed
 from gradsync.reduction import Array
 
@@ -43,10 +44,14 @@ Ranks = Callable[[], Sequence[int]]
 class MpiRequests:
     """Begins the MPI requests of one communicator, and waits for them.
 
+    As a context manager, it converts MPI's exceptions to MpiError, or to the failure that caused them, if the server
+    has reported it.
+
     Args:
         mpi: the module mpi4py.MPI.
         comm: an MPI communicator that only gradsync uses.
         ranks: the world ranks of all members, for errors and for the server.
+        label: this rank's name in errors.
         timeout_seconds: how long a wait lasts before it raises CollectiveTimeout.
         failures: the failures that the server reports.
         raise_if_left: a function that raises RankFailed if a rank has closed the communicator before a given
@@ -66,6 +71,7 @@ class MpiRequests:
         mpi: Any,
         comm: Any,
         ranks: Sequence[int],
+        label: str,
         timeout_seconds: float,
         failures: FailureMonitor,
         raise_if_left: Callable[..., None],
@@ -82,9 +88,25 @@ class MpiRequests:
         self._test_all = mpi.Request.Testall
         self._byte = mpi.BYTE
         self._ranks = ranks
+        self._label = label
         self._timeout_seconds = timeout_seconds
         self._failures = failures
         self._raise_if_left = raise_if_left
+
+    def __enter__(self) -> None:
+        pass  # on the CPU there is no launch to begin
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            return
+        if not issubclass(kind, GradsyncError):  # e.g. Ctrl-C or MemoryError outside of a wait
+            self.abandon(trace)  # the traceback's frames hold the memory that MPI still uses
+        if issubclass(kind, self.mpi.Exception):
+            # The cause is often the death of a rank, which the server reports.
+            await_cause(CAUSE_SECONDS, self._failures.check)
+            raise to_mpi_error(error, self._label) from error
 
     def check(self) -> None:
         """Raises the failure that the server has sent, if there is one. Call it before each collective or message.
@@ -230,10 +252,6 @@ class MpiRequests:
 
     def _in_world(self, ranks: Sequence[int]) -> list[int]:
         return [self._ranks[rank] for rank in ranks]
-
-    def await_cause(self) -> None:
-        """Raises the cause of an MPI failure, often the death of a rank, if the server reports the cause within 2 s."""
-        await_cause(CAUSE_SECONDS, self._failures.check)
 
 
 def pieces(array: Array) -> list[Array]:
