@@ -378,16 +378,8 @@ def wait_for_a_message_in_vain(comm: Any, how: str) -> str:
 # -- Groups -----------------------------------------------------------------------------------------------------------
 
 
-def split_as_the_library_can(comm: Any, has_split: bool) -> None:
-    """Into groups, by ncclCommSplit where that is there, right after a collective; rank 0 joins none the last time."""
-    names: list[str] = []
-    call = comm._backend._nccl.call
-
-    def note(name: str, *arguments: Any) -> Any:
-        names.append(name)
-        return call(name, *arguments)
-
-    comm._backend._nccl.call = note
+def split_beside_a_collective(comm: Any) -> None:
+    """Into groups, right after a collective; rank 0 joins none the last time."""
     places: list[Callable[[int], tuple[int | None, int]]] = [
         lambda rank: (rank % 2, 0),
         lambda rank: (-(2**40) - rank // 2, -rank),
@@ -407,25 +399,7 @@ def split_as_the_library_can(comm: Any, has_split: bool) -> None:
         assert group.all_gather(full(comm.rank, 1)).get().tolist() == members
         group.close()
         assert not comm.closed
-    assert names.count("commSplit") == (3 if has_split else 0)
     comm.barrier()
-
-
-def miss_a_rank_in_ncclcommsplit(comm: Any) -> str:
-    """Rank 1 does something else in place of the call that nothing can interrupt."""
-
-    def never_come(*arguments: Any) -> Any:
-        arguments[0].barrier("nccl/split")
-        wait_until_told()
-        raise gs.CommunicatorClosed("told")
-
-    if comm.rank == 1:
-        comm._backend._nccl.split = never_come
-        return str(expect(gs.CommunicatorClosed, lambda: comm.split(0)))
-    error = expect(gs.CollectiveTimeout, lambda: comm.split(0))
-    expect(gs.CommunicatorClosed, comm.barrier)
-    assert comm._backend._nccl.has_ended.wait(SECONDS)
-    return str(error)
 
 
 def take_turns_with_overlapping_groups(comm: Any) -> None:

@@ -83,19 +83,8 @@ def test_a_message_that_does_not_come(place: Place, world_size: int, how: str) -
 
 
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 2, 4), *on(GPU, 2, 4)])
-def test_split_by_nccl(place: Place, world_size: int) -> None:
-    place.run(world_size, check, "split_as_the_library_can", True)
-
-
-def test_split_without_nccls() -> None:
-    old = {"GRADSYNC_STAND_IN_NCCL_VERSION": "21706"}
-    STAND_IN.run(3, check, "split_as_the_library_can", False, environment=old)
-
-
-@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 2), *on(GPU, 2)])
-def test_a_rank_that_does_not_come_to_ncclcommsplit(place: Place, world_size: int) -> None:
-    text, _ = place.run(world_size, check, "miss_a_rank_in_ncclcommsplit", collective_timeout_seconds=2.5)
-    assert text.startswith("rank 0/2: ncclCommSplit on cuda:0 did not return within")
+def test_split_beside_a_collective(place: Place, world_size: int) -> None:
+    place.run(world_size, check, "split_beside_a_collective")
 
 
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 3), *on(STAND_IN_SLOW, 3), *on(GPU, 2, 3)])

@@ -336,18 +336,6 @@ class Backend(ABC):
             name: the name of the group.
         """
 
-    def split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> Backend | None:
-        """Returns the backend of the group that this rank joins in a split; None if it joins no group.
-
-        Every rank of this communicator must call this method.
-
-        Args:
-            color: the index of the group among the groups of the split, or NO_COLOR if this rank joins no group.
-            key: this rank's number in the group.
-            members, name: as for connect_group; both are empty if this rank joins no group.
-        """
-        return self.connect_group(members, name) if members else None
-
     def raise_if_ended(self, missing: list[int]) -> None:
         """Raises RankFailed if any rank has aborted the communicator, or one of the `missing` ranks has closed it.
 

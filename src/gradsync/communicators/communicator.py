@@ -41,7 +41,6 @@ from gradsync.communicators.backend import (
 )
 from gradsync.communicators.collective_queue import LostFailure, submit
 from gradsync.communicators.groups import (
-    NO_COLOR,
     CommunicatorTree,
     NonMember,
     await_members,
@@ -789,7 +788,7 @@ class Communicator:
         self._lifetime.check_usable("new_group")
         if self.rank not in members:
             return NonMember(self.label, f"the group of ranks {self._listed(members)}")
-        return self._make_group("new_group", members, partial(self._backend.connect_group, members))
+        return self._make_group("new_group", members)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | NonMember:
         """Divides the ranks into groups, one for each color, as MPI_Comm_split does.
@@ -814,15 +813,11 @@ class Communicator:
         number = 0 if color is None else self._checked_word("color", color)
         mine = [0 if color is None else 1, number, self._checked_word("key", key)]
         shared = self._share_numbers("split", mine, agreement)
-        colors = list(dict.fromkeys([number for has_color, number, _ in shared if has_color]))
         if color is None:
-            with reporting_failures(self._backend, "split"):
-                self._backend.split_group(NO_COLOR, 0, (), "")
             return NonMember(self.label, "any group of the split (it passed color=None)")
         same = [rank for rank, (has_color, number, _) in enumerate(shared) if has_color and number == color]
         members = tuple(sorted(same, key=lambda rank: (shared[rank][2], rank)))
-        connect = partial(self._backend.split_group, colors.index(color), members.index(self.rank), members)
-        return self._make_group("split", members, connect)
+        return self._make_group("split", members)
 
     def split_by_machine(self) -> Communicator:
         """Divides the ranks into groups, one for each machine. Every rank must call it.
@@ -840,14 +835,12 @@ class Communicator:
         machine = digest_of("machine", machine_identity() or socket.gethostname())
         return cast(Communicator, self.split(machine - 2**63))  # it has a color
 
-    def _make_group(
-        self, what: str, members: tuple[int, ...], connect: Callable[[str], Backend | None]
-    ) -> Communicator:
-        """Makes a group that this rank belongs to; connect(name) returns the group's backend."""
+    def _make_group(self, what: str, members: tuple[int, ...]) -> Communicator:
+        """Makes a group that this rank belongs to."""
         name = self._tree.new_name(self._listed(members))
         with reporting_failures(self._backend, what):
             await_members(self._backend, what, members, name)
-            group = Communicator(cast(Backend, connect(name)))  # not None: this rank is a member
+            group = Communicator(self._backend.connect_group(members, name))
         if self._debug:
             group._use_debug_mode()
         group._tree = self._tree

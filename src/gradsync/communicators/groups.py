@@ -26,7 +26,6 @@ from gradsync.errors import (
     name_ranks,
 )
 
-NO_COLOR = -1  # for Backend.split_group: the rank joins no group
 _LISTED_CHARACTERS = 40  # of the longest list of members in a group's name
 _CHECK_EVERY_SECONDS = 0.25
 

@@ -1,11 +1,11 @@
 """All calls to NCCL, through CuPy's binding, in one class.
 
-Only `join`, and the methods that are called after it, need a GPU. ncclCommInitRank, ncclCommSplit, ncclCommDestroy and
-ncclCommAbort may block for ever if another rank has died. So each of these NCCL calls runs on a daemon thread, and the
-caller waits until a deadline. CuPy calls ncclCommDestroy when Python's garbage collector deletes CuPy's communicator
-object; this call could block the program at any point. So the class Nccl keeps CuPy's object alive until Nccl has
-destroyed or aborted the communicator. Errors contain NCCL's own text and a hint. docs/architecture.md lists the
-function of NVIDIA's nccl4py for each method.
+Only `join`, and the methods that are called after it, need a GPU. ncclCommInitRank, ncclCommDestroy and ncclCommAbort
+may block for ever if another rank has died. So each of these NCCL calls runs on a daemon thread, and the caller waits
+until a deadline. CuPy calls ncclCommDestroy when Python's garbage collector deletes CuPy's communicator object; this
+call could block the program at any point. So the class Nccl keeps CuPy's object alive until Nccl has destroyed or
+aborted the communicator. Errors contain NCCL's own text and a hint. docs/architecture.md lists the function of NVIDIA's
+nccl4py for each method.
 
 Source: NCCL's API reference, `ncclDataType_t`, `ncclRedOp_t` and `ncclResult_t`.
 """
@@ -27,7 +27,6 @@ import numpy as np
 
 from gradsync.errors import (
     BackendUnavailable,
-    CollectiveTimeout,
     CommunicatorClosed,
     NcclError,
     RendezvousTimeout,
@@ -59,7 +58,6 @@ _HINTS = {
 }
 
 DESTROY_SECONDS = 10.0
-_SPLIT_SINCE = 21801  # NCCL 2.18.1
 _OLDEST_CUPY = 14
 _OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for another thread's call before it interrupts the call
 _CUDA_SUCCESS = 0
@@ -85,7 +83,7 @@ class Wire(NamedTuple):
 
 
 class Nccl:
-    """The NCCL library. An object that `join` or `split` returns is also a communicator on one device.
+    """The NCCL library. An object that `join` returns is also a communicator on one device.
 
     Attributes:
         binding: the module cupy.cuda.nccl.
@@ -142,15 +140,18 @@ class Nccl:
         }
         self._bytes: int = nccl.NCCL_UINT8
         self._current_stream = cupy.cuda.get_current_stream
-        self._raw: Any = None  # CuPy's communicator
         self.label = ""
+        # The attributes of a communicator:
+        self._raw: Any = None  # CuPy's communicator
+        self._pid = os.getpid()
+        self._calling = threading.RLock()  # held during a call of NCCL, or during all calls of a group
+        self._ending = threading.Lock()  # protects _how and _kept
+        self._how: str | None = None
+        self._kept: list[tuple[Any, Sequence[object]]] = []  # (event, objects); see keep_until_end
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends the thread
+        self.has_ended = threading.Event()
 
     # -- The library -----------------------------------------------------------------------------------------------
-
-    @property
-    def can_split(self) -> bool:
-        """Whether both this NCCL and the one that CuPy was built with have ncclCommSplit."""
-        return min(self.version, int(self.binding.get_build_version())) >= _SPLIT_SINCE
 
     def wire(self, dtype: np.dtype[Any]) -> Wire:
         """Returns the NCCL type for the elements of a dtype."""
@@ -222,7 +223,12 @@ class Nccl:
         client.barrier(f"nccl/{group}/ready", timeout_seconds=_left(deadline))
         joined = Nccl()
         joined.label = client.label
-        return joined._begin(joined._init_rank(client, unique_id, device_id, _left(deadline)), device_id)
+        joined.device_id = device_id
+        joined._raw = joined._init_rank(client, unique_id, device_id, _left(deadline))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(joined._raw))  # until _end; see the top of this file
+        # The thread starts now, because no thread can be started at interpreter exit.
+        threading.Thread(target=joined._run_tasks, name="gradsync-nccl-end", daemon=True).start()
+        return joined
 
     def _init_rank(self, client: RendezvousClient, unique_id: bytes, device_id: int, seconds: float) -> Any:
         """Calls ncclCommInitRank with a time limit, and returns CuPy's communicator object."""
@@ -239,59 +245,6 @@ class Nccl:
                 "all ranks had called it: a network may drop NCCL's connections (NCCL_SOCKET_IFNAME chooses the "
                 "interface), or a GPU may be stuck; NCCL_DEBUG=INFO shows more"
             ) from error
-
-    def split(self, client: RendezvousClient, color: int, key: int, timeout_seconds: float) -> Nccl | None:
-        """Splits the communicator into groups by ncclCommSplit, which is faster than `join`.
-
-        All ranks of the communicator must call `split`, while no collective of the communicator runs.
-
-        Args:
-            client: this rank's connection to the rendezvous server.
-            color: the number of this rank's group, 0 or more; -1 (NCCL_SPLIT_NOCOLOR) if this rank joins no group.
-            key: this rank's position in its group.
-            timeout_seconds: the time limit for all steps.
-
-        Returns:
-            The communicator of this rank's group; None if this rank joins no group.
-
-        Raises:
-            NcclError: NCCL failed.
-            CollectiveTimeout, RendezvousTimeout, RankFailed: a rank did not call this method in time, or died. After
-                this error, the old communicator cannot be used any more.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        client.barrier("nccl/split", timeout_seconds=timeout_seconds)
-
-        def split() -> Any:
-            with self._cupy.cuda.Device(self.device_id):
-                return self.call("commSplit", color, key)
-
-        seconds = _left(deadline)
-        try:
-            raw = run_with_timeout(split, "gradsync-nccl-split", seconds, client.check)
-        except TimeoutError as error:
-            raise CollectiveTimeout(
-                f"{self.label}: ncclCommSplit on cuda:{self.device_id} did not return within {seconds:.3g} s, although "
-                "all ranks had called it; NCCL_DEBUG=INFO shows more"
-            ) from error
-        if color < 0:
-            return None
-        return Nccl()._begin(raw, self.device_id)
-
-    def _begin(self, raw: Any, device_id: int) -> Nccl:
-        self._raw = raw
-        self.device_id = device_id
-        self._pid = os.getpid()
-        self._calling = threading.RLock()  # held during a call of NCCL, or during all calls of a group
-        self._ending = threading.Lock()  # protects _how and _kept
-        self._how: str | None = None
-        self._kept: list[tuple[Any, Sequence[object]]] = []  # (event, objects); see keep_until_end
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends the thread
-        self.has_ended = threading.Event()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # until _end; see the top of this file
-        # The thread starts now, because no thread can be started at interpreter exit.
-        threading.Thread(target=self._run_tasks, name="gradsync-nccl-end", daemon=True).start()
-        return self
 
     # -- Collectives, on the current stream; arrays are flat, contiguous, and on the device -------------------------
 

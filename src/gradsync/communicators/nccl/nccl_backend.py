@@ -367,20 +367,6 @@ class NcclBackend(Backend):
             client.close()
             raise
 
-    def split_group(self, color: int, key: int, members: tuple[int, ...], name: str) -> NcclBackend | None:
-        if not self._nccl.can_split:
-            return self.connect_group(members, name) if members else None
-        if self._last is not None:
-            self._last.wait()  # NCCL may hang if a collective of the communicator still runs
-        try:
-            nccl = self._nccl.split(self.client, color, key, self.timeout_seconds)
-        except GradsyncError as error:
-            self._fail(error, is_raised=True)
-            raise
-        if nccl is None:
-            return None
-        return self.take_over(nccl, self.client.group(members, name), name, self.timeout_seconds)
-
     def checked_stream(self, stream: Any, what: str) -> Any:
         device_id = self._nccl.device_id
         checked = None if stream is None else as_stream(stream, device_id, f"{self.label}: {what}")
