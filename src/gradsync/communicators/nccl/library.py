@@ -246,7 +246,8 @@ class Nccl:
                 "interface), or a GPU may be stuck; NCCL_DEBUG=INFO shows more"
             ) from error
 
-    # -- Collectives, on the current stream; arrays are flat, contiguous, and on the device -------------------------
+    # -- Collectives, on the current stream ------------------------------------------------------------------------
+    # Arrays are contiguous and on the device. A method that moves bytes does nothing if there are no bytes.
 
     def all_reduce(self, source: Any, target: Any, op: ReduceOp) -> None:
         """Reduces the sources of all ranks into every rank's `target`, which may be the same array as its `source`."""
@@ -286,19 +287,24 @@ class Nccl:
     def broadcast(self, flat: Any, root: int) -> None:
         """Copies the root's bytes to all ranks."""
         pointer = flat.data.ptr
-        self.call("broadcast", pointer, pointer, flat.nbytes, self._bytes, root, self._current_stream().ptr)
+        if flat.size:
+            self.call("broadcast", pointer, pointer, flat.nbytes, self._bytes, root, self._current_stream().ptr)
 
     def all_gather(self, source: Any, target: Any) -> None:
         """Gathers parts of equal size from all ranks on every rank; `source` may be this rank's part of `target`."""
-        self.call("allGather", source.data.ptr, target.data.ptr, source.nbytes, self._bytes, self._current_stream().ptr)
+        pointers = source.data.ptr, target.data.ptr
+        if source.size:
+            self.call("allGather", *pointers, source.nbytes, self._bytes, self._current_stream().ptr)
 
     def send(self, flat: Any, peer: int) -> None:
         """Sends bytes to another rank, which must receive the same number of bytes."""
-        self.call("send", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
+        if flat.size:
+            self.call("send", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
 
     def receive(self, flat: Any, peer: int) -> None:
         """Receives bytes from another rank, which must send the same number of bytes."""
-        self.call("recv", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
+        if flat.size:
+            self.call("recv", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls a method of CuPy's communicator and returns its result.

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -20,9 +21,8 @@ import cupy
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Backend, Bounds, Message, Run
+from gradsync.communicators.backend import Backend, Bounds, Message, Run, part_of
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
-from gradsync.communicators.nccl.collectives import Collectives, copy_bytes
 from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.kernels import FusedPacker, pack_layout
 from gradsync.communicators.nccl.launch import Events, Launch, as_stream, refuse_capturing
@@ -37,7 +37,7 @@ from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.nccl.watcher import Watched
 from gradsync.diagnostics import tracing
 from gradsync.errors import CollectiveTimeout, CommunicatorClosed, GradsyncError, NcclError, PlanMismatch, describe
-from gradsync.reduction import ReduceOp
+from gradsync.reduction import ReduceOp, dtype_name
 from gradsync.rendezvous.client import RendezvousClient
 
 _DRAIN_SECONDS = 10.0  # how long close() waits for running collectives
@@ -93,7 +93,7 @@ class NcclBackend(Backend):
             self._stream = cupy.cuda.Stream(non_blocking=True)  # for gradient buckets
         self._failures = FailureMonitor(client, self.recorder)
         self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._failures)
-        self._collectives = Collectives(nccl, self.arrays, self.rank, self.world_size)
+        self._plain: dict[tuple[Any, ReduceOp], bool] = {}  # by dtype and operator: a few tens of entries
         self._events = Events()
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
         self._numbers: Any = None  # the buffer of share_numbers
@@ -134,7 +134,7 @@ class NcclBackend(Backend):
 
     def all_reduce(self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement) -> None:
         if len(sources) == 1:
-            self._all_reduce_one(self._collectives.all_reduce, op, sources[0], targets[0], agreement)
+            self._all_reduce_one(self._reduce_for_all, op, sources[0], targets[0], agreement)
         else:
             self._all_reduce_list(sources, targets, op, agreement)
 
@@ -169,7 +169,7 @@ class NcclBackend(Backend):
             laps.end("packing")
         if flat.size:
             packed = flat.view(sources[0].dtype)
-            self._collectives.all_reduce(packed, packed, op)
+            self._reduce_for_all(packed, packed, op)
             if laps is not None:
                 laps.end("launching")
             self._packer.split(flat, targets)
@@ -177,8 +177,8 @@ class NcclBackend(Backend):
                 laps.end("splitting")
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
-        if not size or not self._collectives.is_plain(dtype, op):
-            return None  # then the methods of Collectives need flat arrays
+        if not size or not self._is_plain(dtype, op):
+            return None  # the other reductions need flat arrays
         return partial(self._all_reduce_one, self._nccl.all_reduce, op)
 
     def takes(self, array: Any) -> bool:
@@ -186,35 +186,112 @@ class NcclBackend(Backend):
 
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         self.agree(agreement)
-        self._collectives.reduce(source, target, op, root)
+        if _is_complex_product(source.dtype, op):
+            self._multiply(source, target)
+        elif source.size:
+            self._reduce(partial(self._nccl.reduce, root=root), source, target, op)
 
     def reduce_scatter(self, source: Any, target: Any, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         self.agree(agreement)
-        self._collectives.reduce_scatter(source, target, bounds, op)
+        if _is_complex_product(source.dtype, op):
+            product = cupy.empty_like(source)
+            self._multiply(source, product)
+            target[...] = product[part_of(bounds, self.rank)]
+        elif source.size:
+            self._reduce(partial(self._reduce_parts, bounds), source, target, op)
+
+    def _reduce_for_all(self, source: Any, target: Any, op: ReduceOp) -> None:
+        if _is_complex_product(source.dtype, op):
+            self._multiply(source, target)
+        elif source.size:
+            self._reduce(self._nccl.all_reduce, source, target, op)
+
+    def _reduce_parts(self, bounds: Bounds, source: Any, target: Any, op: ReduceOp) -> None:
+        if _is_even(bounds):
+            self._nccl.reduce_scatter(source, target, op)
+            return
+        with self._nccl.group():
+            for root in range(self.world_size):
+                part = source[part_of(bounds, root)]
+                if part.size:
+                    self._nccl.reduce(part, target if root == self.rank else None, op, root)
+
+    def _is_plain(self, dtype: Any, op: ReduceOp) -> bool:
+        """Whether NCCL itself correctly reduces arrays of this dtype with this operator."""
+        plain = self._plain.get((dtype, op))
+        if plain is None:
+            indirect = self._must_divide(dtype, op) or _is_complex_product(dtype, op) or self._nccl.wire(dtype).widened
+            plain = self._plain[dtype, op] = not indirect
+        return plain
+
+    def _must_divide(self, dtype: Any, op: ReduceOp) -> bool:
+        is_power_of_two = self.world_size & (self.world_size - 1) == 0
+        return op is ReduceOp.MEAN and not is_power_of_two and dtype_name(dtype) in ("bfloat16", "float16")
+
+    def _reduce(
+        self, reduce: Callable[[Any, Any, ReduceOp], None], source: Any, target: Any | None, op: ReduceOp
+    ) -> None:
+        """Calls reduce(source, target, op); converts the values before and after if NCCL cannot reduce them as given.
+
+        `target` is None on the ranks that get no result.
+        """
+        has_room = target is not None and target.size == source.size  # for the converted source
+        if self._is_plain(source.dtype, op):
+            reduce(source, target, op)
+        elif self._must_divide(source.dtype, op):
+            shift = 0 if dtype_name(source.dtype) == "bfloat16" else (self.world_size - 1).bit_length()
+            if shift:
+                scaled = target if has_room else cupy.empty_like(source)
+                self.arrays.multiply(source, 2.0**-shift, scaled)
+                source = scaled
+            reduce(source, target, ReduceOp.SUM)
+            if target is not None:
+                self.arrays.divide(target, self.world_size / 2.0**shift)
+        else:
+            wide = source.astype(self._nccl.wire(source.dtype).widened)
+            wide_target = wide if has_room or target is None else cupy.empty(target.size, wide.dtype)
+            reduce(wide, None if target is None else wide_target, op)
+            if target is not None:
+                target[...] = wide_target.astype(target.dtype)
+
+    def _multiply(self, source: Any, target: Any | None) -> None:
+        """Multiplies the ranks' sources in rank order, and writes the product to `target`, if it is given."""
+        if not source.size:
+            return
+        factors = cupy.empty((self.world_size, source.size), source.dtype)
+        self._nccl.all_gather(source, factors)
+        if target is not None:
+            product = factors[0]
+            for factor in factors[1:]:
+                product = product * factor
+            target[...] = product
 
     # -- Movements -----------------------------------------------------------------------------------------------
 
     def broadcast(self, flats: Sequence[Any], root: int, agreement: Agreement) -> None:
         self.agree(agreement)
         if len(flats) == 1:
-            self._collectives.broadcast(flats[0], root)
+            self._nccl.broadcast(flats[0], root)
         elif self.world_size > 1:
             flat = self._packed(flats)
-            self._collectives.broadcast(flat, root)
+            self._nccl.broadcast(flat, root)
             if self.rank != root:
                 self._packer.split(flat, flats)
 
     def all_gather(self, source: Any, target: Any, bounds: Bounds, agreement: Agreement) -> None:
         self.agree(agreement)
-        self._collectives.all_gather(source, target, bounds)
+        if _is_even(bounds):
+            self._nccl.all_gather(source, target)
+        else:
+            self._move(dict.fromkeys(range(self.world_size), source), _parts(target, bounds))
 
     def gather(self, source: Any, target: Any | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
         self.agree(agreement)
-        self._collectives.gather(source, target, bounds, root)
+        self._move({root: source}, {} if target is None else _parts(target, bounds))
 
     def scatter(self, source: Any | None, target: Any, bounds: Bounds, root: int, agreement: Agreement) -> None:
         self.agree(agreement)
-        self._collectives.scatter(source, target, bounds, root)
+        self._move({} if source is None else _parts(source, bounds), {root: target})
 
     def all_to_all(
         self,
@@ -226,19 +303,34 @@ class NcclBackend(Backend):
         agreement: Agreement,
     ) -> None:
         self.agree(agreement)
-        self._collectives.all_to_all(source, target, send_bounds, receive_bounds)
+        self._move(_parts(source, send_bounds), _parts(target, receive_bounds))
+
+    def _move(self, outgoing: dict[int, Any], incoming: dict[int, Any]) -> None:
+        """Sends parts to other ranks and receives parts from other ranks, all at once; copies this rank's own part.
+
+        Args:
+            outgoing: the bytes for each rank to which this rank sends.
+            incoming: the memory for the bytes of each rank from which this rank receives.
+        """
+        if self.rank in outgoing:
+            _copy_bytes(outgoing.pop(self.rank), incoming.pop(self.rank))
+        with self._nccl.group():
+            for peer, part in outgoing.items():
+                self._nccl.send(part, peer)
+            for peer, part in incoming.items():
+                self._nccl.receive(part, peer)
 
     def exchange(self, send: Message | None, receive: Message | None) -> None:
         if send is not None and receive is not None and send.peer == self.rank:
-            copy_bytes(send.flat, receive.flat)  # no other rank takes part
+            _copy_bytes(send.flat, receive.flat)  # no other rank takes part
             return
         launches: dict[Question, Callable[[], None]] = {}
         if send is not None:
             question = Question(self.rank, send.peer, send.agreement)
-            launches[question] = partial(self._collectives.send, send.flat, send.peer)
+            launches[question] = partial(self._nccl.send, send.flat, send.peer)
         if receive is not None:
             question = Question(receive.peer, self.rank, receive.agreement)
-            launches[question] = partial(self._collectives.receive, receive.flat, receive.peer)
+            launches[question] = partial(self._nccl.receive, receive.flat, receive.peer)
         mismatch = None
         for answers in self._agree_on_messages(list(launches)):
             with self._nccl.group():
@@ -539,6 +631,26 @@ class _Launching:
     def _leave(self, error: BaseException | None) -> None:
         while self._entered:
             self._entered.pop().__exit__(type(error), error, None)
+
+
+def _is_complex_product(dtype: Any, op: ReduceOp) -> bool:
+    return op is ReduceOp.PROD and dtype.kind == "c"
+
+
+def _is_even(bounds: Bounds) -> bool:
+    """Whether all parts have the same size."""
+    return all(end - begin == bounds[1] - bounds[0] for begin, end in pairwise(bounds))
+
+
+def _parts(whole: Any, bounds: Bounds) -> dict[int, Any]:
+    """Returns the part of each rank."""
+    return {rank: whole[begin:end] for rank, (begin, end) in enumerate(pairwise(bounds))}
+
+
+def _copy_bytes(source: Any, target: Any) -> None:
+    """Copies bytes on the device, unless source and target are the same memory."""
+    if source.size and source.data.ptr != target.data.ptr:
+        target.data.copy_from_device_async(source.data, source.size)
 
 
 def _follow(stream: Any, marks: Sequence[Any]) -> None:
