@@ -33,7 +33,7 @@ _SLEEP_SECONDS = 100e-6
 _VERDICT_SECONDS = 3.0  # how long `wait` waits after the deadline, so that the watcher can find the reason
 _MAX_MARKS = 64
 
-_CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
+CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
 # CUDA's errors for calls that are forbidden during a graph capture; such an error does not mean that the GPU has
 # failed. Source: cudaError_t.
 _CUDA_CAPTURE = range(900, 909)
@@ -251,6 +251,13 @@ class Launch:
         """Ends the launch with an error, even if the GPU has reached the event `ended`."""
         self._end(error)
 
+    def take_memory(self) -> list[Any]:
+        """Returns all references of the launch to the memory that the GPU reads or writes, and drops them."""
+        memory = [*self.memory, *self._host_results]
+        self.memory.clear()
+        self._host_results.clear()
+        return memory
+
     def _settle(self) -> bool:
         """Returns whether the launch has ended.
 
@@ -260,9 +267,9 @@ class Launch:
         status = cupy.cuda.runtime.eventQuery(self.ended.ptr)
         if status == _CUDA_NOT_READY or status in _CUDA_CAPTURE:  # the latter: another thread captures a graph
             return False
-        if status == _CUDA_SUCCESS and self._nccl.has_failed():
+        if status == CUDA_SUCCESS and self._nccl.has_failed():
             return False  # the collective has ended without a result; the watcher will find the reason
-        self._end(None if status == _CUDA_SUCCESS else self._device_error(status))
+        self._end(None if status == CUDA_SUCCESS else self._device_error(status))
         return True
 
     def _device_error(self, status: int) -> NcclError:
@@ -275,12 +282,11 @@ class Launch:
         )
 
     def _end(self, error: BaseException | None) -> None:
+        has_ended = error is None  # otherwise the GPU may still use the memory
         with self._lock:
             if self.is_over:
                 return
-            if error is not None:  # the GPU may still use the memory
-                self._nccl.keep_until_end([*self.memory, *self._host_results], self.ended)
-            elif self._host_results:
+            if has_ended:
                 error = self._copy_to_host()
             if self._functions_before_done:
                 last = self._call_before_done()
@@ -290,8 +296,8 @@ class Launch:
             self.is_over = True
             if self.recorded is not None:
                 finish(self.recorded, failed=error is not None)
-            self.memory.clear()
-            self._host_results.clear()
+            if has_ended:
+                self.take_memory()
         if error is None:
             self._events.give_back((self.started, self.ended))
 

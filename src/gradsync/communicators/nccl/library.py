@@ -18,9 +18,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,8 +60,6 @@ _HINTS = {
 DESTROY_SECONDS = 10.0
 _OLDEST_CUPY = 14
 _OTHER_THREADS_CALL_SECONDS = 1.0  # how long abort waits for another thread's call before it interrupts the call
-_CUDA_SUCCESS = 0
-_CHECK_SECONDS = 0.05  # the pause between checks whether the GPU still uses the memory of failed launches
 
 _INSTALL = "pip install 'cupy-cuda12x[ctk]' nvidia-nccl-cu12 (cuda13x and cu13 where nvidia-smi shows CUDA 13)"
 
@@ -145,9 +143,8 @@ class Nccl:
         self._raw: Any = None  # CuPy's communicator
         self._pid = os.getpid()
         self._calling = threading.RLock()  # held during a call of NCCL, or during all calls of a group
-        self._ending = threading.Lock()  # protects _how and _kept
+        self._ending = threading.Lock()  # protects _how
         self._how: str | None = None
-        self._kept: list[tuple[Any, Sequence[object]]] = []  # (event, objects); see keep_until_end
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends the thread
         self.has_ended = threading.Event()
 
@@ -425,21 +422,6 @@ class Nccl:
         """
         self._tasks.put(partial(self._leave, before))
 
-    def keep_until_end(self, objects: Sequence[object], ended: Any) -> None:
-        """Keeps the objects of a failed launch, with their GPU memory, until the GPU no longer uses them.
-
-        ncclCommAbort waits for NCCL's own work, but not for gradsync's copies and kernels that are queued on the
-        stream.
-
-        Args:
-            objects: the objects to keep, such as the arrays of the launch.
-            ended: the CUDA event after all work of the launch. If the GPU never reaches the event, the objects stay for
-                ever.
-        """
-        with self._ending:
-            self._kept.append((ended, objects))
-        self._tasks.put(self._release_kept)
-
     def _begin_end(self, how: str, before: Callable[[], None] | None) -> None:
         with self._ending:
             if self._how is not None or os.getpid() != self._pid:
@@ -452,25 +434,8 @@ class Nccl:
         # The device is set first: later another thread may hold the driver's lock, e.g. if cudaFree waits for a hung
         # kernel.
         self._cupy.cuda.Device(self.device_id).use()
-        is_used = True
-        while is_used or self._kept:
-            try:
-                task = self._tasks.get(timeout=_CHECK_SECONDS if self._kept else None)
-            except Empty:
-                task = self._release_kept
-            if task is None:
-                is_used = False
-            else:
-                task()
-
-    def _release_kept(self) -> None:
-        """If the communicator has ended, frees the memory of those failed launches that the GPU no longer executes."""
-        if not self.has_ended.is_set():
-            return
-        query = self._cupy.cuda.runtime.eventQuery
-        with self._ending:
-            before = self._kept  # this reference keeps the memory until the lock is released
-            self._kept = [entry for entry in before if query(entry[0].ptr) != _CUDA_SUCCESS]
+        while (task := self._tasks.get()) is not None:
+            task()
 
     def _leave(self, before: Callable[[], None] | None) -> None:
         try:
@@ -490,7 +455,6 @@ class Nccl:
         finally:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._raw))
             self.has_ended.set()
-            self._release_kept()
 
     def _call_end(self) -> None:
         # A thread that is blocked in a call holds this lock. NCCL documents an abort as safe only if no thread is in a

@@ -16,13 +16,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import cupy
 
 from gradsync.communicators.agreement import on_behalf
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
-from gradsync.communicators.nccl.launch import Launch
+from gradsync.communicators.nccl.launch import CUDA_SUCCESS, Launch
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.nccl.speculative_agreement import TEXTS_WITHIN_SECONDS, NcclAgreements
 from gradsync.diagnostics import Entry
@@ -79,6 +79,7 @@ class Watched:
         self._reaped_above = _LEFT_TO_WATCHER
         self._error: BaseException | None = None  # the error of all later launches
         self._device_failure: NcclError | None = None  # the error of a launch that has ended
+        self._kept: list[tuple[Any, list[Any]]] = []  # the event `ended` and the memory of each failed launch
         self._lock = threading.Lock()
         self._stopped = False
         self._returns_since: tuple[object, float] | None = None  # a call, and when its time limit began
@@ -93,7 +94,7 @@ class Watched:
                 self._running.append(launch)
         if error is not None:
             launch.fail(error)
-            _call_back(launch)
+            self._drop(launch)
         if len(self._running) > self._reaped_above:
             self.reap(_LEFT_TO_WATCHER)
             self._reaped_above = max(_LEFT_TO_WATCHER, 2 * len(self._running))
@@ -114,7 +115,7 @@ class Watched:
                 running.popleft()
             if head.error is not None and isinstance(head.error, NcclError):
                 self._device_failure = head.error
-            _call_back(head)
+            self._drop(head)
 
     def fail_launches(self, error: BaseException) -> None:
         """Ends every running launch, and every later launch, with an error."""
@@ -126,7 +127,19 @@ class Watched:
             if not launch.done():
                 launch.fail(error)
         for launch in failed:
-            _call_back(launch)
+            self._drop(launch)
+
+    def _drop(self, launch: Launch) -> None:
+        """Passes the callbacks of a launch that has ended to the thread of the callbacks.
+
+        If the launch has failed, also keeps its memory, because the GPU may still use it. ncclCommAbort waits for
+        NCCL's own work, but not for gradsync's copies and kernels that are queued on the stream.
+        """
+        if launch.error is not None and launch.memory:
+            with self._lock:
+                self._kept.append((launch.ended, launch.take_memory()))
+        if launch.callbacks:
+            _callbacks.put(launch)
 
     def raise_cause(self, error: NcclError) -> NoReturn:
         """Raises the failure that caused an NCCL error, if the server soon reports one; else raises the NCCL error."""
@@ -148,6 +161,8 @@ class Watched:
 
     def check(self) -> bool:
         """Checks the communicator once, and reports its failure. Returns whether to check the communicator again."""
+        if self._kept and self._nccl.has_ended.is_set():
+            self._free_kept()
         if not self._stopped:
             try:
                 self._raise_failure()
@@ -157,7 +172,14 @@ class Watched:
                 self._report(NcclError(f"{self._label}: the watcher of collectives failed: {describe(error)}"))
             return True
         self.reap()  # the remaining launches end soon: release() has waited for them, or they have failed
-        return bool(self._running)
+        return bool(self._running or self._kept)
+
+    def _free_kept(self) -> None:
+        """Frees the memory of the failed launches that the GPU no longer executes."""
+        query = cupy.cuda.runtime.eventQuery
+        with self._lock:
+            before = self._kept  # this reference keeps the memory until the lock is released
+            self._kept = [(ended, memory) for ended, memory in before if query(ended.ptr) != CUDA_SUCCESS]
 
     @property
     def is_busy(self) -> bool:
@@ -292,12 +314,6 @@ def _call_all_back(device_id: int, callbacks: SimpleQueue[Launch | None]) -> Non
     while (launch := callbacks.get()) is not None:
         launch.call_back()
         del launch  # its memory must not stay allocated until the next launch ends
-
-
-def _call_back(launch: Launch) -> None:
-    """Passes the callbacks of a launch that has ended to the thread of the callbacks."""
-    if launch.callbacks:
-        _callbacks.put(launch)
 
 
 def _forget_after_fork() -> None:
