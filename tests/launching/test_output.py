@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import io
 import os
 import re
 import select
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 import tty
+import weakref
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from gradsync.errors import InvalidArgument
 from gradsync.launching import output as output_module
-from gradsync.launching.output import OutputForwarder, wants_colour
-from gradsync.launching.rank_logs import prepare_log_directory
+from gradsync.launching.output import OutputForwarder, prepare_log_directory, wants_colour
 from gradsync.launching.signals import own_descriptors
 
 
@@ -37,12 +36,29 @@ def has_ended(forwarder, rank, timeout):
     return True
 
 
+class Capture:
+    """A stream into a file in memory, whose text a test reads."""
+
+    def __init__(self):
+        self._descriptor = os.memfd_create("capture")
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def fileno(self):
+        return self._descriptor
+
+    def flush(self):
+        pass
+
+    def getvalue(self):
+        return os.pread(self._descriptor, 1 << 20, 0).decode()
+
+
 class Ranks:
     """A forwarder of output, and the write ends of its ranks' output."""
 
     def __init__(self, count, stdout=None, stderr=None, *, prefix=True, started=True, **options):
+        self.stdout, self.stderr = stdout or Capture(), stderr or Capture()
         self.before = set(os.listdir("/proc/self/fd"))
-        self.stdout, self.stderr = stdout or io.StringIO(), stderr or io.StringIO()
         self.forwarder = OutputForwarder(self.stdout, self.stderr, prefix=prefix, **options)
         self.writers = {}
         for rank in range(count):
@@ -169,12 +185,12 @@ def test_nothing_is_lost_and_nothing_doubled(chunks):
     assert all(line.startswith(b"[rank ") for line in printed.splitlines())
 
 
-def test_progress_bars_pass():
-    ranks = Ranks(1)
-    for text in (b"10%\r", b"20%\r", b"done\r\n", b"next\n"):
-        ranks.write(0, text)
-    assert ranks.close()
-    assert ranks.stdout.getvalue() == "[rank 0] 10%\r[rank 0] 20%\r[rank 0] done\r\n[rank 0] next\n"
+def test_of_a_progress_bar_the_last_state_of_each_line_is_shown():
+    with pipe_stream() as (reader, stdout):
+        ranks = Ranks(1, stdout)
+        ranks.write(0, b"10%\r20%\rdone\r\nnext\n\r 1%\r 2%\n")
+        assert ranks.close()
+        assert read_all(reader, stdout) == b"[rank 0] done\r\n[rank 0] next\n[rank 0]  2%\n"
 
 
 def test_a_line_does_not_overwrite_the_progress_bar_of_another_rank():
@@ -193,22 +209,24 @@ def test_progress_bars_of_two_ranks_overwrite_each_other():
         assert read_until(reader, rb"40%\r") == b"[rank 1] 40%\r"
 
 
-def test_each_state_of_a_slow_progress_bar_is_shown_at_once_with_one_prefix():
+def test_each_state_of_a_slow_progress_bar_is_shown_with_one_prefix():
     with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
         ranks.write(0, b"\r  0%")
-        assert read_until(reader, rb"0%") == b"[rank 0]   0%"
+        assert read_until(reader, rb"0%\r") == b"[rank 0]   0%\r"
         ranks.write(0, b"\r 50%")
-        assert read_until(reader, rb"50%") == b"\r[rank 0]  50%"
-        ranks.write(0, b"\r100%\n")
-        assert read_until(reader, rb"\n") == b"\r[rank 0] 100%\n"
+        assert read_until(reader, rb"50%\r") == b"[rank 0]  50%\r"
+        ranks.write(0, b"\r100%")
+        assert read_until(reader, rb"100%\r") == b"[rank 0] 100%\r"
+        ranks.write(0, b"\n")  # as tqdm ends its bar
+        assert read_until(reader, rb"\n.*\n") == b"\n[rank 0] 100%\n"
 
 
-def test_slow_progress_bars_of_two_ranks_take_lines_of_a_file():
-    with pipe_stream() as (reader, stdout), Ranks(2, stdout) as ranks:
-        for rank, state in [(0, b"\r 0%"), (1, b"\r 0%"), (0, b"\r50%"), (1, b"\r50%\n")]:
-            begin = b"" if state == b"\r 0%" and rank == 0 else b"\n"
-            ranks.write(rank, state)
-            assert read_until(reader, state[1:]) == begin + b"[rank %d] " % rank + state[1:]
+def test_a_state_without_return_is_overwritten_by_the_next():
+    with pipe_stream() as (reader, stdout), Ranks(1, stdout) as ranks:
+        ranks.write(0, b"10%")
+        assert read_until(reader, rb"10%") == b"[rank 0] 10%"
+        ranks.write(0, b"\r20%")
+        assert read_until(reader, rb"20%\r") == b"\r[rank 0] 20%\r"
 
 
 def test_on_a_terminal_whoever_comes_after_a_progress_bar_overwrites_it(monkeypatch):
@@ -216,36 +234,22 @@ def test_on_a_terminal_whoever_comes_after_a_progress_bar_overwrites_it(monkeypa
     monkeypatch.setenv("NO_COLOR", "1")
     with terminal() as (master, stdout), Ranks(2, stdout) as ranks:
         ranks.write(0, b"\r 0%")
-        assert read_until(master, rb"0%") == b"[rank 0]  0%"
+        assert read_until(master, rb"0%\r") == b"[rank 0]  0%\r"
         ranks.write(1, b"\r 0%")
-        assert read_until(master, rb"0%") == b"\r\x1b[K[rank 1]  0%"
-        ranks.write(0, b"hello\n")
-        assert read_until(master, rb"hello\n") == b"\r\x1b[K[rank 0] hello\n"
+        assert read_until(master, rb"0%\r") == b"\x1b[K[rank 1]  0%\r"
+        ranks.write(0, b"\r10%\nhello\n")
+        assert read_until(master, rb"hello\n") == b"\x1b[K[rank 0] 10%\n[rank 0] hello\n"
         ranks.write(1, b"\n(Pdb) ")
-        assert read_until(master, rb"\(Pdb\) ") == b"[rank 1] \n[rank 1] (Pdb) "
+        assert read_until(master, rb"\(Pdb\) ") == b"[rank 1]  0%\n[rank 1] (Pdb) "
         ranks.write(0, b"hello\n")
         assert read_until(master, rb"hello\n") == b"\n[rank 0] hello\n"  # a prompt is not overwritten
-
-
-def test_a_progress_bar_that_slows_down_is_still_one(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
-    with terminal() as (master, stdout), Ranks(2, stdout) as ranks:
-        ranks.write(0, b"\r1%\r2%\r")
-        assert read_until(master, rb"2%\r") == b"[rank 0] 1%\r[rank 0] 2%\r"
-        ranks.write(1, b"hello\n")
-        assert read_until(master, rb"hello\n") == b"\r\x1b[K[rank 1] hello\n"
-        ranks.write(0, b"3%")
-        assert read_until(master, rb"3%") == b"[rank 0] 3%"
-        ranks.write(1, b"hello\n")
-        assert read_until(master, rb"hello\n") == b"\r\x1b[K[rank 1] hello\n"
 
 
 def test_a_terminal_that_cannot_erase_gets_new_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     with terminal() as (master, stdout), Ranks(2, stdout) as ranks:
         ranks.write(0, b"\r 0%")
-        read_until(master, rb"0%")
+        read_until(master, rb"0%\r")
         ranks.write(1, b"hello\n")
         assert read_until(master, rb"hello\n") == b"\n[rank 1] hello\n"
 
@@ -295,23 +299,6 @@ def test_invalid_utf_8_passes_unharmed():
         assert read_all(reader, stdout) == b"[rank 0] " + data
 
 
-def test_text_streams_get_replacements():
-    ranks = Ranks(1)
-    ranks.write(0, "é".encode()[:1])
-    ranks.write(0, "é".encode()[1:] + b"\xff\n")
-    assert ranks.close()
-    assert ranks.stdout.getvalue() == "[rank 0] é\N{REPLACEMENT CHARACTER}\n"
-
-
-def test_streams_of_captures_get_bytes():
-    with io.TextIOWrapper(io.BytesIO(), encoding="utf-8") as stdout:
-        stdout.write("first ")
-        ranks = Ranks(1, stdout)
-        ranks.write(0, b"\xff\n")
-        assert ranks.close()
-        assert stdout.buffer.getvalue() == b"first [rank 0] \xff\n"
-
-
 def test_without_prefix_bytes_pass_as_they_are():
     data = b"one\r\ntwo\rthree"
     with pipe_stream() as (reader, stdout):
@@ -359,7 +346,7 @@ def test_tail_is_kept():
         ranks.write(0, b"".join(b"line %d\n" % number for number in range(100)) + b"caf\xff")
         ranks.end(0)
         assert ranks.forwarder.tail(0) == [
-            *(f"line {number}" for number in range(81, 100)),
+            *(f"line {number}" for number in range(100)),
             "caf\N{REPLACEMENT CHARACTER}",
         ]
 
@@ -433,25 +420,11 @@ def test_ranks_feel_that_the_reader_of_stdout_has_gone():
             while select.select([], [ranks.writers[1][0]], [], 20)[1]:
                 ranks.write(1, b"x\n")
         ranks.write(1, b"still heard\n", 2)
-        told = b"gradsync: the reader of standard output has gone\n"
+        told = b"gradsync: standard output cannot be written: its reader has gone\n"
         assert read_until(errors, rb"heard\n") == told + b"[rank 1] still heard\n"
         assert ranks.close()
         with contextlib.suppress(BrokenPipeError):
             stdout.close()
-
-
-def test_stream_that_the_caller_has_closed_counts_as_gone():
-    stdout = io.StringIO()
-    stdout.close()
-    with Ranks(1, stdout) as ranks:
-        ranks.write(0, b"x\n")
-        with pytest.raises(BrokenPipeError):
-            while select.select([], [ranks.writers[0][0]], [], 20)[1]:
-                ranks.write(0, b"x\n")
-        ranks.write(0, b"still heard\n", 2)
-        assert ranks.close()
-        told = "gradsync: standard output cannot be written: I/O operation on closed file\n"
-        assert ranks.stderr.getvalue() == told + "[rank 0] still heard\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here, which is always full")
@@ -536,7 +509,7 @@ def test_nothing_is_left_open():
 def test_log_files_hold_the_bytes_of_both_streams(tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     directory = tmp_path / "deep" / "logs"
-    with pipe_stream() as (reader, stdout), Ranks(2, stdout, log_dir=directory) as ranks:
+    with pipe_stream() as (reader, stdout), Ranks(2, stdout, log_dir=str(directory)) as ranks:
         ranks.write(1, b"out \xff\r\n", 1)
         read_until(reader, rb"\n")
         ranks.write(1, b"err", 2)
@@ -548,7 +521,7 @@ def test_log_files_hold_the_bytes_of_both_streams(tmp_path, monkeypatch):
 def test_logs_of_an_earlier_run_are_removed(tmp_path):
     for count in (3, 1):
         for restart in range(2):
-            with Ranks(count, log_dir=tmp_path, restart=restart) as ranks:
+            with Ranks(count, log_dir=str(tmp_path), restart=restart) as ranks:
                 ranks.write(0, b"from a run of %d\n" % count)
                 assert ranks.close()
     logs = [tmp_path / "rank-0.log", tmp_path / "rank-0.restart-1.log"]
@@ -562,7 +535,7 @@ def test_what_is_no_log_stays_in_the_log_directory(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text("mine")
     (tmp_path / "rank-3.log").symlink_to("notes.txt")
-    with Ranks(0, log_dir=tmp_path) as ranks:
+    with Ranks(0, log_dir=str(tmp_path)) as ranks:
         assert ranks.close()
     assert all((tmp_path / name).read_text() == "mine" for name in kept)
     assert (tmp_path / "rank-3.log").is_symlink()
@@ -571,28 +544,28 @@ def test_what_is_no_log_stays_in_the_log_directory(tmp_path):
 def test_launchers_that_share_a_log_directory_leave_each_other_s_logs(tmp_path):
     for rank in range(4):
         (tmp_path / f"rank-{rank}.log").touch()
-    prepare_log_directory(tmp_path, 0, {0, 2})  # rank 3: of a larger run before
+    prepare_log_directory(str(tmp_path), 0, {0, 2})  # rank 3: of a larger run before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "rank-2.log"]
-    prepare_log_directory(tmp_path, 0, {1, 3})
+    prepare_log_directory(str(tmp_path), 0, {1, 3})
     assert not list(tmp_path.iterdir())
 
 
 def test_log_directory_that_cannot_be_cleared_is_refused(tmp_path, monkeypatch):
     (tmp_path / "rank-0.log").touch()
 
-    def refuse(path, missing_ok=False):
+    def refuse(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(InvalidArgument, match="cannot be cleared of an earlier run's logs: Permission denied; choose"):
-        Ranks(0, log_dir=tmp_path)
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(InvalidArgument, match="or cleared of an earlier run's logs: Permission denied; choose"):
+        Ranks(0, log_dir=str(tmp_path))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here, which is always full")
 def test_full_disk_is_told_once_for_each_log_and_stops_nobody(tmp_path):
     for rank in range(2):
         (tmp_path / f"rank-{rank}.log").symlink_to("/dev/full")
-    with Ranks(2, log_dir=tmp_path) as ranks:
+    with Ranks(2, log_dir=str(tmp_path)) as ranks:
         for _ in range(3):
             ranks.write(0, b"x\n")
             ranks.write(1, b"y\n")
@@ -606,8 +579,8 @@ def test_full_disk_is_told_once_for_each_log_and_stops_nobody(tmp_path):
 
 def test_log_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidArgument, match="'/.*file/logs' cannot be made: Not a directory"):
-        Ranks(0, log_dir=tmp_path / "file" / "logs")
+    with pytest.raises(InvalidArgument, match="'/.*file/logs' cannot be made, .*: Not a directory"):
+        Ranks(0, log_dir=str(tmp_path / "file" / "logs"))
 
 
 def test_what_the_launcher_printed_before_comes_first():

@@ -1,10 +1,10 @@
-import re
+"""The last lines of a rank, as the report of a failure shows them, and the colours of the ranks."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.launching.output import MAX_LINE_BYTES, RANK_COLOURS, LineCutter, Tail, begin_lines_with
+from gradsync.launching.output import RANK_COLOURS, RankOutput
 
 # Bytes in which line ends, and characters of several bytes, whole and cut, are frequent.
 CHUNKS = st.lists(
@@ -18,94 +18,22 @@ CHUNKS = st.lists(
 )
 
 
-def lines_of(data):
-    return re.findall(rb"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+", data)
-
-
 @given(CHUNKS)
-def test_whole_lines_whatever_the_chunks(chunks):
-    cutter = LineCutter()
-    pieces = [cutter.feed(chunk) for chunk in chunks]
-    rest = cutter.take_rest()
-    assert b"".join(pieces) + rest == b"".join(chunks)
-    assert all(piece.endswith((b"\n", b"\r")) for piece in pieces if piece)
-    # \r\n is never cut, so cutting the pieces gives the lines of the whole.
-    assert [line for piece in [*pieces, rest] for line in lines_of(piece)] == lines_of(b"".join(chunks))
-
-
-@pytest.mark.parametrize("cut", range(1, 6))
-def test_a_return_goes_with_the_state_of_a_progress_bar_that_follows(cut):
-    cutter = LineCutter()
-    assert [cutter.feed(b"\r 10%\r"[:cut]), cutter.feed(b"\r 10%\r"[cut:])] == [b"", b""]
-    assert cutter.feed(b" 20%") == b"\r 10%\r"
-    assert cutter.take_rest() == b" 20%"
-
-
-@given(CHUNKS)
-def test_every_line_that_has_begun_has_a_prefix(chunks):
-    data = b"".join(chunks)
-    begun = data[len(re.match(rb"(?:\r(?!\n))*", data)[0]) :]
-    assert begin_lines_with(b"[\\1] ", data) == b"".join(map(prefixed, lines_of(begun)))
-    assert begin_lines_with(b"", data) == data
-
-
-@given(CHUNKS)
-def test_a_line_that_is_continued_has_its_prefix_already(chunks):
-    data = b"".join(chunks)
-    first, *others = lines_of(data) or [b""]
-    assert begin_lines_with(b"[\\1] ", data, is_inside_line=True) == first + b"".join(map(prefixed, others))
-
-
-def prefixed(line):
-    return line if line == b"\r" else b"[\\1] " + line
-
-
-@given(CHUNKS)
-def test_no_character_is_cut_in_two(chunks):
-    cutter = LineCutter()
-    taken = b""
+def test_tail_is_the_last_lines_as_a_terminal_shows_them(chunks):
+    output = RankOutput(None)
     for chunk in chunks:
-        taken += cutter.feed(chunk) + cutter.take_characters()
-        left = b"".join(chunks)[len(taken) :]
-        # A cut inside a character would make both sides invalid there.
-        assert taken.decode("utf-8", "surrogateescape") + left.decode("utf-8", "surrogateescape") == b"".join(
-            chunks
-        ).decode("utf-8", "surrogateescape")
-    assert taken + cutter.take_rest() == b"".join(chunks)
-
-
-def test_endless_line_passes_in_pieces():
-    cutter = LineCutter()
-    pieces = [cutter.feed(b"x" * 65536) for _ in range(64)]
-    assert sum(map(len, pieces)) + len(cutter.take_rest()) == 64 * 65536
-    assert max(map(len, pieces)) <= MAX_LINE_BYTES + 65536
-
-
-@given(CHUNKS, st.integers(1, 4))
-def test_tail_is_the_last_lines_as_a_terminal_shows_them(chunks, size):
-    tail = Tail(size)
-    for chunk in chunks:
-        tail.feed("stdout", chunk)
+        assert output.add(chunk) is None
     lines = b"".join(chunks).split(b"\n")
     if not lines[-1]:
         lines.pop()
-    shown = [line.rstrip(b"\r").split(b"\r")[-1].decode("utf-8", "replace") for line in lines]
-    assert tail.lines() == shown[-size:]
-
-
-def test_tail_has_both_streams_in_order_of_arrival():
-    tail = Tail(20)
-    for stream, chunk in [("out", b"1\n2 "), ("err", b"3\n4 "), ("out", b"2\n"), ("err", b"4")]:
-        tail.feed(stream, chunk)
-    assert tail.lines() == ["1", "3", "2 2", "4 4"]
-    assert Tail(0).lines() == []
+    assert output.last_lines() == [line.rstrip(b"\r").split(b"\r")[-1].decode("utf-8", "replace") for line in lines]
 
 
 def test_tail_of_an_endless_line_is_short():
-    tail = Tail(3)
+    output = RankOutput(None)
     for _ in range(100):
-        tail.feed("out", b"x" * 65536)
-    assert len(tail.lines()[0]) == 4096
+        output.add(b"x" * 65536)
+    assert len(output.last_lines()[0]) == 16384
 
 
 def luminance(number):

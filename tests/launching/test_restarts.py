@@ -4,7 +4,7 @@ import os
 
 import command
 
-from gradsync.launching.rank_logs import log_name
+from gradsync.launching.output import log_name
 
 # Rank 1 fails until the third start, or that which is named; each start leaves a file.
 FALTERING = """

@@ -124,6 +124,6 @@ def test_the_reader_of_the_output_may_leave(tmp_path):
         code = process.wait(60)
         err = process.stderr.read()
     assert code == 1
-    assert err.startswith("gradsync: the reader of standard output has gone\n")
+    assert err.startswith("gradsync: standard output cannot be written: its reader has gone\n")
     assert "BrokenPipeError" in err
     assert "Exception in thread" not in err

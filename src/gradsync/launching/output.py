@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import math
 import os
 import re
@@ -17,39 +16,33 @@ import select
 import selectors
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Container, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Container, Mapping
+from typing import TextIO
 
+from gradsync.errors import InvalidArgument
 from gradsync.launching.signals import own_descriptors
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from gradsync.launching.rank_logs import RankLog
 
 #: How long the report of a failure waits for a blocked terminal, if the launcher has more to do after it.
 REPORT_SECONDS = 1.0
 _READ_BYTES = 64 * 1024
-_TAIL_LINES = 20
-# An incomplete line is shown if no more of it arrives for this long: it may be a question to the user.
+_TAIL_BYTES = 16 * 1024
+# An incomplete line is shown if it is not complete after this long: it may be a question to the user.
 _PARTIAL_LINE_SECONDS = 0.1
 # The time that a thread needs to detect that its deadline has passed.
 _JOIN_SECONDS = 0.1
 
-_ERASE_LINE = b"\r\x1b[K"
+_ERASE_LINE = b"\x1b[K"
 
 # A line up to this length is written whole; a longer line is written in pieces, so that memory stays bounded.
-MAX_LINE_BYTES = 256 * 1024
-_MAX_TAIL_LINE_BYTES = 4096
+_MAX_LINE_BYTES = 256 * 1024
 
 # Colours of terminals with 256 colours: at least 4:1 contrast on black and on white; neighbours differ in hue. There is
 # no red, because readers expect it for failures.
 RANK_COLOURS = (31, 130, 133, 64, 63, 162, 29, 97)
 
-# The end of a line. An end that is followed by a lone \r does not match, because there is no text between the two.
-_LINE_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?!\r(?!\n))")
-_LONE_RETURNS = re.compile(rb"\r+(?!\n)")
+# The states of a line that a later state has overwritten.
+_OVERWRITTEN = re.compile(rb"^[^\n]*\r(?!\n)", re.MULTILINE)
+_LOG_NAME = re.compile(r"rank-(\d+)(?:\.restart-\d+)?\.log", re.ASCII)
 
 
 class Notices:
@@ -112,16 +105,16 @@ class OutputForwarder:
         restart: int = 0,
         ranks_elsewhere: Container[int] = (),
     ) -> None:
-        self._logs: Path | None = None
+        self._log_dir = log_dir
         self._restart = restart
         if log_dir is not None:
-            from gradsync.launching.rank_logs import prepare_log_directory  # imported here to keep the start short
-
-            self._logs = prepare_log_directory(log_dir, restart, ranks_elsewhere)
-        first, last = _destinations_for(stdout, stderr)
-        self._writers = [_Writer(destination, prefix, warnings=last) for destination in dict.fromkeys((first, last))]
+            prepare_log_directory(log_dir, restart, ranks_elsewhere)
+        out, err = (_descriptor_of(stream) for stream in (stdout, stderr))
+        # Streams that lead to the same terminal or file share a thread, so that their lines do not mix.
+        descriptors = (out,) if out == err or (out >= 0 and err >= 0 and _is_same_file(out, err)) else (out, err)
+        self._writers = [_Writer(descriptor, prefix, warnings=err) for descriptor in descriptors]
         self._writers[0].prints_loss = True  # ranks see only that their pipe has no reader, not why
-        self._tails: dict[int, Tail] = {}
+        self._ranks: dict[int, RankOutput] = {}
 
     def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
         """Adds the pipes of a rank's output; this object closes their read ends. Call this before `start`.
@@ -131,14 +124,10 @@ class OutputForwarder:
             stdout_fd: the read end of the pipe for the rank's stdout.
             stderr_fd: the read end of the pipe for the rank's stderr.
         """
-        log = None
-        if self._logs is not None:
-            from gradsync.launching.rank_logs import RankLog, log_name
-
-            log = RankLog(self._logs / log_name(rank, self._restart), streams=2)
-        tail = self._tails[rank] = Tail(_TAIL_LINES)
+        log = None if self._log_dir is None else os.path.join(self._log_dir, log_name(rank, self._restart))
+        output = self._ranks[rank] = RankOutput(log)
         for writer, descriptor in ((self._writers[0], stdout_fd), (self._writers[-1], stderr_fd)):
-            writer.add(_RankStream(rank, descriptor, tail, log))
+            writer.add(_RankStream(rank, descriptor, output))
 
     def start(self) -> None:
         """Starts the threads."""
@@ -147,7 +136,7 @@ class OutputForwarder:
 
     def tail(self, rank: int) -> list[str]:
         """Returns the last lines that a rank has printed, as text."""
-        return self._tails[rank].lines()
+        return self._ranks[rank].last_lines()
 
     def close(self, timeout_seconds: float) -> bool:
         """Writes all output that has arrived, and ends the threads.
@@ -180,52 +169,99 @@ class OutputForwarder:
         return not any(writer.is_alive() for writer in self._writers)
 
 
-class _RankStream:
-    """One stream of one rank: the read end of its pipe, its log and its last lines."""
+class RankOutput:
+    """The last output of a rank on both of its streams, and its log file. Any thread may use this object.
 
-    def __init__(self, rank: int, descriptor: int, tail: Tail, log: RankLog | None) -> None:
+    Args:
+        log: the path of the log file, if the user wants one. The file gets the bytes of both streams, in order of
+            arrival.
+    """
+
+    def __init__(self, log: str | None) -> None:
+        self._lock = threading.Lock()
+        self._tail = b""
+        self._streams = 2
+        self._path = log
+        self._log = -1 if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def add(self, data: bytes) -> str | None:
+        """Adds a chunk of output. Returns the text of the log's first error, or None; after an error the log ends."""
+        with self._lock:
+            self._tail = (self._tail + data)[-_TAIL_BYTES:]
+            try:
+                if self._log >= 0:
+                    _write_all(self._log, data)
+            except OSError as error:
+                self._close_log()
+                return f"log file {self._path} cannot be written: {error.strerror}; it is incomplete from here on"
+            return None
+
+    def end_stream(self) -> None:
+        """Closes the log file, once both streams have ended."""
+        with self._lock:
+            self._streams -= 1
+            if self._streams == 0:
+                self._close_log()
+
+    def _close_log(self) -> None:
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
+
+    def last_lines(self) -> list[str]:
+        """Returns the last lines as text, each as a terminal shows it."""
+        with self._lock:
+            lines = self._tail.replace(b"\r\n", b"\n").decode("utf-8", "replace").split("\n")
+        return [line.rstrip("\r").rpartition("\r")[2] for line in (lines if lines[-1] else lines[:-1])]
+
+
+class _RankStream:
+    """One stream of one rank: the read end of its pipe, and its incomplete line."""
+
+    def __init__(self, rank: int, descriptor: int, output: RankOutput) -> None:
         os.set_blocking(descriptor, False)
         own_descriptors.add(descriptor)
         self.rank = rank
         self.descriptor = descriptor
-        self.tail = tail
-        self.log = log
-        self.lines = LineCutter()
+        self.output = output
+        self.rest = b""  # the part of the incomplete line that is not shown for good
         self.due: float | None = None  # when to show an incomplete line
-
-    def read(self) -> bytes | None:
-        """Returns the bytes that have arrived; b"" at the stream's end; None if there is nothing to read yet."""
-        try:
-            return os.read(self.descriptor, _READ_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError:  # a pseudo-terminal reports its end in this way
-            return b""
 
     def close(self) -> None:
         """Closes the read end of the pipe, so that the rank's next write fails."""
         own_descriptors.discard(self.descriptor)
-        with contextlib.suppress(OSError):
-            os.close(self.descriptor)
-        if self.log is not None:
-            self.log.close()
+        os.close(self.descriptor)
+        self.output.end_stream()
 
 
 class _Writer(threading.Thread):
-    """A thread that reads the ranks' pipes and writes to one destination; only this thread waits if it is blocked.
+    r"""A thread that reads the ranks' pipes and writes to one destination; only this thread waits if it is blocked.
+
+    With prefixes, each line is written as its last state: a program overwrites the states of a progress bar with \r.
+    Bars of several ranks overwrite each other.
+
+    Args:
+        descriptor: the descriptor to write to; if it is -1, the output is dropped.
+        prefix: whether each line begins with its rank.
+        warnings: the descriptor to which warnings are written.
 
     Attributes:
         prints_loss: whether to print the reason if nothing can be written to the destination any more.
     """
 
-    def __init__(self, destination: Destination, prefix: bool, *, warnings: Destination) -> None:
+    def __init__(self, descriptor: int, prefix: bool, *, warnings: int) -> None:
         super().__init__(name="gradsync output", daemon=True)
-        self._destination = destination
+        self._descriptor = descriptor
         self._has_prefix = prefix
         self._warnings = warnings
+        self._is_terminal = descriptor >= 0 and os.isatty(descriptor)
+        self._has_colour = wants_colour(self._is_terminal)
+        self._can_erase = self._is_terminal and os.environ.get("TERM") != "dumb"
         self.prints_loss = False
         self._streams: list[_RankStream] = []  # the streams that have not ended
         self._label_width = 0
+        self._open: object = None  # the rank, or the stream of a rank, whose incomplete line is the last output
+        self._shows_bar = False  # whether the last output is a progress bar, which the next output overwrites
         # poll() takes any descriptor; epoll refuses files, and /dev/null.
         self._selector = selectors.PollSelector()
         self._lock = threading.Lock()  # protects the two attributes below
@@ -252,8 +288,6 @@ class _Writer(threading.Thread):
 
     def run(self) -> None:
         """Writes lines until all streams have ended, or until the deadline."""
-        for stream in self._streams:
-            self._log(stream, b"")  # so that a rank that prints nothing has a log file too
         while (deadline := self._deadline) is None or (self._streams and time.monotonic() < deadline):
             ready = {key.fd: key.data for key, _ in self._selector.select(self._seconds_to_wait(deadline))}
             for stream in ready.values():
@@ -261,8 +295,7 @@ class _Writer(threading.Thread):
                     self._read(stream)
             for stream in list(self._streams):
                 if stream.due is not None and stream.due <= time.monotonic():
-                    stream.due = None
-                    self._pass_on(stream, stream.lines.take_characters())
+                    self._show_rest(stream)
                 elif deadline is not None and stream.descriptor not in ready:
                     self._end(stream)  # the stream has nothing more to read
         for stream in list(self._streams):  # a process that outlives the run holds it open, or the deadline has come
@@ -280,63 +313,95 @@ class _Writer(threading.Thread):
         return None if earliest is None else max(0.0, earliest - time.monotonic())
 
     def _read(self, stream: _RankStream) -> None:
-        data = stream.read()
-        if data is None:
+        try:
+            data = os.read(stream.descriptor, _READ_BYTES)
+        except BlockingIOError:
             return
         if not data:
             self._end(stream)
             return
-        stream.tail.feed(stream, data)
-        complete = stream.lines.feed(data)
-        stream.due = time.monotonic() + _PARTIAL_LINE_SECONDS if stream.lines.has_rest else None
-        self._pass_on(stream, complete)
+        problem = stream.output.add(data)
+        if problem is not None:
+            self._warn(f"warning: {problem}")
+        end = data.rfind(b"\n") + 1
+        if end:
+            self._write(stream, stream.rest + data[:end])
+            stream.rest, stream.due = b"", None
+        stream.rest += data[end:]
+        if len(stream.rest) > _MAX_LINE_BYTES:
+            self._show_rest(stream)
+        elif stream.rest and stream.due is None:
+            stream.due = time.monotonic() + _PARTIAL_LINE_SECONDS
 
-    def _pass_on(self, stream: _RankStream, data: bytes) -> None:
-        """Writes lines to the rank's log and to the destination; closes all pipes if the destination takes no more."""
-        if not data:
-            return
-        self._log(stream, data)
-        self._destination.write(self._owner(stream), self._prefix(stream.rank), data)
-        if self._destination.loss is not None:
+    def _show_rest(self, stream: _RankStream) -> None:
+        """Writes an incomplete line: a progress bar, a question to the user, or the beginning of a long line."""
+        rest, stream.rest, stream.due = stream.rest, b"", None
+        if self._has_prefix and b"\r" in rest:
+            stream.rest = rest.rstrip(b"\r").rpartition(b"\r")[2]  # written again when the line is complete
+            self._write(stream, stream.rest + b"\r")
+        elif rest:
+            self._write(stream, rest)
+
+    def _write(self, stream: _RankStream, data: bytes) -> None:
+        r"""Writes whole lines, the beginning of a line, or the state of a progress bar, which ends with \r."""
+        # Without prefixes a rank's stdout may continue a line of its stderr, as it would without a launcher.
+        owner = stream if self._has_prefix else stream.rank
+        is_bar = self._has_prefix and data.endswith(b"\r")
+        continues = self._open is owner and not is_bar
+        begin = b""
+        if self._shows_bar:
+            begin = _ERASE_LINE if self._can_erase else b"" if is_bar else b"\n"
+        elif self._open is not None and not continues:
+            begin = b"\r" if self._open is owner else b"\n"
+        if self._has_prefix:
+            prefix = self._prefix(stream.rank)
+            if not is_bar:
+                data = _OVERWRITTEN.sub(b"", data) if b"\r" in data else data
+            data = (b"" if continues else prefix) + data[:-1].replace(b"\n", b"\n" + prefix) + data[-1:]
+        self._shows_bar = is_bar
+        self._open = None if is_bar or data.endswith(b"\n") else owner
+        self._put(begin + data)
+
+    def _put(self, data: bytes) -> None:
+        """Writes bytes; closes all pipes if the destination takes no more."""
+        try:
+            if self._descriptor >= 0:
+                _write_all(self._descriptor, data)
+        except OSError as error:
             if self.prints_loss:
-                self._warn(_describe_loss(self._destination.loss))
+                why = "its reader has gone" if error.errno == errno.EPIPE else error.strerror
+                self._warn(f"standard output cannot be written: {why}")
             for lost in list(self._streams):
                 self._forget(lost)
 
-    def _log(self, stream: _RankStream, data: bytes) -> None:
-        problem = None if stream.log is None else stream.log.write(data)
-        if problem is not None:
-            self._warn(f"warning: {problem}")
-
     def _warn(self, text: str) -> None:
-        self._warnings.write(self._warnings, b"", f"gradsync: {text}\n".encode("utf-8", "replace"))
+        with contextlib.suppress(OSError):
+            if self._warnings >= 0:
+                _write_all(self._warnings, f"gradsync: {text}\n".encode("utf-8", "replace"))
 
     def _end(self, stream: _RankStream) -> None:
         """Writes the rest of a stream that has ended, and closes it."""
-        self._pass_on(stream, stream.lines.take_rest())
+        if self._has_prefix and stream.rest:
+            self._write(stream, stream.rest.rstrip(b"\r") + b"\n")
+        else:
+            self._show_rest(stream)
+        # Without prefixes, a file or a pipe gets exactly the bytes of the ranks.
+        if self._open in (stream, stream.rank) and (self._has_prefix or self._is_terminal):
+            self._open = None
+            self._put(b"\n")
         if stream in self._streams:  # otherwise the destination was lost just now
             self._forget(stream)
-            is_last = not any(self._owner(other) == self._owner(stream) for other in self._streams)
-            # Without prefixes, a file or a pipe gets exactly the bytes of the ranks.
-            if is_last and (self._has_prefix or self._destination.is_terminal):
-                self._destination.end_line(self._owner(stream))
 
     def _forget(self, stream: _RankStream) -> None:
         self._streams.remove(stream)
         self._selector.unregister(stream.descriptor)
         stream.close()
 
-    def _owner(self, stream: _RankStream) -> object:
-        # Without prefixes a rank's stdout may continue a line of its stderr, as it would without a launcher.
-        return stream if self._has_prefix else stream.rank
-
     def _prefix(self, rank: int) -> bytes:
         """Returns the prefix of a rank's lines, padded to the width of the longest prefix."""
-        if not self._has_prefix:
-            return b""
         label = _label(rank)
         padding = b" " * (self._label_width - len(label) + 1)
-        if not self._destination.colour:
+        if not self._has_colour:
             return label + padding
         return b"\x1b[38;5;%dm%s\x1b[0m%s" % (RANK_COLOURS[rank % len(RANK_COLOURS)], label, padding)
 
@@ -345,92 +410,8 @@ def _label(rank: int) -> bytes:
     return b"[rank %d]" % rank
 
 
-class Destination:
-    """One output of the launcher: a terminal, pipe or file, or a text stream without a descriptor.
-
-    Args:
-        stream: the stream to write to. Python replaces a closed stream by None; then the output is dropped.
-
-    Attributes:
-        loss: the error after which nothing can be written any more, or None.
-    """
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self._write = _write_to(stream)
-        self._lock = threading.Lock()  # the thread of stdout also writes to stderr, to say why it has ended
-        self._owner: object = None  # the owner of the last bytes
-        self._last_byte = b"\n"  # the last byte of this owner
-        self._bars: set[object] = set()  # owners whose incomplete line is a progress bar
-        self.is_terminal = _is_terminal(stream)
-        self.colour = wants_colour(self.is_terminal)
-        self.loss: Exception | None = None
-        self._can_erase = self.is_terminal and os.environ.get("TERM") != "dumb"
-
-    def write(self, owner: object, prefix: bytes, data: bytes) -> None:
-        """Writes lines, or a part of a line; waits for a blocked terminal as long as needed.
-
-        Args:
-            owner: the rank, or the stream of a rank, that printed the lines. Only the owner of an incomplete line
-                continues it; other lines begin on a new line.
-            prefix: the beginning of each line.
-            data: at least one byte.
-        """
-        with self._lock:
-            continues = owner is self._owner and self._last_byte not in b"\r\n"
-            lines = begin_lines_with(prefix, data, is_inside_line=continues)
-            if self.loss is not None or not lines:
-                return
-            if owner is not self._owner:
-                lines = self._break_before(data) + lines
-            self._owner, self._last_byte = owner, data[-1:]
-            self._note_bar(owner, data)
-            self._put(lines)
-
-    def end_line(self, owner: object) -> None:
-        """Ends the incomplete line of this owner, unless another owner has written after it."""
-        with self._lock:
-            if owner is self._owner and self._last_byte != b"\n" and self.loss is None:
-                self._last_byte = b"\n"
-                self._put(b"\n")
-            self._bars.discard(owner)
-
-    def _put(self, data: bytes) -> None:
-        try:
-            self._write(data)
-        except Exception as error:  # e.g. no reader, or a full disk; a stream of the caller may raise any error
-            self.loss = error
-
-    def _break_before(self, data: bytes) -> bytes:
-        """Returns the bytes that end another owner's incomplete line, or erase it; b"" if they are not needed."""
-        if self._last_byte == b"\n":
-            return b""
-        if self._can_erase and self._owner in self._bars:
-            return _ERASE_LINE  # the next state of the bar follows soon, and a line for each would fill the terminal
-        # Progress bars may overwrite each other, as without a launcher; otherwise each state would take a line.
-        is_bar_after_bar = self._last_byte == b"\r" and data.endswith(b"\r") and b"\n" not in data
-        return b"" if is_bar_after_bar else b"\n"
-
-    def _note_bar(self, owner: object, data: bytes) -> None:
-        r"""Records whether the owner's incomplete line is a progress bar: whether a \r has overwritten the line."""
-        _, newline, open_line = data.rpartition(b"\n")
-        if b"\r" in open_line:
-            self._bars.add(owner)
-        elif newline:
-            self._bars.discard(owner)
-
-
-def _write_to(stream: TextIO | None) -> Callable[[bytes], Any]:
-    """Returns a function that writes all bytes to a stream, and waits as long as needed."""
-    if stream is None:
-        return len
-    if getattr(stream, "buffer", None) is None:
-        # A notebook's text stream may have a descriptor, but it belongs to the notebook server's terminal.
-        return functools.partial(_write_text, stream)
-    descriptor = _descriptor_of(stream)
-    return functools.partial(_write_buffer, stream) if descriptor < 0 else functools.partial(_write_all, descriptor)
-
-
 def _write_all(descriptor: int, data: bytes) -> None:
+    """Writes all bytes, and waits for a blocked terminal as long as needed."""
     # This bypasses Python's buffer: a thread that is blocked in a buffered write makes the interpreter abort at exit.
     rest = memoryview(data)
     while rest:
@@ -440,37 +421,6 @@ def _write_all(descriptor: int, data: bytes) -> None:
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
             poll.poll()
-
-
-def _write_buffer(stream: TextIO, data: bytes) -> None:
-    stream.flush()
-    stream.buffer.write(data)
-    stream.buffer.flush()
-
-
-def _write_text(stream: TextIO, data: bytes) -> None:
-    stream.write(data.decode("utf-8", "replace"))
-    stream.flush()
-
-
-def _destinations_for(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Destination, Destination]:
-    """Returns a destination for stdout and one for stderr; the same one twice if both streams go to the same file."""
-    for stream in (stdout, stderr):
-        # First write the launcher's own buffered output.
-        with contextlib.suppress(OSError, ValueError):
-            if stream is not None:
-                stream.flush()
-    destination = Destination(stdout)
-    same = stdout is stderr or (_file_of(stdout) is not None and _file_of(stdout) == _file_of(stderr))
-    return destination, destination if same else Destination(stderr)
-
-
-def _describe_loss(error: Exception) -> str:
-    """Returns the reason, in words, why nothing more can be written to standard output."""
-    if isinstance(error, OSError) and error.errno == errno.EPIPE:
-        return "the reader of standard output has gone"
-    reason = error.strerror if isinstance(error, OSError) else None
-    return f"standard output cannot be written: {reason or error}"
 
 
 def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ) -> bool:
@@ -483,132 +433,50 @@ def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ)
 
 
 def _descriptor_of(stream: TextIO | None) -> int:
-    """Returns a stream's descriptor, or -1 if it has none."""
-    try:
-        return -1 if stream is None else stream.buffer.fileno()
-    except (AttributeError, OSError, ValueError):
+    """Writes the stream's buffered output; returns the stream's descriptor, or -1 if the stream is closed."""
+    if stream is None:
         return -1
+    with contextlib.suppress(OSError):  # the stream has no reader
+        stream.flush()
+    return stream.fileno()
 
 
-def _file_of(stream: TextIO | None) -> tuple[int, int] | None:
-    """Returns the device and inode of a stream's file, which identify the file; None without a descriptor."""
-    descriptor = _descriptor_of(stream)
-    if descriptor < 0:
-        return None
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
+def _is_same_file(first: int, second: int) -> bool:
+    """Returns whether two descriptors lead to the same terminal, pipe or file."""
+    return os.path.samestat(os.fstat(first), os.fstat(second))
 
 
-def _is_terminal(stream: TextIO | None) -> bool:
+def log_name(rank: int, restart: int) -> str:
+    """Returns the name of a rank's log file: "rank-0.log", or "rank-0.restart-1.log" after the first restart."""
+    return f"rank-{rank}.log" if restart == 0 else f"rank-{rank}.restart-{restart}.log"
+
+
+def prepare_log_directory(directory: str, restart: int = 0, ranks_elsewhere: Container[int] = ()) -> None:
+    """Creates the directory for the logs of a run; the first start removes the logs of an earlier run.
+
+    This function removes only files whose names have the pattern of `log_name`. All other files stay.
+
+    Args:
+        directory: the directory that the user named.
+        restart: the number of times that the ranks have been started before this start.
+        ranks_elsewhere: the ranks of other launchers. The logs of these ranks stay: launchers may share the directory,
+            and each launcher removes the old logs of its own ranks.
+
+    Raises:
+        InvalidArgument: the directory cannot be made, cleared, or written to.
+    """
     try:
-        return stream is not None and stream.isatty()
-    except (AttributeError, ValueError):
-        return False
-
-
-class LineCutter:
-    r"""Splits the data of one stream into lines. A line ends with \n, \r\n, or the \r of a progress bar."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether a line has begun and not ended."""
-        return bool(self._rest)
-
-    def feed(self, data: bytes) -> bytes:
-        r"""Adds a chunk of data; returns the lines that are now complete, or the beginning of a line that is too long.
-
-        A \r at the very end of a chunk is kept for the next chunk, because it may be half of \r\n. A \r at the
-        beginning of a line is kept as a part of this line: the program overwrites its progress bar with this line.
-        """
-        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
-        if end == 0 and not (data and self._rest.endswith(b"\r")):
-            self._rest += data
-            return self.take_characters() if len(self._rest) > MAX_LINE_BYTES else b""
-        lines, self._rest = self._rest + data[:end], data[end:]
-        if lines == b"\r":
-            lines, self._rest = b"", lines + self._rest
-        return lines
-
-    def take_characters(self) -> bytes:
-        """Removes and returns the incomplete line; the bytes of an incomplete UTF-8 character at its end stay."""
-        end = _end_of_characters(self._rest)
-        piece, self._rest = self._rest[:end], self._rest[end:]
-        return piece
-
-    def take_rest(self) -> bytes:
-        """Removes and returns the incomplete line. Call this when the stream has ended."""
-        piece, self._rest = self._rest, b""
-        return piece
-
-
-class Tail:
-    """The last lines that a rank printed, on both streams in order of arrival. Any thread may use this object.
-
-    Args:
-        size: the number of lines to keep.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._lines: deque[bytes] = deque(maxlen=size)
-        self._open: dict[object, bytes] = {}  # the incomplete line of each stream
-        self._lock = threading.Lock()
-
-    def feed(self, stream: object, data: bytes) -> None:
-        """Adds a chunk of a stream's data."""
-        parts = data.rsplit(b"\n", self._size + 1)  # only a few: a rank may print a million lines a second
-        with self._lock:
-            parts[0] = self._open.pop(stream, b"") + parts[0]
-            self._lines.extend(_last_state(line) for line in parts[:-1])
-            if parts[-1]:
-                self._open[stream] = parts[-1][-_MAX_TAIL_LINE_BYTES:]
-
-    def lines(self) -> list[str]:
-        """Returns the last lines as text, including incomplete lines."""
-        with self._lock:
-            lines = [*self._lines, *(_last_state(line) for line in self._open.values())]
-        return [line.decode("utf-8", "replace") for line in lines[-self._size :]] if self._size else []
-
-
-def begin_lines_with(prefix: bytes, data: bytes, *, is_inside_line: bool = False) -> bytes:
-    r"""Puts the prefix before every line of the data.
-
-    A \r at the beginning of a line does not end a line. A \r at the very beginning of the data is left out, because the
-    cursor is already at the beginning of a line.
-
-    Args:
-        prefix: the prefix; if it is empty, the data is returned unchanged.
-        data: whole lines, or a part of a line.
-        is_inside_line: whether the data continues a line that already has its prefix.
-    """
-    if not prefix:
-        return data
-    if not is_inside_line and (returns := _LONE_RETURNS.match(data)):
-        data = data[returns.end() :]
-    if b"\r" in data:
-        prefixed = _LINE_END.sub(lambda end: end[0] + prefix, data)
-    else:
-        prefixed = data.replace(b"\n", b"\n" + prefix)
-    if data.endswith((b"\n", b"\r")):
-        prefixed = prefixed[: -len(prefix)]
-    return prefix + prefixed if data and not is_inside_line else prefixed
-
-
-def _last_state(line: bytes) -> bytes:
-    """Returns the last state of a line that a progress bar has overwritten."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2][-_MAX_TAIL_LINE_BYTES:]
-
-
-def _end_of_characters(data: bytes) -> int:
-    """Returns the length of the data without an unfinished UTF-8 character at its end."""
-    for length in range(1, min(3, len(data)) + 1):
-        byte = data[-length]
-        if byte >= 0xC0:  # the first byte of a character
-            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return len(data) - length if needed > length else len(data)
-        if byte < 0x80:
-            break
-    return len(data)
+        os.makedirs(directory, exist_ok=True)
+        for entry in list(os.scandir(directory)) if restart == 0 else ():
+            name = _LOG_NAME.fullmatch(entry.name)
+            # A symbolic link stays, because the user has made it.
+            if name and int(name[1]) not in ranks_elsewhere and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):  # another launcher may have removed it
+                    os.unlink(entry.path)
+    except OSError as error:
+        raise InvalidArgument(
+            f"log directory {directory!r} cannot be made, or cleared of an earlier run's logs: {error.strerror}; "
+            "choose another one"
+        ) from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise InvalidArgument(f"log directory {directory!r} is not writable: choose one where you may write")
