@@ -50,7 +50,7 @@ MASKS = [
         r"rank (\d)(?:/\d \(pid N\) failed(?: while joining)?| aborted): ",
         r"rank \1 failed: ",
     ),  # who told it
-    (r"gradsync: rank \d+ \(pid N\) also failed: .*\n", ""),  # if it is in time to say so
+    (r"gradsync: ranks? .* also failed: .*\n", ""),  # if it is in time to say so
     (r"gradsync: \d of \d ranks have joined; waiting for .*\n", ""),  # on a busy machine a rank may take 5 s to join
     # Whether the other ranks are in time to report the same error is chance.
     (r"\branks [\d, and]+ failed with the same error; this is the error of (.*):", r"\1 failed with exit code 1:"),

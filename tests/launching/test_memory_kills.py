@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
-from gradsync.launching.out_of_memory import OomWatch, kind_of_memory
+from gradsync.launching.outcome import OomWatch, kind_of_memory
 
 MIB = 1 << 20
 KILLED = "the kernel's out-of-memory killer ended it"

@@ -23,7 +23,7 @@ KILLED = "the kernel's out-of-memory killer ended it"
 # Runs in the small group: watches, has a child allocate until it is killed, and prints what the watch tells.
 IN_THE_GROUP = """
 import os, signal, sys
-from gradsync.launching.out_of_memory import OomWatch
+from gradsync.launching.outcome import OomWatch
 
 watch = OomWatch()
 before = watch.kills()

@@ -157,7 +157,7 @@ def test_consequence_never_hides_the_cause(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     code, _, err = command.run(*RUN, script, tmp_path / "fifo")
     assert code == 1
-    assert ") also failed: gradsync.errors.RankFailed: rank 1 is gone\n" in err
+    assert "gradsync: rank 0 also failed: gradsync.errors.RankFailed: rank 1 is gone\n" in err
     assert err.splitlines()[-1] == "ZeroDivisionError: the cause"
 
 
@@ -176,7 +176,7 @@ def test_consequence_never_hides_a_cause_that_comes_when_the_ranks_are_told_to_e
     )
     code, _, err = command.run(*RUN, script)
     assert code == 1
-    assert ") also failed: gradsync.errors.RankFailed: rank 1 is gone\n" in err
+    assert "gradsync: rank 0 also failed: gradsync.errors.RankFailed: rank 1 is gone\n" in err
     assert err.splitlines()[-1] == "ZeroDivisionError: the cause"
 
 

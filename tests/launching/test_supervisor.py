@@ -8,8 +8,9 @@ import time
 import pytest
 
 from gradsync.launching import supervisor
+from gradsync.launching.in_rank.result import ErrorReport
 from gradsync.launching.job import Job, Target
-from gradsync.launching.rank_report import ErrorReport
+from gradsync.launching.outcome import RankOutcome
 from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
 from gradsync.launching.supervisor import Supervisor
 from gradsync.rendezvous.secret_files import Endpoint
@@ -20,11 +21,8 @@ class PlayedRank:
 
     def __init__(self, rank, *, dies_of=(signal.SIGTERM, signal.SIGKILL)):
         self.rank = rank
-        self.pid = 1000 + rank
-        self.result = self.error = self.memory_kill = None
-        self.exit_code = None
-        self.peak_bytes = 0
-        self.sent_kill = self.stopped = False
+        self.outcome = RankOutcome(rank, 1000 + rank)
+        self.sent_kill = self.stopped = self.has_ended = False
         self.received = []
         self.abandoned = False
         self._dies_of = dies_of
@@ -46,11 +44,15 @@ class PlayedRank:
         os.write(self._report_writer, b"!")
 
     def read_status(self):
-        self.exit_code = self._will_end_with
+        self.has_ended = True
+        self.read_report()
+        if self.outcome.error is None:
+            self.outcome.exit_code = self._will_end_with
         return False
 
     def read_report(self):
-        self.error = self._will_report
+        if self._will_report is not None:
+            self.outcome.error, self.outcome.exit_code = self._will_report, 1
         return False
 
     def is_paused(self):
@@ -85,7 +87,7 @@ class PlayedRank:
 def watching(*ranks, **options):
     elsewhere = Endpoint("127.0.0.1:1", b"s" * 32)  # nobody meets
     with pytest.MonkeyPatch.context() as patch, SignalInbox() as signals:
-        patch.setattr(supervisor, "RankProcess", lambda _, local_rank: ranks[local_rank])
+        patch.setattr(supervisor, "RankProcess", lambda rank: ranks[rank])
         job = Job(Target({}, ()), len(ranks), grace_seconds=0.05, endpoint=elsewhere)
         with Supervisor(job, signals, **options) as watch:
             watch.start()
@@ -141,7 +143,7 @@ def then_ends(first, first_code, second, second_code):
     """Once `first` has told its failure, it ends; once it has ended, `second` does."""
 
     def act(rank):
-        if rank is first and first.exit_code is None:
+        if rank is first and not first.has_ended:
             first.end(first_code)
         elif rank is first:
             second.end(second_code)
@@ -191,7 +193,7 @@ def test_sigkill_is_told_apart_from_one_of_the_kernels_for_want_of_memory(monkey
     monkeypatch.setattr("gradsync.launching.supervisor.OomWatch", Killer)
     hungry, other = PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])
     with watching(hungry, other) as (watch, _):
-        hungry.peak_bytes = 3 << 30
+        hungry.outcome.peak_bytes = 3 << 30
         hungry.end(-signal.SIGKILL)
         outcome = watch.finish_start()
     assert "was killed by SIGKILL: the kernel's out-of-memory killer ended it; it had used 3 GB" in (
@@ -239,7 +241,7 @@ def test_who_is_missed_is_stopped_as_soon_as_all_others_have_ended(monkeypatch):
     told_before_second_ended = []
 
     def on_change(rank):
-        if rank is first and first.exit_code is not None:
+        if rank is first and first.has_ended:
             told_before_second_ended.extend(missed.received)
             second.fail(report("it did not come", is_consequence=True, missed_rank=0, is_timeout=True))
             second.end(1)
@@ -307,10 +309,10 @@ def test_a_failure_on_another_machine_may_have_its_cause_here():
 def test_who_ends_the_ranks_says_so_once(act):
     told = []
     failing, other = PlayedRank(0), PlayedRank(1)
-    with watching(failing, other, on_ending=lambda: told.append(1)) as (watch, signals):
+    with watching(failing, other, on_ending=told.append) as (watch, signals):
         act(failing, signals)
         watch.finish_start()
-    assert told == [1]
+    assert len(told) == 1
 
 
 def test_what_other_machines_said_is_no_signal_afterwards():

@@ -26,9 +26,9 @@ from gradsync import environment
 from gradsync.errors import InvalidArgument, RankFailed
 from gradsync.launching.in_rank import rank_main
 from gradsync.launching.in_rank.rank_main import Call
+from gradsync.launching.in_rank.result import ReturnValue
 from gradsync.launching.job import START_METHODS, Target
 from gradsync.launching.outcome import Outcome, RankOutcome
-from gradsync.launching.rank_report import ReturnValue
 
 _default = "spawn"
 

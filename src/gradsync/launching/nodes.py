@@ -4,10 +4,10 @@ Node 0 hosts one server, for the launchers and for their ranks. Each start of th
 
 1. All launchers join at the server, again for each start, and exchange their records (`_NodeRun._join`). A launcher
 that was lost, and that the user has started again, takes part in the next start. 2. Each launcher starts its ranks and
-watches them (`Supervisor`). 3. The first launcher whose ranks fail reports the failure to the others, which then end
-their ranks (`NodeLink`). 4. When its ranks have ended, each launcher sends a report and waits for the others' reports.
-All launchers find the same cause in these reports, so they print the same cause and return the same exit code, or start
-the ranks again.
+watches them (`Supervisor`). 3. The first launcher whose ranks fail, or that gets a signal, sets the key "cause" on the
+server; all launchers read this key, and end their ranks (`_Link`). 4. When its ranks have ended, each launcher waits
+until the ranks of all machines have ended. With the same cause all launchers return the same exit code, or start the
+ranks again.
 
 If a launcher dies, or its machine loses its network, the server reports this to the other launchers. Threads wait for
 messages from the other launchers, and wake the supervisor's loop by a number in its `SignalInbox`, as a signal does; so
@@ -19,15 +19,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
-import json
 import os
 import select
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import NamedTuple, TypeVar
 
@@ -45,10 +44,10 @@ from gradsync.errors import (
 )
 from gradsync.launching.free_port import reserved_port
 from gradsync.launching.hosting import own_listener
+from gradsync.launching.in_rank.result import from_json, to_json
 from gradsync.launching.job import Job
-from gradsync.launching.outcome import Outcome, distance_from_cause, failure_text, lines_on_others, signal_name
+from gradsync.launching.outcome import Outcome, cause_text, failure_text, lines_on_others, signal_name
 from gradsync.launching.output import REPORT_SECONDS, Notices
-from gradsync.launching.rank_report import from_json
 from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
 from gradsync.launching.supervisor import MakeOutput, Supervisor
 from gradsync.machine import count_gpus, interface_of
@@ -64,16 +63,10 @@ _RETRY_SECONDS = 0.5
 _EXCHANGE_SECONDS = 30.0  # how long to wait for the records of all launchers that have joined
 _LEAVING_SECONDS = 5.0  # how long node 0 waits until the other launchers have left, at the end
 _LEAVING_AFTER_LOSS_SECONDS = 0.5
-_REPORTS_SECONDS = 60.0  # how long to wait for reports after a failure; killing ranks takes less time
-_CHECK_SECONDS = 5.0  # how often a launcher that waits for reports checks whether the run has failed
-_TEXT_SECONDS = 5.0
+_ENDS_SECONDS = 60.0  # how long to wait for the other machines after a failure; killing ranks takes less time
 _NO_LIMIT_SECONDS = 1e8  # no limit is needed: heartbeats detect a launcher that is gone
-_MAX_TEXT_BYTES = 40 * 1024  # less than the 60 KiB that a value on the server may have
+_MAX_CAUSE_BYTES = 60 * 1024  # the largest value on the server
 _START_BYTES = 8
-
-# Levels of `NodeReport` for a launcher that received a signal, and for a lost launcher. Both are lower than the levels
-# of failed ranks, because a failed rank cannot be their cause.
-_SIGNALLED, _LOST = -2, -1
 
 _Message = TypeVar("_Message")
 
@@ -181,15 +174,13 @@ def _check_own(node_address: str) -> str:
 # -- Messages between launchers ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class NodeRecord:
+class NodeRecord(NamedTuple):
     """The record that a launcher sends to the other launchers before each start of the ranks.
 
     Attributes:
         node: the number of the launcher's machine.
         host: the machine's host name.
         address: the machine's address, as the other machines reach it.
-        interface: the network interface that has this address; None if it is not known.
         n_ranks: the number of ranks that the launcher starts.
         n_gpus: the number of GPUs that the launcher may use.
         restart: the number of restarts so far, as far as this launcher knows; 0 at the first start.
@@ -201,7 +192,6 @@ class NodeRecord:
     node: int
     host: str
     address: str
-    interface: str | None
     n_ranks: int
     n_gpus: int
     restart: int
@@ -228,64 +218,48 @@ class NodeRecord:
         return record
 
 
-@dataclass(frozen=True)
-class NodeReport:
-    """How a start of the ranks ended on one machine.
+class Cause(NamedTuple):
+    """Why the ranks of all machines end: a failure or a signal on one machine.
 
     Attributes:
         node: the machine's number.
-        level: the distance of this machine's failure from the cause, see `distance_from_cause`; or `_SIGNALLED` or
-            `_LOST`. The level is None if no rank failed, or if the cause is not known yet.
-        how: how the node ended, in words that follow the node's name.
-        exit_code: the exit code that all launchers return if the failure on this machine is the cause.
+        how: what happened to the node, in words that follow the node's name.
+        text: the report on the rank that failed; "" if the cause is no rank.
+        exit_code: the exit code of all launchers.
         may_retry: whether the ranks may be started again.
+        is_lost: whether the node's launcher is gone.
     """
 
     node: int
-    level: int | None = None
-    how: str = ""
-    exit_code: int = 0
+    how: str
+    text: str
+    exit_code: int
     may_retry: bool = True
+    is_lost: bool = False
+
+    def to_bytes(self) -> bytes:
+        """Returns the cause as bytes; leaves out the beginning of a long text, because the failure comes last."""
+        cause = self
+        while len(data := to_json(cause)) > _MAX_CAUSE_BYTES:
+            rest = cause.text[len(cause.text) // 2 :].partition("\n")[2]
+            cause = cause._replace(text=f"gradsync: (the beginning of this report is left out)\n{rest}")
+        return data
 
 
-def report_of(node: int, outcome: Outcome) -> NodeReport:
-    """Returns a machine's report on how its ranks ended."""
-    root = outcome.root_cause
+def cause_of(node: int, outcome: Outcome) -> Cause:
+    """Returns the cause that a machine reports when its ranks fail, or when its launcher gets a signal."""
     if outcome.signal_number is not None:
-        return signal_report(node, outcome.signal_number)
-    if root is None:
-        return NodeReport(node)
-    return NodeReport(node, distance_from_cause(root)[0], "failed", outcome.exit_code, outcome.may_be_tried_again)
+        return signal_cause(node, outcome.signal_number)
+    return Cause(node, "failed", cause_text(outcome), outcome.exit_code)
 
 
-def signal_report(node: int, number: int) -> NodeReport:
-    """Returns the report of a launcher that has received a signal."""
-    return NodeReport(node, _SIGNALLED, f"was ended by {signal_name(number)}", 128 + number, may_retry=False)
-
-
-def loss_report(node: int, how: str) -> NodeReport:
-    """Returns the report on a lost launcher, which can send no report itself."""
-    return NodeReport(node, _LOST, how, exit_code=1)
-
-
-def cause_of(reports: Iterable[NodeReport], first_node: int | None) -> NodeReport | None:
-    """Returns the report of the machine whose failure is the cause; None if no machine reported a failure.
-
-    Args:
-        reports: the reports of all machines, as far as they are known.
-        first_node: the first node that reported a failure; None if no node did.
-    """
-    failed = [report for report in reports if report.level is not None]
-    return min(failed, key=lambda report: (report.level, report.node != first_node, report.node), default=None)
-
-
-def encode(message: NodeRecord | NodeReport) -> bytes:
-    """Returns a record or report as bytes for another launcher."""
-    return json.dumps(asdict(message), separators=(",", ":")).encode()  # compact, for exchanges of thousands of nodes
+def signal_cause(node: int, number: int) -> Cause:
+    """Returns the cause that a launcher reports when it gets a signal."""
+    return Cause(node, f"was ended by {signal_name(number)}", "", 128 + number, may_retry=False)
 
 
 def decode(kind: type[_Message], data: bytes, what: str) -> _Message:
-    """Decodes a record or report that another launcher has encoded.
+    """Decodes a record or cause that another launcher has sent.
 
     Raises:
         RendezvousError: the bytes are not a message of this kind.
@@ -308,7 +282,7 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
 
     Args:
         options: this machine's options in the run.
-        job: the job of this machine, as if no other machine took part; `NodeStart.job` adds the other machines.
+        job: the job of this machine, as if no other machine took part.
         make_output: see `supervise`.
         notices: the object that prints the launcher's notices.
 
@@ -364,12 +338,12 @@ def _hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServe
             bound_host = options.node_address or _resolve(host, port, notices)
             listener = stack.enter_context(own_listener(bound_host, port, if_taken=another))
         except RendezvousError as error:
-            if isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE:
-                raise RendezvousError(f"{options.name}: {error}") from None
-            raise RendezvousError(
-                f"{options.name}: {error}; node 0 hosts the rendezvous server: start node 0 on the machine with the "
-                f"address {options.rendezvous!r}, or give an address of this machine with --node-address"
-            ) from None
+            is_taken = isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE
+            advice = (
+                "; node 0 hosts the rendezvous server: start node 0 on the machine with the address "
+                f"{options.rendezvous!r}, or give an address of this machine with --node-address"
+            )
+            raise RendezvousError(f"{options.name}: {error}{'' if is_taken else advice}") from None
         server = RendezvousServer(options.nnodes, secret=options.secret, listener=listener, of_launchers=True)
         yield stack.enter_context(server)
 
@@ -390,60 +364,6 @@ def _resolve(host: str, port: int, notices: Notices) -> str:
             "give another address in --rendezvous, or an address of this machine with --node-address"
         )
     return found
-
-
-@dataclass(frozen=True)
-class NodeStart:
-    """One start of the ranks: the launchers that take part in it.
-
-    Attributes:
-        client: this launcher's connection to the server.
-        own: this launcher's record.
-        nodes: the records of all launchers, in the order of the nodes.
-    """
-
-    client: RendezvousClient
-    own: NodeRecord
-    nodes: tuple[NodeRecord, ...]
-
-    @property
-    def restart(self) -> int:
-        """The number of restarts: the largest in all records, because a launcher that was lost starts again from 0."""
-        return max(record.restart for record in self.nodes)
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks on all machines."""
-        return sum(record.n_ranks for record in self.nodes)
-
-    def mpi_command(self, job: Job) -> str:
-        """Returns the `mpiexec` command that starts the same ranks as this run."""
-        hosts = [f"{node.host if ':' in node.address else node.address}:{node.n_ranks}" for node in self.nodes]
-        return job.target.mpi_command(self.world_size, hosts)
-
-    def job(self, job: Job, secret: bytes) -> Job:
-        """Returns the job of this machine with the values of the whole run: all ranks, the first rank, the addresses.
-
-        Args:
-            job: the job of this machine, as if no other machine took part.
-            secret: the secret of the run.
-        """
-        own, first = self.own, self.nodes[0]
-        groups = {
-            "GROUP_RANK": str(own.node),
-            "GROUP_WORLD_SIZE": str(len(self.nodes)),
-            "TORCHELASTIC_RUN_ID": f"gradsync-{first.start[:8]}",
-        }
-        return replace(
-            job,
-            world_size=self.world_size,
-            rank_start=sum(record.n_ranks for record in self.nodes[: own.node]),
-            master_addr=first.address,
-            master_port=first.master_port,
-            endpoint=Endpoint(self.client.address, secret, first.start),
-            own_address=own.address,
-            variables={**groups, **job.variables},
-        )
 
 
 class _NodeRun:
@@ -468,49 +388,60 @@ class _NodeRun:
     def run(self) -> int:
         """Starts the ranks, and restarts them as often as needed; returns the exit code."""
         while True:
-            verdict, report = self._run_start()
-            if verdict.cause is None:
-                self._leave(verdict)
-                return 0
-            if not verdict.may_retry or self._restart >= self._job.max_restarts:
-                self._notices.print_all(report)
-                self._leave(verdict)
-                return verdict.cause.exit_code
+            cause, report, may_retry = self._run_start()
+            if cause is None or not may_retry or self._restart >= self._job.max_restarts:
+                if cause is not None:
+                    self._notices.print_all(report)
+                if self._server is not None:  # wait until the other launchers have left
+                    is_lost = cause is not None and cause.is_lost
+                    self._server.wait_until_empty(_LEAVING_AFTER_LOSS_SECONDS if is_lost else _LEAVING_SECONDS)
+                return 0 if cause is None else cause.exit_code
             self._notices.print(report, wait_seconds=REPORT_SECONDS)
             self._restart += 1
             how_often = f"restart {self._restart} of at most {self._job.max_restarts}"
-            when = f", once node {verdict.cause.node} is back" if verdict.is_lost else ""
+            when = f", once node {cause.node} is back" if cause.is_lost else ""
             self._notices.print(f"gradsync: starting all ranks again{when} ({how_often})")
 
-    def _leave(self, verdict: Verdict) -> None:
-        """On node 0, waits until the other launchers have left; only briefly if a launcher was lost."""
-        if self._server is not None:
-            self._server.wait_until_empty(_LEAVING_AFTER_LOSS_SECONDS if verdict.is_lost else _LEAVING_SECONDS)
+    def _run_start(self) -> tuple[Cause | None, str, bool]:
+        """Starts the ranks once, and waits until they have ended.
 
-    def _run_start(self) -> tuple[Verdict, str]:
-        """Starts the ranks once, and waits until they have ended; returns the verdict and the text to print."""
+        Returns:
+            Why the ranks ended, or None if all ranks ended well; the text to print; and whether the ranks may be
+            started again.
+        """
         with contextlib.ExitStack() as stack:
             master_port = 0 if self._server is None else stack.enter_context(reserved_port())
-            start = self._join(master_port)
-            self._restart = start.restart
+            client, nodes = self._join(master_port)
+            own = nodes[self._options.node_rank]
+            # A launcher that was lost starts again from 0.
+            self._restart = max(record.restart for record in nodes)
             signals = stack.enter_context(SignalInbox())
-            link = stack.enter_context(NodeLink(start, signals, self._notices))
+            link = stack.enter_context(_Link(client, own.node, signals, self._notices))
             supervisor = Supervisor(
-                self._job_of(start),
+                self._job_of(own, nodes),
                 signals,
                 make_output=self._make_output,
                 notices=self._notices,
-                server=start.client,
-                on_ending=link.report_ending,
+                server=client,
+                on_ending=link.report,
             )
             with supervisor:
-                supervisor.start(start.restart)
+                supervisor.start(self._restart)
                 outcome = supervisor.finish_start()
-            verdict = link.gather(report_of(start.own.node, outcome), failure_text(outcome))
-        return verdict, _report(verdict, outcome, start)
+            cause = link.finish(outcome)
+        if cause is None:
+            return None, "", False
+        is_here = cause.node == own.node and not cause.is_lost
+        text = failure_text(outcome) if is_here and cause.text else cause.text
+        before = "" if is_here else lines_on_others(outcome.ranks)
+        report = f"{before}gradsync: {nodes[cause.node].name} {cause.how}{':' if text else ''}\n{text}".rstrip("\n")
+        return cause, report, cause.may_retry and all(rank.exit_code is not None for rank in outcome.ranks)
 
-    def _join(self, master_port: int) -> NodeStart:
+    def _join(self, master_port: int) -> tuple[RendezvousClient, tuple[NodeRecord, ...]]:
         """Waits until all launchers have joined, exchanges their records, and begins a start of the ranks.
+
+        Returns:
+            This launcher's connection to the server, and the records of all launchers, in the order of the nodes.
 
         Raises:
             RendezvousTimeout: not all launchers joined in time; the text names the missing ones.
@@ -523,13 +454,22 @@ class _NodeRun:
         while True:
             client = self._connect()
             try:
-                own = self._own_record(own_address or client.own_host, master_port)
-                records = client.exchange("nodes", encode(own), timeout_seconds=_EXCHANGE_SECONDS)
+                own = NodeRecord(
+                    node=self._options.node_rank,
+                    host=socket.gethostname(),
+                    address=own_address or client.own_host,
+                    n_ranks=self._job.n_ranks,
+                    n_gpus=count_gpus(),
+                    restart=self._restart,
+                    max_restarts=self._job.max_restarts,
+                    master_port=master_port,
+                    start=os.urandom(_START_BYTES).hex(),
+                )
+                records = client.exchange("nodes", to_json(own), timeout_seconds=_EXCHANGE_SECONDS)
                 nodes = tuple(NodeRecord.from_bytes(node, data) for node, data in enumerate(records))
-                start = NodeStart(client, own, nodes)
-                self._check_start(start)
-                client.begin_start(nodes[0].start, start.world_size)
-                return start
+                self._check_nodes(nodes)
+                client.begin_start(nodes[0].start, sum(record.n_ranks for record in nodes))
+                return client, nodes
             except InvalidArgument:
                 client.close()
                 raise
@@ -577,109 +517,83 @@ class _NodeRun:
                 )
             self._notices.print(f"gradsync: {options.name} waits for others at {options.rendezvous}: {reason}")
 
-    def _own_record(self, address: str, master_port: int) -> NodeRecord:
-        return NodeRecord(
-            node=self._options.node_rank,
-            host=socket.gethostname(),
-            address=address,
-            interface=interface_of(address),
-            n_ranks=self._job.n_ranks,
-            n_gpus=count_gpus(),
-            restart=self._restart,
-            max_restarts=self._job.max_restarts,
-            master_port=master_port,
-            start=os.urandom(_START_BYTES).hex(),
-        )
-
-    def _check_start(self, start: NodeStart) -> None:
-        """Raises InvalidArgument if the launchers' options differ, or if the backend needs MPI's own launcher."""
-        first = start.nodes[0]
-        for record in start.nodes:
-            if record.max_restarts != first.max_restarts:
+    def _check_nodes(self, nodes: tuple[NodeRecord, ...]) -> None:
+        """Raises InvalidArgument if the launchers' options differ, or do not fit the number of ranks."""
+        for record in nodes:
+            if record.max_restarts != nodes[0].max_restarts:
                 raise InvalidArgument(
-                    f"all machines need the same --max-restarts; node 0 has {first.max_restarts}, "
+                    f"all machines need the same --max-restarts; node 0 has {nodes[0].max_restarts}, "
                     f"{record.name} {record.max_restarts}"
                 )
         if self._job.backend == "mpi":
-            command = start.mpi_command(self._job)
-            raise InvalidArgument(f"--backend mpi needs MPI's own launcher; run on one node only: {command}")
+            raise InvalidArgument(
+                f"--backend mpi needs MPI's own launcher; run on one node only: {self._mpi_command(nodes)}"
+            )
+        world_size, stdin_rank = sum(record.n_ranks for record in nodes), self._job.stdin_rank
+        if stdin_rank is not None and stdin_rank >= world_size:
+            raise InvalidArgument(f"--stdin needs a rank from 0 to {world_size - 1}, or 'none', got {stdin_rank}")
 
-    def _job_of(self, start: NodeStart) -> Job:
-        """Returns the job of this machine's ranks in this start, and prints which ranks these are."""
-        stdin_rank = self._job.stdin_rank
-        if stdin_rank is not None and stdin_rank >= start.world_size:
-            raise InvalidArgument(f"--stdin needs a rank from 0 to {start.world_size - 1}, or 'none', got {stdin_rank}")
-        own, job = start.own, start.job(self._job, self._options.secret)
+    def _mpi_command(self, nodes: tuple[NodeRecord, ...]) -> str:
+        """Returns the `mpiexec` command that starts the same ranks as this run."""
+        hosts = [f"{node.host if ':' in node.address else node.address}:{node.n_ranks}" for node in nodes]
+        return self._job.target.mpi_command(sum(node.n_ranks for node in nodes), hosts)
+
+    def _job_of(self, own: NodeRecord, nodes: tuple[NodeRecord, ...]) -> Job:
+        """Returns the job of this machine's ranks in the whole run, and prints which ranks these are."""
+        first = nodes[0]
+        groups = {
+            "GROUP_RANK": str(own.node),
+            "GROUP_WORLD_SIZE": str(len(nodes)),
+            "TORCHELASTIC_RUN_ID": f"gradsync-{first.start[:8]}",
+        }
+        job = replace(
+            self._job,
+            world_size=sum(record.n_ranks for record in nodes),
+            rank_start=sum(record.n_ranks for record in nodes[: own.node]),
+            master_addr=first.address,
+            master_port=first.master_port,
+            endpoint=Endpoint(self._address, self._options.secret, first.start),
+            own_address=own.address,
+            variables={**groups, **self._job.variables},
+        )
         ranks = f"rank {job.rank_start}" if job.n_ranks == 1 else f"ranks {job.rank_start} to {job.ranks[-1]}"
         self._notices.print(
-            f"gradsync: node {own.node} of {len(start.nodes)} ({own.host}): {ranks} of {job.world_size}, at "
-            f"{own.address} ({own.interface or 'no interface known'}); rendezvous at {self._options.rendezvous}"
+            f"gradsync: node {own.node} of {len(nodes)} ({own.host}): {ranks} of {job.world_size}, at {own.address} "
+            f"({interface_of(own.address) or 'no interface known'}); rendezvous at {self._options.rendezvous}"
         )
-        without_gpu = [node.name for node in start.nodes if node.n_gpus == 0]
+        without_gpu = [node.name for node in nodes if node.n_gpus == 0]
         if job.backend == "auto" and without_gpu and own.node == 0:
             self._notices.print(
                 f"gradsync: no GPU on {without_gpu[0]}: gs.init_process_group() will fail, because a run on several "
                 "machines needs a GPU for each rank, or MPI; to use MPI, run on one node only: "
-                f"{start.mpi_command(job)}"
+                f"{self._mpi_command(nodes)}"
             )
         return job
-
-
-def _report(verdict: Verdict, outcome: Outcome, start: NodeStart) -> str:
-    """Returns the text to print after a failed start: the other failures on this machine, then the cause."""
-    cause = verdict.cause
-    if cause is None:
-        return ""
-    is_shown_below = cause.node == start.own.node and not verdict.is_lost
-    before = "" if is_shown_below else lines_on_others(outcome)
-    head = f"gradsync: {start.nodes[cause.node].name} {cause.how}"
-    return f"{before}{head}{':' if verdict.text else ''}\n{verdict.text}".rstrip("\n")
 
 
 # -- The end of a start ------------------------------------------------------------------------------------------------
 
 
-class Verdict(NamedTuple):
-    """How a start of the ranks ended on all machines.
-
-    Attributes:
-        cause: the report of the machine whose failure is the cause; None if all ranks ended well.
-        text: the text that this machine sent about its failed ranks; "" if it sent none.
-        is_lost: whether a launcher is gone, or has not reported how its ranks ended.
-        may_retry: whether the ranks may be started again.
-    """
-
-    cause: NodeReport | None
-    text: str
-    is_lost: bool
-    may_retry: bool
-
-
-class NodeLink:
+class _Link:
     """This launcher's connection to the others during one start; a context manager that disconnects when it ends.
 
     Args:
-        start: the records of all launchers in this start, and the connection to the server.
+        client: the connection to the server.
+        node: the number of this machine.
         signals: this launcher's `SignalInbox`, inside its `with` block.
         notices: the object that prints a notice after Ctrl-C.
     """
 
-    def __init__(self, start: NodeStart, signals: SignalInbox, notices: Notices) -> None:
-        self._client = start.client
-        self._nodes = start.nodes
-        self._node = start.own.node
+    def __init__(self, client: RendezvousClient, node: int, signals: SignalInbox, notices: Notices) -> None:
+        self._client = client
+        self._node = node
         self._signals = signals
         self._notices = notices
-        # The report of the first launcher that ends its ranks. Its level is None, unless a signal came after the ranks
-        # had ended.
-        self._first: NodeReport | None = None
-        self._loss: NodeReport | None = None
-        self._reports: list[NodeReport] = []
-        self._has_gathered = False
-        self._is_incomplete = False  # whether a launcher has not reported how its ranks ended
+        self._cause: Cause | None = None
+        self._waits = False  # whether the thread of `_wait_for_ends` runs
 
-    def __enter__(self) -> NodeLink:
-        _run_in_thread(self._listen)
+    def __enter__(self) -> _Link:
+        _run_in_thread(self._wait_for_cause)
         return self
 
     def __exit__(
@@ -687,133 +601,99 @@ class NodeLink:
     ) -> None:
         if error is not None:
             self._client.report_failure(describe(error))
-        if self._loss is None:
-            self._client.close()
-        else:
+        if self._client.has_failed():
             self._client.abandon()
+        else:
+            self._client.close()
 
-    def report_ending(self) -> None:
-        """Reports to the other launchers that the ranks on this machine have failed and will end; returns at once."""
-        _run_in_thread(lambda: self._report_first(NodeReport(self._node)))
+    def report(self, outcome: Outcome) -> None:
+        """Reports to the other launchers why the ranks on this machine will end; returns at once."""
+        if self._cause is None:
+            self._send(cause_of(self._node, outcome))
 
-    def gather(self, report: NodeReport, text: str) -> Verdict:
-        """Reports how this machine's ranks ended, and waits until all other launchers have reported, or one is lost.
+    def finish(self, outcome: Outcome) -> Cause | None:
+        """Waits until the ranks of all machines have ended; after a failure for a minute at most.
 
-        A signal during the wait ends the ranks on the other machines; a second signal ends the wait. After a failure
-        the wait lasts a minute at most.
+        A signal during the wait ends the ranks on the other machines; a second signal ends the wait.
 
         Args:
-            report: how the ranks of this machine ended.
-            text: the text to print about the failed ranks of this machine.
+            outcome: how the ranks of this machine ended.
+
+        Returns:
+            Why the ranks ended; None if all ranks ended well.
         """
-        _run_in_thread(lambda: self._exchange_reports(report, text))
-        interrupted: NodeReport | None = None
+        self._waits = True
+        _run_in_thread(lambda: self._wait_for_ends(outcome))
+        interrupted: Cause | None = None
+        deadline: float | None = None
         poll = select.poll()
         poll.register(self._signals.descriptor, select.POLLIN)
-        while not self._has_gathered:
-            poll.poll()
+        while self._waits:
+            if self._cause is not None and deadline is None:
+                deadline = time.monotonic() + _ENDS_SECONDS
+            if not poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000.0):
+                self._notices.print(
+                    "gradsync: the ranks of the other nodes have not ended; this launcher waits no longer"
+                )
+                break
             for number in self._signals.read():
                 if number == signal.SIGTSTP:
                     os.kill(os.getpid(), signal.SIGSTOP)
-                elif number != FAILED_ELSEWHERE and (interrupted is not None or report.level == _SIGNALLED):
-                    self._has_gathered = True
+                elif number != FAILED_ELSEWHERE and (interrupted is not None or outcome.signal_number is not None):
+                    return signal_cause(self._node, number)
                 elif number != FAILED_ELSEWHERE:
-                    interrupted = self._interrupt(number)
-        known = [*self._reports, report, interrupted, self._first, self._loss]
-        return self._judge([one for one in known if one is not None], text)
+                    interrupted = signal_cause(self._node, number)
+                    self._notices.print("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
+                    self._send(interrupted)
+        # A machine that is cut off is lost; the failures of its ranks, and of ranks here, follow from this.
+        return self._loss() or self._cause
 
-    def _interrupt(self, number: int) -> NodeReport:
-        """Ends the ranks of the other machines, after the ranks of this machine have ended."""
-        report = signal_report(self._node, number)
-        self._notices.print("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
-        _run_in_thread(lambda: self._report_first(report))
-        return report
-
-    def _judge(self, reports: list[NodeReport], own_text: str) -> Verdict:
-        cause = cause_of(reports, None if self._first is None else self._first.node)
-        text = ""
-        if cause is not None and cause.level != _LOST:
-            text = own_text if cause.node == self._node else self._text_of(cause.node)
-        is_lost = self._loss is not None or self._is_incomplete
-        may_retry = cause is not None and not self._is_incomplete and all(report.may_retry for report in reports)
-        return Verdict(cause, text, is_lost, may_retry)
-
-    def _text_of(self, node: int) -> str:
-        """Returns another machine's report on its ranks; "" if the server cannot deliver it."""
+    def _loss(self) -> Cause | None:
+        """Returns the cause if a launcher is lost: the one that the server names, or node 0 if the server is lost."""
+        if not self._client.has_failed():
+            return None
+        node, why = 0, "the rendezvous server on node 0 is gone, or this machine has lost its network"
         try:
-            return self._client.get(f"text/{node}", timeout_seconds=_TEXT_SECONDS).decode(errors="replace")
-        except GradsyncError:
-            return ""
+            self._client.check()
+        except RankFailed as error:
+            node, why = (0 if error.rank is None else error.rank), str(error)
+        except GradsyncError as error:
+            why = f"{why}: {error}"
+        return Cause(node, f"was lost at {time.strftime('%H:%M:%S')}: {why}", "", 1, is_lost=True)
+
+    def _send(self, cause: Cause) -> None:
+        """Sets the cause, unless another launcher was first; returns at once."""
+
+        def send() -> None:
+            with contextlib.suppress(GradsyncError):  # `_wait_for_cause` gets the same error, and handles it
+                self._client.set("cause", cause.to_bytes(), replace=False)
+
+        _run_in_thread(send)
 
     # The following methods run in threads.
 
-    def _listen(self) -> None:
-        """Waits until a launcher reports that its ranks fail, or until a launcher is lost."""
+    def _wait_for_cause(self) -> None:
+        """Waits until a launcher reports a cause, or until a launcher is lost."""
         try:
-            data = self._client.get("first", timeout_seconds=_NO_LIMIT_SECONDS)
-            self._first = decode(NodeReport, data, "the report of another launcher")
+            data = self._client.get("cause", timeout_seconds=_NO_LIMIT_SECONDS)
+            self._cause = decode(Cause, data, "the report of another launcher")
         except CommunicatorClosed:
             return
-        except GradsyncError as error:
-            if self._client.has_failed():  # otherwise the other launchers have finished and left
-                self._lose(error)
-            return
-        if self._first.node != self._node:
-            self._signals.put(FAILED_ELSEWHERE)
-
-    def _report_first(self, report: NodeReport) -> None:
-        """Reports that this machine's ranks fail, unless another launcher was first: one report ends all ranks."""
-        with contextlib.suppress(GradsyncError):  # the thread of `_listen` gets the same error, and handles it
-            self._client.set("first", encode(report), replace=False)
-
-    def _exchange_reports(self, report: NodeReport, text: str) -> None:
-        """Sends this machine's report and its text to the other launchers, and waits for their reports."""
-        waited_seconds = 0.0  # how long this thread has waited since the first failure
-        try:
-            if report.level is not None:
-                self._report_first(NodeReport(self._node))
-            self._client.set(f"text/{self._node}", _clipped(text))
-            while not self._reports and not self._is_incomplete:
-                try:
-                    reports = self._client.exchange("reports", encode(report), timeout_seconds=_CHECK_SECONDS)
-                    self._reports = [decode(NodeReport, data, "the report of another launcher") for data in reports]
-                except RendezvousTimeout as error:
-                    waited_seconds += 0.0 if self._first is None else _CHECK_SECONDS
-                    if waited_seconds >= _REPORTS_SECONDS:
-                        self._stop_waiting(error.missing_ranks)
-        except CommunicatorClosed:
-            return
-        except GradsyncError as error:
-            self._lose(error)
-        self._has_gathered = True
-        self._signals.put(FAILED_ELSEWHERE)  # to end the poll of `gather`
-
-    def _stop_waiting(self, missing: tuple[int, ...]) -> None:
-        """Stops waiting for missing reports: a launcher may be paused (SIGSTOP), or its terminal may be blocked."""
-        silent = self._nodes[missing[0] if missing else 0]
-        self._notices.print(
-            f"gradsync: {silent.name} has sent no report about its ranks for {_REPORTS_SECONDS:g} s after a failure; "
-            "this launcher no longer waits for the report"
-        )
-        self._is_incomplete = True
-
-    def _lose(self, error: GradsyncError) -> None:
-        """Records that a launcher is lost: the one that the server names, or node 0 if the server itself is lost."""
-        if self._loss is None:
-            node, why = 0, f"the rendezvous server on node 0 is gone, or this machine has lost its network: {error}"
-            if isinstance(error, RankFailed) and error.rank is not None:
-                node, why = error.rank, str(error)
-            self._loss = loss_report(node, f"was lost at {time.strftime('%H:%M:%S')}: {why}")
+        except GradsyncError:
+            self._cause = self._loss()  # None if the other launchers have finished and left
         self._signals.put(FAILED_ELSEWHERE)
+
+    def _wait_for_ends(self, outcome: Outcome) -> None:
+        """Reports to the other launchers that the ranks of this machine have ended, and waits for their reports."""
+        failed = outcome.exit_code != 0
+        with contextlib.suppress(GradsyncError):  # `_wait_for_cause` gets the same error, and handles it
+            if failed:  # before the report, so that a launcher that reads the report finds the cause
+                self._client.set("cause", cause_of(self._node, outcome).to_bytes(), replace=False)
+            if any(self._client.exchange("ended", b"failed" * failed, timeout_seconds=_NO_LIMIT_SECONDS)):
+                self._cause = decode(Cause, self._client.get("cause"), "the report of another launcher")
+        self._waits = False
+        self._signals.put(FAILED_ELSEWHERE)  # to end the poll of `finish`
 
 
 def _run_in_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="gradsync nodes", daemon=True).start()
-
-
-def _clipped(text: str) -> bytes:
-    """Returns the text as bytes; leaves out the beginning of a long text, because the cause comes last."""
-    data = text.encode(errors="backslashreplace")
-    if len(data) <= _MAX_TEXT_BYTES:
-        return data
-    return b"gradsync: (the beginning of this report is left out)\n" + data[-_MAX_TEXT_BYTES:].partition(b"\n")[2]

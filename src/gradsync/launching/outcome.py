@@ -1,4 +1,9 @@
-"""How a run ended: how each rank ended, which rank was the cause, and the report for the user."""
+"""How a run ended: how each rank ended, which rank was the cause, and the report for the user.
+
+A rank may have run out of memory. The kernel's out-of-memory killer sends SIGKILL, which other programs may send too.
+To distinguish the two, `OomWatch` reads the kernel's counts of processes that the killer has ended: for each control
+group (memory.events in version 2, memory.oom_control in version 1), and for the whole machine (/proc/vmstat).
+"""
 
 from __future__ import annotations
 
@@ -6,37 +11,45 @@ import os
 import re
 import signal
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradsync.errors import name_ranks, size_text
-from gradsync.launching.out_of_memory import kind_of_memory
-from gradsync.launching.rank_report import ErrorReport, ReturnValue
+from gradsync.launching.in_rank.result import ErrorReport, ReturnValue
+from gradsync.machine import memory_groups, numbered_line
 
 _LAST_LINES = 8
+_KILLED = "the kernel's out-of-memory killer ended it"
+_GPU_MEMORY = re.compile(
+    r"\bCUDA(?: error:)? out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
+    r"CU(?:BLAS|DNN|FFT|SPARSE|SOLVER|RAND)_(?:STATUS_)?ALLOC(?:ATION)?_FAILED"
+)
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
-_FAULTHANDLER_SAYS = "Fatal Python error"
 
 
-class RankOutcome(NamedTuple):
-    """How one rank ended.
+@dataclass(eq=False)
+class RankOutcome:
+    """How one rank ended, as far as the launcher knows.
 
     Attributes:
         rank: the number of the rank.
-        pid: the rank's process id.
-        exit_code: the rank's exit code; -n if signal n killed the rank; None if it could not be killed.
+        pid: the rank's process id, which is also the id of its session and process group; 0 until the rank has begun.
+        exit_code: the rank's exit code; -n if signal n killed the rank; 1, however its process ends after that, if the
+            rank has reported an error; None if the rank runs, or could not be killed.
         result: the return value, if the rank ran a function.
         error: the exception that ended the rank, if it reported one.
         order: the rank's position among the failures, in the order of their detection; None if it did not fail.
         was_asked_to_end: whether the rank failed only after the supervisor had asked it to end.
         memory_kill: the reason, in words, if the kernel's out-of-memory killer ended the rank; else None.
         was_paused: whether a signal such as SIGSTOP had paused the rank when the first rank failed.
-        peak_bytes: the rank's peak memory, in bytes.
+        peak_bytes: the peak memory in bytes of the rank, or of one of its child processes if that is larger; 0 until
+            the rank has ended.
         last_lines: the last lines of the rank's output, if the launcher shows the output.
     """
 
     rank: int
-    pid: int
-    exit_code: int | None
+    pid: int = 0
+    exit_code: int | None = None
     result: ReturnValue | None = None
     error: ErrorReport | None = None
     order: int | None = None
@@ -157,7 +170,7 @@ def distance_from_cause(rank: RankOutcome) -> tuple[int, int]:
 
 
 def failure_text(outcome: Outcome) -> str:
-    """Returns the report of a failed run: one line per error of other ranks, then the cause with its traceback.
+    """Returns the report of a failed run: lines about the other ranks, then the cause with its traceback.
 
     Returns:
         The report; "" if no rank failed, or if the ranks ended only because the launcher received a signal.
@@ -167,26 +180,51 @@ def failure_text(outcome: Outcome) -> str:
         return ""
     alike = outcome.failed_alike
     others = [rank for rank in outcome.ranks if rank not in alike]
-    hanging = [f"gradsync: {rank.describe()}\n" for rank in others if rank.exit_code is None]
     if outcome.signal_number is not None and root.was_asked_to_end and root.exit_code is not None:
-        return "".join(hanging)  # the ranks ended because the launcher asked them to
-    lines = [f"gradsync: {line}\n" for line in _also_failed(others)] + hanging
-    lines += [
-        f"gradsync: rank {rank.rank} (pid {rank.pid}) ended with exit code 0 before this failure\n"
-        for rank in others
-        if rank.exit_code == 0 and rank.rank in _missed_ranks(outcome)
-    ]
-    lines += [
-        f"gradsync: rank {rank.rank} (pid {rank.pid}) was paused by a signal (SIGSTOP?)\n"
-        for rank in others
-        if rank.was_paused
-    ]
+        return "".join(_hanging(others))  # the ranks ended because the launcher asked them to
+    missed = {rank.error.missed_rank for rank in outcome.ranks if rank.error is not None}
+    lines = [lines_on_others(others)]
+    for rank in others:
+        name = f"gradsync: rank {rank.rank} (pid {rank.pid})"
+        if rank.exit_code == 0 and rank.rank in missed:
+            lines.append(f"{name} ended with exit code 0 before this failure\n")
+        if rank.was_paused:
+            lines.append(f"{name} was paused by a signal (SIGSTOP?)\n")
+    return "".join(lines) + cause_text(outcome)
+
+
+def cause_text(outcome: Outcome) -> str:
+    """Returns the last part of the report of a failed run: the cause, and its traceback; "" if no rank failed."""
+    root = outcome.root_cause
+    if root is None:
+        return ""
     text = root.error.text if root.error else ""
-    if len(outcome.ranks) > 1:  # a single rank's output is right above the report
-        missed = root.error.missed_rank if root.error is not None and root.error.is_consequence else None
-        lines += _last_output(next((rank for rank in outcome.ranks if rank.rank == missed), root))
-    lines.append(f"gradsync: {outcome.describe_cause()}{':' if text else ''}\n{text}")
-    return "".join(lines)
+    missed = root.error.missed_rank if root.error is not None and root.error.is_consequence else None
+    shown = next((rank for rank in outcome.ranks if rank.rank == missed), root)
+    lines = [f"    {line}\n" for line in shown.last_lines[-_LAST_LINES:]]
+    # The last output of a single rank is right above the report; other ranks may have printed many lines after theirs.
+    if len(outcome.ranks) > 1 and lines:
+        lines.insert(0, f"gradsync: the last output of rank {shown.rank}:\n")
+    else:
+        lines = []
+    return "".join(lines) + f"gradsync: {outcome.describe_cause()}{':' if text else ''}\n{text}"
+
+
+def lines_on_others(ranks: Iterable[RankOutcome]) -> str:
+    """Returns lines about failed ranks, without tracebacks: one for each different error, and for each hanging rank."""
+    by_text: dict[str, list[RankOutcome]] = {}
+    for rank in ranks:
+        if rank.error is not None:
+            by_text.setdefault(_error_text(rank, rank.error), []).append(rank)
+    lines = [
+        f"gradsync: {name_ranks([rank.rank for rank in group])} also failed: {text}\n"
+        for text, group in by_text.items()
+    ]
+    return "".join(lines + _hanging(ranks))
+
+
+def _hanging(ranks: Iterable[RankOutcome]) -> list[str]:
+    return [f"gradsync: {rank.describe()}\n" for rank in ranks if rank.exit_code is None]
 
 
 def _raised_the_same(rank: RankOutcome, root: RankOutcome) -> bool:
@@ -200,25 +238,11 @@ def _error_text(rank: RankOutcome, error: ErrorReport) -> str:
     return re.sub(rf"\brank {rank.rank}/\d+: ", "", error.summary, count=1).rstrip(": ")
 
 
-def lines_on_others(outcome: Outcome) -> str:
-    """Returns lines about this machine's failed ranks, without tracebacks; the cause is on another machine."""
-    hanging = [f"gradsync: {rank.describe()}\n" for rank in outcome.ranks if rank.exit_code is None]
-    return "".join([f"gradsync: {line}\n" for line in _also_failed(outcome.ranks)] + hanging)
-
-
-def _last_output(rank: RankOutcome) -> list[str]:
-    """Returns a rank's last lines of output, for the report: other ranks may have printed many lines after them."""
-    if not rank.last_lines:
-        return []
-    shown = [f"    {line}\n" for line in rank.last_lines[-_LAST_LINES:]]
-    return [f"gradsync: the last output of rank {rank.rank}:\n", *shown]
-
-
 def _how_to_see_where(rank: RankOutcome) -> str:
-    """Returns advice to see the Python stack of a crash in native code; "" if faulthandler has printed the stack."""
+    """Returns advice to see the Python stack of a crash in native code; "" if Python prints it already."""
     is_fault = rank.exit_code is not None and -rank.exit_code in _FAULTS
-    was_shown = any(_FAULTHANDLER_SAYS in line for line in rank.last_lines)
-    return "; with PYTHONFAULTHANDLER=1 Python prints the stack at the crash" if is_fault and not was_shown else ""
+    has_handler = bool(os.environ.get("PYTHONFAULTHANDLER"))
+    return "; with PYTHONFAULTHANDLER=1 Python prints the stack at the crash" if is_fault and not has_handler else ""
 
 
 def _because_of(rank: RankOutcome) -> str:
@@ -228,31 +252,58 @@ def _because_of(rank: RankOutcome) -> str:
     return f", because of rank {rank.error.missed_rank}"
 
 
-def _also_failed(ranks: Iterable[RankOutcome]) -> list[str]:
-    """Returns a line for each different error, with the ranks that raised this error."""
-    by_text: dict[str, list[RankOutcome]] = {}
-    for rank in ranks:
-        if rank.error is not None:
-            by_text.setdefault(_error_text(rank, rank.error), []).append(rank)
-    return [
-        f"rank{'s' * several} {_ranges(rank.rank for rank in group)} "
-        f"(pid{'s' * several} {_ranges(rank.pid for rank in group)}) also failed: {text}"
-        for text, group in by_text.items()
-        for several in [len(group) > 1]
-    ]
+class OomWatch:
+    """Counts the processes that the kernel's out-of-memory killer has ended since this object was made.
+
+    Args:
+        proc: the directory where the proc file system is mounted.
+    """
+
+    def __init__(self, proc: str = "/proc") -> None:
+        self._vmstat = f"{proc}/vmstat"
+        self._groups = memory_groups(proc)
+        self._killed_before = self._killed()
+        self._hits_before = [group.limit_hits() or 0 for group in self._groups]
+
+    def kills(self) -> int:
+        """Returns how many processes the killer has ended in this process's control group; 0 if this cannot be read.
+
+        If this process is in no control group, returns the number for the whole machine. The numbers of parent control
+        groups are not used, because they include processes of other programs.
+        """
+        return max(0, self._killed() - self._killed_before)
+
+    def describe(self) -> str:
+        """Returns the words that follow "rank 1 was killed by SIGKILL: "; "" if the killer has ended no process."""
+        if self.kills() == 0:
+            return ""
+        if not self._groups:
+            return "perhaps the kernel's out-of-memory killer, which ended a process on this machine during the run"
+        # The innermost group that has reached its limit needs more memory.
+        for group, before in zip(self._groups, self._hits_before, strict=True):
+            limit = group.limit()
+            if limit is not None and (group.limit_hits() or 0) > before:
+                return f"{_KILLED} (memory limit of the control group: {size_text(limit)})"
+        return f"{_KILLED} (the machine was out of memory)"
+
+    def _killed(self) -> int:
+        return (self._groups[0].kills() if self._groups else numbered_line(self._vmstat, "oom_kill")) or 0
 
 
-def _missed_ranks(outcome: Outcome) -> set[int | None]:
-    """Returns the ranks whose absence made others fail."""
-    return {rank.error.missed_rank for rank in outcome.ranks if rank.error is not None}
+def kind_of_memory(summary: str) -> str | None:
+    """Returns the kind of memory that ran out, according to an exception.
 
+    Args:
+        summary: the last line of the exception's traceback: its type, with or without the module, and its message.
 
-def _ranges(numbers: Iterable[int]) -> str:
-    """Returns numbers as text with ranges, such as "0, 2-15"."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    Returns:
+        "host memory", "GPU memory", or None if the exception does not mean lack of memory.
+    """
+    type_name, _, message = summary.partition(": ")
+    name = type_name.strip().rpartition(".")[2]
+    # CuPy and PyTorch have this type; the CUDA libraries raise a RuntimeError or an error of their own.
+    if name == "OutOfMemoryError" or _GPU_MEMORY.search(summary):
+        return "GPU memory"
+    if name in ("MemoryError", "_ArrayMemoryError") or (name == "OSError" and message.startswith("[Errno 12]")):
+        return "host memory"
+    return None

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
-from gradsync.launching.in_rank.result import REPORT
+from gradsync.launching.in_rank.result import REPORT, ErrorReport, read_report
 from gradsync.launching.job import Target
-from gradsync.launching.rank_report import ErrorReport, ReturnValue, read_report
+from gradsync.launching.outcome import RankOutcome
 from gradsync.launching.signals import kept_in_fork, no_other_fork, own_descriptors
 from gradsync.machine import read_stat
 
@@ -59,38 +59,28 @@ def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> int:
 class RankProcess:
     """The process of a rank, as the launcher controls it.
 
+    Args:
+        rank: the number of the rank.
+
     Attributes:
         rank: the number of the rank.
-        local_rank: the rank's index among the ranks that this launcher has started.
-        pid: the rank's process id, which is also the id of its session and process group; 0 until the guard has
-            reported it.
+        outcome: the rank's process id, report and exit code, once they are known.
         status: the descriptor of the guard's status pipe. The pipe closes when the rank and all its processes have
             ended.
         sentinel: a descriptor that is readable when the guard has ended, even if another process holds the status pipe
             open; -1 if the kernel cannot make one.
         report: the descriptor of the report pipe.
-        result: the return value, once it has arrived.
-        error: the exception that ended the rank, once it has arrived.
-        exit_code: the exit code, once the rank has ended; -n if signal n killed the rank; None if the rank runs, or
-            could not be killed.
-        peak_bytes: the peak memory in bytes of the rank, or of one of its child processes if that is larger; 0 until
-            the rank has ended.
         sent_kill: whether the launcher has sent SIGKILL to the rank.
-        memory_kill: the reason, in words, if the kernel's out-of-memory killer ended the rank; else None.
     """
 
-    def __init__(self, rank: int, local_rank: int) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.local_rank = local_rank
-        self.pid = 0
-        self.result: ReturnValue | None = None
-        self.error: ErrorReport | None = None
-        self.exit_code: int | None = None
-        self.peak_bytes = 0
+        self.outcome = RankOutcome(rank)
         self.sent_kill = False
-        self.memory_kill: str | None = None
+        self._has_ended = False
         self.status = self.report = self.sentinel = self._command = self._result_file = -1
-        self._guard: StartedProcess | None = None
+        self._guard_pid = 0
+        self._reap_guard: Callable[[], int] = lambda: 0
         self._command_lock = threading.Lock()  # another thread may signal a rank while this one closes its pipes
 
     @no_other_fork()
@@ -110,12 +100,12 @@ class RankProcess:
             try:
                 descriptors = self._open(theirs)
                 start = RankStart(self.rank, target, record, environ, descriptors, streams)
-                self._guard = _fork(start) if method == "fork" else _spawn(start)
+                self._guard_pid, self._reap_guard = _fork(start) if method == "fork" else _spawn(start)
             except BaseException:
                 self._close()
                 raise
         with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
-            self.sentinel = os.pidfd_open(self._guard.pid)
+            self.sentinel = os.pidfd_open(self._guard_pid)
             own_descriptors.add(self.sentinel)
 
     def _open(self, theirs: contextlib.ExitStack) -> GuardDescriptors:
@@ -141,7 +131,8 @@ class RankProcess:
 
     def read_report(self) -> bool:
         """Reads the report if it has arrived; returns True if it has not arrived, but may still arrive."""
-        if self.result is not None or self.error is not None:
+        outcome = self.outcome
+        if outcome.result is not None or outcome.error is not None:
             return False
         try:
             message = os.read(self.report, REPORT.size)  # such a short message arrives in one piece
@@ -150,9 +141,9 @@ class RankProcess:
         if message:
             report = read_report(message, self._result_file)
             if isinstance(report, ErrorReport):
-                self.error = report
+                outcome.error, outcome.exit_code = report, 1
             else:
-                self.result = report
+                outcome.result = report
                 own_descriptors.discard(self._result_file)
                 self._result_file = -1
         return False
@@ -166,10 +157,18 @@ class RankProcess:
         is_open = bool(data)
         while data:
             if data[:1] == STARTED_KIND:
-                (_, self.pid), data = STARTED.unpack_from(data), data[STARTED.size :]
+                (_, self.outcome.pid), data = STARTED.unpack_from(data), data[STARTED.size :]
             else:
-                (_, self.exit_code, self.peak_bytes), data = ENDED.unpack_from(data), data[ENDED.size :]
+                (_, code, self.outcome.peak_bytes), data = ENDED.unpack_from(data), data[ENDED.size :]
+                self._end(code)
         return is_open
+
+    def _end(self, code: int) -> None:
+        """Records the end of the rank, whose guard may still be ending the processes that the rank started."""
+        self._has_ended = True
+        self.read_report()
+        if self.outcome.error is None:
+            self.outcome.exit_code = code
 
     @property
     def is_reaped(self) -> bool:
@@ -189,26 +188,25 @@ class RankProcess:
 
     def is_paused(self) -> bool:
         """Whether a signal such as SIGSTOP has paused the rank, so that it reports nothing until it is continued."""
-        found = read_stat(self.pid)
+        found = read_stat(self.outcome.pid)
         return found is not None and found.state == "T"
 
     def reap(self) -> None:
         """Handles the end of a rank. Its status pipe has closed, which means that no process of the rank is left."""
-        self.read_report()
-        code = 0 if self._guard is None else self._guard.reap()
-        if self.exit_code is None and code != GAVE_UP:
+        code = self._reap_guard()
+        if not self._has_ended and code != GAVE_UP:
             # The guard never began, or somebody killed the guard and the rank died with it.
-            self.exit_code = code or -signal.SIGKILL
-            if self.pid:
+            self._end(code or -signal.SIGKILL)
+            if self.outcome.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.pid, signal.SIGKILL)
+                    os.killpg(self.outcome.pid, signal.SIGKILL)
         self._close()
 
     def abandon(self) -> None:
         """Abandons a rank that could not be killed: kills its guard, so that the kernel kills the rank when it can."""
-        if self._guard is not None:
+        if self._guard_pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self._guard.pid, signal.SIGKILL)  # the guard is not reaped, so it keeps its id
+                os.kill(self._guard_pid, signal.SIGKILL)  # the guard is not reaped, so it keeps its id
         self._close()
 
     def _close(self) -> None:
@@ -244,19 +242,8 @@ class RankStart(NamedTuple):
     streams: tuple[int, ...]
 
 
-class StartedProcess(NamedTuple):
-    """A started process, which becomes a rank's guard.
-
-    Attributes:
-        pid: the process id.
-        reap: a function that waits for the end of the process and returns its exit code.
-    """
-
-    pid: int
-    reap: Callable[[], int]
-
-
-def _spawn(start: RankStart) -> StartedProcess:
+def _spawn(start: RankStart) -> tuple[int, Callable[[], int]]:
+    """Starts a fresh interpreter; returns its process id, and a function that waits for its exit code."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     numbers = ",".join(map(str, (start.rank, os.getpid(), start.record, *start.descriptors)))
     standard_input, output, error = start.streams
@@ -275,10 +262,11 @@ def _spawn(start: RankStart) -> StartedProcess:
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return StartedProcess(process.pid, process.wait)
+    return process.pid, process.wait
 
 
-def _fork(start: RankStart) -> StartedProcess:
+def _fork(start: RankStart) -> tuple[int, Callable[[], int]]:
+    """Forks this process; returns the child's process id, and a function that waits for its exit code."""
     launcher_pid = os.getpid()
     for stream in (sys.stdout, sys.stderr):  # otherwise each rank would write its copy of the buffered output
         with contextlib.suppress(Exception):
@@ -294,7 +282,7 @@ def _fork(start: RankStart) -> StartedProcess:
                 os._exit(70)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return StartedProcess(pid, lambda: _reap_child(pid))
+    return pid, lambda: _reap_child(pid)
 
 
 def _reap_child(pid: int) -> int:

@@ -308,7 +308,7 @@ class MultiprocessContext:
 
     def _update_process(self, rank: RankProcess) -> None:
         if self.processes:  # the list is empty if a start failed
-            self.processes[rank.local_rank].update()
+            self.processes[rank.rank].update()
 
     def _interrupt(self) -> None:
         """Ends the ranks as a Ctrl-C would, and waits for their end."""
@@ -447,15 +447,14 @@ class SpawnedProcess:
     def pid(self) -> int | None:
         """The process id, after waiting until the process has begun; None if it never began."""
         self._begun.wait()
-        return self._rank.pid or None
+        return self._rank.outcome.pid or None
 
     @property
     def exitcode(self) -> int | None:
         """The exit code; -n if signal n killed the process; None if the process still runs or cannot be killed."""
         if not self._ended.is_set:
             return None
-        # As in RankFailed, a rank that has reported an exception has exit code 1.
-        return self._rank.exit_code if self._rank.error is None else 1
+        return self._rank.outcome.exit_code
 
     def is_alive(self) -> bool:
         """Whether the process, or a process that it has started, still runs."""
@@ -479,12 +478,13 @@ class SpawnedProcess:
 
     def update(self) -> None:
         """Puts the rank's new reports into the queues. Only the thread that watches the rank calls this method."""
-        if self._rank.pid:
+        outcome = self._rank.outcome
+        if outcome.pid:
             self._begun.set()
-        if self._rank.result is not None:
-            self.return_queue.put(self._rank.result)
-        if self._rank.error is not None:
-            self.error_queue.put(self._rank.error.text)
+        if outcome.result is not None:
+            self.return_queue.put(outcome.result)
+        if outcome.error is not None:
+            self.error_queue.put(outcome.error.text)
         if self._rank.is_reaped:
             self.end()
 

@@ -22,8 +22,7 @@ from gradsync.errors import BackendUnavailable
 from gradsync.launching.free_port import reserved_port
 from gradsync.launching.hosting import own_endpoint
 from gradsync.launching.job import Job
-from gradsync.launching.out_of_memory import OomWatch
-from gradsync.launching.outcome import Outcome, RankOutcome, failure_text
+from gradsync.launching.outcome import OomWatch, Outcome, failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices
 from gradsync.launching.rank_environment import log_added_variables, rank_environment
 from gradsync.launching.rank_process import RankProcess, start_record
@@ -98,8 +97,8 @@ class Supervisor:
         server: the connection to a server that the launchers of several machines share. The supervisor reports the
             start and end of each rank to this server; by default to the server that this process hosts.
         on_change: a function that `finish` calls with a rank when this rank has begun, reported or ended.
-        on_ending: a function that is called, in the caller's thread, before the launcher first asks the ranks to end.
-            If a failure leaves no rank to ask, the function is called when all ranks have ended.
+        on_ending: a function that is called with the outcome so far, in the caller's thread, before the launcher first
+            asks the ranks to end. If a failure leaves no rank to ask, the function is called when all ranks have ended.
 
     Attributes:
         ranks: the rank processes of the last start.
@@ -114,7 +113,7 @@ class Supervisor:
         notices: Notices | None = None,
         server: RendezvousClient | None = None,
         on_change: Callable[[RankProcess], None] | None = None,
-        on_ending: Callable[[], None] | None = None,
+        on_ending: Callable[[Outcome], None] | None = None,
     ) -> None:
         self._job = job
         self._signals = signals
@@ -132,9 +131,7 @@ class Supervisor:
         self.ranks: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
         self._named_to_server: set[int] = set()  # ranks whose start the server knows
-        # rank -> (position among the failures, whether the ranks had been asked to end)
-        self._failures: dict[int, tuple[int, bool]] = {}
-        self._paused: set[int] = set()  # ranks that were paused (SIGSTOP) when another rank failed
+        self._n_failures = 0
         self._signal_number: int | None = None  # the signal that ends the job, once one has come
         self._has_failed_elsewhere = False
         self._steps: list[_Step] = []
@@ -185,7 +182,7 @@ class Supervisor:
         ranks_before_server = job.n_ranks if job.start_method == "fork" else min(job.n_ranks, _RANKS_BEFORE_SERVER)
         with _start_record(job, endpoint, shows_lines=self._output is not None) as record:
             for local_rank, environ in enumerate(environs):
-                rank = RankProcess(job.rank_start + local_rank, local_rank)
+                rank = RankProcess(job.rank_start + local_rank)
                 try:
                     self._start_rank(rank, record, environ)
                 except OSError as error:
@@ -218,11 +215,21 @@ class Supervisor:
     def finish_start(self) -> Outcome:
         """Waits until the ranks of this start have ended; for a caller that restarts ranks by itself."""
         self._wait_for_ends()
-        if self._failures and not self._asked_to_end and self._on_ending is not None:  # no rank was left to end
-            self._on_ending()
-        outcome = self._with_last_output(Outcome(tuple(map(self._outcome_of, self.ranks)), self._signal_number))
+        if self._n_failures and not self._asked_to_end and self._on_ending is not None:  # no rank was left to end
+            self._on_ending(self._outcome())
+        self._show_last_output()
+        outcome = self._outcome()
+        self._output = None
         self._stack.close()
         return outcome
+
+    def _outcome(self) -> Outcome:
+        """Returns how the ranks have ended so far."""
+        outcomes = tuple(rank.outcome for rank in self.ranks)
+        if self._output is not None:
+            for outcome in outcomes:
+                outcome.last_lines = tuple(self._output.tail(outcome.rank))
+        return Outcome(outcomes, self._signal_number)
 
     # -- Starting ------------------------------------------------------------------------------------------------
 
@@ -298,22 +305,22 @@ class Supervisor:
     def _handle_event(self, rank: RankProcess, descriptor: int) -> None:
         if descriptor in (rank.status, rank.sentinel):
             is_open = rank.read_status() and descriptor == rank.status
-            if rank.exit_code is not None or not is_open:
+            if rank.outcome.exit_code is not None or not is_open:
                 self._handle_end(rank)
             if not is_open:
                 self._reap(rank)
             return
         if not rank.read_report():
             self._selector.unregister(descriptor)
-        if rank.error is not None:  # recorded at once, because threads of the rank may keep its process alive
+        if rank.outcome.error is not None:  # recorded at once, because threads of the rank may keep its process alive
             self._record_failure(rank)
 
     def _handle_end(self, rank: RankProcess) -> None:
         """Handles the end of a rank; its guard may still be ending the processes that the rank started."""
-        rank.read_report()
-        if rank.exit_code == -signal.SIGKILL and not rank.sent_kill and rank.memory_kill is None:
-            rank.memory_kill = self._memory.describe() if self._memory.kills() else None
-        if rank.exit_code != 0 or rank.error is not None:
+        outcome = rank.outcome
+        if outcome.exit_code == -signal.SIGKILL and not rank.sent_kill and outcome.memory_kill is None:
+            outcome.memory_kill = self._memory.describe() if self._memory.kills() else None
+        if outcome.exit_code != 0:
             self._record_failure(rank)
 
     def _reap(self, rank: RankProcess) -> None:
@@ -322,69 +329,50 @@ class Supervisor:
                 self._selector.unregister(descriptor)
         del self._running[rank.rank]
         rank.reap()
-        if rank.exit_code != 0 or rank.error is not None:
+        if rank.outcome.exit_code != 0:
             self._record_failure(rank)
         if self._running and self._running.keys() <= self._silent_ranks():
             self._end_after(0.0)
 
     def _report_change(self, rank: RankProcess) -> None:
         """Reports the start or end of a rank to `on_change`, and to the server for ranks that wait for this rank."""
+        outcome = rank.outcome
         if self._server is not None:
-            if rank.pid and rank.rank not in self._named_to_server:
+            if outcome.pid and rank.rank not in self._named_to_server:
                 self._named_to_server.add(rank.rank)
-                self._server.note_start(rank.rank, rank.pid)
-            is_unsendable = rank.error is not None and rank.error.is_unsendable
-            if rank.exit_code == 0 or (rank.exit_code is not None and is_unsendable):  # other failures end all ranks
-                self._server.note_end(rank.rank, f"ended with exit code {rank.exit_code}")
+                self._server.note_start(rank.rank, outcome.pid)
+            if outcome.exit_code == 0 or outcome.is_unsendable:  # other failures end all ranks
+                self._server.note_end(rank.rank, f"ended with exit code {outcome.exit_code}")
         if self._on_change is not None:
             self._on_change(rank)
 
     def _record_failure(self, rank: RankProcess) -> None:
         """Records a failure, and plans to end the other ranks."""
-        if rank.rank in self._failures:
+        outcome = rank.outcome
+        if outcome.order is not None:
             return
-        self._failures[rank.rank] = (len(self._failures), self._asked_to_end)
+        outcome.order, outcome.was_asked_to_end = self._n_failures, self._asked_to_end
+        self._n_failures += 1
         if not self._asked_to_end:
-            self._paused.update(other.rank for other in self._running.values() if other.is_paused())
-        if rank.error is not None and rank.error.is_unsendable:
-            return  # the other ranks may finish their work
-        self._end_after(self._settle_seconds(rank))
+            for other in self._running.values():
+                other.outcome.was_paused = other.outcome.was_paused or other.is_paused()
+        if not outcome.is_unsendable:  # after an unsendable result the other ranks may finish their work
+            self._end_after(self._settle_seconds(rank))
 
-    def _outcome_of(self, rank: RankProcess) -> RankOutcome:
-        order, was_asked_to_end = self._failures.get(rank.rank, (None, False))
-        return RankOutcome(
-            rank=rank.rank,
-            pid=rank.pid,
-            # A rank that reported an error has exit code 1, however its process ended after that.
-            exit_code=rank.exit_code if rank.error is None else 1,
-            result=rank.result,
-            error=rank.error,
-            order=order,
-            was_asked_to_end=was_asked_to_end,
-            memory_kill=rank.memory_kill,
-            was_paused=rank.rank in self._paused,
-            peak_bytes=rank.peak_bytes,
-        )
-
-    def _with_last_output(self, outcome: Outcome) -> Outcome:
-        """Shows the rest of the ranks' output, and adds its last lines to the outcome."""
-        output, self._output = self._output, None
-        if output is None:
-            return outcome
+    def _show_last_output(self) -> None:
+        """Shows the rest of the ranks' output."""
+        if self._output is None:
+            return
         # Wait for a slow reader of the output, but only until a signal comes.
-        while outcome.signal_number is None and not output.drain(_CHECK_SIGNALS_SECONDS):
-            if self._is_asked_to_end():
-                outcome = outcome._replace(signal_number=self._signal_number)
-        output.close(_LAST_OUTPUT_SECONDS)
-        last_lines = (tuple(output.tail(rank.rank)) for rank in outcome.ranks)
-        ranks = (rank._replace(last_lines=lines) for rank, lines in zip(outcome.ranks, last_lines, strict=True))
-        return outcome._replace(ranks=tuple(ranks))
+        while self._signal_number is None and not self._output.drain(_CHECK_SIGNALS_SECONDS):
+            self._is_asked_to_end()
+        self._output.close(_LAST_OUTPUT_SECONDS)
 
     # -- Ending the ranks --------------------------------------------------------------------------------------------
 
     def _settle_seconds(self, rank: RankProcess) -> float:
         """Returns how long to wait for other ranks to end by themselves, or to report the cause of this failure."""
-        error = rank.error
+        error = rank.outcome.error
         if error is None or not error.is_consequence:
             return _SETTLE_SECONDS
         if error.is_timeout:
@@ -395,8 +383,8 @@ class Supervisor:
 
     def _silent_ranks(self) -> set[int | None]:
         """Returns the silent ranks: other ranks timed out waiting for them. A silent rank will report no error."""
-        errors = [rank.error for rank in self.ranks if rank.error is not None]
-        return {error.missed_rank for error in errors if error.is_timeout}
+        errors = [rank.outcome.error for rank in self.ranks]
+        return {error.missed_rank for error in errors if error is not None and error.is_timeout}
 
     def _handle_signal(self, number: int) -> None:
         """Forwards the first signal to the ranks; a later Ctrl-C kills them, and other later signals do nothing."""
@@ -456,7 +444,7 @@ class Supervisor:
             self._gave_up = True
             return
         if not self._asked_to_end and self._on_ending is not None:
-            self._on_ending()
+            self._on_ending(self._outcome())
         were_asked, self._asked_to_end = self._asked_to_end, True
         if number == signal.SIGKILL:
             why = ", which did not end when asked" if were_asked else ""

@@ -9,8 +9,8 @@ from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
 from gradsync.communicators.agreement import Description, Item
 from gradsync.diagnostics.dump import FORMAT
-from gradsync.launching.in_rank.result import ERROR, REPORT
-from gradsync.launching.nodes import NodeReport, encode
+from gradsync.launching.in_rank.result import ERROR, REPORT, ErrorReport, to_json
+from gradsync.launching.nodes import Cause
 from gradsync.rendezvous.frames import FrameType
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerHandshake
 from gradsync.rendezvous.wire import Frame, FrameReader, Session, pack_frame
@@ -25,10 +25,9 @@ def seeds() -> dict[str, list[bytes]]:
     bodies = [bytes([kind]) + msgpack.packb(fields) for kind, *fields in _samples()]
     script = [[rank, 0, rank, RANKS, 0, "m", "h", 7, None, 0, None] for rank in range(RANKS)]
     script += [[0, REQUESTS.index(kind), *fields] for kind, *fields in _samples() if kind in REQUESTS]
-    record = {"node": 1, "host": "h", "address": "10.0.0.1", "interface": "eth0", "n_ranks": 2}
+    record = {"node": 1, "host": "h", "address": "10.0.0.1", "n_ranks": 2}
     record |= {"n_gpus": 0, "restart": 0, "max_restarts": 0, "master_port": 4000, "start": "00ff"}
-    error = {"text": "Traceback", "summary": "ValueError", "is_consequence": False, "missed_rank": None}
-    told = json.dumps(error).encode()
+    told = to_json(ErrorReport("Traceback", "ValueError", is_consequence=False))
     return {
         "frames": [b"\x00" + hello, b"\xff" + client.seal(FrameType.LEAVE, "", None, 0), b"\x03" + hello[:30]],
         "sealed_bodies": bodies,
@@ -37,8 +36,7 @@ def seeds() -> dict[str, list[bytes]]:
         "client_handshake": [challenge[:-32] + bytes(32), hello],
         "server_core": [b"".join(msgpack.packb(step) for step in script)],
         "node_words": [
-            encode(NodeReport(1, 0, "failed")),
-            encode(NodeReport(1)),
+            Cause(1, "failed", "Traceback", 1).to_bytes(),
             json.dumps(record).encode(),
         ],
         "report_pipe": [REPORT.pack(ERROR, 0, len(told)) + told, b"R" + bytes(16), b"R" + b"\xff" * 16],

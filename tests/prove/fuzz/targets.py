@@ -26,10 +26,9 @@ from gradsync.diagnostics.dump import read_dumps
 from gradsync.diagnostics.report import report
 from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
-from gradsync.launching.in_rank.result import REPORT
-from gradsync.launching.nodes import NodeRecord, NodeReport, decode
+from gradsync.launching.in_rank.result import REPORT, ErrorReport, read_report
+from gradsync.launching.nodes import Cause, NodeRecord, decode
 from gradsync.launching.rank_environment import parse_gpus
-from gradsync.launching.rank_report import ErrorReport, read_report
 from gradsync.rendezvous.frames import (
     SCHEMAS,
     Close,
@@ -177,7 +176,7 @@ def message_fields(data: bytes) -> None:
 
 def node_words(data: bytes) -> None:
     """What one launcher tells another."""
-    for read in (lambda told: decode(NodeReport, told, "a report"), lambda told: NodeRecord.from_bytes(1, told)):
+    for read in (lambda told: decode(Cause, told, "a report"), lambda told: NodeRecord.from_bytes(1, told)):
         with contextlib.suppress(RendezvousError):
             read(data)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gradsync.launching.in_rank.guard import GuardDescriptors, start_guard
-from gradsync.launching.in_rank.result import UnsendableResult, send_error, send_result
+from gradsync.launching.in_rank.result import ErrorReport, UnsendableResult, send_error, send_result
 
 if TYPE_CHECKING:
     from traceback import StackSummary
@@ -297,7 +297,6 @@ def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unse
             frames between the interpreter and the user's code.
         is_unsendable: whether the function returned, and only its result could not be sent.
     """
-    import json
     import traceback
 
     trace = error.__traceback__
@@ -310,18 +309,18 @@ def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unse
     text = "".join(shown.format())
     summary = traceback.format_exception_only(type(error), error)[-1].split("\n")[0]
     consequence = _consequence_in(error)
-    body = {
-        "text": text,
-        "summary": summary,
-        "is_consequence": consequence is not None,
-        "missed_rank": _missed_rank(consequence),
-        "is_unsendable": is_unsendable,
-        "is_timeout": isinstance(consequence, TimeoutError) or getattr(consequence, "was_silent", False),
-    }
+    report = ErrorReport(
+        text,
+        summary,
+        is_consequence=consequence is not None,
+        missed_rank=_missed_rank(consequence),
+        is_unsendable=is_unsendable,
+        is_timeout=isinstance(consequence, TimeoutError) or getattr(consequence, "was_silent", False),
+    )
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)  # the user's crash reporter still runs
     try:
-        send_error(descriptors.report, descriptors.result_file, json.dumps(body).encode())
+        send_error(descriptors.report, descriptors.result_file, report)
     except OSError:
         sys.stderr.write(text)  # the launcher cannot show the text
 
