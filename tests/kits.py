@@ -1,9 +1,12 @@
-"""What checks on ranks need: arrays by kit, the device at rest, an end together. Imported by ranks: no pytest here."""
+"""What checks on ranks need: arrays by kit, the device at rest, an end together, Ctrl-C. For ranks: no pytest here."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -60,3 +63,30 @@ def end_together(comm: Any, function: Callable[..., Any], *args: Any) -> Any:
         with contextlib.suppress(gs.GradsyncError):
             client.barrier("the end of the check", timeout_seconds=30.0)
     return result
+
+
+def interrupt(function: Callable[[], Any], number: int) -> bool:
+    """Calls a function, with Ctrl-C at the n-th place where Python looks for signals; returns whether it came there.
+
+    Python looks as a function of Python begins, and when one in C has returned.
+    """
+    count = 0
+
+    def strike(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_return", "c_exception")
+        if count == number:
+            signal.raise_signal(signal.SIGINT)
+
+    gc.disable()  # Python forgets what Ctrl-C raises in a destructor
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.setprofile(strike)
+    try:
+        function()
+    except (KeyboardInterrupt, gs.CollectiveTimeout, gs.RendezvousTimeout, gs.RankFailed):
+        pass
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGINT, previous)
+        gc.enable()
+    return count >= number

@@ -7,7 +7,6 @@ import pickle
 import pytest
 
 from gradsync import environment
-from gradsync.arguments import check_address
 from gradsync.environment import RankEnvironment, read_environment, variables_of_mpi
 from gradsync.errors import InvalidArgument
 
@@ -270,17 +269,6 @@ def test_defaults():
     found = read_environment({"RANK": "0", "WORLD_SIZE": "1"})
     assert (found.address, found.secret, found.hosted) == (None, None, False)
     assert (found.master_addr, found.master_port) == (None, None)
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "node0:65535", "[::1]:4000"])
-def test_addresses(address):
-    assert check_address(address) == address
-
-
-@pytest.mark.parametrize("address", ["", ":1", "node0:", "node0:0", "node0:65536", "node0:1x", "::1:4000", "[]:1"])
-def test_malformed_addresses(address):
-    with pytest.raises(InvalidArgument, match="address: an address needs the form host:port"):
-        check_address(address)
 
 
 def test_secret_leaves_the_environment_and_is_kept(monkeypatch):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,39 +13,11 @@ import numpy as np
 
 import gradsync as gs
 from contract import IS_EVERYWHERE, expect
-from gradsync.rendezvous.server import RendezvousServer
+from kits import interrupt
 from places import SHM
-from rendezvous.rendezvous_ranks import SECRET, connect_all
 
 WAIT = 0.002  # seconds for what does not come
 ENDS_WITHIN_SECONDS = 20.0  # milliseconds on an idle machine
-
-
-def interrupt(function: Callable[[], Any], number: int) -> bool:
-    """Calls a function, with Ctrl-C at the n-th place where Python looks for signals; returns whether it came there.
-
-    Python looks as a function of Python begins, and when one in C has returned.
-    """
-    count = 0
-
-    def strike(_frame: Any, event: str, _argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_return", "c_exception")
-        if count == number:
-            signal.raise_signal(signal.SIGINT)
-
-    gc.disable()  # Python forgets what Ctrl-C raises in a destructor
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.setprofile(strike)
-    try:
-        function()
-    except (KeyboardInterrupt, gs.CollectiveTimeout, gs.RendezvousTimeout):
-        pass
-    finally:
-        sys.setprofile(None)
-        signal.signal(signal.SIGINT, previous)
-        gc.enable()
-    return count >= number
 
 
 def ends(function: Callable[[], Any]) -> bool:
@@ -91,18 +61,6 @@ def test_at_any_call_of_a_collective() -> None:
 
 def test_at_any_call_of_a_wait_for_a_future() -> None:
     assert min(SHM.run(2, interrupt_each_call_of_a_wait)) > 10
-
-
-def test_at_any_call_of_a_wait_for_the_server() -> None:
-    number, struck = 0, True
-    while struck:
-        number += 1
-        with RendezvousServer(2, secret=SECRET) as server:
-            waiting, other = connect_all(server, 2)
-            struck = interrupt(lambda client=waiting: client.barrier(timeout_seconds=WAIT), number)
-            assert ends(waiting.close), f"call {number} of barrier() was interrupted"
-            assert ends(other.close)
-    assert number > 10
 
 
 def test_at_any_call_of_a_wait_for_spawned_ranks() -> None:

@@ -443,20 +443,6 @@ def test_a_stale_secret_on_the_same_address_is_replaced(tmp_path: Path) -> None:
     assert [out for out, _ in outputs] == ["shm 0 3.0\n", "shm 1 3.0\n"], outputs
 
 
-LOOK = """
-import os
-import gradsync as gs
-with gs.init_process_group(timeout_seconds=30) as comm:
-    comm.barrier()
-    print([name for name in os.listdir(os.environ["XDG_RUNTIME_DIR"]) if name.endswith(".secret")])
-"""
-
-
-def test_the_file_with_the_secret_is_gone_once_all_have_met(tmp_path: Path) -> None:
-    outputs = [p.communicate(timeout=60) for p in start_plain_ranks(tmp_path, 2, script=LOOK)]
-    assert [out for out, _ in outputs] == ["[]\n", "[]\n"], outputs
-
-
 def test_an_address_is_hosted_anew_after_another_one_has_failed() -> None:
     address = f"127.0.0.1:{gs.free_port()}"
     with gs.init_process_group("shm", rank=0, world_size=1, address=address):

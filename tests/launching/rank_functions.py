@@ -102,10 +102,6 @@ def return_unpicklable_on_rank_1():
     return threading.Lock() if os.environ["RANK"] == "1" else 0
 
 
-def return_bytes(size):
-    return bytes([int(os.environ["RANK"])]) * size
-
-
 def kill_rank_1():
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)

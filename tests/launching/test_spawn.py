@@ -262,12 +262,9 @@ def test_sigterm_while_spawn_waits(tmp_path):
         ((rank_functions.place, (), 0), {}, "spawn needs nprocs to be an integer of at least 1, got 0"),
         ((rank_functions.place, (), -2), {}, "got -2"),
         ((rank_functions.place, (), True), {}, "got True"),
-        ((rank_functions.place,), {"start_metod": "fork"}, "no option 'start_metod': did you mean start_method?"),
         ((rank_functions.place,), {"zzz": 1}, r"no option 'zzz' \(it has start_method, gpus, ips, backend"),
         ((rank_functions.place,), {"start_method": "thread"}, "the start method to be one of 'spawn', 'fork'"),
         ((rank_functions.place,), {"backend": "ucc"}, "spawn needs backend to be one of auto, .*, got 'ucc'"),
-        ((rank_functions.place, (), 2), {"gpus": "1"}, "gpus needs one GPU for each of 2 ranks, got 1"),
-        ((rank_functions.place, (), 1), {"ips": "127.0.0.1,192.0.2.7"}, "'192.0.2.7' in ips .* does not belong to it"),
         ((rank_functions.place, (), 1), {"ips": [""]}, "'' in ips .* does not belong to it"),
     ],
 )

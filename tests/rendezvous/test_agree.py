@@ -18,15 +18,6 @@ from gradsync.rendezvous.frames import MAX_EVENT_BYTES, Decision, LaunchedEvent,
 from gradsync.rendezvous.server import RendezvousServer
 
 
-@pytest.fixture
-def pair():
-    with RendezvousServer(2, secret=SECRET) as server:
-        clients = connect_all(server, 2)
-        yield clients
-        for client in clients:
-            client.close()
-
-
 def check_until(client: RendezvousClient, is_over: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not is_over():

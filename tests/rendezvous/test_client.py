@@ -23,15 +23,6 @@ from gradsync.rendezvous import dialling
 from gradsync.rendezvous.server import RendezvousServer
 
 
-@pytest.fixture
-def pair():
-    with RendezvousServer(2, secret=SECRET) as server:
-        clients = connect_all(server, 2)
-        yield clients
-        for client in clients:
-            client.close()
-
-
 def wait_for_failure(client) -> BaseException:
     """Calls check until it raises; the news is on its way."""
     deadline = time.monotonic() + 30

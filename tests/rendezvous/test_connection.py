@@ -32,18 +32,10 @@ from gradsync.rendezvous.handshake import ServerProcess
 from gradsync.rendezvous.liveness import ProcessState
 from gradsync.rendezvous.server import RendezvousServer
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameReader, Session
+from kits import interrupt
 
 KEY = b"k" * 32
 LONG_SECONDS = 30.0
-
-
-@pytest.fixture
-def pair():
-    with RendezvousServer(2, secret=SECRET) as server:
-        clients = connect_all(server, 2)
-        yield clients
-        for client in clients:
-            client.close()
 
 
 def readers() -> list[threading.Thread]:
@@ -611,31 +603,6 @@ def outcome_of(function):
 
 
 # Ctrl-C.
-
-
-def interrupt(function, number: int) -> bool:
-    """Calls a function, with Ctrl-C at the n-th place where Python looks for signals; returns whether it came there."""
-    count = 0
-
-    def strike(_frame, event: str, _argument) -> None:
-        nonlocal count
-        count += event in ("call", "c_return", "c_exception")
-        if count == number:
-            signal.raise_signal(signal.SIGINT)
-
-    gc.disable()  # Python forgets what Ctrl-C raises in a destructor
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.setprofile(strike)
-    try:
-        function()
-    except (KeyboardInterrupt, RendezvousTimeout, RankFailed, CollectiveTimeout):
-        pass
-    finally:
-        sys.setprofile(None)
-        signal.signal(signal.SIGINT, previous)
-        gc.enable()
-    return count >= number
-
 
 CALLS = {
     "barrier": lambda client: client.barrier(timeout_seconds=0.002),

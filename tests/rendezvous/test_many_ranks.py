@@ -55,15 +55,6 @@ def test_a_storm_of_ranks_joins_without_a_loss(crowd_of) -> None:
         assert server.wait_until_empty(60)
 
 
-def test_a_second_generation_follows_the_first(crowd_of) -> None:
-    with RendezvousServer(32, secret=SECRET) as server:
-        for generation in (1, 2):
-            crowd = crowd_of(server, 32)
-            crowd.play(JOIN)
-            assert (server._core.formed_count, crowd.lost) == (generation, 0)
-            crowd.leave(LEAVE)
-
-
 def test_a_quiet_server_gathers_heartbeats_and_still_answers(crowd_of) -> None:
     with RendezvousServer(4, secret=SECRET) as server:
         server._loop._batch_seconds = 0.005

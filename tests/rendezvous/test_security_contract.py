@@ -184,22 +184,6 @@ def test_strangers_are_bounded_and_cost_no_threads() -> None:
         assert set(threading.enumerate()) <= threads
 
 
-def test_a_deadline_is_absolute_however_often_a_stranger_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "HANDSHAKE_SECONDS", 3.0)
-    hello = ClientHandshake(SECRET, bytes(RANDOM_BYTES)).hello()
-    with RendezvousServer(1, secret=SECRET) as server:
-        host, port = server.address.split(":")
-        with socket.create_connection((host, int(port)), timeout=0.1) as stream:
-            said = 0
-            with pytest.raises((ConnectionError, StopIteration)):
-                for byte in hello:  # 9 s of bytes, each a tenth of a second after the last
-                    stream.sendall(bytes([byte]))
-                    said += 1
-                    with contextlib.suppress(TimeoutError):
-                        next(iter(stream.recv(1)))
-        assert 1 < said < len(hello)
-
-
 #: The end of a JOIN: machine, host, pid, min_ranks, steps, start.
 PROCESS = ("m", "node7", 7, None, 0, None)
 
