@@ -104,7 +104,7 @@ def add_squares_while_reducing(comm: Any) -> list[float]:
     agreement, sums = agreement_on("all_reduce", (1,), None, "squares"), []
 
     def expect_norm(results: list[np.ndarray]) -> None:
-        shares = comm.objects.all_gather(comm._squares.take())
+        shares = comm.objects.all_gather(comm._backend.squares.take())
         wanted = sum(float((result.astype(np.float64) ** 2).sum()) for result in results)
         assert math.fsum(shares) == pytest.approx(wanted, rel=1e-6)
         sums.append(math.fsum(shares))

@@ -308,9 +308,9 @@ class Reducer:
             is_divided: whether the results are divided after the reduction.
         """
         within = Checks.NONE
-        if communicator._finder is not None and wire is None and stage is None:
+        if communicator._backend.finder is not None and wire is None and stage is None:
             within |= Checks.NONFINITE
-        if communicator._squares is not None and stage is None and not is_divided:
+        if communicator._backend.squares is not None and stage is None and not is_divided:
             within |= Checks.SQUARES
         return self.values.checks & within
 
@@ -328,7 +328,7 @@ class Reducer:
         wire, arrays, dtype = self._wire, communicator._arrays, reduction.sources[0].dtype
         if wire.is_plain or not wire.changes(dtype):
             return None, None
-        if communicator._converts and not (reduction.memory is not None and wire.only_scales(dtype)):
+        if communicator._backend.converts and not (reduction.memory is not None and wire.only_scales(dtype)):
             return wire.for_backend(dtype), None
         if communicator._runs_beside_host or not wire.only_scales(dtype) or are_small(reduction.sources):
             return None, Compressed(wire, reduction.targets, arrays)

@@ -144,7 +144,7 @@ class Step:
         self._guard = GradientGuard(communicator) if communicator._debug else None
         self._is_watched = self._guard is not None or communicator._runs_beside_host
         self._state_of = communicator._arrays.state
-        self._ends = defaultdict(partial(CollectiveEnd, communicator._timeout_seconds))
+        self._ends = defaultdict(partial(CollectiveEnd, communicator._backend.timeout_seconds))
         self._communicator = communicator
 
     def live_in_buckets(self, communicator: Communicator) -> Any:
@@ -421,7 +421,7 @@ class Step:
             can_lock(grad, name, self, is_on=False)  # refuses a gradient that is in flight in another callback
         self._entries.clear()  # the next step reduces the sums, not the arrays of the last step
         total = self.sums.add(param, key_of(param), name, grad, native, communicator)
-        end = CollectiveEnd(communicator._timeout_seconds)
+        end = CollectiveEnd(communicator._backend.timeout_seconds)
         end.finish(None, None, communicator._mark_end())
         return GradientFuture(name, end, total)
 

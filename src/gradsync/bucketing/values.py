@@ -209,7 +209,7 @@ class Values:
             if bad:
                 rank = communicator.rank
                 self._found[rank] = min(bad[0], self._found.get(rank, bad[0]))
-            known_of = [communicator.rank] if communicator._finder is None else range(communicator.world_size)
+            known_of = [communicator.rank] if communicator._backend.finder is None else range(communicator.world_size)
             firsts = [self._found.get(rank, NOWHERE) for rank in known_of]
             record = [int(not all(numbers[own:results])), *firsts]
         if self._max_norm is not None:
@@ -221,7 +221,7 @@ class Values:
         if Checks.NONFINITE not in self.checks:
             return None
         ranks = range(communicator.world_size)
-        if communicator._finder is None:
+        if communicator._backend.finder is None:
             firsts = [numbers[1] for numbers in by_rank]
         else:
             of_rank = [[numbers[1 + rank] for numbers in by_rank if numbers[1 + rank] != NOWHERE] for rank in ranks]
@@ -242,8 +242,8 @@ class BucketWatch:
         self._values = values
         self._bucket = bucket
         self._communicator = communicator
-        self._finder = communicator._finder if Checks.NONFINITE in checks else None
-        self._squares = communicator._squares if Checks.SQUARES in checks else None
+        self._finder = communicator._backend.finder if Checks.NONFINITE in checks else None
+        self._squares = communicator._backend.squares if Checks.SQUARES in checks else None
         self._checks = values.checks & ~checks
 
     def before(self, given: Sequence[Array]) -> Sequence[Array]:

@@ -339,13 +339,10 @@ def agreement_on(
         detail: all other arguments that must be equal on all ranks, as text.
         is_message: see Agreement.
     """
-    dtype = None if dtype is None else _plain(dtype)
-    digest = digest_of(collective, shape, str(dtype), detail)
-    arguments = (collective, shape, dtype, detail)
     return Agreement(
-        digest,
+        digest_of(collective, shape, _identity(dtype), detail),
         partial(Description, collective, "" if dtype is None else str(dtype), shape, detail),
-        summarise=partial(_summary, *arguments),
+        summarise=partial(_summary, collective, shape, dtype, detail),
         is_message=is_message,
     )
 
@@ -360,23 +357,11 @@ def _summary(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, 
     return f"{title} {_array_text(dtype, shape)}{size}"
 
 
-def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype without numpy.record and without alignment, so that equal dtypes have the same str()."""
-    if dtype.subdtype is not None:
-        base, shape = dtype.subdtype
-        return np.dtype((_plain(base), shape))
-    if dtype.names is None or dtype.fields is None:
-        return dtype
-    fields = [dtype.fields[name] for name in dtype.names]
-    return np.dtype(
-        {
-            "names": list(dtype.names),
-            "formats": [_plain(field[0]) for field in fields],
-            "offsets": [field[1] for field in fields],
-            "titles": [field[2] if len(field) > 2 else None for field in fields],
-            "itemsize": dtype.itemsize,
-        }
-    )
+def _identity(dtype: np.dtype[Any] | None) -> str:
+    """Returns a text that is equal for equal dtypes. str() also shows whether a structured dtype has numpy.record."""
+    if dtype is None or dtype.names is None:
+        return str(dtype)
+    return f"{dict(dtype.fields or {})} in {dtype.itemsize} bytes"
 
 
 # -- PlanMismatch: each rank makes the error from the descriptions of all ranks ---------------------------------------

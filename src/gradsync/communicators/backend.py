@@ -434,23 +434,19 @@ class HostPath(Protocol):
         """Copies each rank's part of the root's source into that rank's target."""
 
 
-def checked_rank(backend: Backend, what: str, name: str, rank: object) -> int:
+def checked_rank(backend: Backend, what: str, name: str, rank: object, *, is_self_allowed: bool = True) -> int:
     """Returns the argument called `name` as an int, after checking that it is a rank of the communicator.
 
     Raises:
-        InvalidArgument: the argument is not a rank of the communicator.
+        InvalidArgument: the argument is not a rank of the communicator, or is this rank although that is not allowed.
     """
     number = integer_of(rank)
-    if number is None or not 0 <= number < backend.world_size:
-        allowed = rank_range(backend)
+    if number is None or not 0 <= number < backend.world_size or (number == backend.rank and not is_self_allowed):
+        is_group = backend.client is not None and bool(backend.client.name)
+        allowed = f"0 to {backend.world_size - 1}" + (", numbered within the group" if is_group else "")
+        allowed += "" if is_self_allowed else f", but not {backend.rank} (this rank)"
         raise InvalidArgument(f"{backend.label}: {what} needs {name} to be a rank from {allowed}, got {shown(rank)}")
     return number
-
-
-def rank_range(backend: Backend) -> str:
-    """Returns the range of valid ranks as text for errors, e.g. "0 to 3"."""
-    within = ", numbered within the group" if "group" in backend.label else ""
-    return f"0 to {backend.world_size - 1}{within}"
 
 
 def part_of(bounds: Bounds, rank: int) -> slice:

@@ -37,7 +37,6 @@ from gradsync.communicators.backend import (
     bounds_of,
     checked_rank,
     part_of,
-    rank_range,
 )
 from gradsync.communicators.collective_queue import LostFailure, submit
 from gradsync.communicators.groups import (
@@ -49,7 +48,7 @@ from gradsync.communicators.groups import (
 )
 from gradsync.communicators.host_arrays import overlaps_itself
 from gradsync.communicators.lifetime import Lifetime, culprit_of
-from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, UnsupportedDtype, describe, shown
+from gradsync.errors import CommunicatorClosed, InvalidArgument, PlanMismatch, UnsupportedDtype, describe
 from gradsync.futures import CollectiveEnd, CollectiveFuture, Completion, check_may_call, pending
 from gradsync.machine import machine_identity
 from gradsync.reduction import Array, ReduceOp, check_operation
@@ -134,10 +133,6 @@ class Communicator:
         self._arrays = backend.arrays
         self._runs_beside_host = backend.runs_beside_host
         self._plans_for = backend.plans_for
-        self._converts = backend.converts
-        self._finder = backend.finder
-        self._squares = backend.squares
-        self._timeout_seconds = backend.timeout_seconds
         self._checked_stream = backend.checked_stream
         self._mark_work = backend.mark_work
         self._follow_work = backend.follow_work
@@ -626,7 +621,7 @@ class Communicator:
                 error is raised on both ranks.
             RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
         """
-        dest = self._checked_peer("send", "dest", dest)
+        dest = checked_rank(self._backend, "send", "dest", dest, is_self_allowed=False)
         source = self._native_array(array, "send")
         agreement = self._message_agreement(source, self.rank, dest)
 
@@ -652,7 +647,7 @@ class Communicator:
                 communicator.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
         """
-        source = self._checked_peer("recv", "source", source)
+        source = checked_rank(self._backend, "recv", "source", source, is_self_allowed=False)
         target = self._native_array(array, "recv")
         self._check_writable("recv", target, remedy="pass another array")
         agreement = self._message_agreement(target, source, self.rank)
@@ -686,8 +681,8 @@ class Communicator:
                 `out` is read-only.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
         """
-        dest = self._checked_peer("exchange", "dest", dest, is_self_allowed=True)
-        source = self._checked_peer("exchange", "source", source, is_self_allowed=True)
+        dest = checked_rank(self._backend, "exchange", "dest", dest)
+        source = checked_rank(self._backend, "exchange", "source", source)
         if (dest == self.rank) != (source == self.rank):
             raise InvalidArgument(
                 f"{self.label}: an exchange of this rank with itself needs dest={self.rank} and source={self.rank}, "
@@ -713,13 +708,6 @@ class Communicator:
     def _message_agreement(self, array: Array, sender: int, receiver: int) -> Agreement:
         way = f"rank {self.ranks[sender]} to rank {self.ranks[receiver]}"
         return agreement_on("message", array.shape, array.dtype, way, is_message=True)
-
-    def _checked_peer(self, what: str, name: str, peer: int, *, is_self_allowed: bool = False) -> int:
-        number = integer_of(peer)
-        if number is None or not 0 <= number < self.world_size or (number == self.rank and not is_self_allowed):
-            allowed = rank_range(self._backend) + ("" if is_self_allowed else f", but not {self.rank} (this rank)")
-            raise InvalidArgument(f"{self.label}: {what} needs {name} to be a rank from {allowed}, got {shown(peer)}")
-        return number
 
     # -- Barrier, futures, objects -------------------------------------------------------------------------------
 
@@ -1035,14 +1023,21 @@ class Communicator:
             return target
         stream = self._checked_stream(stream, what)
         with self._lifetime.collective(what, agreement):
-            with self._backend.launching(stream) as launch:
-                if target is not None:
-                    move(source, target, agreement)
-                    return target
-                result = move(launch)
+            result, launch = self._launch(call, stream)
             if launch is not None and launch.has_host_results:
                 launch.wait()
         return result
+
+    def _launch(
+        self, call: CollectiveCall, stream: Any, producers: Sequence[Any] | None = None
+    ) -> tuple[Any, Completion | None]:
+        """Calls the backend within a collective. Returns the result and, on a GPU, the launch's Completion."""
+        _, agreement, move, source, target = call
+        with self._backend.launching(stream, producers) as launch:
+            if target is None:
+                return move(launch), launch
+            move(source, target, agreement)
+            return target, launch
 
     # -- Repeated calls ------------------------------------------------------------------------------------------
 
@@ -1115,14 +1110,13 @@ class Communicator:
 
     def _checked_reduction(self, what: str, array: Any, op: str | ReduceOp) -> tuple[Array, ReduceOp]:
         """Returns the array (see _native_array) and the operator, which the array's dtype supports."""
-        is_native = type(array) is np.ndarray and not array.dtype.hasobject  # nearly always
-        source = array if is_native else self._native_array(array, what)
+        source = self._native_array(array, what)
         try:
-            if not isinstance(op, str):
-                ReduceOp.parse(op)  # before the cache below, which needs a hashable operator
-            return source, _operator(op, source.dtype)
+            parsed = ReduceOp.parse(op)
+            check_operation(parsed, source.dtype)
         except (InvalidArgument, UnsupportedDtype) as error:
             raise type(error)(f"{self.label}: {what}: {error}") from None
+        return source, parsed
 
     def _checked_target(self, what: str, source: Array, out: Any) -> Array:
         """Returns the array for the result (see _native_array): the caller's `out`, or the source if `out` is None."""
@@ -1254,18 +1248,15 @@ class _Submitter(Communicator):
     def _run(self, call: CollectiveCall, stream: Any) -> CollectiveFuture:
         if not self._runs_beside_host:
             return submit(self._lifetime, call[0], partial(super()._run, call, stream))
-        what, agreement, move, source, result = call
+        what, agreement, *_ = call
         name = f"{self.label}: {what}"
         stream = self._checked_stream(stream, what)
         end = CollectiveEnd()
         producers = [self._mark_work()] if stream is None else None
         context = self._lifetime.collective(what, agreement)
         try:
-            with context, self._backend.launching(stream, producers) as launch:
-                if result is None:
-                    result = move(launch)
-                else:
-                    move(source, result, agreement)
+            with context:
+                result, launch = self._launch(call, stream, producers)
         except Exception as error:
             closed = isinstance(error, CommunicatorClosed)  # the failure that ended the communicator has been reported
             end.finish(None, error, log_entry=None if closed else LostFailure(name, error))
@@ -1371,19 +1362,6 @@ def _parts(shape: Shape, sizes: tuple[int, ...], itemsize: int, rank: int) -> _P
         part_of(byte_bounds, rank),
         row * itemsize,
     )
-
-
-@lru_cache(maxsize=1024)
-def _operator(op: str | ReduceOp, dtype: np.dtype[Any]) -> ReduceOp:
-    """Returns the operator of a reduction as a ReduceOp.
-
-    Raises:
-        InvalidArgument: `op` is not an operator.
-        UnsupportedDtype: the dtype does not support the operator.
-    """
-    parsed = ReduceOp.parse(op)
-    check_operation(parsed, dtype)
-    return parsed
 
 
 def _joined(*details: str) -> str:
