@@ -149,10 +149,7 @@ def bench_thresholds() -> str:
 
 def bench_collectives() -> str:
     return without_numbers(
-        run(
-            "gradsync bench collectives -c all_reduce,gather,exchange -b 1K -e 1K -n 2 --iters 1 -w 0 --blocks 1 "
-            "--backend shm"
-        )
+        run("gradsync bench collectives -c all_reduce,gather,exchange -b 1K -e 1K -n 2 --iters 1 --backend shm")
     )
 
 

@@ -1,6 +1,5 @@
 """`gradsync bench collectives` end to end on small arrays, its table, its picture, and its mistakes."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -20,11 +19,10 @@ from gradsync.bench.collectives import (
     FormResult,
     Row,
     as_dictionary,
-    heading,
-    line_of,
     panels,
     parse_size,
     sizes_between,
+    table,
 )
 from gradsync.bench.command import collectives
 from gradsync.bench.report import Seconds, plot
@@ -44,32 +42,32 @@ def bench(*arguments, **variables):
 
 def lines_under(text, collective):
     """The cells of each line below the heading of a collective."""
-    lines = text.partition(f"# {collective}\n")[2].splitlines()[3:]  # three of headings
-    return [line.split() for line in itertools.takewhile(lambda line: not line.startswith("#"), lines)]
+    lines = text.partition(f"\n{collective} ")[2] or text.partition(f"\n{collective}\n")[2]
+    of_table = itertools.takewhile(str.strip, lines.splitlines()[1:] if lines else [])
+    return [re.split(r"  +", line.strip()) for line in of_table if not line.strip().startswith("size")]
 
 
 def check_every_collective(text, rows):
     for collective, kind in KINDS.items():
         lines = lines_under(text, collective)
-        assert [line[0] for line in lines] == ["1024", "4096"]
-        assert [line[3] for line in lines] == ["sum" if kind.reduces else "none"] * 2
-        separate, in_place = lines[0][5:9], lines[0][9:13]
-        assert separate[3] == ("0" if kind.has_separate_target else "-")
-        assert in_place[3] == ("0" if kind.has_in_place else "-")
-    assert "# Out of bounds values : 0 OK" in text
+        assert [line[0] for line in lines] == ["1 KB", "4 KB"]
+        assert [cell == "-" for cell in lines[0][1:]] == [not kind.has_separate_target] * 2 + [
+            not kind.has_in_place
+        ] * 2
+    assert "\n\nAll results are right.\n" in text
     assert len(rows) == 2 * len(KINDS)
     forms = [form for row in rows for form in row["forms"].values()]
-    assert all(form["wrong"] == 0 and form["seconds"]["samples"] == 1 for form in forms)
+    assert all(form["wrong"] == 0 and form["seconds"]["samples"] == 3 for form in forms)
 
 
-ALL = ("-c", "all", "-b", "1K", "-e", "4K", "--iters", 2, "-w", 1, "--blocks", 1)
+ALL = ("-c", "all", "-b", "1K", "-e", "4K", "--iters", 2)
 
 
 def test_every_collective_is_timed_and_right(tmp_path):
     out = tmp_path / "out.json"
     code, text, err = bench(*ALL, "--json", out)
     assert (code, err) == (0, "")
-    assert text.startswith("# gradsync/shm: 2 ranks, ")
+    assert text.startswith("gradsync/shm: 2 ranks, ")
     check_every_collective(text, json.loads(out.read_text())["rows"])
 
 
@@ -84,7 +82,7 @@ def test_on_device_arrays_too_every_collective_is_right(tmp_path):
         env=os.environ | {"PYTHONPATH": path, "GRADSYNC_STAND_IN_DEVICES": "2"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("# gradsync/nccl: 2 ranks, ")
+    assert done.stdout.startswith("gradsync/nccl: 2 ranks, ")
     check_every_collective(done.stdout, json.loads(out.read_text())["rows"])
 
 
@@ -106,27 +104,23 @@ main()
 def test_wrong_elements_of_all_ranks_are_counted_and_end_the_command_with_1(tmp_path):
     (tmp_path / "spoilt.py").write_text(SPOILT)
     run = [sys.executable, "-m", "gradsync", "run", "-n", "2", "--no-prefix", str(tmp_path / "spoilt.py")]
-    options = ["bench", "collectives", "-b", "1K", "-e", "1K", "--iters", "1", "--blocks", "1"]
+    options = ["bench", "collectives", "-b", "1K", "-e", "1K", "--iters", "1"]
     done = subprocess.run([*run, *options], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 1
-    [line] = lines_under(done.stdout, "all_reduce")
-    assert (line[8], line[12]) == ("3", "3")
-    assert "# Out of bounds values : 6 FAILED" in done.stdout
-    assert "gradsync: error: 6 elements are wrong: see the lines in which #wrong is not 0" in done.stderr
+    assert "gradsync: error: 6 elements are wrong, the first ones in all_reduce of 1 KB" in done.stderr
+    assert "\n\n6 elements are wrong\n" in done.stdout
 
 
 def row(collective="all_reduce", microseconds=100.0, wrong=0, op="sum"):
-    case = Case(collective, 262144, "float32", op, 4, 20, 5, checks=True)
+    case = Case(collective, 262144, "float32", op, 4, 20)
     seconds = Seconds(1e-6 * microseconds, 0.9e-6 * microseconds, 1.2e-6 * microseconds, 3)
     return Row(case, {SEPARATE: FormResult(seconds, wrong)})
 
 
-def test_the_columns_are_those_of_nccl_tests():
-    names = ["#", "size", "count", "type", "redop", "root"] + ["time", "algbw", "busbw", "#wrong"] * 2
-    assert heading().splitlines()[1].split() == names
-    figures = ["1048576", "262144", "float", "sum", "-1", "128.0", "8.19", "12.29", "3", "-", "-", "-", "-"]
-    assert line_of(row(microseconds=128.0, wrong=3)).split() == figures
-    assert line_of(row("broadcast", op="")).split()[:5] == ["1048576", "262144", "float", "none", "0"]
+def test_the_bandwidths_are_those_of_nccl_tests():
+    cells = [list(column.cells) for column in table([row(microseconds=128.0)], verbose=True).columns]
+    of_separate = ["1 MB", "262,144", "128.0 us", "8.19", "12.29", "115.2 us to 153.6 us"]
+    assert [cell for [cell] in cells] == [*of_separate, "-", "-", "-", "-"]
     found = as_dictionary(row())["forms"][SEPARATE]
     assert found["algorithm_bytes_per_second"] == pytest.approx(1048576 / 100e-6)
     assert found["bus_bytes_per_second"] == pytest.approx(1.5 * 1048576 / 100e-6)
@@ -138,14 +132,11 @@ def test_a_picture_is_written(tmp_path):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_rank_alone_and_an_integer_product_without_a_check():
-    code, text, _ = bench(
-        "--backend", "local", "-e", "1K", "-o", "prod", "-d", "int32", "--no-check", "--iters", 1, "--blocks", 1
-    )
+def test_a_rank_alone_and_an_integer_product():
+    code, text, _ = bench("--backend", "local", "-e", "1K", "-o", "prod", "-d", "int32", "--iters", 1, "-v")
     assert code == 0
     [line] = lines_under(text, "all_reduce")
-    assert line[2:5] == ["int32", "prod", "-1"]
-    assert line[8] == "N/A"
+    assert line[:2] == ["1 KB", "256"]
 
 
 def test_the_default_sizes_end_at_the_default_of_end():
@@ -191,8 +182,8 @@ def test_a_rank_of_a_job_does_not_start_ranks_of_its_own():
 
 
 def test_a_result_that_cannot_be_written_is_told_without_a_traceback():
-    code, text, err = bench("-e", "1K", "--iters", 1, "--blocks", 1, "--backend", "local", "--json", "/dev/full")
-    assert "# Out of bounds values : 0 OK" in text
+    code, text, err = bench("-e", "1K", "--iters", 1, "--backend", "local", "--json", "/dev/full")
+    assert "1 KB" in text
     assert (code, err) == (1, "gradsync: error: '/dev/full' cannot be written: No space left on device\n")
 
 
@@ -223,7 +214,7 @@ def test_ranks_have_the_variables_of_the_shell_but_for_those_of_its_launcher(tmp
         f"        print({{name: os.environ[name] for name in {names} if name in os.environ}}, file=file)\n"
     )
     path = os.pathsep.join([str(tmp_path), str(Path(gs.__file__).parents[1])])
-    code, _, err = bench("-e", "1K", "-n", 2, "--iters", 1, "--blocks", 1, PYTHONPATH=path, **LAUNCHED, **MINE)
+    code, _, err = bench("-e", "1K", "-n", 2, "--iters", 1, PYTHONPATH=path, **LAUNCHED, **MINE)
     assert (code, err) == (0, "")
     ranks = [eval(line) for line in found.read_text().splitlines()]
     assert {each["RANK"] for each in ranks} == {"0", "1"}
@@ -235,21 +226,16 @@ def test_ranks_have_the_variables_of_the_shell_but_for_those_of_its_launcher(tmp
         assert each.get("GRADSYNC_BACKEND") != "nccl"
 
 
-@pytest.mark.parametrize("option", [(), ("-v",)])
-def test_a_terminal_sees_a_table_grow(option):
-    """Rows are drawn one by one; with -v the lines of nccl-tests are printed."""
-    terminal, stdout = os.openpty()
-    command = [sys.executable, "-m", "gradsync", "bench", "collectives", "--backend", "local", *option]
-    command += ["-c", "all_reduce,broadcast", "-b", "1K", "-e", "4K", "--iters", "1", "--blocks", "1"]
+def test_a_terminal_sees_a_table_grow():
+    terminal, stderr = os.openpty()
+    command = [sys.executable, "-m", "gradsync", "bench", "collectives", "--backend", "local"]
+    command += ["-c", "all_reduce,broadcast", "-b", "1K", "-e", "4K", "--iters", "1"]
     environ = os.environ | {"TERM": "xterm", "COLUMNS": "150"}
-    with subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environ) as process:
-        os.close(stdout)
-        shown = ""
-        with contextlib.suppress(OSError):  # the terminal's end: no process has it open any more
-            while part := os.read(terminal, 100_000):
-                shown += part.decode()
-        _, err = process.communicate(timeout=60)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environ) as process:
+        os.close(stderr)
+        out, _ = process.communicate(timeout=60)
+        shown = os.read(terminal, 100_000).decode()
     os.close(terminal)
-    assert (process.returncode, err) == (0, "")
-    assert (shown.count("1 KB") > shown.count("4 KB") > 0) == (not option)  # the second row draws the first one again
-    assert ("busbw" in shown) == bool(option)
+    assert process.returncode == 0
+    assert shown.count("1 KB") > shown.count("4 KB") > 0  # the second row draws the first one again
+    assert out.count("1 KB") == out.count("4 KB") == 2

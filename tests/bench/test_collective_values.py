@@ -20,7 +20,7 @@ from gradsync.bench.collectives import (
 )
 from gradsync.reduction import dtype_of
 
-CASE = Case("all_reduce", 5000, "float32", "sum", 4, 20, 5, checks=True)
+CASE = Case("all_reduce", 5000, "float32", "sum", 4, 20)
 
 # nccl-tests, doc/PERFORMANCE.md, and the byte counts of its sources: factor with 4 ranks, size of 100 elements a part.
 FACTORS = {

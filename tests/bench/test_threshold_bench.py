@@ -45,7 +45,7 @@ def test_a_sweep_over_two_ranks(shapes, tmp_path):
     assert [row["all_reduces"] for row in result["rows"]] == [4, 3]
     for row in result["rows"]:
         assert row["seconds"]["samples"] == 2
-        assert min(row["seconds"]["median"], row["bus_bytes_per_second"]) > 0
+        assert row["seconds"]["median"] > 0
     assert result["recommended_threshold_bytes"] in [row["threshold_bytes"] for row in result["rows"]]
 
 
@@ -59,7 +59,7 @@ def test_the_launcher_of_a_job_starts_its_ranks_and_one_of_them_reports(shapes):
     assert "quartiles" in done.stdout
 
 
-def test_one_rank_has_no_bus_and_a_limit_ends_it_early(shapes):
+def test_a_limit_ends_it_early(shapes):
     code, text, err = bench("--model", shapes, "--backend", "local", "--steps", 50, "--time-limit", 0)
     assert (code, err) == (0, "")
     assert "of the slowest rank, because of --time-limit 0 s only 3 of 50 steps with each threshold" in text

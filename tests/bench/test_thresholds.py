@@ -39,7 +39,7 @@ def specs(*sizes):
 
 def row(threshold, milliseconds, all_reduces=1, noise=0.0, steps=9):
     low, high = 1e-3 * (milliseconds - noise / 2), 1e-3 * (milliseconds + noise / 2)
-    return Row(Candidate(threshold, all_reduces), Seconds(1e-3 * milliseconds, low, high, steps), 0.0)
+    return Row(Candidate(threshold, all_reduces), Seconds(1e-3 * milliseconds, low, high, steps))
 
 
 def test_thresholds_are_read_in_megabytes_ascending_and_once():
@@ -85,14 +85,12 @@ def test_every_threshold_is_measured_or_stands_beside_one_with_as_many_buckets(s
             assert len(plan_buckets(specs(*sizes), threshold)) == candidate.all_reduces
 
 
-def test_rows_have_medians_and_bandwidth_and_one_rank_has_none():
+def test_rows_have_medians_and_quartiles():
     sweep = Sweep(specs(250), [Candidate(1, 7), Candidate(2, 3)], 3, 1.0)
     steps = [[1.0, 3.0, 2.0], [4.0, 4.0, 4.0]]
-    first, _ = rows_of(sweep, steps, ranks=4)
+    first, _ = rows_of(sweep, steps)
     assert first.seconds.median == 2.0
-    assert first.bus_bytes_per_second == 2 * 3 / 4 * 1000 / 2.0
     assert first.as_dictionary()["seconds"]["lower_quartile"] == 1.5
-    assert rows_of(sweep, steps, ranks=1)[0].bus_bytes_per_second == 0
 
 
 # What a person reads: one sentence, and how sure it is.
@@ -172,7 +170,7 @@ def test_counts_do_rise_and_fall():
 
 def test_a_picture_is_written(tmp_path):
     pytest.importorskip("matplotlib")
-    picture = [[panel([row(MEGABYTE, 10.0), row(DEFAULT, 9.0)])]]
+    picture = [panel([row(MEGABYTE, 10.0), row(DEFAULT, 9.0)])]
     plot(picture, "resnet50: 2 ranks over shm", "threshold", str(tmp_path / "out.png"))
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 

@@ -4,22 +4,21 @@ import json
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
 from gradsync.backends import TABLE
 from gradsync.doctor import command as doctor_command
-from gradsync.doctor.checks import ok, unusable
-from gradsync.doctor.command import Report, Trial, try_backend, why_not
+from gradsync.doctor.checks import BROKEN, OK, UNUSABLE, Finding
+from gradsync.doctor.command import Report, try_backend, why_not
 from gradsync.doctor.facts import Facts, call
 
-WELL = [replace(ok("3.12"), what="Python")]
+WELL = [Finding(OK, "3.12", what="Python")]
 
 
 def in_place_of_the_bench(monkeypatch, source):
-    """Has the doctor run this source in place of `gradsync bench collectives`; `output` is where its JSON goes."""
-    code = f"import json, os, sys, time; output = sys.argv[sys.argv.index('--json') + 1]\n{source}"
+    """Has the doctor run this source in place of `gradsync bench collectives`."""
+    code = f"import os, sys, time\n{source}"
 
     def run(command, seconds):
         return call([sys.executable, "-c", code, *command[3:]], seconds)
@@ -41,25 +40,26 @@ def test_ranks_that_hang_or_die_are_a_line_in_time(monkeypatch, source, limit_se
     in_place_of_the_bench(monkeypatch, source)
     began = time.monotonic()
     trial = try_backend("shm", Facts(), WELL, limit_seconds)
-    assert (trial.works, trial.text) == (False, text)
+    assert (trial.status, trial.text) == (BROKEN, text)
     assert "gradsync bench collectives --backend shm" in trial.advice
     assert time.monotonic() - began < 30
 
 
 def test_a_wrong_result_does_not_work(monkeypatch):
-    rows = '{"rows": [{"forms": {"out-of-place": {"wrong": 3}, "in-place": {"wrong": 4}}}]}'
-    in_place_of_the_bench(monkeypatch, f"open(output, 'w').write({rows!r}); sys.exit(1)")
+    """Under mpiexec, the rank's error is followed by that of the command."""
+    errors = "gradsync: error: 7 elements are wrong\ngradsync: error: mpiexec ended with exit code 1"
+    in_place_of_the_bench(monkeypatch, f"sys.exit({errors!r})")
     trial = try_backend("shm", Facts(), WELL, 20.0)
-    assert (trial.works, trial.text) == (False, "7 elements of the result are wrong")
+    assert (trial.status, trial.text) == (BROKEN, "7 elements are wrong")
 
 
 @pytest.mark.parametrize(
     ("backend", "findings", "reason"),
     [
         ("shm", WELL, None),
-        ("shm", [replace(unusable("aarch64"), what="Python")], 'see the line "Python"'),
-        ("mpi", [replace(unusable("not installed"), what="MPI")], 'see the line "MPI"'),
-        ("mpi", [replace(unusable("not installed"), what="CuPy")], None),
+        ("shm", [Finding(UNUSABLE, "aarch64", what="Python")], 'see the line "Python"'),
+        ("mpi", [Finding(UNUSABLE, "not installed", what="MPI")], 'see the line "MPI"'),
+        ("mpi", [Finding(UNUSABLE, "not installed", what="CuPy")], None),
         ("nccl", WELL, "this machine has no NVIDIA GPU"),
     ],
 )
@@ -68,7 +68,8 @@ def test_what_cannot_work_is_not_tried(tmp_path, backend, findings, reason):
 
 
 def tried(**works):
-    return [Trial(backend, worked, 2, "") for backend, worked in works.items()]
+    statuses = {True: OK, False: BROKEN, None: UNUSABLE}
+    return {backend: Finding(statuses[worked], "") for backend, worked in works.items()}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_backends_are_tried_at_the_same_time(monkeypatch, capsys):
 
     def wait_for_the_other(backend, *_):
         meeting.wait(30)
-        return Trial(backend, True, 2, "works")
+        return Finding(OK, "works")
 
     monkeypatch.setattr(doctor_command, "TABLE", {name: TABLE[name] for name in ("shm", "mpi")})
     monkeypatch.setattr(doctor_command, "collect_facts", lambda _: Facts())

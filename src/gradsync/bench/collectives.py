@@ -1,4 +1,4 @@
-"""`gradsync bench collectives`: measures collectives over a range of sizes, and prints the columns of nccl-tests.
+"""`gradsync bench collectives`: measures collectives over a range of sizes.
 
 Every rank runs this program, whether gradsync's launcher, mpiexec, srun or torchrun has started it. Only rank 0 prints.
 The sizes, the in-place layouts of arrays and the factors for the bus bandwidth are those of nccl-tests, so that results
@@ -8,12 +8,11 @@ and *GetBw of src/*.cu.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from gradsync.bench.report import (
     busy_machine,
     check_outputs,
     plot,
+    print_table,
     provenance,
     write_json,
 )
@@ -60,6 +60,8 @@ DTYPES = {
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 _MOST_SIZES = 100
+_BLOCKS = 3  # the reported time is the median over the blocks of timed calls
+_WARM_UP = 5  # the untimed calls before the first block of timed calls
 _LARGEST_SIZE = 1024**5
 
 
@@ -152,8 +154,6 @@ class Case:
         op: the reduction operator; "" if the collective does not reduce.
         ranks: the number of ranks.
         iterations: the number of calls in each block; a block is a series of calls that is timed as a whole.
-        warm_up: the number of untimed calls before the first block of timed calls.
-        checks: whether the ranks compare their results with NumPy's.
     """
 
     collective: str
@@ -162,8 +162,6 @@ class Case:
     op: str
     ranks: int
     iterations: int
-    warm_up: int
-    checks: bool
 
     @property
     def kind(self) -> Kind:
@@ -228,7 +226,7 @@ def plan_cases(kind: Kind, sizes: Sequence[int], template: Case) -> list[Case]:
     Args:
         kind: the collective.
         sizes: the array sizes in bytes, ascending.
-        template: a case that gives the remaining fields: dtype, op, ranks, iterations, warm_up and checks.
+        template: a case that gives the remaining fields: dtype, op, ranks and iterations.
     """
     itemsize = dtype_of(template.dtype).itemsize
     counts = dict.fromkeys(kind.count(size, itemsize, template.ranks) for size in sizes)
@@ -353,11 +351,11 @@ class FormResult:
     Attributes:
         seconds: the durations of a call. Each block gives one sample: the mean duration of its calls, on the slowest
             rank.
-        wrong: the number of wrong elements, summed over all ranks; None if the results were not checked.
+        wrong: the number of wrong elements, summed over all ranks.
     """
 
     seconds: Seconds
-    wrong: int | None
+    wrong: int
 
 
 @dataclass(frozen=True)
@@ -379,11 +377,6 @@ class Row:
     def bus_bytes_per_second(self, form: str) -> float:
         """Returns the bus bandwidth of nccl-tests. Source: nccl-tests, doc/PERFORMANCE.md."""
         return self.algorithm_bytes_per_second(form) * self.case.kind.bus_factor(self.case.ranks)
-
-
-def wrong_in_all(rows: Sequence[Row]) -> int:
-    """Returns how many elements are wrong in all rows together, out of place and in place."""
-    return sum(form.wrong or 0 for row in rows for form in row.forms.values())
 
 
 def as_dictionary(row: Row) -> dict[str, Any]:
@@ -415,12 +408,10 @@ class Wanted(NamedTuple):
 
     Attributes:
         cases: one list of cases for each collective.
-        blocks: the number of blocks of timed calls; the reported time is the median over the blocks.
-        verbose: whether rank 0 prints all columns even on a terminal.
+        verbose: whether rank 0 prints all columns.
     """
 
     cases: list[list[Case]]
-    blocks: int
     verbose: bool
 
 
@@ -439,57 +430,43 @@ class Measured(NamedTuple):
 
 
 def measure(wanted: Wanted) -> Measured:
-    """Measures all cases. Every rank calls this function in an initialised process group; rank 0 prints each row."""
+    """Measures all cases. Every rank calls this function in an initialised process group.
+
+    Rank 0 prints a table for each collective. On a terminal the table grows with each row.
+    """
     comm = group_or_world(None, "a measurement of collectives")
     xp, _ = array_module(comm)
-
     if comm.rank == 0:
-        of_blocks = f"the median of {wanted.blocks} blocks of {wanted.cases[0][0].iterations} calls"
+        of_blocks = f"the median of {_BLOCKS} blocks of {wanted.cases[0][0].iterations} calls"
         ranks = "1 rank" if comm.world_size == 1 else f"{comm.world_size} ranks"
-        print(f"# gradsync/{comm.backend}: {ranks}, {usable_cores()} cores on this machine")
-        print(f"# times are those of the slowest rank: {of_blocks}, after {wanted.cases[0][0].warm_up} warm-up calls")
+        print(f"gradsync/{comm.backend}: {ranks}, {usable_cores()} cores on this machine")
+        print(f"times are those of the slowest rank: {of_blocks}, after {_WARM_UP} warm-up calls")
         if busy := busy_machine():
-            print(f"# {busy}")
+            print(busy)
         sys.stdout.flush()
-    as_table = not wanted.verbose and sys.stdout.isatty()
     rows: list[Row] = []
     for of_collective in wanted.cases:
-        with _shown(of_collective[0].collective, comm.rank, as_table) as show:
+        measured: list[Row] = []
+        with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
             for case in of_collective:
-                rows.append(_measure_case(comm, case, wanted))
-                show(rows[-1])
+                measured.append(_measure_case(comm, case))
+                if comm.rank == 0 and live.console.is_terminal:
+                    live.update(table(measured, verbose=wanted.verbose), refresh=True)
+        if comm.rank == 0:
+            print()
+            print_table(table(measured, verbose=wanted.verbose))
+        rows += measured
     return Measured(rows, comm.backend, "" if xp is np else str(xp.__version__))
 
 
-@contextlib.contextmanager
-def _shown(collective: str, rank: int, as_table: bool) -> Iterator[Callable[[Row], None]]:
-    """Yields a function that prints a row on rank 0: in a live table if `as_table` is true, else as a line of text."""
-    if rank != 0:
-        yield lambda _: None
-    elif not as_table:
-        print(f"#\n# {collective}\n{heading()}", flush=True)
-        yield lambda row: print(line_of(row), flush=True)
-    else:
-        rows: list[Row] = []
-
-        def show(row: Row) -> None:
-            rows.append(row)
-            live.update(table(rows), refresh=True)
-
-        with Live(console=Console(highlight=False), auto_refresh=False) as live:
-            yield show
-
-
-def _measure_case(comm: Communicator, case: Case, wanted: Wanted) -> Row:
+def _measure_case(comm: Communicator, case: Case) -> Row:
     exists = {SEPARATE: case.kind.has_separate_target, IN_PLACE: case.kind.has_in_place}
     timers = {form: _Timer(comm, case, form) for form in FORMS if exists[form]}
     wrong = {form: timer.count_wrong() for form, timer in timers.items()}
     samples: dict[str, list[float]] = {form: [] for form in timers}
-    for block in range(wanted.blocks):
-        # All warm-up calls run before the first block; one call before each later block is enough.
-        warm_up = case.warm_up if block == 0 else min(1, case.warm_up)
+    for block in range(_BLOCKS):
         for form, timer in timers.items():
-            samples[form].append(timer.time(warm_up))
+            samples[form].append(timer.time(_WARM_UP if block == 0 else 1))
     return Row(case, {form: FormResult(Seconds.of(samples[form]), wrong[form]) for form in timers})
 
 
@@ -502,11 +479,9 @@ class _Timer:
         self._source, self._target = make_arrays(self._xp, comm.rank, case, form)
         self._run = make_call(comm, case, self._source, self._target)
 
-    def count_wrong(self) -> int | None:
+    def count_wrong(self) -> int:
         """Returns the number of wrong elements. Runs the call twice, because the second one uses a cached plan."""
-        wrong = max(self._count_wrong() for _ in range(2))
-        by_rank = self._comm.objects.all_gather(wrong)
-        return sum(by_rank) if self._case.checks else None
+        return sum(self._comm.objects.all_gather(max(self._count_wrong() for _ in range(2))))
 
     def _count_wrong(self) -> int:
         target = self._target
@@ -517,8 +492,6 @@ class _Timer:
         self._comm.barrier()
         self._run()
         self._wait()
-        if not self._case.checks:
-            return 0
         on_host = target if target is None or self._xp is np else self._xp.asnumpy(target)
         return count_wrong(self._case, on_host, self._comm.rank)
 
@@ -554,11 +527,8 @@ def bench_collectives(
     end: str,
     factor: float,
     iterations: int,
-    warm_up: int,
-    blocks: int,
     op: str,
     dtype: str,
-    checks: bool,
     verbose: bool,
     json_path: str | None,
     plot_path: str | None,
@@ -578,115 +548,62 @@ def bench_collectives(
     check_outputs(json_path, plot_path)
     if any(kind.reduces for kind in kinds):
         check_operation(operation, dtype_of(name))
-    template = Case("", 0, name, operation.value, ranks, iterations, warm_up, checks)
+    template = Case("", 0, name, operation.value, ranks, iterations)
     sizes = sizes_between(parse_size(begin), parse_size(end), factor)
     made = provenance(["gradsync", *sys.argv[1:]])
     cases = [plan_cases(kind, sizes, template) for kind in kinds]
-    measured = run_as_ranks(measure, Wanted(cases, blocks, verbose), nprocs=nprocs, backend=backend)
+    measured = run_as_ranks(measure, Wanted(cases, verbose), nprocs=nprocs, backend=backend)
     if measured is None:  # another process prints the result
         return
     rows = measured.rows
-    wrong = wrong_in_all(rows)
-    print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
-    print(f"# Avg bus bandwidth    : {average_bus_gigabytes(rows):.4g} GB/s")
+    wrong = sum(form.wrong for row in rows for form in row.forms.values())
+    print(f"\n{f'{wrong} elements are wrong' if wrong else 'All results are right.'}")
     if plot_path is not None:
         operator = f", {op}" if any(kind.reduces for kind in kinds) else ""
         what = f"gradsync/{measured.backend}, {ranks} ranks, {name}{operator}"
-        what += "; the faster of out-of-place and in-place; bars are quartiles"
-        plot(panels(rows), what, "size", plot_path)
+        plot(panels(rows), f"{what}; the faster of out of place and in place; bars are quartiles", "size", plot_path)
         print(f"drawn in {plot_path}")
     if measured.cupy:
         made["versions"]["cupy"] = measured.cupy
     settings |= {"ranks": ranks, "measured_backend": measured.backend}
     write_json(json_path, made, {"settings": settings, "rows": [as_dictionary(row) for row in rows]})
     if wrong:
-        raise GradsyncError(f"{wrong} elements are wrong: see the lines in which #wrong is not 0")
+        where = next(row.case for row in rows if any(form.wrong for form in row.forms.values()))
+        raise GradsyncError(
+            f"{wrong} elements are wrong, the first ones in {where.collective} of {size_text(where.size_bytes)}"
+        )
 
 
-# The lines with the columns of nccl-tests, the table on a terminal, and the picture.
-
-#: The dtypes that have a different name in nccl-tests than in NumPy, by NumPy's name.
-_TYPES = {"float16": "half", "float32": "float", "float64": "double"}
-_WIDTHS = (12, 12, 8, 6, 6)
-_FORM_WIDTHS = (9, 7, 7, 6)
+# The table and the picture.
 
 
-def heading() -> str:
-    """Returns the three heading lines that nccl-tests prints above its results."""
-    form_width = sum(_FORM_WIDTHS) + len(_FORM_WIDTHS)
-    over = " " * (sum(_WIDTHS) + len(_WIDTHS))
-    names = _line(_WIDTHS, ("size", "count", "type", "redop", "root"))
-    units = _line(_WIDTHS, ("(B)", "(elements)", "", "", ""))
-    for form in FORMS:
-        over += form.center(form_width)
-        names += _line(_FORM_WIDTHS, ("time", "algbw", "busbw", "#wrong"))
-        units += _line(_FORM_WIDTHS, ("(us)", "(GB/s)", "(GB/s)", ""))
-    return "\n".join(f"#{line}".rstrip() for line in (over, names, units))
-
-
-def line_of(row: Row) -> str:
-    """Returns a row as one line of text, aligned with the columns of heading()."""
-    case = row.case
-    root = str(ROOT) if case.kind.rooted else "-1"
-    cells = (str(row.case.size_bytes), str(case.count), _TYPES.get(case.dtype, case.dtype), case.op or "none", root)
-    text = _line(_WIDTHS, cells)
-    for form in FORMS:
-        text += _line(_FORM_WIDTHS, _form_cells(row, form))
-    return f" {text}"
-
-
-def _form_cells(row: Row, form: str) -> tuple[str, ...]:
-    result = row.forms.get(form)
-    if result is None:  # the collective cannot run this way
-        return ("-", "-", "-", "-")
-    wrong = "N/A" if result.wrong is None else str(result.wrong)
-    bandwidths = row.algorithm_bytes_per_second(form), row.bus_bytes_per_second(form)
-    return (_short(1e6 * result.seconds.median), *(f"{each / 1e9:.2f}" for each in bandwidths), wrong)
-
-
-def _short(microseconds: float) -> str:
-    """Returns a time in microseconds as text, with fewer decimals for longer times."""
-    digits = 2 if microseconds < 100 else 1 if microseconds < 1e4 else 0
-    return f"{microseconds:.{digits}f}"
-
-
-def _line(widths: Sequence[int], cells: Sequence[str]) -> str:
-    return "".join(f" {cell:>{width}}" for width, cell in zip(widths, cells, strict=True))
-
-
-def table(rows: Sequence[Row]) -> Table:
-    """Returns a table for the terminal with the measurements of one collective."""
+def table(rows: Sequence[Row], *, verbose: bool) -> Table:
+    """Returns a table with the measurements of one collective; if `verbose`, with the columns of nccl-tests."""
     found = Table(title=rows[0].case.collective, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("size", "out of place", "GB/s", "in place", "GB/s", "#wrong"):
+    of_form = ("GB/s", "bus GB/s", "quartiles") if verbose else ("GB/s",)
+    for name in ("size", *(("count",) if verbose else ()), "out of place", *of_form, "in place", *of_form):
         found.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        cells = [size_text(row.case.size_bytes)]
+        cells = [size_text(row.case.size_bytes), *([f"{row.case.count:,}"] if verbose else [])]
         for form in FORMS:
-            result = row.forms.get(form)
-            cells += [seconds_text(result.seconds.median) if result else "-", _form_cells(row, form)[1]]
-        checked = [form.wrong for form in row.forms.values() if form.wrong is not None]
-        found.add_row(*cells, str(sum(checked)) if checked else "-")
+            if form not in row.forms:  # the collective cannot run this way
+                cells += ["-"] * (1 + len(of_form))
+                continue
+            seconds = row.forms[form].seconds
+            cells += [seconds_text(seconds.median), f"{row.algorithm_bytes_per_second(form) / 1e9:.2f}"]
+            if verbose:
+                quartiles = f"{seconds_text(seconds.lower_quartile)} to {seconds_text(seconds.upper_quartile)}"
+                cells += [f"{row.bus_bytes_per_second(form) / 1e9:.2f}", quartiles]
+        found.add_row(*cells)
     return found
 
 
-def average_bus_gigabytes(rows: Sequence[Row]) -> float:
-    """Returns the mean of all bus bandwidths in GB/s (1e9 bytes per second), which nccl-tests prints too."""
-    found = [row.bus_bytes_per_second(form) / 1e9 for row in rows for form in row.forms]
-    return sum(found) / len(found)
-
-
-def panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """Returns two plot panels per collective, times and bus bandwidths, of the faster: in place or out of place."""
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """Returns a plot panel per collective with the times of the faster way: in place or out of place."""
     found = []
     for collective in dict.fromkeys(row.case.collective for row in rows):
         of_collective = [row for row in rows if row.case.collective == collective]
-        sizes = [row.case.size_bytes for row in of_collective]
         times = [min((f.seconds for f in row.forms.values()), key=lambda s: s.median) for row in of_collective]
-        buses = [max(row.bus_bytes_per_second(form) for form in row.forms) / 1e9 for row in of_collective]
-        found.append(
-            [
-                Panel(collective, "time (µs)", sizes, times, 1e-6, is_logarithmic=True),
-                Panel(collective, "bus bandwidth (GB/s)", sizes, buses),
-            ]
-        )
+        sizes = [row.case.size_bytes for row in of_collective]
+        found.append(Panel(collective, sizes, times, is_logarithmic=True))
     return found

@@ -20,6 +20,11 @@ _PREDICT = (
 _REMOVED_OPTIONS = {
     "thresholds": dict.fromkeys(("--predict", "--backward-ms", "--latency-us", "--bandwidth-gbs"), _PREDICT),
     "collectives": {
+        "--warm-up": "the command always makes 5 calls before the timed ones",
+        "-w": "the command always makes 5 calls before the timed ones",
+        "--blocks": "the command always times 3 blocks of calls; --iters is the number of calls in a block",
+        "--check": "the command checks every result",
+        "--no-check": "the command checks every result",
         "-p": "the number of ranks is -n, as in every command; the number of timed calls is --iters",
         "--compare": "run benchmarks/beside_peers.py of the repository",
     },
@@ -83,8 +88,7 @@ Examples:
   mpiexec -n 4 gradsync bench thresholds --model bert     mpiexec has started the ranks; srun and torchrun work too
 
 \b
-Thresholds are in MB; 1 MB is 1024**2 bytes. With -v the table has a column "bus", the bus bandwidth for n ranks:
-2 (n - 1) / n times the bytes of all gradients, divided by the time of a step.
+Thresholds are in MB; 1 MB is 1024**2 bytes.
 """,
 )
 @click.option(
@@ -115,7 +119,7 @@ Thresholds are in MB; 1 MB is 1024**2 bytes. With -v the table has a column "bus
     show_default=True,
     help="Time limit in seconds; the command times at least 3 steps.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Also shows quartiles and bus bandwidth.")
+@click.option("-v", "--verbose", is_flag=True, help="Also shows quartiles.")
 @_json
 @_plot
 def thresholds(**options: Any) -> None:
@@ -131,7 +135,7 @@ def thresholds(**options: Any) -> None:
 
 @bench.command(
     cls=_Command,
-    short_help="Times collectives, and prints the columns of nccl-tests.",
+    short_help="Times collectives, and checks their results.",
     epilog="""\b
 Examples:
   gradsync bench collectives                                    all_reduce, two ranks, 1 KB to 16 MB
@@ -140,13 +144,12 @@ Examples:
   srun -n 16 gradsync bench collectives -e 256M                 ranks that a launcher has started
 
 \b
-On a terminal the command shows a table with size, time and GB/s (size / time). With -v, or if the output goes to a file
-or a pipe, the command prints all columns of NVIDIA's nccl-tests. algbw is size / time. busbw is algbw times a factor:
-2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter; 1 for
-broadcast, reduce and exchange. size is the number of bytes of the source or of the target, whichever is larger. 1 KB is
-1024 bytes and 1 MB is 1024**2 bytes, but 1 GB/s is 1e9 bytes per second. #wrong is the number of elements, over all
-ranks, that differ from NumPy's result. If a collective runs only out of place, or only in place, the other columns show
-"-". The exit code is 1 if elements are wrong.
+The table shows for each size the time of one call, and size / time in GB/s, out of place and in place. The size is the
+number of bytes of the source or of the target, whichever is larger. 1 KB is 1024 bytes and 1 MB is 1024**2 bytes, but
+1 GB/s is 1e9 bytes per second. With -v, the table also shows the bus bandwidth of NVIDIA's nccl-tests, which is GB/s
+times a factor: 2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and
+scatter; 1 for broadcast, reduce and exchange. If a collective runs only out of place, or only in place, the other
+columns show "-". The exit code is 1 if elements of a result differ from NumPy's.
 """,
 )
 @click.option(
@@ -173,22 +176,7 @@ ranks, that differ from NumPy's result. If a collective runs only out of place, 
     type=click.IntRange(min=1),
     default=20,
     show_default=True,
-    help="Number of timed calls in each block of calls.",
-)
-@click.option(
-    "-w",
-    "--warm-up",
-    type=click.IntRange(min=0),
-    default=5,
-    show_default=True,
-    help="Number of untimed calls before the first block of timed calls.",
-)
-@click.option(
-    "--blocks",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="Number of blocks of timed calls; the reported time is the median over the blocks.",
+    help="Number of timed calls in each of 3 blocks of calls.",
 )
 @click.option(
     "-o", "--op", default="sum", show_default=True, help="Operator of reductions: sum, mean, prod, min or max."
@@ -196,14 +184,11 @@ ranks, that differ from NumPy's result. If a collective runs only out of place, 
 @click.option(
     "-d", "--dtype", default="float", show_default=True, help="Dtype: float, double, half, bfloat16, int32, ..."
 )
-@click.option(
-    "--check/--no-check", "checks", default=True, show_default=True, help="Count the wrong elements of results."
-)
-@click.option("-v", "--verbose", is_flag=True, help="Show all columns on a terminal too.")
+@click.option("-v", "--verbose", is_flag=True, help="Also show counts, bus bandwidths and quartiles.")
 @_json
 @_plot
 def collectives(**options: Any) -> None:
-    """Times collectives over a range of sizes, checks every result, and shows bandwidths.
+    """Times collectives over a range of sizes, checks every result, and shows times and bandwidths.
 
     The command starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) has started it.
     """

@@ -179,60 +179,50 @@ def picture(path: str | Path, width: float, height: float, dots_per_inch: int = 
 
 
 class Panel(NamedTuple):
-    """One panel of a plot: a line that shows a quantity over sizes.
+    """One panel of a plot: a line that shows times over sizes.
 
     Attributes:
         title: the text above the panel.
-        quantity: the label of the vertical axis, with the unit.
         sizes: the sizes in bytes, ascending.
-        values: one value per size: a number, or a Seconds, drawn as its median with a bar between its quartiles.
-        unit: the length of one unit of the vertical axis in seconds, such as 1e-3 if the axis shows milliseconds.
+        times: one time per size, drawn as its median with a bar between its quartiles.
         is_logarithmic: whether the vertical axis is logarithmic; if False, the axis is linear and begins at 0.
         chosen: the size at which the panel draws a vertical line, as the recommended size; None for no line.
     """
 
     title: str
-    quantity: str
     sizes: Sequence[float]
-    values: Sequence[Seconds] | Sequence[float]
-    unit: float = 1.0
+    times: Sequence[Seconds]
     is_logarithmic: bool = False
     chosen: float | None = None
 
 
-def plot(rows: Sequence[Sequence[Panel]], title: str, x_label: str, path: str) -> None:
-    """Writes a PNG file with a grid of panels.
+def plot(panels: Sequence[Panel], title: str, x_label: str, path: str) -> None:
+    """Writes a PNG file with panels, one above the other.
 
     Args:
-        rows: the rows of the grid; all rows have the same number of panels.
-        title: the title above the grid.
+        panels: the panels.
+        title: the title above the panels.
         x_label: the label of the horizontal axes.
         path: the path of the PNG file.
 
     Raises:
         OSError: the file cannot be written.
     """
-    with picture(path, _PANEL_WIDTH * len(rows[0]), 0.6 + _PANEL_HEIGHT * len(rows), 150) as figure:
-        panels = figure.subplots(len(rows), len(rows[0]), squeeze=False)
-        for axes_of_row, row in zip(panels, rows, strict=True):
-            for axes, panel in zip(axes_of_row, row, strict=True):
-                _draw(axes, panel)
-        for axes in panels[-1]:
-            axes.set_xlabel(x_label)
+    with picture(path, 2 * _PANEL_WIDTH, 0.6 + _PANEL_HEIGHT * len(panels), 150) as figure:
+        all_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+        for axes, panel in zip(all_axes, panels, strict=True):
+            _draw(axes, panel)
+        all_axes[-1].set_xlabel(x_label)
         figure.align_ylabels()
         figure.suptitle(title, fontsize="medium")
 
 
 def _draw(axes: Any, panel: Panel) -> None:
+    medians = [1e3 * each.median for each in panel.times]
+    below = [1e3 * (each.median - each.lower_quartile) for each in panel.times]
+    above = [1e3 * (each.upper_quartile - each.median) for each in panel.times]
     style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.3}
-    timed = [value for value in panel.values if isinstance(value, Seconds)]
-    if timed:
-        medians = [each.median / panel.unit for each in timed]
-        below = [(each.median - each.lower_quartile) / panel.unit for each in timed]
-        above = [(each.upper_quartile - each.median) / panel.unit for each in timed]
-        axes.errorbar(panel.sizes, medians, yerr=[below, above], capsize=2, elinewidth=0.8, **style)
-    else:
-        axes.plot(panel.sizes, panel.values, **style)
+    axes.errorbar(panel.sizes, medians, yerr=[below, above], capsize=2, elinewidth=0.8, **style)
     if panel.chosen is not None:
         axes.axvline(panel.chosen, color="tab:green", linestyle=":", label=f"recommended: {size_text(panel.chosen)}")
         axes.legend()
@@ -246,7 +236,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     else:
         axes.set_ylim(bottom=0)
     axes.set_title(panel.title, fontsize="small", loc="left")
-    axes.set_ylabel(panel.quantity)
+    axes.set_ylabel("time (ms)")
     axes.grid(alpha=0.3, which="major")
 
 

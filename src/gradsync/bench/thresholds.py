@@ -8,7 +8,6 @@ median over the rounds.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -104,13 +103,10 @@ class Row:
     Attributes:
         candidate: the measured threshold.
         seconds: the durations of a step.
-        bus_bytes_per_second: the bus bandwidth as nccl-tests defines it for all-reduce: 2 (n - 1) / n times the bytes
-            of the gradients, divided by the median duration, for n ranks. For one rank the bus bandwidth is 0.
     """
 
     candidate: Candidate
     seconds: Seconds
-    bus_bytes_per_second: float
 
     def has(self, threshold_bytes: int) -> bool:
         """Whether this row holds for the given threshold: it measured that threshold, or one with the same buckets."""
@@ -124,7 +120,6 @@ class Row:
             "all_reduces": self.candidate.all_reduces,
             "seconds": vars(self.seconds),
             "spread": self.seconds.spread,
-            "bus_bytes_per_second": self.bus_bytes_per_second,
         }
 
 
@@ -162,21 +157,14 @@ def plan_sweep(specs: Sequence[GradientSpec], thresholds: Sequence[int]) -> list
     return [Candidate(same[0], len(buckets), tuple(same[1:])) for buckets, same in found.items()]
 
 
-def rows_of(sweep: Sweep, steps: Sequence[Sequence[float]], ranks: int) -> list[Row]:
+def rows_of(sweep: Sweep, steps: Sequence[Sequence[float]]) -> list[Row]:
     """Returns one row for each measured threshold.
 
     Args:
         sweep: the settings of the measurement.
         steps: for each measured threshold, the durations of its step in one or more rounds, in seconds.
-        ranks: the number of ranks.
     """
-    size_bytes = total_bytes(list(sweep.specs))
-    rows = []
-    for number, candidate in enumerate(sweep.candidates):
-        seconds = Seconds.of(steps[number])
-        bus = 2 * (ranks - 1) / ranks * size_bytes / seconds.median if seconds.median else math.inf
-        rows.append(Row(candidate, seconds, bus))
-    return rows
+    return [Row(candidate, Seconds.of(each)) for candidate, each in zip(sweep.candidates, steps, strict=True)]
 
 
 # The ranks' program.
@@ -200,8 +188,8 @@ def run_sweep(sweep: Sweep) -> Measured:
                 for samples, seconds in zip(times, slowest, strict=True):
                     samples.append(seconds)
                 if comm.rank == 0 and console.is_terminal:
-                    rows = rows_of(sweep, times, comm.world_size)
-                    live.update(Group(table(rows), Text(f"round {measured} of {sweep.steps}")), refresh=True)
+                    shown = table(rows_of(sweep, times))
+                    live.update(Group(shown, Text(f"round {measured} of {sweep.steps}")), refresh=True)
             per_round = elapsed_seconds / (number + 1)
             if measured >= _FEWEST_ROUNDS and elapsed_seconds + per_round > sweep.limit_seconds:
                 break
@@ -290,7 +278,7 @@ def bench_thresholds(
     measured = run_as_ranks(run_sweep, sweep, nprocs=nprocs, backend=backend)
     if measured is None:  # another process prints the result
         return
-    rows, rounds = rows_of(sweep, measured.steps, ranks), len(measured.steps[0])
+    rows, rounds = rows_of(sweep, measured.steps), len(measured.steps[0])
     name = Path(model).name
     where = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'} over {measured.backend}"
     print(f"{name}: {len(specs)} gradients, {size_text(total_bytes(specs))}")
@@ -302,7 +290,7 @@ def bench_thresholds(
     print_table(table(rows, verbose=verbose))
     print("\n" + "\n".join(filter(None, (same_buckets(rows), rising_counts(rows), recommendation(rows, steps)))))
     if plot_path is not None:
-        plot([[panel(rows)]], f"{name}: {where}", "threshold of a bucket", plot_path)
+        plot([panel(rows)], f"{name}: {where}", "threshold of a bucket", plot_path)
         print(f"drawn in {plot_path}")
     settings |= {"gradients": len(specs), "total_bytes": total_bytes(specs), "ranks": ranks}
     settings |= {"rounds": rounds, "measured_backend": measured.backend, "device": measured.device}
@@ -394,21 +382,17 @@ def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
 
 
 def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
-    """Returns the rows as a table; if `verbose`, with columns for the quartiles and the bus bandwidth."""
-    more = ("quartiles", "bus") if verbose else ()
+    """Returns the rows as a table; if `verbose`, with a column for the quartiles."""
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("threshold", "step", "all-reduces", *more, ""):
+    for heading in ("threshold", "step", "all-reduces", *(["quartiles"] if verbose else []), ""):
         found.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     chosen, mark = recommended(rows), "<- recommended" if is_sure(rows) else "<- fastest"
     for row in rows:
-        threshold, bus = row.candidate.threshold_bytes, row.bus_bytes_per_second
-        cells = [size_text(threshold), milliseconds(row.seconds.median), str(row.candidate.all_reduces)]
+        cells = [size_text(row.candidate.threshold_bytes), milliseconds(row.seconds.median)]
+        cells.append(str(row.candidate.all_reduces))
         if verbose:
             lower = milliseconds(row.seconds.lower_quartile).removesuffix(" ms")
-            cells += [
-                f"{lower}-{milliseconds(row.seconds.upper_quartile)}",
-                f"{bus / 1e9:.3g} GB/s" if bus and math.isfinite(bus) else "-",
-            ]
+            cells.append(f"{lower}-{milliseconds(row.seconds.upper_quartile)}")
         found.add_row(*cells, mark if row is chosen and len(rows) > 1 else "")
     return found
 
@@ -442,6 +426,4 @@ def panel(rows: Sequence[Row]) -> Panel:
     """Returns a plot panel with the thresholds on the horizontal axis and the times of a step on the vertical axis."""
     thresholds = [row.candidate.threshold_bytes for row in rows]
     chosen = recommended(rows).candidate.threshold_bytes
-    return Panel(
-        "bars are quartiles", "time per step (ms)", thresholds, [row.seconds for row in rows], 1e-3, chosen=chosen
-    )
+    return Panel("time per step; bars are quartiles", thresholds, [row.seconds for row in rows], chosen=chosen)

@@ -6,12 +6,11 @@ import enum
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gradsync import environment
 from gradsync.communicators.nccl.library import version_text
-from gradsync.doctor.facts import CUPY_PACKAGES, Facts, Package
+from gradsync.doctor.facts import CUPY_PACKAGES, Facts
 from gradsync.errors import InvalidArgument, size_text
 from gradsync.machine import BLAS_VARIABLES, count_gpus, visible_gpus
 
@@ -25,41 +24,26 @@ class Status(str, enum.Enum):
     BROKEN = "broken"
 
 
+OK, WARNING, UNUSABLE, BROKEN = Status
+
+
 @dataclass(frozen=True)
 class Finding:
     """One line of the report.
 
     Attributes:
-        what: the name of the checked thing, such as "NumPy"; the report shows it before the text.
-        status: how serious the finding is. BROKEN means that ranks cannot run with any backend.
+        status: how serious the finding is. BROKEN means that ranks cannot run with any backend; UNUSABLE means that one
+            backend needs something that this machine lacks.
         text: the result of the check, in words.
         advice: the commands or steps that solve the problem; "" if there is no problem.
+        what: the name of the checked thing, such as "NumPy"; the report shows it before the text. examine() replaces ""
+            by the name of the check.
     """
 
-    what: str
     status: Status
     text: str
     advice: str = ""
-
-
-def ok(text: str, what: str = "") -> Finding:
-    """Returns a finding that reports no problem. If `what` is "", examine() uses the name of the check."""
-    return Finding(what, Status.OK, text)
-
-
-def warning(text: str, advice: str, what: str = "") -> Finding:
-    """Returns a finding about something that works badly or only in part."""
-    return Finding(what, Status.WARNING, text, advice)
-
-
-def unusable(text: str, advice: str = "") -> Finding:
-    """Returns a finding about something that one backend needs and this machine lacks."""
-    return Finding("", Status.UNUSABLE, text, advice)
-
-
-def broken(text: str, advice: str, what: str = "") -> Finding:
-    """Returns a finding about something that makes every run fail."""
-    return Finding(what, Status.BROKEN, text, advice)
+    what: str = ""
 
 
 _OLDEST_PYTHON, _OLDEST_NUMPY = (3, 10), (2, 1)
@@ -70,26 +54,27 @@ def check_python(here: Facts) -> Finding:
     version, path = here.python
     text = f"{version} on {here.system} {here.machine}, {path}"
     if _numbers(version)[:2] < _OLDEST_PYTHON:
-        return broken(text, "gradsync needs Python 3.10 or newer: create a venv with a newer Python")
+        return Finding(BROKEN, text, "gradsync needs Python 3.10 or newer: create a venv with a newer Python")
     if here.system != "linux":
-        return broken(text, "ranks run on Linux only: use a Linux machine, a Linux container, or WSL2 on Windows")
+        advice = "ranks run on Linux only: use a Linux machine, a Linux container, or WSL2 on Windows"
+        return Finding(BROKEN, text, advice)
     if here.machine not in ("x86_64", "AMD64"):
-        return unusable(text, "shared memory needs x86-64: use --backend mpi, or nccl with GPUs")
-    return ok(text)
+        return Finding(UNUSABLE, text, "shared memory needs x86-64: use --backend mpi, or nccl with GPUs")
+    return Finding(OK, text)
 
 
 def check_numpy(here: Facts) -> Finding:
     """Checks that NumPy is new enough, and that NumPy and msgpack can be imported. The rendezvous uses msgpack."""
     answer = here.answers.get("numpy", {"error": "no answer"})
     if "error" in answer:
-        return broken(f"NumPy does not load: {answer['error']}", "pip install --force-reinstall 'numpy>=2.1'")
+        return Finding(BROKEN, f"NumPy does not load: {answer['error']}", "pip install --force-reinstall 'numpy>=2.1'")
     if "msgpack_error" in answer:
         text = f"msgpack does not load: {answer['msgpack_error']}"
-        return broken(text, "pip install --force-reinstall msgpack", "msgpack")
+        return Finding(BROKEN, text, "pip install --force-reinstall msgpack", "msgpack")
     version = answer["version"]
     if _numbers(version)[:2] < _OLDEST_NUMPY:
-        return warning(f"{version}; gradsync needs NumPy 2.1 or newer", "pip install --upgrade 'numpy>=2.1'")
-    return ok(version)
+        return Finding(WARNING, f"{version}; gradsync needs NumPy 2.1 or newer", "pip install --upgrade 'numpy>=2.1'")
+    return Finding(OK, version)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -103,72 +88,53 @@ _ENOUGH_BYTES = 256 * 1024**2  # Docker's default of 64 MB is too small
 def check_anonymous_memory(here: Facts) -> Finding:
     """Checks that memfd_create works. The backend shm allocates its shared memory with this system call."""
     if here.memory_error:
-        return broken(f"memfd: {here.memory_error}", "free memory, or raise the container's limit")
-    return ok("memfd works")
+        return Finding(BROKEN, f"memfd: {here.memory_error}", "free memory, or raise the container's limit")
+    return Finding(OK, "memfd works")
 
 
 def check_shared_memory_folder(here: Facts) -> Finding:
     """Checks the size of /dev/shm."""
     if here.shared_memory_bytes is None:
-        return unusable(
-            "/dev/shm does not exist: MPI and NCCL need it, the backend shm does not", "mount -t tmpfs tmpfs /dev/shm"
-        )
+        text = "/dev/shm does not exist: MPI and NCCL need it, the backend shm does not"
+        return Finding(UNUSABLE, text, "mount -t tmpfs tmpfs /dev/shm")
     size_bytes, free_bytes = here.shared_memory_bytes
     text = f"{size_text(size_bytes)}, {size_text(free_bytes)} free"
     if size_bytes < _ENOUGH_BYTES:
         advice = "start the container with --shm-size=1g (or --ipc=host); as root: mount -o remount,size=1g /dev/shm"
-        return warning(
-            f"{text}: too small for NCCL, and for MPI with large arrays; the backend shm does not need it", advice
-        )
+        text += ": too small for NCCL, and for MPI with large arrays; the backend shm does not need it"
+        return Finding(WARNING, text, advice)
     if free_bytes < _ENOUGH_BYTES // 4:
-        return warning(f"{text}: NCCL and MPI may run out of space there", "see which files fill it: ls -l /dev/shm")
-    return ok(text)
+        text += ": NCCL and MPI may run out of space there"
+        return Finding(WARNING, text, "see which files fill it: ls -l /dev/shm")
+    return Finding(OK, text)
 
 
 def check_threads(here: Facts) -> Finding:
     """Checks the number of cores, and that OMP_NUM_THREADS and similar variables ask for no more threads than cores."""
     cores = "1 core" if here.cores == 1 else f"{here.cores} cores"
     found = {name: here.environ[name] for name in BLAS_VARIABLES if here.environ.get(name)}
-    malformed = [name for name, value in found.items() if not _thread_counts(value)]
     settings = ", ".join(f"{name}={value}" for name, value in found.items())
-    if malformed:
-        return warning(f"{cores}; {settings}: not a number of threads", f"unset {' '.join(malformed)}")
-    too_many = [name for name, value in found.items() if max(_thread_counts(value)) > here.cores]
+    too_many = [name for name, value in found.items() if value.isdecimal() and int(value) > here.cores]
     if too_many:
         text = f"{cores}, but {settings}: each rank starts more threads than there are cores"
-        return warning(text, f"unset {' '.join(too_many)}: gradsync run then divides the cores among its ranks")
+        advice = f"unset {' '.join(too_many)}: gradsync run then divides the cores among its ranks"
+        return Finding(WARNING, text, advice)
     if here.cores == 1:
         text = "1 core: if several ranks share it, each collective waits for the kernel's scheduler"
-        return warning(text, "use -n 1, or give the container more cores: docker run --cpus=4")
-    return ok(f"{cores}; {settings or 'gradsync run divides them among its ranks (OMP_NUM_THREADS)'}")
-
-
-def _thread_counts(value: str) -> list[int]:
-    """Parses a number of threads such as "4", or "4,2" for nested regions; returns [] if the text is malformed."""
-    parts = value.strip().split(",")
-    return [int(part) for part in parts] if all(part.strip().isdigit() and int(part) > 0 for part in parts) else []
-
-
-_LITTLE_MEMORY_BYTES = 1024**3
+        return Finding(WARNING, text, "use -n 1, or give the container more cores: docker run --cpus=4")
+    return Finding(OK, f"{cores}; {settings or 'gradsync run divides them among its ranks (OMP_NUM_THREADS)'}")
 
 
 def check_container(here: Facts) -> Finding:
-    """Checks how many cores and how much memory the control groups (cgroups) allow."""
-    cores, memory_bytes = _cores_allowed(here), here.memory_limit_bytes
-    limits = [f"{cores:.1f} cores"] if cores is not None else []
-    limits += [f"{size_text(memory_bytes)} of memory"] if memory_bytes is not None else []
-    text = f"limited to {' and '.join(limits)}" if limits else "no limit of cores or memory"
-    if cores is not None and cores < here.cores - 0.5:
-        text += f", though {here.cores} cores are visible: if more ranks run, the kernel pauses some of them"
-        return warning(
-            text, f"start at most {max(int(cores), 1)} ranks, or give the container more cores: docker run --cpus=N"
-        )
-    if memory_bytes is not None and memory_bytes < _LITTLE_MEMORY_BYTES:
-        return warning(
-            f"{text}: the kernel kills ranks that need more memory",
-            "give the container more memory: docker run --memory=8g",
-        )
-    return ok(text)
+    """Checks how many cores the control groups (cgroups) allow."""
+    cores = _cores_allowed(here)
+    if cores is None:
+        return Finding(OK, "no limit of cores")
+    if cores >= here.cores - 0.5:
+        return Finding(OK, f"limited to {cores:.1f} cores")
+    seen = f"limited to {cores:.1f} cores, though {here.cores} cores are visible"
+    advice = f"start at most {max(int(cores), 1)} ranks, or give the container more cores: docker run --cpus=N"
+    return Finding(WARNING, f"{seen}: if more ranks run, the kernel pauses some of them", advice)
 
 
 def _cores_allowed(here: Facts) -> float | None:
@@ -187,58 +153,24 @@ def _cores_allowed(here: Facts) -> float | None:
 
 
 _ENOUGH_FILES, _WANTED_FILES = 256, 4096
-_ENOUGH_LOCKED_BYTES = 1024**3
 
 
 def check_limits(here: Facts) -> Finding:
-    """Checks the limits of open files and, if the machine has RDMA devices, of locked memory."""
-    soft, hard = here.limits.get("open files", (-1, -1))
-    files = "any number of" if soft < 0 else f"{soft:,}"
+    """Checks the limit of open files."""
+    soft, hard = here.open_files
     if 0 <= soft < _ENOUGH_FILES:
         can_raise = hard < 0 or hard >= _WANTED_FILES
         advice = f"ulimit -n {_WANTED_FILES}" if can_raise else f"as root: prlimit --pid $$ --nofile={_WANTED_FILES}"
-        return warning(f"{soft} open files: the launcher needs several for each of its ranks", advice)
-    locked, _ = here.limits.get("locked memory", (-1, -1))
-    has_rdma = (here.root / "sys/class/infiniband").is_dir() and any((here.root / "sys/class/infiniband").iterdir())
-    if has_rdma and 0 <= locked < _ENOUGH_LOCKED_BYTES:
-        text = f"{locked // 1024:,} KB of locked memory: InfiniBand and RoCE fail, or fall back to TCP"
-        return warning(text, "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1")
-    return ok(f"{files} open files{'; locked memory is enough for RDMA' if has_rdma else ''}")
-
-
-_INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+        return Finding(WARNING, f"{soft} open files: the launcher needs several for each of its ranks", advice)
+    return Finding(OK, f"{'any number of' if soft < 0 else f'{soft:,}'} open files")
 
 
 def check_network(here: Facts) -> Finding:
-    """Checks the loopback interface, the network interfaces, and that the host name has an address."""
+    """Checks the loopback interface, which the ranks of one machine use to join."""
     if here.loopback_error:
         advice = "as root: ip link set lo up; a sandbox may forbid sockets"
-        return broken(f"no port of 127.0.0.1 can be opened: {here.loopback_error}", advice)
-    outward = [each for each in here.interfaces if each.is_up and each.address and not each.address.startswith("127.")]
-    shown = (
-        ", ".join(f"{each.name} {each.address}" for each in outward)
-        or "only the loopback interface: ranks on other machines cannot connect"
-    )
-    for name in _INTERFACE_VARIABLES:
-        missing = _missing_interfaces(here.environ.get(name, ""), [each.name for each in here.interfaces])
-        if missing:
-            return warning(
-                f"{shown}; {name} names {', '.join(missing)}, but this machine has no such interface", f"unset {name}"
-            )
-    if here.host_error:
-        text = f"{shown}; the host's own name {here.host!r} has no address ({here.host_error})"
-        advice = f"for several machines: give --node-address, or as root: echo '127.0.1.1 {here.host}' >> /etc/hosts"
-        return warning(text, advice)
-    return ok(shown)
-
-
-def _missing_interfaces(value: str, present: list[str]) -> list[str]:
-    """Returns the names in a value of NCCL_SOCKET_IFNAME that match no interface. "eth" is a prefix, "=eth0" a name."""
-    if value.startswith("^"):
-        return []
-    exact = value.startswith("=")
-    names = [name.strip() for name in value.removeprefix("=").split(",") if name.strip()]
-    return [n for n in names if not any(p == n if exact else p.startswith(n.partition(":")[0]) for p in present)]
+        return Finding(BROKEN, f"no port of 127.0.0.1 can be opened: {here.loopback_error}", advice)
+    return Finding(OK, "ports of 127.0.0.1 can be opened")
 
 
 _INSTALL = "on a machine without an MPI: pip install mpi4py mpich; on a cluster: load its MPI, then pip install mpi4py"
@@ -247,20 +179,20 @@ _MARKS = {"Open MPI": ("open mpi", "openrte", "prte", "open-mpi"), "MPICH": ("hy
 
 def check_mpi(here: Facts) -> Finding:
     """Checks that mpi4py can be imported, and that an mpiexec of the same MPI exists."""
-    if here.package("mpi4py") is None and here.answers.get("mpi", {}).get("version") is None:
-        return unusable("mpi4py is not installed: only the backend mpi needs it", _INSTALL)
+    if "mpi4py" not in here.packages and here.answers.get("mpi", {}).get("version") is None:
+        return Finding(UNUSABLE, "mpi4py is not installed: only the backend mpi needs it", _INSTALL)
     answer = here.answers.get("mpi", {"error": "no answer"})
     if "error" in answer:
-        return unusable(f"mpi4py is installed, but does not load: {_first_line(answer)}", _INSTALL)
+        return Finding(UNUSABLE, f"mpi4py is installed, but does not load: {_first_line(answer)}", _INSTALL)
     loaded = f"mpi4py {answer['version']} over {answer['library']}"
     if here.mpiexec is None:
         advice = "put that MPI's bin folder on the PATH (module load ...), or: pip install mpich"
-        return unusable(f"{loaded}, but mpiexec, which starts the ranks, is not on the PATH", advice)
+        return Finding(UNUSABLE, f"{loaded}, but mpiexec, which starts the ranks, is not on the PATH", advice)
     theirs, ours = _vendor(here.answers.get("mpiexec", {}).get("text", "")), _vendor(answer["library"])
     if theirs and ours and theirs != ours and {theirs, ours} != {"MPICH", "Intel"}:
         text = f"{loaded}, but {here.mpiexec} belongs to {theirs}: each rank would be alone in its own MPI_COMM_WORLD"
-        return warning(text, f"use the mpiexec of {ours}: put its bin folder first on the PATH")
-    return ok(f"{loaded}; {here.mpiexec}")
+        return Finding(WARNING, text, f"use the mpiexec of {ours}: put its bin folder first on the PATH")
+    return Finding(OK, f"{loaded}; {here.mpiexec}")
 
 
 def _first_line(answer: Any) -> str:
@@ -280,7 +212,7 @@ def check_driver(here: Facts) -> Finding:
     if not here.has_gpu:
         text = "no NVIDIA GPU found: only the backend nccl needs one"
         advice = "to use GPUs in a container: docker run --gpus all" if here.has_nvidia_smi else ""
-        return unusable(text, advice)
+        return Finding(UNUSABLE, text, advice)
     version = re.search(
         r"(?:Kernel Module|NVRM version).*?(\d+\.\d+(?:\.\d+)?)", here.read("/proc/driver/nvidia/version") or ""
     )
@@ -288,7 +220,7 @@ def check_driver(here: Facts) -> Finding:
     text = version[1] if version else "unknown version"
     if driver:
         text += f", which supports CUDA up to {cuda_version(driver)}"
-    return ok(text)
+    return Finding(OK, text)
 
 
 def check_gpus(here: Facts) -> Finding | None:
@@ -298,22 +230,21 @@ def check_gpus(here: Facts) -> Finding | None:
     visible = visible_gpus(here.environ)
     if visible == ():
         value = here.environ["CUDA_VISIBLE_DEVICES"]
-        return unusable(f"CUDA_VISIBLE_DEVICES={value!r} hides all GPUs", "unset CUDA_VISIBLE_DEVICES")
+        return Finding(UNUSABLE, f"CUDA_VISIBLE_DEVICES={value!r} hides all GPUs", "unset CUDA_VISIBLE_DEVICES")
     count = count_gpus(here.environ, str(here.root / "dev"))
     devices: list[dict[str, Any]] = here.answers.get("cupy", {}).get("devices", [])
     if not devices:
-        return ok(f"{count} found by their device files; install CuPy to see more about them")
+        return Finding(OK, f"{count} found by their device files; install CuPy to see more about them")
     names = sorted({device["name"] for device in devices})
     text = f"{len(devices)} x {', '.join(names)}, {devices[0]['memory_bytes'] / 1e9:.0f} GB"
     if visible is not None and len(devices) < len(visible):
         text += f"; CUDA_VISIBLE_DEVICES={here.environ['CUDA_VISIBLE_DEVICES']} names {len(visible)}"
-        return warning(text, "list only GPUs of this machine: nvidia-smi -L shows them")
+        return Finding(WARNING, text, "list only GPUs of this machine: nvidia-smi -L shows them")
     if len(devices) > 1 and not all(len(device["peers"]) == len(devices) - 1 for device in devices):
         text += "; not all GPUs can access each other's memory, so NCCL copies through host memory"
-        return warning(
-            text, "on a virtual machine: assign it all GPUs of one switch; check with: nvidia-smi topo -p2p r"
-        )
-    return ok(text)
+        advice = "on a virtual machine: assign it all GPUs of one switch; check with: nvidia-smi topo -p2p r"
+        return Finding(WARNING, text, advice)
+    return Finding(OK, text)
 
 
 def cuda_version(number: int) -> str:
@@ -329,54 +260,46 @@ def check_cupy(here: Facts) -> Finding:
     installed = _cupy_packages(here)
     answer = here.answers.get("cupy", {"error": "no answer"})
     if len(installed) > 1:
-        names = " ".join(package.name for package in installed)
-        shown = ", ".join(f"{package.name} {package.version}" for package in installed)
+        shown = ", ".join(f"{name} {here.packages[name]}" for name in installed)
         text = f"{len(installed)} packages install CuPy into one folder: {shown}; Python loads a mixture of their files"
         then = _install(here) if here.has_gpu else "install the package for your driver"
-        return warning(text, f"pip uninstall -y {names}; then {then}")
+        return Finding(WARNING, text, f"pip uninstall -y {' '.join(installed)}; then {then}")
     if not installed and "file" not in answer:
-        return unusable("not installed: only the backend nccl needs it", _install(here) if here.has_gpu else "")
+        advice = _install(here) if here.has_gpu else ""
+        return Finding(UNUSABLE, "not installed: only the backend nccl needs it", advice)
+    package = installed[0] if installed else "cupy"
     if "error" in answer:
-        name = installed[0].name if installed else "cupy"
-        return unusable(f"{name} does not load: {answer['error']}", f"pip install --force-reinstall {name}")
-    if not _owns(installed, answer["file"]):
-        text = f"{answer['version']} from {answer['file']}, which belongs to no installed package"
-        advice = "remove the folder of this CuPy from PYTHONPATH; until then the lines about GPUs may be wrong"
-        return warning(text, advice)
-    name = f"{installed[0].name} {answer['version']}"
+        text = f"{package} does not load: {answer['error']}"
+        return Finding(UNUSABLE, text, f"pip install --force-reinstall {package}")
+    name = f"{package} {answer['version']}"
     if int(answer["version"].partition(".")[0]) < _OLDEST_CUPY:
-        advice = f"pip uninstall -y {installed[0].name}; then {_install(here)}"
-        return unusable(f"{name}; gradsync needs CuPy {_OLDEST_CUPY} or newer", advice)
+        advice = f"pip uninstall -y {package}; then {_install(here)}"
+        return Finding(UNUSABLE, f"{name}; gradsync needs CuPy {_OLDEST_CUPY} or newer", advice)
     return _loaded(here, name, answer)
 
 
-def _cupy_packages(here: Facts) -> list[Package]:
-    """Returns the installed packages that contain the module cupy."""
-    return [package for package in here.packages if package.name in CUPY_PACKAGES]
+def _cupy_packages(here: Facts) -> list[str]:
+    """Returns the names of the installed packages that contain the module cupy."""
+    return [name for name in CUPY_PACKAGES if name in here.packages]
 
 
 def _loaded(here: Facts, name: str, answer: Mapping[str, Any]) -> Finding:
     runtime = f"{name}, CUDA runtime {cuda_version(answer['runtime'])}" if "runtime" in answer else name
     if not here.has_gpu:
-        text = f"{runtime}; this machine has no NVIDIA driver"
-        return unusable(
-            text, "on a machine with a GPU: install NVIDIA's driver; for a container: docker run --gpus all"
-        )
+        advice = "on a machine with a GPU: install NVIDIA's driver; for a container: docker run --gpus all"
+        return Finding(UNUSABLE, f"{runtime}; this machine has no NVIDIA driver", advice)
     if "count" not in answer:
-        error = answer.get("count_error", "unknown reason")
-        return unusable(
-            f"{runtime}; CuPy sees no GPU: {error}",
-            "compare the CUDA version that nvidia-smi shows with that of the CuPy package",
-        )
+        text = f"{runtime}; CuPy sees no GPU: {answer.get('count_error', 'unknown reason')}"
+        return Finding(UNUSABLE, text, "compare the CUDA version that nvidia-smi shows with that of the CuPy package")
     driver = answer.get("driver", 0)
     if "runtime" in answer and driver and driver // 1000 < answer["runtime"] // 1000:
         text = f"{runtime}, but the driver supports CUDA only up to {cuda_version(driver)}"
-        return warning(text, f"update the driver, or: pip uninstall -y {name.split()[0]}; then {_install(here)}")
+        advice = f"update the driver, or: pip uninstall -y {name.split()[0]}; then {_install(here)}"
+        return Finding(WARNING, text, advice)
     if "nvrtc" not in answer:
-        return unusable(
-            f"{runtime}; NVRTC, which compiles CuPy's kernels, is missing", f"{_install(here)} (it includes NVRTC)"
-        )
-    return ok(runtime)
+        text = f"{runtime}; NVRTC, which compiles CuPy's kernels, is missing"
+        return Finding(UNUSABLE, text, f"{_install(here)} (it includes NVRTC)")
+    return Finding(OK, runtime)
 
 
 def _install(here: Facts) -> str:
@@ -387,57 +310,42 @@ def _install(here: Facts) -> str:
     return "pip install 'gradsync[cuda12]' (cuda13 where nvidia-smi shows CUDA 13)"
 
 
-def _owns(installed: list[Package], file: str) -> bool:
-    return any(Path(file).is_relative_to(package.folder) for package in installed)
-
-
 def check_nccl(here: Facts) -> Finding | None:
     """Checks that CuPy has loaded NCCL, and that CuPy was built with the same major version of NCCL."""
     answer: Any = here.answers.get("cupy", {})
     if "file" not in answer:
         return None  # check_cupy reports the problem
     if here.environ.get("NCCL_COMM_BLOCKING") == "0":
-        return unusable(
-            "NCCL_COMM_BLOCKING=0 is set, but CuPy supports only blocking communicators", "unset NCCL_COMM_BLOCKING"
-        )
+        text = "NCCL_COMM_BLOCKING=0 is set, but CuPy supports only blocking communicators"
+        return Finding(UNUSABLE, text, "unset NCCL_COMM_BLOCKING")
     found = answer.get("nccl")
-    wanted = _wheel(here)
+    wheel = "nvidia-nccl-cu13" if "cupy-cuda13x" in here.packages else "nvidia-nccl-cu12"
     if not found or not found.get("available"):
         error = answer.get("nccl_error", "CuPy could not load libnccl.so.2")
-        return unusable(error, f"pip install {wanted}")
+        return Finding(UNUSABLE, error, f"pip install {wheel}")
     text = f"{version_text(found['version'])} from {found['path']}, CuPy was built with {version_text(found['build'])}"
-    if not found["path"].startswith("/"):
-        return warning(f"{text}: no libnccl is loaded, so this is not NVIDIA's NCCL", 'see the line "CuPy"')
     if found["version"] // 10000 != found["build"] // 10000:
-        return warning(f"{text}: the major versions differ", f"pip install --upgrade {wanted}")
-    others = [package.name for package in here.packages if package.name.startswith("nvidia-nccl")]
-    if others and wanted not in others and len(_cupy_packages(here)) == 1:
-        return warning(
-            f"{text}; {', '.join(others)} is installed, for a different CUDA version", f"pip install {wanted}"
-        )
-    return ok(text)
-
-
-def _wheel(here: Facts) -> str:
-    """Returns the name of the NCCL package that fits the installed CuPy package."""
-    names = [package.name for package in _cupy_packages(here)]
-    return "nvidia-nccl-cu13" if "cupy-cuda13x" in names else "nvidia-nccl-cu12"
+        return Finding(WARNING, f"{text}: the major versions differ", f"pip install --upgrade {wheel}")
+    return Finding(OK, text)
 
 
 def check_variables(here: Facts) -> list[Finding]:
     """Checks the GRADSYNC_* environment variables; returns one finding per wrong variable, or one if all are right."""
-    refused = [broken(str(error), f"unset {name}", name) for name, error in environment.refused_variables(here.environ)]
+    refused = [
+        Finding(BROKEN, str(error), f"unset {name}", name)
+        for name, error in environment.refused_variables(here.environ)
+    ]
     unknown = [_unknown(name, meant) for name, meant in environment.unknown_variables(here.environ).items()]
     if unknown or refused:
         return [*refused, *unknown]
     present = sorted(name for name in here.environ if name.startswith("GRADSYNC_"))
     shown = ", ".join(name if name == environment.SECRET else f"{name}={here.environ[name]}" for name in present)
-    return [ok(shown or "no GRADSYNC_* variable is set")]
+    return [Finding(OK, shown or "no GRADSYNC_* variable is set")]
 
 
 def _unknown(name: str, meant: str | None) -> Finding:
     advice = f"unset {name}" if meant is None else f'export {meant}="${name}"; unset {name}'
-    return warning(environment.describe_unknown(meant), advice, name)
+    return Finding(WARNING, environment.describe_unknown(meant), advice, name)
 
 
 def check_launcher(here: Facts) -> Finding:
@@ -445,18 +353,18 @@ def check_launcher(here: Facts) -> Finding:
     try:
         environment.read_master_port(here.environ)
     except InvalidArgument as error:
-        return broken(str(error), "unset MASTER_PORT")
+        return Finding(BROKEN, str(error), "unset MASTER_PORT")
     try:
         place = environment.read_environment(dict(here.environ))
     except InvalidArgument as error:
-        return broken(str(error).replace("\n", " "), "unset the environment variables that this error names")
+        return Finding(BROKEN, str(error).replace("\n", " "), "unset the environment variables that this error names")
     if place is None:
-        return ok("this shell is not inside a launched job")
+        return Finding(OK, "this shell is not inside a launched job")
     setter = {"RANK": "torchrun or you", "gradsync": "gradsync run"}.get(place.source, place.source)
     text = f"this shell is rank {place.rank} of {place.world_size}, according to variables that {setter} set"
     names = [name for name in ("RANK", "WORLD_SIZE", environment.RANK, environment.WORLD_SIZE) if name in here.environ]
     advice = "inside a job these variables are right" + (f"; elsewhere: unset {' '.join(names)}" if names else "")
-    return warning(text, advice)
+    return Finding(WARNING, text, advice)
 
 
 Check = Callable[[Facts], Finding | list[Finding] | None]

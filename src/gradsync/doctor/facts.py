@@ -27,47 +27,13 @@ from typing import Any, TypeVar
 
 from gradsync.environment import find_mpiexec, without_launcher
 from gradsync.errors import GradsyncError
-from gradsync.machine import addresses, memory_groups, run_with_timeout, usable_cores
+from gradsync.machine import usable_cores
 
 _Result = TypeVar("_Result")
 
-_NAME_SECONDS = 1.0
 _LONGEST_TEXT = 4000
-_END_SECONDS = 1.0
-_REAP_SECONDS = 10.0
-_BYTES_OF_IPV4 = 4
 #: The packages that contain the module `cupy`. If two of them are installed, they overwrite each other's files.
 CUPY_PACKAGES = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda110", "cupy-cuda111", "cupy-cuda112")
-
-
-@dataclass(frozen=True)
-class Package:
-    """An installed Python package.
-
-    Attributes:
-        name: the name of the package, in lower case and with hyphens.
-        version: the version of the package.
-        folder: the folder where the package is installed.
-    """
-
-    name: str
-    version: str
-    folder: str
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A network interface.
-
-    Attributes:
-        name: the name of the interface, such as "eth0".
-        address: the IPv4 address of the interface; "" if it has none.
-        is_up: whether the interface is up.
-    """
-
-    name: str
-    address: str
-    is_up: bool
 
 
 @dataclass(frozen=True)
@@ -79,17 +45,13 @@ class Facts:
         root: the folder that contains /proc, /sys and /dev; it differs from "/" only in tests.
         system, machine: the operating system and the processor, such as "linux" and "x86_64".
         python: the version of Python and the path of its executable.
-        packages: the installed Python packages that the checks need to know.
+        packages: [name] -> the version of each installed Python package that the checks need to know.
         cores: the number of cores that this process may use.
-        limits: the soft and hard limits, under the keys "open files" and "locked memory"; -1 means no limit.
+        open_files: the soft and the hard limit of open files; -1 means no limit.
         answers: the answers that ask_all() returned.
         shared_memory_bytes: the size and the free space of /dev/shm in bytes; None if /dev/shm does not exist.
-        memory_limit_bytes: the smallest memory limit of this process's control groups; None without a limit.
         memory_error: the error if memfd_create failed; "" if it worked.
         loopback_error: the error if no socket could listen on 127.0.0.1; "" if one could.
-        interfaces: the network interfaces.
-        host: the host name of the machine.
-        host_error: the error if the host name could not be resolved to an address; "" if it could.
         mpiexec: the path of mpiexec; None if there is none.
         has_nvidia_smi: whether nvidia-smi is on the PATH.
     """
@@ -99,17 +61,13 @@ class Facts:
     system: str = "linux"
     machine: str = "x86_64"
     python: tuple[str, str] = ("3.12.0", "/usr/bin/python3")
-    packages: Sequence[Package] = ()
+    packages: Mapping[str, str] = field(default_factory=dict)
     cores: int = 8
-    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    open_files: tuple[int, int] = (-1, -1)
     answers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     shared_memory_bytes: tuple[int, int] | None = None
-    memory_limit_bytes: int | None = None
     memory_error: str = ""
     loopback_error: str = ""
-    interfaces: Sequence[Interface] = ()
-    host: str = "node"
-    host_error: str = ""
     mpiexec: str | None = None
     has_nvidia_smi: bool = False
 
@@ -119,10 +77,6 @@ class Facts:
             return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
         except OSError:
             return None
-
-    def package(self, name: str) -> Package | None:
-        """Returns the installed package of that name; None if there is none."""
-        return next((package for package in self.packages if package.name == name), None)
 
     @property
     def has_gpu(self) -> bool:
@@ -145,37 +99,24 @@ def collect_facts(deadline_seconds: float) -> Facts:
         python=(platform.python_version(), sys.executable),
         packages=_packages(),
         cores=usable_cores(),
-        limits=_limits(),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         answers=ask_all(mpiexec, deadline_seconds),
         shared_memory_bytes=_shared_memory_bytes(),
-        memory_limit_bytes=min(filter(None, (group.limit() for group in memory_groups())), default=None),
         memory_error=_memory_error(),
         loopback_error=_loopback_error(),
-        interfaces=_interfaces(),
-        host=socket.gethostname(),
-        host_error=_host_error(),
         mpiexec=mpiexec,
         has_nvidia_smi=shutil.which("nvidia-smi") is not None,
     )
 
 
-def _packages() -> list[Package]:
-    wanted = {*CUPY_PACKAGES, "mpi4py"}
-    found: dict[str, Package] = {}
+def _packages() -> dict[str, str]:
+    found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         with contextlib.suppress(Exception):  # packages with damaged metadata are left out
             name = str(distribution.metadata["Name"]).lower().replace("_", "-")
-            if name in wanted or name.startswith("nvidia-nccl"):
-                folder = str(distribution.locate_file(""))
-                found.setdefault(
-                    name, Package(name, distribution.version, folder)
-                )  # Python imports the first package of that name on sys.path
-    return sorted(found.values(), key=lambda package: package.name)
-
-
-def _limits() -> dict[str, tuple[int, int]]:
-    kinds = {"open files": resource.RLIMIT_NOFILE, "locked memory": resource.RLIMIT_MEMLOCK}
-    return {name: resource.getrlimit(kind) for name, kind in kinds.items()}
+            if name in (*CUPY_PACKAGES, "mpi4py"):
+                found.setdefault(name, distribution.version)  # Python imports the first one on sys.path
+    return found
 
 
 def _shared_memory_bytes() -> tuple[int, int] | None:
@@ -187,9 +128,7 @@ def _shared_memory_bytes() -> tuple[int, int] | None:
 
 
 def _memory_error() -> str:
-    from gradsync.communicators.shared_memory.segment import (
-        create_segment,  # imported late: the subprocess for CuPy needs no NumPy
-    )
+    from gradsync.communicators.shared_memory.segment import create_segment  # the subprocess for CuPy needs no NumPy
 
     try:
         os.close(create_segment(1 << 20))
@@ -206,34 +145,6 @@ def _loopback_error() -> str:
     except OSError as error:
         return str(error)
     return ""
-
-
-def _host_error() -> str:
-    """Looks up the address of the host name, with a time limit, because a name server may not answer."""
-    try:
-        run_with_timeout(lambda: socket.getaddrinfo(socket.gethostname(), None), "gradsync-host-name", _NAME_SECONDS)
-    except TimeoutError:
-        return f"the name server did not answer within {_NAME_SECONDS:g} s"
-    except (OSError, UnicodeError) as error:  # a UnicodeError means that the name is not a valid name
-        return str(error)
-    return ""
-
-
-def _interfaces() -> list[Interface]:
-    by_name: dict[str, str] = {}
-    for name, packed in addresses():
-        if len(packed) == _BYTES_OF_IPV4:
-            by_name.setdefault(name, socket.inet_ntoa(packed))
-    with contextlib.suppress(OSError):
-        return [Interface(name, by_name.get(name, ""), _is_up(name)) for _, name in socket.if_nameindex()]
-    return []
-
-
-def _is_up(name: str) -> bool:
-    try:
-        return bool(int(Path(f"/sys/class/net/{name}/flags").read_text(), 16) & 1)
-    except (OSError, ValueError):
-        return False
 
 
 # -- Subprocesses that examine libraries -----------------------------------------------------------------------------
@@ -263,7 +174,8 @@ def in_parallel(function: Callable[[str], _Result], names: Sequence[str]) -> lis
         try:
             return list(pool.map(function, names))
         except BaseException:  # without the kill, the pool would wait until the deadline
-            _kill_called()
+            for process in _called.copy():  # a copy, because threads remove processes from the list meanwhile
+                _kill(process)
             raise
 
 
@@ -288,7 +200,7 @@ def call(command: Sequence[str], deadline_seconds: float) -> subprocess.Complete
         try:
             out, err = process.communicate(timeout=deadline_seconds)
         except subprocess.TimeoutExpired:
-            _end(process)
+            _kill(process)
             raise
         finally:
             _called.remove(process)
@@ -298,11 +210,10 @@ def call(command: Sequence[str], deadline_seconds: float) -> subprocess.Complete
 _called: list[subprocess.Popen[str]] = []  # the processes that call() is running
 
 
-def _kill_called() -> None:
-    """Kills the commands that call() is running: each is in a session of its own, where Ctrl-C does not reach it."""
-    for process in _called.copy():  # a copy, because threads remove processes from the list meanwhile
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kills a process of call(), and its children: Ctrl-C does not reach the session of its own that it is in."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _answer(name: str, command: Sequence[str], deadline_seconds: float) -> dict[str, Any]:
@@ -321,21 +232,6 @@ def _answer(name: str, command: Sequence[str], deadline_seconds: float) -> dict[
     except (IndexError, ValueError):
         return {"error": f"the answer is not JSON: {done.stdout.strip()[-200:]!r}"}
     return found
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Kills a process and those of its children that are in its process group, and waits for the process."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=_END_SECONDS)
-    with contextlib.suppress(
-        subprocess.TimeoutExpired
-    ):  # on a busy machine the process may need more than a second to end
-        process.wait(_REAP_SECONDS)
-    for stream in (process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
 
 
 def _exit_error(exit_code: int, stderr: str) -> str:
