@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from gradsync.futures import CollectiveFuture as CollectiveFuture
     from gradsync.futures import GradientFuture as GradientFuture
     from gradsync.launching.free_port import free_port as free_port
-    from gradsync.launching.function_call import set_start_method as set_start_method
     from gradsync.launching.launch import MainProcessError as MainProcessError
     from gradsync.launching.launch import WorkerError as WorkerError
     from gradsync.launching.launch import launch as launch
+    from gradsync.launching.launch import set_start_method as set_start_method
     from gradsync.launching.launcher import launcher as launcher
     from gradsync.launching.spawn import MultiprocessContext as MultiprocessContext
     from gradsync.launching.spawn import spawn as spawn
@@ -111,8 +111,7 @@ _NAMES = {
     ),
     "gradsync.futures": ("CollectiveFuture", "GradientFuture"),
     "gradsync.launching.free_port": ("free_port",),
-    "gradsync.launching.function_call": ("set_start_method",),
-    "gradsync.launching.launch": ("launch", "MainProcessError", "WorkerError"),
+    "gradsync.launching.launch": ("launch", "MainProcessError", "WorkerError", "set_start_method"),
     "gradsync.launching.launcher": ("launcher",),
     "gradsync.launching.spawn": ("MultiprocessContext", "spawn"),
     "gradsync.process_group": (

@@ -25,7 +25,7 @@ def test_the_library_is_asked_only_if_it_is_loaded(tmp_path):
     source = f"""
         import ctypes
         import gradsync as gs
-        from gradsync.launching.function_call import cuda_is_initialised
+        from gradsync.launching.launch import cuda_is_initialised
         assert not cuda_is_initialised()
         assert "elsewhere.so" not in open("/proc/self/maps").read()
         library = ctypes.CDLL({str(library)!r})
@@ -59,7 +59,7 @@ def test_the_library_is_asked_only_if_it_is_loaded(tmp_path):
 def test_a_real_driver_tells_the_same():
     source = """
         import ctypes, os
-        from gradsync.launching.function_call import cuda_is_initialised
+        from gradsync.launching.launch import cuda_is_initialised
         driver = ctypes.CDLL("libcuda.so.1")
         assert not cuda_is_initialised()
         assert driver.cuInit(0) == 0

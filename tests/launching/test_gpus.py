@@ -1,8 +1,8 @@
 import pytest
 
 from gradsync.errors import InvalidArgument
-from gradsync.launching import rank_environment
-from gradsync.launching.rank_environment import choose_gpus, parse_gpus
+from gradsync.launching import job as rank_environment
+from gradsync.launching.job import choose_gpus, parse_gpus
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 

@@ -16,7 +16,7 @@ import pytest
 import rank_functions
 
 import gradsync as gs
-from gradsync.launching import function_call
+from gradsync.launching import launch as function_call
 from gradsync.launching.launch import MainProcessError, WorkerError
 from process_table import parent_of
 

@@ -8,7 +8,7 @@ import pytest
 import rank_functions
 
 import gradsync as gs
-from gradsync.launching import function_call
+from gradsync.launching import launch as function_call
 
 
 def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatch):

@@ -82,7 +82,7 @@ class Ranks:
     def close(self, timeout=20):
         for rank in list(self.writers):
             self.end(rank)
-        return self.forwarder.close(timeout)
+        return self.forwarder.finish(timeout)
 
     def __enter__(self):
         return self
@@ -91,7 +91,7 @@ class Ranks:
         for descriptors in self.writers.values():
             for descriptor in descriptors:
                 os.close(descriptor)
-        self.forwarder.close(0)
+        self.forwarder.finish(1)
 
 
 @contextlib.contextmanager
@@ -392,7 +392,7 @@ def test_blocked_terminal_keeps_nobody_from_ending():
         ranks.write(0, b"still seen\n", 2)
         began = time.monotonic()
         assert not has_ended(ranks.forwarder, 0, 0.1)
-        ranks.forwarder.close(0.2)
+        ranks.forwarder.finish(0.2)
         assert time.monotonic() - began < 20
         assert ranks.forwarder.tail(0)[0].startswith("xxx")
 
@@ -405,8 +405,8 @@ def test_blocked_stdout_does_not_hold_up_stderr():
         assert read_until(reader, rb"\n") == b"[rank 0] help\n"
         while select.select([], [stdout], [], 0)[1]:
             time.sleep(0.001)
-        assert not ranks.forwarder.close(0.1)  # its thread stands in a write
-        while not ranks.forwarder.close(0.01):
+        assert not ranks.forwarder.finish(0.1)  # its thread stands in a write
+        while not ranks.forwarder.finish(0.01):
             if select.select([out], [], [], 0)[0]:
                 os.read(out, 65536)
         writing.join()
@@ -462,14 +462,14 @@ def test_streams_that_were_closed_at_the_start_take_everything():
         os.close(writer)
     assert has_ended(forwarder, 0, 20)
     assert forwarder.tail(0) == ["x", "x"]
-    assert forwarder.close(20)
+    assert forwarder.finish(20)
 
 
 def test_end_of_a_rank_that_left_a_process_behind_is_not_awaited_for_ever():
     ranks = Ranks(1)
     ranks.write(0, b"last words\n")
     assert not has_ended(ranks.forwarder, 0, 0.05)  # the write ends are open still
-    assert ranks.forwarder.close(20)
+    assert ranks.forwarder.finish(20)
     assert ranks.stdout.getvalue() == "[rank 0] last words\n"
     ranks.writers.clear()
 
@@ -479,7 +479,7 @@ def test_close_passes_on_all_that_is_in_the_pipes():
         data = b"".join(b"line %d\n" % number for number in range(30_000))
         fcntl.fcntl(ranks.writers[0][0], fcntl.F_SETPIPE_SZ, 1 << 20)
         ranks.write(0, data)
-        closing = threading.Thread(target=ranks.forwarder.close, args=(20,))
+        closing = threading.Thread(target=ranks.forwarder.finish, args=(20,))
         closing.start()
         printed = read_until(reader, rb"line 29999\n")
         closing.join()
@@ -489,8 +489,8 @@ def test_close_passes_on_all_that_is_in_the_pipes():
 def test_close_without_start_passes_on_what_there_is():
     ranks = Ranks(1, started=False)
     ranks.write(0, b"x\n")
-    assert ranks.forwarder.close(20)
-    assert ranks.forwarder.close(20)
+    assert ranks.forwarder.finish(20)
+    assert ranks.forwarder.finish(20)
     assert ranks.stdout.getvalue() == "[rank 0] x\n"
     for descriptor in ranks.writers.pop(0):
         os.close(descriptor)
@@ -616,8 +616,8 @@ def test_draining_waits_for_a_slow_reader_and_drops_nothing():
         forwarder = OutputForwarder(screen, screen, prefix=False)
         forwarder.add(0, rank_reader, other_reader)
         forwarder.start()
-        assert not forwarder.drain(0.2)
-        while not forwarder.drain(0.01):
+        assert not forwarder.finish(0.2)
+        while not forwarder.finish(0.01):
             shown += os.read(screen_reader, 1000)
     with open(screen_reader, "rb") as rest:
         assert shown + rest.read() == printed
@@ -634,7 +634,7 @@ forwarder.add(0, out, err)
 forwarder.start()
 os.set_blocking(to_out, False)
 os.write(to_out, b"x\\n" * 20000)
-forwarder.close(0.3)
+forwarder.finish(0.3)
 """
     reader, writer = os.pipe()  # with 40,000 bytes, and a prefix for each two of them, it is full
     process = subprocess.run(

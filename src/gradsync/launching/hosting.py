@@ -44,16 +44,6 @@ def own_listener(host: str, port: int, *, if_taken: str = "use port 0 for a free
 
 
 @contextlib.contextmanager
-def own_endpoint(port: int) -> Iterator[tuple[Endpoint, socket.socket]]:
-    """Yields an endpoint on loopback, with a new secret for one start of the ranks, and its bound socket.
-
-    Ranks of an earlier start cannot join, because they do not know this secret.
-    """
-    with own_listener("127.0.0.1", port) as listener:
-        yield Endpoint(format_address(listener), os.urandom(32)), listener
-
-
-@contextlib.contextmanager
 def launcher_endpoint(
     host: str, port: int, rank_start: int, *, has_others: bool
 ) -> Iterator[tuple[Endpoint | None, socket.socket | None]]:

@@ -1,22 +1,33 @@
-"""The description of a launch: the program, the number of processes, and the options."""
+"""The description of a launch: the program, the number of processes and the options; each rank's environment variables.
+
+The variables are gradsync's own variables, torchrun's variables, and the rank's GPU.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gradsync.arguments import DEFAULT_GRACE_SECONDS, check_integer, check_port, check_seconds
+from gradsync import environment
+from gradsync.arguments import DEFAULT_GRACE_SECONDS, check_integer, check_port, check_seconds, integer_of
+from gradsync.environment import ALLOW_SHARED_GPU, variables_of_mpi
 from gradsync.errors import BackendUnavailable, InvalidArgument
 from gradsync.launching.in_rank.rank_main import Call
+from gradsync.machine import blas_thread_variables, count_gpus, interface_of, visible_gpus
 from gradsync.rendezvous.secret_files import Endpoint
 
 #: Names of the start methods, see `rank_process`.
 START_METHODS = ("spawn", "fork", "forkserver")
 
 _WHO = "the launch"
+
+# A GPU as in CUDA_VISIBLE_DEVICES: a number, a UUID or the beginning of a UUID, or a MIG instance in either notation.
+_GPU = re.compile(r"\d+|GPU-[0-9a-fA-F-]+|MIG-[0-9a-fA-F-]+|MIG-GPU-[0-9a-fA-F-]+/\d+/\d+")
 
 
 class Target(NamedTuple):
@@ -132,3 +143,190 @@ class Job:
         self.rendezvous_port = check_port(_WHO, "rendezvous_port", self.rendezvous_port)
         check_seconds(_WHO, "the grace period", self.grace_seconds)
         self.max_restarts = check_integer(_WHO, "max_restarts", self.max_restarts, 0)
+
+
+# -- Environment variables ---------------------------------------------------------------------------------------------
+
+
+def rank_environment(
+    job: Job,
+    local_rank: int,
+    endpoint: Endpoint,
+    master_port: int,
+    restart: int = 0,
+    environ: Mapping[str, str] = os.environ,
+) -> dict[str, str]:
+    """Returns a rank's environment variables: those inherited from this process, and the rank's own.
+
+    Args:
+        job: the job that the rank belongs to.
+        local_rank: the index of the rank on this machine.
+        endpoint: the rendezvous server's address and secret.
+        master_port: the value of MASTER_PORT.
+        restart: the number of times that the ranks have been started again.
+        environ: the environment variables of this process.
+    """
+    rank = str(job.rank_start + local_rank)
+    world_size = str(job.world_size)
+    own: dict[str, str] = {
+        environment.RANK: rank,
+        environment.WORLD_SIZE: world_size,
+        environment.LOCAL_RANK: str(local_rank),
+        environment.LOCAL_WORLD_SIZE: str(job.n_ranks),
+        environment.ADDRESS: endpoint.address,
+        environment.HOSTED: "1",
+        environment.BACKEND: job.backend,
+        environment.RESTART_COUNT: str(restart),
+        environment.MAX_RESTARTS: str(job.max_restarts),
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(job.n_ranks),
+        "MASTER_ADDR": job.master_addr,
+        "MASTER_PORT": str(master_port),
+    }
+    if endpoint.start is not None:
+        own[environment.START] = endpoint.start
+    if job.state_dir is not None:
+        own[environment.STATE_DIR] = os.path.abspath(job.state_dir)
+    if job.gpus is not None:
+        own["CUDA_VISIBLE_DEVICES"] = job.gpus[local_rank]
+    # Ranks do not inherit these variables: a secret of this process belongs to a different run, and the variables of
+    # mpiexec describe this process.
+    of_gradsync = {environment.SECRET, environment.SECRET_FILE, environment.STATE_DIR, environment.START}
+    removed = job.removed_variables | of_gradsync | variables_of_mpi(environ)
+    kept = {name: value for name, value in environ.items() if name not in removed}
+    blas = blas_thread_variables(job.n_ranks, environ)
+    torchrun = {
+        # torchrun calls a machine a group. These values assume equal machines; `nodes.py` replaces them by the true
+        # values.
+        "GROUP_RANK": str(job.rank_start // job.n_ranks),
+        "GROUP_WORLD_SIZE": str(-(-job.world_size // job.n_ranks)),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_RUN_ID": f"gradsync-{os.getpid()}",
+        # This makes rank 0 host PyTorch's store at MASTER_PORT, because no agent of torchrun hosts it.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    return _nccl_variables(job) | kept | blas | torchrun | dict(job.variables) | own
+
+
+def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> None:
+    """Logs the variables (of NCCL, and for the number of threads) that the launcher sets because the user has not."""
+    environment.configure_logging(environ)
+    added = _nccl_variables(job) | blas_thread_variables(job.n_ranks, environ)
+    names = " ".join(f"{name}={value}" for name, value in added.items() if name not in environ)
+    if names:
+        import logging  # imported here to keep the start short
+
+        logging.getLogger("gradsync").info("variables that gradsync sets in the ranks, unless you set them: %s", names)
+
+
+def _nccl_variables(job: Job) -> dict[str, str]:
+    """Returns variables that make NCCL use the interface of `own_address`; the user's variables take precedence."""
+    interface = None if job.own_address is None else interface_of(job.own_address)
+    if job.own_address is None or interface is None:
+        return {}
+    family = {"NCCL_SOCKET_FAMILY": "AF_INET6"} if ":" in job.own_address else {}
+    return {"NCCL_SOCKET_IFNAME": f"={interface}"} | family  # "=" asks for an exact match
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
+    """Parses a list of GPUs, such as "4,5", [4, 5] or "GPU-8932f937,MIG-GPU-8932f937/1/0".
+
+    Args:
+        gpus: UUIDs, MIG instances, or CUDA's numbers of the machine's GPUs (by PCI address if
+            CUDA_DEVICE_ORDER=PCI_BUS_ID).
+
+    Returns:
+        The GPUs, in the syntax of CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        InvalidArgument: the list is empty, an entry does not name a GPU, or a GPU is named twice.
+    """
+    if not isinstance(gpus, str | Sequence) or isinstance(gpus, bytes):
+        raise InvalidArgument(f'gpus needs to be text such as "0,1" or a list of GPUs, got {gpus!r}')
+    names: list[str] = []
+    for entry in gpus.split(",") if isinstance(gpus, str) else gpus:
+        name = _name_of(entry, gpus)
+        if name in names:
+            raise InvalidArgument(
+                f"gpus names GPU {name} twice: {gpus!r}; name each GPU once (if ranks should share "
+                f"GPUs, set {ALLOW_SHARED_GPU}=1 and name fewer GPUs than ranks)"
+            )
+        names.append(name)
+    if not names:
+        raise InvalidArgument("gpus needs at least one GPU, got none")
+    return tuple(names)
+
+
+def choose_gpus(
+    gpus: str | Sequence[int | str], n_ranks: int, environ: Mapping[str, str], *, allow_shared: bool = False
+) -> list[str]:
+    """Returns the GPU of each rank of this machine.
+
+    Args:
+        gpus: the GPUs, in the order of the ranks; see `parse_gpus`.
+        n_ranks: the number of ranks.
+        environ: the environment variables of this process; if CUDA_VISIBLE_DEVICES is one of them, it must contain each
+            GPU.
+        allow_shared: whether ranks may share GPUs, if there are fewer GPUs than ranks.
+
+    Returns:
+        The value of CUDA_VISIBLE_DEVICES for each rank, in the order of the ranks.
+
+    Raises:
+        InvalidArgument: there are too few or too many GPUs, or a GPU does not exist or is not visible to this process.
+    """
+    names = parse_gpus(gpus)
+    if len(names) > n_ranks or (len(names) < n_ranks and not allow_shared):
+        raise InvalidArgument(
+            f"gpus needs one GPU for each of {n_ranks} ranks, got {len(names)}: {','.join(names)}; "
+            f"name {n_ranks} GPUs or start {len(names)} ranks"
+        )
+    for name in names:
+        _check_visible(name, environ)
+    return [names[rank % len(names)] for rank in range(n_ranks)]
+
+
+def _name_of(entry: int | str, gpus: str | Sequence[int | str]) -> str:
+    """Returns an entry of the user's list in the syntax of CUDA_VISIBLE_DEVICES."""
+    number = entry if isinstance(entry, str) else integer_of(entry)
+    if number is None:
+        raise InvalidArgument(f"gpus needs numbers or names of GPUs, got {entry!r} in {gpus!r}")
+    text = str(number).strip()
+    if not text:
+        raise InvalidArgument(f"gpus has an empty entry: {gpus!r}")
+    if not text.isascii() or not _GPU.fullmatch(text):
+        raise InvalidArgument(f"gpus needs numbers from 0, GPU-... or MIG-... names, got {entry!r} in {gpus!r}")
+    return str(int(text)) if text.isdigit() else text
+
+
+def _check_visible(name: str, environ: Mapping[str, str]) -> None:
+    """Raises InvalidArgument for a GPU that does not exist, or that this process may not use."""
+    visible = visible_gpus(environ)
+    if visible is None:
+        present = count_gpus({})
+        if name.isdigit() and 0 < present <= int(name):
+            raise InvalidArgument(f"gpus names GPU {name}, and this machine has GPUs 0 to {present - 1}")
+        return
+    if not any(_is_same(name, entry) for entry in visible):
+        raise InvalidArgument(
+            f"gpus names GPU {name}, which is not in this process's CUDA_VISIBLE_DEVICES="
+            f"{environ['CUDA_VISIBLE_DEVICES']}; name only GPUs from this variable, or unset it"
+        )
+
+
+def _is_same(name: str, entry: str) -> bool:
+    """Returns whether two entries name the same GPU; compares only their text."""
+    if entry.isdigit() or name.isdigit():
+        return entry.isdigit() and name.isdigit() and int(entry) == int(name)
+    # As for CUDA, the beginning of a UUID is enough.
+    return entry.startswith(name) or name.startswith(entry)

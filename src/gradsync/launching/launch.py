@@ -1,25 +1,47 @@
-"""`gs.launch`: calls a function in several rank processes on this machine."""
+"""`gs.launch`: calls a function in several rank processes on this machine; and what `gs.spawn` and `gs.launcher` share.
+
+A call is prepared before any process starts. The launcher sends it as bytes that pickle has made, or cloudpickle if
+pickle cannot pickle the call. A rank reads the call with `pickle.loads` in both cases; `pickle.loads` imports
+cloudpickle if needed. Forked ranks inherit the call, so nothing is sent. After the run, the results or the error go to
+the caller.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import io
+import logging
+import operator
+import os
+import signal
+import sys
+import warnings
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import ProcessError
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from pickle import PicklingError
+from types import FunctionType
+from typing import Any, ClassVar
 
-from gradsync.errors import GradsyncError, InvalidArgument
-from gradsync.launching.function_call import (
-    chosen_start_method,
-    function_name,
-    function_target,
-    returned_values,
-    take_results,
-    traceback_of,
-)
-from gradsync.launching.job import Job
+from gradsync import environment
+from gradsync.errors import GradsyncError, InvalidArgument, RankFailed
+from gradsync.launching.in_rank import rank_main
+from gradsync.launching.in_rank.rank_main import Call
+from gradsync.launching.in_rank.result import ReturnValue
+from gradsync.launching.job import START_METHODS, Job, Target
 from gradsync.launching.outcome import Outcome, RankOutcome, signal_name
 from gradsync.launching.supervisor import supervise
 from gradsync.machine import default_process_count
+
+_default = "spawn"
+
+_log = logging.getLogger("gradsync")
+
+_Dumps = Callable[[Any], bytes]
+
+_CUDA_SUCCESS = 0
 
 
 class WorkerError(GradsyncError, ProcessError):
@@ -146,3 +168,404 @@ def _worker_error(outcome: Outcome, root: RankOutcome) -> WorkerError:
         worker_id=root.rank,
         results=returned_values(outcome),
     )
+
+
+# -- The start method --------------------------------------------------------------------------------------------------
+
+
+def set_start_method(method: str) -> None:
+    """Sets the start method of `gs.launch`, and the default of `gs.launcher` and `gs.spawn`.
+
+    Args:
+        method: "spawn" (the default) starts fresh interpreters: the function and its arguments must be picklable, and a
+            script needs the `if __name__ == "__main__":` guard. "forkserver" does the same as "spawn", for programs
+            that use this name with multiprocessing. "fork" copies this process with its memory: closures and notebook
+            functions work, but CUDA must not be initialised, and locks that other threads hold at that moment are never
+            released in the copies.
+
+    Raises:
+        InvalidArgument: there is no such method.
+    """
+    global _default
+    _default = _checked("set_start_method", method)
+
+
+def chosen_start_method(who: str, method: str | None) -> str:
+    """Returns the start method of a call: the method that the call names, or else the one from `set_start_method`.
+
+    Args:
+        who: the name of the public function, for the error.
+        method: the start method that the call names, or None.
+
+    Raises:
+        InvalidArgument: there is no such method.
+    """
+    return _default if method is None else _checked(who, method)
+
+
+def _checked(who: str, method: object) -> str:
+    if isinstance(method, str) and method in START_METHODS:
+        return method
+    names = ", ".join(map(repr, START_METHODS))
+    raise InvalidArgument(f"{who} needs the start method to be one of {names}, got {method!r}")
+
+
+# -- The call ----------------------------------------------------------------------------------------------------------
+
+
+def function_target(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    name: str | None = None,
+    *,
+    who: str = "the launch",
+    start_method: str = "spawn",
+) -> Target:
+    """Prepares a function call for ranks that are children of this process.
+
+    Args:
+        function: the function that each rank calls.
+        arguments: the function's positional arguments.
+        keywords: the function's keyword arguments.
+        name: the function's name in errors and `ps`; by default its own name.
+        who: the name of the public function, for errors.
+        start_method: the start method. With "fork" the ranks inherit the call; with "spawn" and "forkserver" the call
+            is pickled.
+
+    Raises:
+        InvalidArgument: `function` is not callable, the arguments are not a sequence, one of them cannot be pickled,
+            this process is itself a rank, or the start method is "fork" and this process has initialised CUDA.
+    """
+    if not callable(function):
+        raise InvalidArgument(f"{who} needs a function, got {function!r}")
+    if isinstance(arguments, str | bytes) or not isinstance(arguments, Sequence):
+        raise InvalidArgument(f"{who} needs args as a tuple, got {arguments!r}; one argument is written (value,)")
+    name = name or function_name(function)
+    _refuse_inside_rank(name)
+    call = (function, tuple(arguments), dict(keywords))
+    if start_method == "fork":
+        _refuse_fork_after_cuda(who)
+        return Target({"kind": "function"}, (name,), call=call)
+    return _pickled_target(call, name)
+
+
+def own_backend(who: str, backend: str) -> str:
+    """Returns gradsync's name of a backend: "gloo", a backend of PyTorch, becomes "shm", with a warning in the log."""
+    if backend != "gloo":
+        return backend
+    _log.warning("%s: gradsync has no backend gloo; the ranks use shm, which joins ranks of one host", who)
+    return "shm"
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Returns the name of a function, for errors and `ps`."""
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _pickled_target(call: Call, name: str) -> Target:
+    import pickle
+    from multiprocessing import context, spawn
+
+    inherited = _InheritedDescriptors()
+    preparation = spawn.get_preparation_data(name)
+    ranks_import_main = _has_main(preparation)
+    if not ranks_import_main:
+        preparation.pop("init_main_from_path", None)
+    # Queues and locks of multiprocessing can be pickled only while multiprocessing spawns a process, so pretend that it
+    # does.
+    context.set_spawning_popen(inherited)  # type: ignore[arg-type]
+    try:
+        record = {
+            "kind": "function",
+            "preparation": pickle.dumps(preparation),
+            "call": pickle_call(call, name, ranks_import_main=ranks_import_main),
+            "tracker_descriptor": _resource_tracker_descriptor(inherited),
+        }
+    finally:
+        context.set_spawning_popen(None)
+    return Target(record, (name,), tuple(dict.fromkeys(inherited.descriptors)))
+
+
+def _refuse_inside_rank(name: str) -> None:
+    if rank_main.is_importing_main():
+        raise InvalidArgument(
+            "a rank imports the script that launched it, to find the function, and this import reached the launch "
+            'again; put the launch under `if __name__ == "__main__":`'
+        )
+    if rank := os.environ.get(environment.RANK):
+        advice = (
+            "a rank cannot launch other ranks; launch the function from the process that launched this rank"
+            if rank_main.runs_function()
+            else "this script starts its own ranks; run it with python, not with gradsync run"
+        )
+        raise InvalidArgument(f"{name} was launched inside rank {rank}: {advice}")
+
+
+class _InheritedDescriptors:
+    """Replaces multiprocessing's process object during pickling; collects the descriptors that ranks must inherit."""
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        self.descriptors.append(descriptor)
+        return descriptor
+
+    def DupFd(self, descriptor: int) -> _InheritedDescriptor:  # noqa: N802 - multiprocessing's name
+        return _InheritedDescriptor(descriptor)
+
+
+@dataclass(frozen=True)
+class _InheritedDescriptor:
+    """A file descriptor that has the same number in the ranks as in this process."""
+
+    descriptor: int
+
+    def detach(self) -> int:
+        return self.descriptor
+
+
+def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None:
+    """Returns the descriptor of this process's resource tracker, which the ranks inherit; None without a tracker.
+
+    The ranks must share this tracker: a rank's own tracker would unlink shared memory to which the rank has only
+    attached.
+    """
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    return None if tracker is None else inherited.duplicate_for_child(tracker.getfd())
+
+
+def ranks_can_import_main() -> bool:
+    """Returns whether a fresh interpreter can import this process's `__main__`; False in an interactive session."""
+    from multiprocessing import spawn
+
+    return _has_main(spawn.get_preparation_data("main"))
+
+
+def _has_main(preparation: Mapping[str, Any]) -> bool:
+    path = preparation.get("init_main_from_path")
+    return "init_main_from_name" in preparation or (path is not None and os.path.exists(path))
+
+
+def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
+    """Pickles a call in one piece, so that two arguments that share an object still share it in the rank.
+
+    Args:
+        call: the function and its arguments.
+        name: the function's name, for errors.
+        ranks_import_main: whether ranks can import this process's `__main__`. Ranks of an interactive session cannot:
+            then functions and classes of `__main__` are pickled with their code, not by name.
+
+    Raises:
+        InvalidArgument: the function or an argument cannot be pickled.
+    """
+
+    def plain(thing: Any) -> bytes:
+        return _plain_dumps(thing, ranks_import_main)
+
+    try:
+        return plain(call)
+    except Exception as error:
+        refusal = error
+    by_value = _find_cloudpickle(ranks_import_main)
+    if by_value is None:
+        raise InvalidArgument(_explain(call, name, plain, refusal, ("pip install cloudpickle",)))
+    try:
+        return by_value(call)
+    except Exception as error:
+        raise InvalidArgument(_explain(call, name, by_value, error, ())) from None
+
+
+class _PlainPickler(ForkingPickler):
+    """A pickler that refuses functions and classes of `__main__`, used if ranks cannot import `__main__`."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if _is_of_main(thing):
+            raise PicklingError(f"{thing.__qualname__} is defined in an interactive session, which ranks cannot import")
+        return NotImplemented
+
+
+def _plain_dumps(thing: Any, ranks_import_main: bool) -> bytes:
+    buffer = io.BytesIO()
+    (ForkingPickler if ranks_import_main else _PlainPickler)(buffer).dump(thing)
+    return buffer.getvalue()
+
+
+def _find_cloudpickle(ranks_import_main: bool) -> _Dumps | None:
+    """Returns a function that pickles with cloudpickle; None if cloudpickle is not installed."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return None
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        # A new pickler reads this attribute. It holds the functions that pickle connections and locks of
+        # multiprocessing.
+        dispatch_table: ClassVar = ChainMap(
+            ForkingPickler(io.BytesIO()).dispatch_table, cloudpickle.Pickler.dispatch_table
+        )
+
+        def reducer_override(self, thing: Any) -> Any:
+            # Pickles by name. cloudpickle would copy a class of `__main__`, and an instance of the copy would not be an
+            # instance of the class that the rank imports.
+            if ranks_import_main and _is_of_main(thing) and _is_found_by_name(thing):
+                return NotImplemented
+            return super().reducer_override(thing)
+
+    def dumps(thing: Any) -> bytes:
+        buffer = io.BytesIO()
+        Pickler(buffer).dump(thing)
+        return buffer.getvalue()
+
+    return dumps
+
+
+def _is_of_main(thing: Any) -> bool:
+    return isinstance(thing, type | FunctionType) and thing.__module__ == "__main__"
+
+
+def _is_found_by_name(thing: Any) -> bool:
+    try:
+        return operator.attrgetter(thing.__qualname__)(sys.modules["__main__"]) is thing
+    except AttributeError:
+        return False
+
+
+def _explain(call: Call, name: str, dumps: _Dumps, error: Exception, remedies: tuple[str, ...]) -> str:
+    """Returns the error text for a call that cannot be pickled: the part that fails, the reason, and advice."""
+    for part, thing, remedy in _parts_of(call, name):
+        try:
+            dumps(thing)
+        except Exception as part_error:
+            helps = () if isinstance(part_error, TypeError) else remedies  # no pickler can pickle the part
+            *first, last = remedy, *helps, 'start ranks by fork (gs.set_start_method("fork"))'
+            advice = f"{', '.join(first)}, or {last}"
+            return f"{part} needs to be picklable to reach the ranks: {part_error}; {advice}"
+    return f"the call of {name} needs to be picklable to reach the ranks: {error}"
+
+
+def _parts_of(call: Call, name: str) -> Iterator[tuple[str, Any, str]]:
+    """Yields each part of a call: its name, the part itself, and advice if it cannot be pickled."""
+    function, arguments, keywords = call
+    yield name, function, "define it at the top level of a module or script"
+    for position, value in enumerate(arguments):
+        yield f"args[{position}] of {name}", value, "create it inside the function"
+    for key, value in keywords.items():
+        yield f"argument {key} of {name}", value, "create it inside the function"
+
+
+# -- The results -------------------------------------------------------------------------------------------------------
+
+
+def load_result(rank: int, value: ReturnValue) -> Any:
+    """Returns the return value of one rank.
+
+    Raises:
+        InvalidArgument: the value cannot be unpickled in this process.
+    """
+    try:
+        return value.load()
+    except Exception as error:
+        raise InvalidArgument(
+            f"the return value of rank {rank} cannot be unpickled in the launching process: {error!r}"
+        ) from None
+
+
+def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
+    """Returns the return values in the order of the ranks, after a run without a failure; call it once per outcome.
+
+    Args:
+        outcome: the outcome of the run. `take_results` releases the outcome's results one by one, so that large results
+            are not in memory twice.
+        stacklevel: the `stacklevel` of a warning, as the caller would give it to `warnings.warn`.
+
+    Returns:
+        The return values; None, with a RuntimeWarning, for a rank that exited before its function returned.
+
+    Raises:
+        InvalidArgument: a value cannot be unpickled in this process.
+    """
+    results: list[Any] = []
+    for rank in outcome.ranks:
+        value, rank.result = rank.result, None
+        if value is None:
+            text = f"rank {rank.rank} exited with code 0 before its function returned; its result is None"
+            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
+        results.append(None if value is None else load_result(rank.rank, value))
+    return results
+
+
+def returned_values(outcome: Outcome) -> dict[int, Any]:
+    """Returns a dictionary from rank to return value, for the error about a failed rank.
+
+    The dictionary holds the values that have arrived. A value that cannot be unpickled in this process is left out: an
+    error about that value would hide the failure of the rank.
+    """
+    values = {}
+    for rank in outcome.ranks:
+        if rank.result is not None:
+            try:
+                values[rank.rank] = rank.result.load()
+            except Exception:
+                continue
+    return values
+
+
+def failure(outcome: Outcome, root: RankOutcome, message: str) -> RankFailed:
+    """Returns the error for a run with a failed rank.
+
+    Args:
+        outcome: the outcome of the run.
+        root: the rank whose failure came first.
+        message: the error's first line; the rank's traceback follows.
+    """
+    text = traceback_of(root)
+    return RankFailed(
+        f"{message}\n\n{text}" if text else message,
+        rank=root.rank,
+        phase="function",
+        exit_code=root.exit_code,
+        traceback_text=text,
+        results=returned_values(outcome),
+    )
+
+
+def traceback_of(rank: RankOutcome) -> str:
+    """Returns a rank's traceback, or "" if it has reported none."""
+    return rank.error.text.rstrip() if rank.error else ""
+
+
+def raise_for_signal(outcome: Outcome) -> None:
+    """Raises the exception for the signal that ended a run; does nothing if no signal did.
+
+    Raises:
+        KeyboardInterrupt: the signal was SIGINT.
+        SystemExit: another signal, such as SIGTERM, ended the run; the exit code is 128 + the signal's number.
+    """
+    if outcome.signal_number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if outcome.signal_number is not None:
+        raise SystemExit(outcome.exit_code)
+
+
+def _refuse_fork_after_cuda(who: str) -> None:
+    if cuda_is_initialised():
+        raise InvalidArgument(
+            f"{who} cannot fork ranks: CUDA is initialised in this process, and forked ranks could not use it; "
+            "do not use CUDA before the fork, or use start method 'spawn'"
+        )
+
+
+def cuda_is_initialised() -> bool:
+    """Returns whether this process has initialised CUDA. This function neither initialises nor loads CUDA.
+
+    Source: CUDA Driver API, cuInit: before cuInit is called, every function returns CUDA_ERROR_NOT_INITIALIZED.
+    """
+    import ctypes
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except (OSError, AttributeError):  # the driver is not loaded, or the system is not Linux
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_SUCCESS)

@@ -117,7 +117,7 @@ def launcher(
     if device_type == "cpu" and backend == "nccl":
         raise InvalidArgument("launcher got backend 'nccl' with device_type 'cpu'; NCCL moves GPU arrays only")
     if start_method is not None:
-        from gradsync.launching.function_call import chosen_start_method
+        from gradsync.launching.launch import chosen_start_method
 
         chosen_start_method("launcher", start_method)
 
@@ -176,21 +176,21 @@ def _run_on_ranks(
     start_method: str | None,
 ) -> list[Any]:
     """Runs a function on the ranks of this node; see `launcher` for the results and errors."""
-    from gradsync.launching import function_call
+    from gradsync.launching import launch
     from gradsync.launching.hosting import launcher_endpoint
     from gradsync.launching.job import Job
     from gradsync.launching.supervisor import supervise
 
-    method = function_call.chosen_start_method("launcher", start_method)
-    backend = function_call.own_backend("launcher", backend)
+    method = launch.chosen_start_method("launcher", start_method)
+    backend = launch.own_backend("launcher", backend)
     if world_size is None:
         world_size = count
     count = min(count, world_size - rank_start)
     has_others = count < world_size
     reference = function if method == "fork" else _reference(function)
     call = functools.partial(call_in_group, reference, backend, has_others)
-    name = function_call.function_name(function)
-    target = function_call.function_target(call, args, kwargs, name, who="launcher", start_method=method)
+    name = launch.function_name(function)
+    target = launch.function_target(call, args, kwargs, name, who="launcher", start_method=method)
     with launcher_endpoint(host, port, rank_start, has_others=has_others) as (endpoint, listener):
         master_port = own_address = None
         if endpoint is not None and has_others:
@@ -211,19 +211,19 @@ def _run_on_ranks(
             start_method=method,
         )
         outcome = supervise(job)
-    function_call.raise_for_signal(outcome)
+    launch.raise_for_signal(outcome)
     root = outcome.root_cause
     if root is not None:
         others = "the other ranks ended normally" if root.is_unsendable else "all other ranks were ended"
         has_others = len(outcome.failed_alike) < len(outcome.ranks)
         message = f"{outcome.describe_cause()}; {others}" if has_others else outcome.describe_cause()
-        raise function_call.failure(outcome, root, message)
-    return function_call.take_results(outcome, stacklevel=3)
+        raise launch.failure(outcome, root, message)
+    return launch.take_results(outcome, stacklevel=3)
 
 
 def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., Any]:
     """Returns the name by which a rank can import the function; the function itself if it has no such name."""
-    from gradsync.launching.function_call import ranks_can_import_main
+    from gradsync.launching.launch import ranks_can_import_main
 
     named = NamedFunction(getattr(function, "__module__", ""), getattr(function, "__qualname__", ""))
     if named.module == "__main__" and not ranks_can_import_main():

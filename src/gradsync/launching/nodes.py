@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import NamedTuple, TypeVar
 
-from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, LARGEST_PORT, check_seconds, parse_address
+from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, check_seconds, parse_address
 from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, SECRET_FILE, read_secret_option, take_secret
 from gradsync.errors import (
     AuthenticationError,
@@ -118,8 +118,6 @@ def check_node_options(
         raise InvalidArgument(f"--nnodes needs to be at most {MAX_RANKS}, got {nnodes}")
     if node_rank is None:
         raise InvalidArgument(f"--nnodes {nnodes} needs --node-rank, this machine's number from 0 to {nnodes - 1}")
-    if node_rank >= nnodes:
-        raise InvalidArgument(f"--node-rank needs to be from 0 to {nnodes - 1} with --nnodes {nnodes}, got {node_rank}")
     if rendezvous is None:
         raise InvalidArgument(
             f"--nnodes {nnodes} needs --rendezvous HOST:PORT, the same on every machine: an address of the machine "
@@ -204,19 +202,6 @@ class NodeRecord(NamedTuple):
         """The name of this node in messages."""
         return f"node {self.node} ({self.host}, {self.address})"
 
-    @classmethod
-    def from_bytes(cls, node: int, data: bytes) -> NodeRecord:
-        """Decodes the record of a node's launcher.
-
-        Raises:
-            RendezvousError: the data is not a record of this node.
-        """
-        record = decode(cls, data, f"the record of node {node}")
-        if record.node != node or record.n_ranks < 1 or not 0 <= record.master_port <= LARGEST_PORT:
-            what = f"node {record.node}, {record.n_ranks} ranks, port {record.master_port}"
-            raise _unreadable(f"the record of node {node}", what)
-        return record
-
 
 class Cause(NamedTuple):
     """Why the ranks of all machines end: a failure or a signal on one machine.
@@ -267,11 +252,9 @@ def decode(kind: type[_Message], data: bytes, what: str) -> _Message:
     try:
         return from_json(kind, data)
     except ValueError as error:
-        raise _unreadable(what, str(error)) from None
-
-
-def _unreadable(what: str, why: str) -> RendezvousError:
-    return RendezvousError(f"{what} cannot be read: {why}; run the same version of gradsync on every machine")
+        raise RendezvousError(
+            f"{what} cannot be read: {error}; run the same version of gradsync on every machine"
+        ) from None
 
 
 # -- The run -----------------------------------------------------------------------------------------------------------
@@ -466,7 +449,7 @@ class _NodeRun:
                     start=os.urandom(_START_BYTES).hex(),
                 )
                 records = client.exchange("nodes", to_json(own), timeout_seconds=_EXCHANGE_SECONDS)
-                nodes = tuple(NodeRecord.from_bytes(node, data) for node, data in enumerate(records))
+                nodes = tuple(decode(NodeRecord, data, f"the record of node {i}") for i, data in enumerate(records))
                 self._check_nodes(nodes)
                 client.begin_start(nodes[0].start, sum(record.n_ranks for record in nodes))
                 return client, nodes

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import re
 import select
@@ -28,8 +27,6 @@ _READ_BYTES = 64 * 1024
 _TAIL_BYTES = 16 * 1024
 # An incomplete line is shown if it is not complete after this long: it may be a question to the user.
 _PARTIAL_LINE_SECONDS = 0.1
-# The time that a thread needs to detect that its deadline has passed.
-_JOIN_SECONDS = 0.1
 
 _ERASE_LINE = b"\x1b[K"
 
@@ -138,35 +135,19 @@ class OutputForwarder:
         """Returns the last lines that a rank has printed, as text."""
         return self._ranks[rank].last_lines()
 
-    def close(self, timeout_seconds: float) -> bool:
-        """Writes all output that has arrived, and ends the threads.
+    def finish(self, wait_seconds: float) -> bool:
+        """Writes all output that has arrived, and ends the threads. It can be called again, to wait for longer.
 
         Args:
-            timeout_seconds: how long to wait for a blocked terminal before the rest of the output is dropped.
+            wait_seconds: how long to wait for a blocked terminal or a slow reader.
 
         Returns:
-            Whether the threads have ended. A thread that is blocked in a write ends when the write returns.
+            Whether the threads have ended. Otherwise they go on until the program ends.
         """
-        return self._end(time.monotonic() + timeout_seconds, timeout_seconds + _JOIN_SECONDS)
-
-    def drain(self, wait_seconds: float) -> bool:
-        """Writes all output that has arrived, and drops none of it: the reader may be slow. Call `close` afterwards.
-
-        Args:
-            wait_seconds: how long to wait until the threads have ended.
-
-        Returns:
-            Whether the threads have ended.
-        """
-        return self._end(math.inf, wait_seconds)
-
-    def _end(self, deadline: float, wait_seconds: float) -> bool:
         for writer in self._writers:
-            writer.end_by(deadline)
-        until = time.monotonic() + wait_seconds
-        for writer in self._writers:
-            writer.join(max(0.0, until - time.monotonic()))
-        return not any(writer.is_alive() for writer in self._writers)
+            writer.end()
+        deadline = time.monotonic() + wait_seconds
+        return all(writer.has_ended(max(0.0, deadline - time.monotonic())) for writer in self._writers)
 
 
 class RankOutput:
@@ -264,10 +245,8 @@ class _Writer(threading.Thread):
         self._shows_bar = False  # whether the last output is a progress bar, which the next output overwrites
         # poll() takes any descriptor; epoll refuses files, and /dev/null.
         self._selector = selectors.PollSelector()
-        self._lock = threading.Lock()  # protects the two attributes below
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._has_ended = False
-        self._deadline: float | None = None  # None until the thread has to end
+        self._is_ending = False
         own_descriptors.add(self._wake)
         self._selector.register(self._wake, selectors.EVENT_READ)
 
@@ -277,37 +256,40 @@ class _Writer(threading.Thread):
         self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
         self._label_width = max(self._label_width, len(_label(stream.rank)))
 
-    def end_by(self, deadline: float) -> None:
-        """Makes the thread end at the deadline, or earlier, once it has read all output that has arrived so far."""
-        with self._lock:
-            self._deadline = deadline
-            if self.ident is None:
-                self.start()
-            if not self._has_ended:
-                os.eventfd_write(self._wake, 1)  # never read, so that select returns at once from now on
+    def end(self) -> None:
+        """Makes the thread end, once it has read all output that has arrived so far."""
+        self._is_ending = True
+        if self.ident is None:
+            self.start()
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)  # never read, so that select returns at once from now on
+
+    def has_ended(self, wait_seconds: float) -> bool:
+        """Waits for the end of the thread; returns whether it has ended."""
+        self.join(wait_seconds)
+        if not self.is_alive() and self._wake >= 0:
+            self._selector.close()
+            own_descriptors.discard(self._wake)
+            os.close(self._wake)
+            self._wake = -1
+        return not self.is_alive()
 
     def run(self) -> None:
-        """Writes lines until all streams have ended, or until the deadline."""
-        while (deadline := self._deadline) is None or (self._streams and time.monotonic() < deadline):
-            ready = {key.fd: key.data for key, _ in self._selector.select(self._seconds_to_wait(deadline))}
+        """Writes lines until all streams have ended; after `end`, a stream ends when it has nothing more to read."""
+        while self._streams:
+            is_ending = self._is_ending
+            ready = {key.fd: key.data for key, _ in self._selector.select(self._seconds_to_wait(is_ending))}
             for stream in ready.values():
                 if stream in self._streams:  # otherwise the destination was lost meanwhile
                     self._read(stream)
             for stream in list(self._streams):
                 if stream.due is not None and stream.due <= time.monotonic():
                     self._show_rest(stream)
-                elif deadline is not None and stream.descriptor not in ready:
-                    self._end(stream)  # the stream has nothing more to read
-        for stream in list(self._streams):  # a process that outlives the run holds it open, or the deadline has come
-            self._forget(stream)
-        self._selector.close()
-        with self._lock:
-            self._has_ended = True
-            own_descriptors.discard(self._wake)
-            os.close(self._wake)
+                elif is_ending and stream.descriptor not in ready:
+                    self._end(stream)  # a process that outlives the run may hold it open
 
-    def _seconds_to_wait(self, deadline: float | None) -> float | None:
-        if deadline is not None:
+    def _seconds_to_wait(self, is_ending: bool) -> float | None:
+        if is_ending:
             return 0.0
         earliest = min((stream.due for stream in self._streams if stream.due is not None), default=None)
         return None if earliest is None else max(0.0, earliest - time.monotonic())

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn
 
 from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
@@ -36,8 +36,9 @@ del sys.path[0]
 main()"""
 
 
-def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> int:
-    """Writes the start record, which every rank reads at its start, into an anonymous file.
+@contextlib.contextmanager
+def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> Iterator[int]:
+    """Yields the descriptor of an anonymous file with the start record, which every rank reads at its start.
 
     A pipe is not enough: when it is full, the launcher would wait until a rank reads it, and could start no other rank.
 
@@ -45,15 +46,12 @@ def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> int:
         target: the program of the ranks.
         secret: the secret of the run.
         shows_lines: whether the launcher shows the ranks' output line by line.
-
-    Returns:
-        The file's descriptor.
     """
     record = target.record | {"secret": secret, "shows_lines": shows_lines}
-    descriptor = os.memfd_create("gradsync-start")
-    with open(descriptor, "wb", closefd=False) as file:
+    with open(os.memfd_create("gradsync-start"), "wb") as file:
         file.write(marshal.dumps(record))
-    return descriptor
+        file.flush()
+        yield file.fileno()
 
 
 class RankProcess:

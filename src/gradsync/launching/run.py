@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from gradsync import environment
 from gradsync.errors import InvalidArgument
-from gradsync.launching.job import Job, Target
+from gradsync.launching.job import Job, Target, choose_gpus, parse_gpus
 from gradsync.launching.outcome import Outcome, failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices, OutputForwarder
-from gradsync.launching.rank_environment import choose_gpus, parse_gpus
 from gradsync.launching.supervisor import supervise
 from gradsync.machine import count_gpus, default_process_count
 
@@ -124,16 +123,11 @@ def run_command(
 
 def _print_failure(outcome: Outcome, notices: Notices) -> None:
     """Prints the report of a failed job, after all other output."""
-    text = failure_text(outcome)
-    if not text:
-        return
-    if outcome.signal_number is not None:  # the user wants the job to end, so a blocked terminal must not delay this
-        notices.print(text.rstrip("\n"), wait_seconds=REPORT_SECONDS)
-        return
-    with contextlib.suppress(OSError):  # the pipe has no reader
-        if sys.stdout is not None:  # it is None if the parent process has closed it
-            sys.stdout.flush()
-    notices.print_all(text.rstrip("\n"))
+    text = failure_text(outcome).rstrip("\n")
+    if text and outcome.signal_number is None:
+        notices.print_all(text)
+    elif text:  # the user wants the job to end, so a blocked terminal must not delay this
+        notices.print(text, wait_seconds=REPORT_SECONDS)
 
 
 def _node_options(
@@ -149,26 +143,24 @@ def _node_options(
     Raises:
         InvalidArgument: an option is missing, wrong, or allowed only for several machines.
     """
-    if nnodes is not None and nnodes > 1:
-        from gradsync.launching.nodes import check_node_options
-
-        return check_node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
-    if node_rank:
-        raise InvalidArgument(
-            f"--node-rank {node_rank} needs --nnodes, the number of machines, to be at least {node_rank + 1}, got "
-            f"{nnodes or 'none'}"
-        )
     if nnodes is None:
-        of_nodes = {
+        given = {
             "--node-rank": node_rank,
             "--rendezvous": rendezvous,
             "--secret-file": secret_file,
             "--node-address": node_address,
         }
-        given = [option for option, value in of_nodes.items() if value is not None]
-        if given:
-            raise InvalidArgument(f"{given[0]} needs --nnodes, the number of machines")
-    return None
+        for option, value in given.items():
+            if value is not None:
+                raise InvalidArgument(f"{option} needs --nnodes, the number of machines")
+        return None
+    if node_rank is not None and node_rank >= nnodes:
+        raise InvalidArgument(f"--node-rank needs to be from 0 to {nnodes - 1} with --nnodes {nnodes}, got {node_rank}")
+    if nnodes == 1:
+        return None
+    from gradsync.launching.nodes import check_node_options
+
+    return check_node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
 
 
 def _stdin_rank(text: str, n_ranks: int | None) -> int | None:

@@ -18,7 +18,8 @@ from typing import Any
 from gradsync.arguments import check_integer, check_port, did_you_mean, integer_of
 from gradsync.backends import BACKENDS
 from gradsync.errors import InvalidArgument
-from gradsync.launching.function_call import (
+from gradsync.launching.job import Job, choose_gpus, parse_gpus
+from gradsync.launching.launch import (
     chosen_start_method,
     failure,
     function_target,
@@ -26,9 +27,7 @@ from gradsync.launching.function_call import (
     own_backend,
     raise_for_signal,
 )
-from gradsync.launching.job import Job
 from gradsync.launching.outcome import Outcome, RankOutcome, failure_text, signal_name
-from gradsync.launching.rank_environment import choose_gpus, parse_gpus
 from gradsync.launching.rank_process import RankProcess
 from gradsync.launching.signals import SignalInbox
 from gradsync.launching.supervisor import Supervisor
@@ -102,7 +101,7 @@ def spawn(
     count = _count_processes(nprocs, gpus, backend)
     method = chosen_start_method("spawn", given.get("start_method"))
     devices = None if gpus is None else tuple(choose_gpus(gpus, count, os.environ))
-    port = _checked_port(given.get("started_port"))
+    port = check_port("spawn", "started_port", given.get("started_port", 0))
     target = function_target(func, args, {}, who="spawn", start_method=method)
     job = Job(
         target,
@@ -115,24 +114,16 @@ def spawn(
         removed_variables=frozenset(name for name in os.environ if name.lower() in _PROXIES),
     )
     if given.get("print_config"):
-        print(_table(job), flush=True)
+        gpus_text = "as this process" if devices is None else ",".join(devices)
+        print(
+            f"gradsync.spawn: nprocs {count}, start_method {method}, backend {backend}, gpus {gpus_text}, "
+            f"port {port or 'a free one'}",
+            flush=True,
+        )
     context = MultiprocessContext(job, joins=join, daemon=daemon)
     if join:
         context.run()
     return context
-
-
-def _table(job: Job) -> str:
-    """Returns the settings of a job, one on each line."""
-    rows = {
-        "nprocs": job.n_ranks,
-        "start_method": job.start_method,
-        "backend": job.backend,
-        "gpus": "as this process" if job.gpus is None else ",".join(job.gpus),
-        "port": job.rendezvous_port or "a free one",
-    }
-    width = max(map(len, rows))
-    return "\n".join(["gradsync.spawn", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
 
 
 def _translate(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
@@ -186,14 +177,6 @@ def _is_here(host: str) -> bool:
         return False
 
 
-def _checked_port(port: Any) -> int:
-    if port is None:
-        return 0
-    if isinstance(port, str) and port.isascii() and port.isdigit():
-        port = int(port)
-    return check_port("spawn", "started_port", port)
-
-
 class MultiprocessContext:
     """The ranks that `gs.spawn` has started.
 
@@ -210,7 +193,6 @@ class MultiprocessContext:
         self._end = Latch()
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
-        self._pid = os.getpid()
         self.processes: list[SpawnedProcess] = []
         try:
             # The inbox delays a Ctrl-C, which could otherwise leave started ranks that no thread watches.
@@ -235,7 +217,8 @@ class MultiprocessContext:
             # Not a daemon by default: as with multiprocessing, a program waits for its processes at its end.
             thread = threading.Thread(target=self._watch, name="gradsync-supervisor", daemon=daemon)
             thread.start()
-            _end_with_program(self)
+            # The terminal does not send Ctrl-C to the ranks.
+            threading._register_atexit(_end_if_interrupted, weakref.ref(self), os.getpid())  # type: ignore[attr-defined]
 
     @property
     def return_queues(self) -> list[RankQueue]:
@@ -275,7 +258,6 @@ class MultiprocessContext:
         except KeyboardInterrupt:
             self._interrupt()
             raise
-        atexit.unregister(self._print_failure)
         self._raise_failure()
         return True
 
@@ -287,7 +269,6 @@ class MultiprocessContext:
             SystemExit: SIGTERM or SIGHUP came.
         """
         self._watch()
-        atexit.unregister(self._print_failure)
         if self._outcome is not None:
             raise_for_signal(self._outcome)
         self._raise_failure()
@@ -318,13 +299,11 @@ class MultiprocessContext:
                 self._end.wait()
 
     def _raise_failure(self) -> None:
+        atexit.unregister(self._print_failure)
         if self._error is not None:
             raise self._error
         outcome = self._outcome
-        if outcome is None or outcome.signal_number is not None:
-            return
-        root = outcome.root_cause
-        if root is not None:
+        if outcome is not None and outcome.signal_number is None and (root := outcome.root_cause) is not None:
             raise failure(outcome, root, _headline(root))
 
     def _print_failure(self) -> None:
@@ -333,25 +312,12 @@ class MultiprocessContext:
             sys.stderr.write(failure_text(self._outcome))
 
 
-_watched: weakref.WeakSet[MultiprocessContext] = weakref.WeakSet()
-_is_registered = False
-
-
-def _end_with_program(context: MultiprocessContext) -> None:
-    """Makes the context's ranks end if Ctrl-C ends the program; the terminal does not send Ctrl-C to the ranks."""
-    global _is_registered
-    _watched.add(context)
-    if not _is_registered:
-        _is_registered = True
-        threading._register_atexit(_end_if_interrupted)  # type: ignore[attr-defined]
-
-
-def _end_if_interrupted() -> None:
+def _end_if_interrupted(reference: weakref.ref[MultiprocessContext], pid: int) -> None:
     """Ends the ranks if Ctrl-C ends the program. The interpreter calls this before it waits for its threads."""
-    if getattr(sys, "last_type", None) is KeyboardInterrupt:
-        for context in list(_watched):
-            if context._pid == os.getpid():  # not in a forked copy of the program
-                context._signals.put(signal.SIGINT)
+    context = reference()
+    # A forked copy of the program leaves the ranks alone.
+    if context is not None and pid == os.getpid() and getattr(sys, "last_type", None) is KeyboardInterrupt:
+        context._signals.put(signal.SIGINT)
 
 
 def _headline(root: RankOutcome) -> str:

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 from gradsync.environment import check_variables
 from gradsync.errors import BackendUnavailable
 from gradsync.launching.free_port import reserved_port
-from gradsync.launching.hosting import own_endpoint
-from gradsync.launching.job import Job
+from gradsync.launching.hosting import own_listener
+from gradsync.launching.job import Job, log_added_variables, rank_environment
 from gradsync.launching.outcome import OomWatch, Outcome, failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices
-from gradsync.launching.rank_environment import log_added_variables, rank_environment
 from gradsync.launching.rank_process import RankProcess, start_record
 from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
 from gradsync.rendezvous.secret_files import Endpoint
+from gradsync.rendezvous.sockets import format_address, raise_limit
 
 if TYPE_CHECKING:
     from gradsync.launching.output import OutputForwarder
@@ -145,7 +145,7 @@ class Supervisor:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
         if self._output is not None:  # an exception came before the output was closed
-            self._output.close(_LAST_OUTPUT_SECONDS)
+            self._output.finish(_LAST_OUTPUT_SECONDS)
 
     def start(self, restart: int = 0) -> None:
         """Starts all rank processes; does not wait until their interpreters run.
@@ -161,16 +161,14 @@ class Supervisor:
         check_variables()
         job = self._job
         if job.n_ranks > _RANKS_BEFORE_SERVER:
-            from gradsync.rendezvous.sockets import raise_limit  # imported here to keep the start of few ranks short
-
             raise_limit(_FILES_OF_A_RANK * job.n_ranks)
         self._begin()
         # The server's socket is bound now, so that ranks can start before the server does.
-        endpoint, listener = (
-            self._stack.enter_context(own_endpoint(job.rendezvous_port))
-            if job.endpoint is None
-            else (job.endpoint, job.listener)
-        )
+        endpoint, listener = job.endpoint, job.listener
+        if endpoint is None:
+            listener = self._stack.enter_context(own_listener("127.0.0.1", job.rendezvous_port))
+            # Ranks of an earlier start cannot join, because they do not know this secret.
+            endpoint = Endpoint(format_address(listener), os.urandom(32))
         port = job.master_port or self._stack.enter_context(reserved_port())
         environs = [rank_environment(job, i, endpoint, port, restart) for i in range(job.n_ranks)]
         self._memory = OomWatch()
@@ -180,7 +178,7 @@ class Supervisor:
         self._output = None if self._make_output is None else self._make_output(job, restart)
         # Forked ranks start before the server, because a fork would copy the locks of the server's threads.
         ranks_before_server = job.n_ranks if job.start_method == "fork" else min(job.n_ranks, _RANKS_BEFORE_SERVER)
-        with _start_record(job, endpoint, shows_lines=self._output is not None) as record:
+        with start_record(job.target, endpoint.secret, shows_lines=self._output is not None) as record:
             for local_rank, environ in enumerate(environs):
                 rank = RankProcess(job.rank_start + local_rank)
                 try:
@@ -364,9 +362,9 @@ class Supervisor:
         if self._output is None:
             return
         # Wait for a slow reader of the output, but only until a signal comes.
-        while self._signal_number is None and not self._output.drain(_CHECK_SIGNALS_SECONDS):
+        while self._signal_number is None and not self._output.finish(_CHECK_SIGNALS_SECONDS):
             self._is_asked_to_end()
-        self._output.close(_LAST_OUTPUT_SECONDS)
+        self._output.finish(_LAST_OUTPUT_SECONDS)
 
     # -- Ending the ranks --------------------------------------------------------------------------------------------
 
@@ -470,15 +468,6 @@ def _refusal(rank: int, error: OSError) -> str:
     if error.errno == errno.EAGAIN:
         return f"{text}; raise the limit of processes (ulimit -u; in a container, the pids limit), or start fewer ranks"
     return text
-
-
-@contextlib.contextmanager
-def _start_record(job: Job, endpoint: Endpoint, *, shows_lines: bool) -> Iterator[int]:
-    record = start_record(job.target, endpoint.secret, shows_lines=shows_lines)
-    try:
-        yield record
-    finally:
-        os.close(record)
 
 
 def _standard_input(is_chosen: bool, theirs: contextlib.ExitStack) -> int:

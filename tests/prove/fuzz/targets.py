@@ -27,8 +27,8 @@ from gradsync.diagnostics.report import report
 from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.in_rank.result import REPORT, ErrorReport, read_report
+from gradsync.launching.job import parse_gpus
 from gradsync.launching.nodes import Cause, NodeRecord, decode
-from gradsync.launching.rank_environment import parse_gpus
 from gradsync.rendezvous.frames import (
     SCHEMAS,
     Close,
@@ -176,7 +176,7 @@ def message_fields(data: bytes) -> None:
 
 def node_words(data: bytes) -> None:
     """What one launcher tells another."""
-    for read in (lambda told: decode(Cause, told, "a report"), lambda told: NodeRecord.from_bytes(1, told)):
+    for read in (lambda told: decode(Cause, told, "a report"), lambda told: decode(NodeRecord, told, "a record")):
         with contextlib.suppress(RendezvousError):
             read(data)
 
@@ -189,8 +189,6 @@ def report_pipe(data: bytes) -> None:
     if isinstance(report, ErrorReport):
         os.close(file)
         assert report.text
-    else:
-        report.forget()
 
 
 def secret_file(data: bytes) -> None:

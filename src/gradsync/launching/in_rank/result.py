@@ -261,13 +261,9 @@ class ReturnValue:
         pickled, *buffers = [content[begin:end] for begin, end in self._bounds]
         return pickle.loads(pickled, buffers=buffers)
 
-    def forget(self) -> None:
-        """Closes the file; after that the value cannot be loaded."""
+    def __del__(self) -> None:
         if self._file >= 0:
             os.close(self._file)
-            self._file = -1
-
-    __del__ = forget
 
 
 def _map_privately(file: int, size_bytes: int) -> mmap.mmap:
