@@ -17,7 +17,8 @@ from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.backend import Message
 from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.shared_memory import barrier as shared_barrier
-from gradsync.communicators.shared_memory.barrier import SharedBarrier, header_bytes
+from gradsync.communicators.shared_memory.arena import SLOT_BYTES, areas_of, segment_bytes
+from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.communicators.shared_memory.point_to_point import PIECE_BYTES, PointToPoint
 from gradsync.diagnostics.recorder import FlightRecorder
 
@@ -69,10 +70,11 @@ class Rank:
         recorder = FlightRecorder("world")
         recorder.begin(agreement_on("recv", (), None, ""))
         told = FailureMonitor(self.client, recorder)  # type: ignore[arg-type]
-        header = header_bytes(world_size)
+        areas = areas_of(memory, world_size)
         label = f"rank {rank}/{world_size}"
-        self.barrier = SharedBarrier(memory[:header], rank, ranks or range(world_size), label, timeout_seconds, told)
-        self.channels = PointToPoint(memory[header:], rank, world_size, self.barrier)
+        self.barrier = SharedBarrier(areas, rank, ranks or range(world_size), label, timeout_seconds, told)
+        buffers = np.frombuffer(areas["slots"], np.uint8).reshape(-1, world_size, SLOT_BYTES)[0]
+        self.channels = PointToPoint(areas, list(buffers), rank, self.barrier)
 
     def send(self, data: Any, peer: int) -> None:
         self.channels.move(message(data, peer), None)
@@ -94,7 +96,7 @@ def message(data: Any, peer: int) -> Message:
 
 
 def ranks_of(world_size: int, timeout_seconds: float = 30.0, ranks: tuple[int, ...] | None = None) -> list[Rank]:
-    memory = memoryview(mmap.mmap(-1, header_bytes(world_size) + PointToPoint.bytes_for(world_size)))
+    memory = memoryview(mmap.mmap(-1, segment_bytes(world_size)))
     return [Rank(memory, rank, world_size, timeout_seconds, ranks) for rank in range(world_size)]
 
 

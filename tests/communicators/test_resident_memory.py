@@ -34,7 +34,8 @@ def fail_to_allocate(comm: Any, where: str) -> str:
     """The last rank, or the first, has no memory; all hear of it, and go on."""
     failing = 0 if where == "create_segment" else comm.world_size - 1
     before = len(os.listdir("/proc/self/fd"))
-    kept = getattr(shared_resident, where)
+    module = segment if where == "take_segment" else shared_resident
+    kept = getattr(module, where)
     if comm.rank == failing:
 
         def refuse(*arguments: Any, **_: Any) -> int:
@@ -42,11 +43,11 @@ def fail_to_allocate(comm: Any, where: str) -> str:
                 os.close(arguments[0])
             raise BackendUnavailable("there is not enough memory")
 
-        setattr(shared_resident, where, refuse)
+        setattr(module, where, refuse)
     started = time.monotonic()
     error = expect(gs.BackendUnavailable, lambda: make(comm, 4 * SIZE))
     assert time.monotonic() - started < 10
-    setattr(shared_resident, where, kept)
+    setattr(module, where, kept)
     text = str(error)
     del error
     gc.collect()
@@ -70,7 +71,7 @@ def die_while_making(comm: Any, failing: int) -> None:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        shared_resident.create_segment = shared_resident.take_segment = die  # type: ignore[assignment]
+        shared_resident.create_segment = segment.take_segment = die  # type: ignore[assignment]
     make(comm, 4 * SIZE)
 
 

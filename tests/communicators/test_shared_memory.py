@@ -19,7 +19,7 @@ import gradsync as gs
 from contract import contribution, expect, wait_until
 from gradsync import process_group
 from gradsync.communicators import host_copy
-from gradsync.communicators.shared_memory import pipelined
+from gradsync.communicators.shared_memory import all_reduce
 from rank_processes import run_ranks, run_ranks_for_outcomes
 
 
@@ -249,7 +249,7 @@ def test_more_memory_than_there_is_is_refused(what: str) -> None:
 
 def reduce_by_either_copy(comm: Any, slow_ranks: set[int]) -> list[bytes]:
     kept = host_copy.memcpy_is_slow
-    modules = (host_copy, pipelined)
+    modules = (host_copy, all_reduce)
     for module in modules:
         module.memcpy_is_slow = lambda: comm.rank in slow_ranks  # type: ignore[attr-defined]
     try:

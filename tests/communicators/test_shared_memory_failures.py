@@ -70,7 +70,7 @@ def fail_while_handing_over(comm: Any) -> str:
         def give_up(*_: object) -> None:
             raise gs.BackendUnavailable("no room")
 
-        shared_memory.SegmentOffer.serve = give_up
+        segment.SegmentOffer.serve = give_up
     error = expect(gs.GradsyncError, gs.init_process_group)
     return f"{type(error).__name__}: {error}"
 

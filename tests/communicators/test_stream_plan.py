@@ -5,14 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.communicators.shared_memory.pipelined import (
-    CHUNKS_IN_FLIGHT,
-    Lengths,
-    Section,
-    Wait,
-    plan_steps,
-    plan_stream,
-)
+from gradsync.communicators.shared_memory.all_reduce import Lengths, Section, Wait, plan_steps, plan_stream
+from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT
 
 sizes_lists = st.lists(st.integers(0, 300) | st.integers(2_000, 9_000), min_size=1, max_size=12).map(tuple)
 itemsizes = st.sampled_from([1, 2, 4, 8, 16])
@@ -30,8 +24,7 @@ def test_each_rank_sees_all_elements_and_owns_its_share(sizes, lengths, itemsize
         for plan in plans:
             chunk = plan[number]
             wanted = elements[number * lengths.chunk : (number + 1) * lengths.chunk]
-            for others in (chunk.published, chunk.delivered):
-                assert covered_by([*chunk.own, *others]) == wanted
+            assert covered_by([*chunk.own, *chunk.others]) == wanted
             owned += covered_by(chunk.own)
     assert sorted(owned) == elements
 
@@ -47,7 +40,7 @@ def covered_by(stretches: list[Section] | tuple[Section, ...]) -> list[tuple[int
 @given(sizes_lists, lengths_of_any_kind, itemsizes, st.integers(1, 5))
 def test_a_stretch_is_no_longer_than_was_asked_for(sizes, lengths, itemsize, world_size) -> None:
     for chunk in plan_stream(sizes, lengths, itemsize, world_size - 1, world_size):
-        for stretches, of_one in ((chunk.own, lengths.reduced), (chunk.published, lengths.published)):
+        for stretches, of_one in ((chunk.own, lengths.reduced), (chunk.others, lengths.published)):
             for begin, end, pieces in stretches:
                 small = all((high - low) * itemsize < 4096 for _, low, high in pieces)
                 assert len(pieces) == 1 or (small and end - begin <= lengths.gathered)

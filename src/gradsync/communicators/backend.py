@@ -246,14 +246,21 @@ class Backend(ABC):
 
         The root's source may be exactly the root's part of the target.
         """
-        everything = self.arrays.scratch(bounds[-1], source.dtype) if target is None else target
-        self.all_gather(source, everything, bounds, agreement)
+        sent, received = self.only_part(root, source.size), bounds
+        if target is None:
+            target, received = self.arrays.scratch(0, source.dtype), self.only_part(root, 0)
+        self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
         """Copies each rank's part of the root's source into that rank's target. The other ranks pass None as source."""
-        everything = self.arrays.scratch(bounds[-1], target.dtype) if source is None else source
-        self.broadcast([everything], root, agreement)
-        self.arrays.assign(everything[part_of(bounds, self.rank)], target)
+        sent, received = bounds, self.only_part(root, target.size)
+        if source is None:
+            source, sent = target[:0], self.only_part(root, 0)
+        self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
+
+    def only_part(self, rank: int, size: int) -> Bounds:
+        """Returns the bounds of the ranks' parts if all `size` elements are the part of one rank."""
+        return bounds_of([size if other == rank else 0 for other in range(self.world_size)], 1)
 
     @abstractmethod
     def all_to_all(

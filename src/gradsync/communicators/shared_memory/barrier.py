@@ -19,13 +19,13 @@ from zlib import crc32
 
 from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, closed_failure
-from gradsync.communicators.shared_memory.segment import whole_pages
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 
 # Each rank has a cache line of eight words. After these cache lines there is a common one, whose first word is not zero
 # once any rank has aborted. The first three words of a rank's cache line belong to the barrier, and the last two are
 # not used.
 WORDS_PER_RANK = 8
+LINE_BYTES = 8 * WORDS_PER_RANK
 _STATE = 3
 _CULPRIT = 4  # after an abort: the world rank that has failed, often this rank itself
 _ABORTED_AT = 5  # after an abort: the first round of the barrier that this rank did not complete
@@ -33,7 +33,7 @@ _ABORTED_AT = 5  # after an abort: the first round of the barrier that this rank
 # _CLOSED_AFTER_FAILURE: the rank closed after it had received such a failure. Every other rank has received this
 # failure from the server too, or will receive it soon.
 _OPEN, _CLOSED, _ABORTED, _ABORTED_BY_SERVER, _CLOSED_AFTER_FAILURE = 0, 1, 2, 3, 4
-_REASON_BYTES = 1024  # the memory for the text with the reason of an abort
+REASON_BYTES = 1024  # the memory for the text with the reason of an abort
 
 # A waiting rank first spins; if all cores are idle, the wait ends in less than a microsecond. Then the rank yields, in
 # case another process needs this core. Then it sleeps, because a process that only yields gets too little time if
@@ -46,7 +46,7 @@ _CHECK_EVERY_SECONDS = 5e-3
 # The words of a rank's cache line that belong to the barrier.
 _ARRIVALS = 0  # the number of the last round that the rank has arrived at
 _DIGESTS = 1  # two words, for even and odd rounds: a fast rank may be one round ahead of a slow reader
-_TEXT_BYTES = 16384  # the memory for the description of a collective, for PlanMismatch
+TEXT_BYTES = 16384  # the memory for the description of a collective, for PlanMismatch
 
 _NO_DIGEST = 0
 
@@ -112,25 +112,12 @@ class TextBoard:
         length = int.from_bytes(self._memory[begin : begin + 4], "little")
         return bytes(self._memory[begin + 4 : begin + 4 + length])
 
-    def release(self) -> None:
-        """Releases the shared memory."""
-        self._memory.release()
-
-
-def header_bytes(world_size: int) -> int:
-    """Returns the size in bytes of the barrier's shared memory, rounded up to whole pages."""
-    return whole_pages(_lines_bytes(world_size) + world_size * (_REASON_BYTES + _TEXT_BYTES))
-
-
-def _lines_bytes(world_size: int) -> int:
-    return (world_size + 1) * WORDS_PER_RANK * 8
-
 
 class SharedBarrier:
     """A reusable barrier that compares digests. A wait raises an error after an abort, a failure or the deadline.
 
     Args:
-        memory: header_bytes(len(ranks)) bytes of shared memory, initially all zero.
+        areas: the areas of the shared memory, initially all zero; see areas_of in arena.py.
         rank: the number of this rank in the communicator. Methods number all ranks in this way, unless they say "world
             rank".
         ranks: the world ranks of all members, for errors and for reports to the server.
@@ -149,7 +136,7 @@ class SharedBarrier:
 
     def __init__(
         self,
-        memory: memoryview,
+        areas: dict[str, memoryview],
         rank: int,
         ranks: Sequence[int],
         label: str,
@@ -161,11 +148,9 @@ class SharedBarrier:
         self.has_failed = failures.has_failed
         self.aborted = len(ranks) * WORDS_PER_RANK
         self.round = 0
-        texts_begin = _lines_bytes(len(ranks))
-        reasons_end = texts_begin + len(ranks) * _REASON_BYTES
-        self.words = memory[:texts_begin].cast("Q")
-        self._reasons = TextBoard(memory[texts_begin:reasons_end], _REASON_BYTES)
-        self._texts = TextBoard(memory[reasons_end:], _TEXT_BYTES)
+        self.words = areas["lines"]
+        self._reasons = TextBoard(areas["reasons"], REASON_BYTES)
+        self._texts = TextBoard(areas["texts"], TEXT_BYTES)
         self._rank = rank
         self._timeout_seconds = timeout_seconds
         self._failures = failures
@@ -174,15 +159,6 @@ class SharedBarrier:
         self._peers = [peer for peer in range(len(ranks)) if peer != rank]
         self._arrivals = [peer * WORDS_PER_RANK + _ARRIVALS for peer in self._peers]
         self._digests = [[peer * WORDS_PER_RANK + _DIGESTS + odd for peer in self._peers] for odd in (0, 1)]
-
-    @property
-    def next_parity(self) -> int:
-        """The parity of the next round, 0 or 1, which selects one of two buffers.
-
-        A rank writes to the same buffer again two rounds later, after all ranks have arrived at the round in between.
-        Each rank reads the buffer before it arrives at that round.
-        """
-        return (self.round + 1) & 1
 
     def agree(self, agreement: Agreement) -> None:
         """Arrives at the next round, waits until every rank has arrived, and compares the digests of all ranks.
@@ -273,8 +249,8 @@ class SharedBarrier:
         differs. Then they exchange their descriptions from the first different line on, because a whole description may
         be too long.
         """
-        head, *lines = agreement.described().to_lines(_TEXT_BYTES - 4)
-        first, at_a_time = 0, (_TEXT_BYTES - 4) // 4
+        head, *lines = agreement.described().to_lines(TEXT_BYTES - 4)
+        first, at_a_time = 0, (TEXT_BYTES - 4) // 4
         is_found = False
         while not is_found:
             own = [crc32(line.encode()).to_bytes(4, "little") for line in lines[first : first + at_a_time]]
@@ -378,9 +354,3 @@ class SharedBarrier:
         self.words[self._line + _CULPRIT] = culprit
         self.words[self._line + _STATE] = state
         self.words[self.aborted] = 1
-
-    def release(self) -> None:
-        """Releases the shared memory; the barrier cannot be used afterwards."""
-        self._texts.release()
-        self._reasons.release()
-        self.words.release()

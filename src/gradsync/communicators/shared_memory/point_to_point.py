@@ -19,7 +19,6 @@ collective.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
@@ -29,8 +28,14 @@ import numpy as np
 from gradsync.communicators.agreement import Description, message_mismatch
 from gradsync.communicators.backend import Message
 from gradsync.communicators.host_copy import copy_words
-from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SPINS, Pauses, SharedBarrier, TextBoard
-from gradsync.communicators.shared_memory.segment import whole_pages
+from gradsync.communicators.shared_memory.barrier import (
+    ANY_ROUND,
+    SPINS,
+    WORDS_PER_RANK,
+    Pauses,
+    SharedBarrier,
+    TextBoard,
+)
 from gradsync.reduction import Array
 
 # The eight words of a cache line. Each side of a message writes its own cache line.
@@ -45,8 +50,7 @@ _READ = 7  # the number of the last message whose description this side has read
 PIECE_BYTES = 128 * 1024
 SLOTS = 4
 
-_LINE_WORDS = 8
-_TEXT_BYTES = 4096  # the memory for the description of a message, for PlanMismatch
+MESSAGE_TEXT_BYTES = 4096  # the memory for the description of a message, for PlanMismatch
 _SENDING, _RECEIVING = 0, 1  # the numbers of a rank's two texts, and of a channel's two cache lines
 
 _NOTHING = np.empty(0, np.uint8)
@@ -186,7 +190,7 @@ class Transfer:
 
     def _disagree(self) -> None:
         described = self.agreement.described()
-        text = described._replace(what=f"{self.verb} {described.what}").to_text(_TEXT_BYTES - 4)
+        text = described._replace(what=f"{self.verb} {described.what}").to_text(MESSAGE_TEXT_BYTES - 4)
         self._board.write(self._own.text, text.encode())
         self._words[self._line + _DESCRIBED] = self._number
         self._dispute = self._text_of(self._own)  # read back, so that both ranks have the same shortened text
@@ -271,28 +275,23 @@ class PointToPoint:
     """The channels of a communicator: one from every rank to every other rank.
 
     Args:
-        memory: bytes_for(world_size) bytes of shared memory, initially all zero, at an address that is a multiple of
-            the page size.
+        areas: the areas of the shared memory, initially all zero; see areas_of in arena.py.
+        buffers: [rank] -> the buffer of that rank for the pieces of messages that it sends, as bytes.
         rank: the number of this rank in the communicator.
-        world_size: the number of ranks.
         barrier: the communicator's barrier.
     """
 
-    def __init__(self, memory: memoryview, rank: int, world_size: int, barrier: SharedBarrier) -> None:
+    def __init__(
+        self, areas: dict[str, memoryview], buffers: Sequence[Array], rank: int, barrier: SharedBarrier
+    ) -> None:
         self._rank = rank
-        self._world_size = world_size
+        self._world_size = len(buffers)
         self._barrier = barrier
-        lines, texts, slots = np.cumsum(_areas(world_size)).tolist()
-        self._words = memory[:lines].cast("Q")
-        self._board = TextBoard(memory[lines:texts], _TEXT_BYTES)
-        self._slots = np.frombuffer(memory[texts:slots], np.uint8).reshape(world_size, SLOTS, PIECE_BYTES)
+        self._words = areas["message lines"]
+        self._board = TextBoard(areas["message texts"], MESSAGE_TEXT_BYTES)
+        self._slots = [list(buffer[: SLOTS * PIECE_BYTES].reshape(SLOTS, PIECE_BYTES)) for buffer in buffers]
         self._outgoing: dict[int, Outgoing] = {}  # [peer] -> the transfer to this peer, made at the first message
         self._incoming: dict[int, Incoming] = {}
-
-    @staticmethod
-    def bytes_for(world_size: int) -> int:
-        """Returns the size in bytes of the channels' shared memory, rounded up to whole pages."""
-        return whole_pages(sum(_areas(world_size)))
 
     def move(self, send: Message | None, receive: Message | None) -> None:
         """Sends a message, receives one, or both at once. Returns when the receivers have read their whole message.
@@ -370,41 +369,26 @@ class PointToPoint:
         both = zip((ranks[self._rank], ranks[transfer.peer]), map(Description.from_text, descriptions), strict=True)
         raise message_mismatch(self._barrier.label, dict(both))
 
-    # -- Memory ------------------------------------------------------------------------------------------------
+    # -- Channels ----------------------------------------------------------------------------------------------
 
     def _open_outgoing(self, peer: int) -> Outgoing:
         sender, receiver = self._sides(self._rank, peer)
-        outgoing = Outgoing(self._words, self._board, sender, receiver, list(self._slots[self._rank]), peer)
+        outgoing = Outgoing(self._words, self._board, sender, receiver, self._slots[self._rank], peer)
         self._outgoing[peer] = outgoing
         return outgoing
 
     def _open_incoming(self, peer: int) -> Incoming:
         sender, receiver = self._sides(peer, self._rank)
-        incoming = Incoming(self._words, self._board, receiver, sender, list(self._slots[peer]), peer)
+        incoming = Incoming(self._words, self._board, receiver, sender, self._slots[peer], peer)
         self._incoming[peer] = incoming
         return incoming
 
     def _sides(self, sender: int, receiver: int) -> tuple[Side, Side]:
-        line = 2 * (sender * self._world_size + receiver) * _LINE_WORDS
+        line = 2 * (sender * self._world_size + receiver) * WORDS_PER_RANK
         return (
-            Side(line + _SENDING * _LINE_WORDS, 2 * sender + _SENDING),
-            Side(line + _RECEIVING * _LINE_WORDS, 2 * receiver + _RECEIVING),
+            Side(line + _SENDING * WORDS_PER_RANK, 2 * sender + _SENDING),
+            Side(line + _RECEIVING * WORDS_PER_RANK, 2 * receiver + _RECEIVING),
         )
-
-    def release(self) -> None:
-        """Releases the shared memory; the channels cannot be used afterwards."""
-        self._outgoing.clear()
-        self._incoming.clear()
-        del self._slots
-        with contextlib.suppress(BufferError):  # a traceback may hold a view; then the memory is freed with that view
-            self._words.release()
-            self._board.release()
-
-
-def _areas(world_size: int) -> tuple[int, int, int]:
-    """Returns the sizes in bytes of three areas: the channels' cache lines, the descriptions of messages, the slots."""
-    lines = 2 * world_size * world_size * _LINE_WORDS * 8
-    return lines, 2 * world_size * _TEXT_BYTES, world_size * SLOTS * PIECE_BYTES
 
 
 def _advance(transfers: Sequence[Transfer]) -> bool:

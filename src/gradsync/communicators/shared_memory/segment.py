@@ -29,7 +29,6 @@ _MADV_POPULATE_WRITE = 23  # from Linux's mman.h; not in Python's mmap
 _TOKEN_BYTES = 32
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _CHECK_EVERY_SECONDS = 0.05
-_PAGE_BYTES = 4096  # sizes in the layout of the memory are multiples of this size
 
 # Measured: a reduction of 100 MB takes a tenth to a third less time on huge pages, because the processor looks up fewer
 # addresses than with 4 KB pages. Linux gives huge pages to a memfd only if the administrator has enabled this, or if
@@ -142,11 +141,17 @@ class SegmentOffer:
     Attributes:
         ticket: the token and the address of the socket, which the root must send to its peers through the authenticated
             rendezvous.
+
+    Raises:
+        BackendUnavailable: this process has no free file descriptor.
     """
 
     def __init__(self) -> None:
         self._token = os.urandom(_TOKEN_BYTES)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            raise BackendUnavailable(f"cannot offer the shared memory to the other ranks: {error}") from error
         # A socket in the abstract namespace leaves no file behind.
         name = b"\0gradsync-" + os.urandom(16).hex().encode()
         self._listener.bind(name)
@@ -208,26 +213,67 @@ def take_segment(ticket: bytes, timeout_seconds: float) -> int:
         BackendUnavailable: this process cannot reach the root, so the ranks cannot share memory.
     """
     token, name = ticket[:_TOKEN_BYTES], ticket[_TOKEN_BYTES:]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
-        connection.settimeout(timeout_seconds)
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
+            connection.settimeout(timeout_seconds)
             connection.connect(name)
             connection.sendall(token)
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-        except OSError as error:
-            raise BackendUnavailable(
-                f"shared memory needs all ranks on one host, in one network namespace; "
-                f"the first rank of this group cannot be reached from here: {error}"
-            ) from error
+    except OSError as error:
+        raise BackendUnavailable(
+            f"shared memory needs all ranks on one host, in one network namespace; "
+            f"the first rank of this group cannot be reached from here: {error}"
+        ) from error
     if not descriptors:
         raise BackendUnavailable("the first rank of this group closed the connection without sending the shared memory")
     os.set_inheritable(descriptors[0], False)  # recv_fds drops MSG_CMSG_CLOEXEC (CPython up to 3.13)
     return descriptors[0]
 
 
-def whole_pages(size_bytes: int) -> int:
-    """Returns a size in bytes, rounded up to whole pages."""
-    return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+def pass_segment(
+    make: Callable[[], int] | None,
+    peers: int,
+    broadcast: Callable[[bytes], bytes],
+    timeout_seconds: float,
+    check: Callable[[int], None],
+) -> int:
+    """Passes shared memory from the first rank to the other ranks. Every rank must call this function.
+
+    Args:
+        make: on the first rank, a function that makes the shared memory and returns its file descriptor. On the other
+            ranks, None.
+        peers: the number of the other ranks.
+        broadcast: a function; broadcast(data) returns the data of the first rank, on every rank.
+        timeout_seconds: how long a rank waits.
+        check: see SegmentOffer.serve.
+
+    Returns:
+        This rank's file descriptor of the memory.
+
+    Raises:
+        BackendUnavailable: the first rank could not make the memory, or this rank could not get it.
+        RendezvousTimeout: another rank did not get the memory in time.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    if make is None:
+        ticket = broadcast(b"")
+        if not ticket:
+            raise BackendUnavailable("the first rank could not make the shared memory")
+        return take_segment(ticket, max(1.0, deadline - time.monotonic()))
+    with contextlib.ExitStack() as stack:
+        try:
+            offer = stack.enter_context(contextlib.closing(SegmentOffer()))
+            descriptor = make()
+        except BackendUnavailable:
+            broadcast(b"")
+            raise
+        try:
+            broadcast(offer.ticket)
+            offer.serve(descriptor, peers, deadline, check)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    return descriptor
 
 
 def check_platform() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -19,19 +18,26 @@ from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message, Range, ResidentMemory, Run, bounds_of
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.host_copy import memcpy_is_slow
-from gradsync.communicators.host_values import Checks, NonFiniteFinder, SumOfSquares
-from gradsync.communicators.shared_memory.arena import Scratch, SharedRings, ShmContext, Slots
-from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SharedBarrier, header_bytes
-from gradsync.communicators.shared_memory.collectives import MAX_CHUNKS_KEPT, Plans, PreparedReduction
+from gradsync.communicators.host_values import Checks
+from gradsync.communicators.shared_memory.all_reduce import SMALL_BYTES, ListAllReduce, OneShot
+from gradsync.communicators.shared_memory.arena import ROUND_BYTES, SLOT_BYTES, ShmContext, areas_of, segment_bytes
+from gradsync.communicators.shared_memory.barrier import ANY_ROUND, SharedBarrier
+from gradsync.communicators.shared_memory.collectives import (
+    MAX_CHUNKS_KEPT,
+    Broadcast,
+    Plans,
+    ReduceScatter,
+    all_gather,
+    all_to_all,
+)
 from gradsync.communicators.shared_memory.point_to_point import PointToPoint
-from gradsync.communicators.shared_memory.resident import Handover, ResidentReduction, SharedResidentMemory
+from gradsync.communicators.shared_memory.resident import SharedResidentMemory, make_resident_memory
 from gradsync.communicators.shared_memory.segment import (
-    SegmentOffer,
     check_platform,
     create_segment,
     map_segment,
+    pass_segment,
     populate,
-    take_segment,
 )
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable
@@ -39,17 +45,7 @@ from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp, Wire
 from gradsync.rendezvous.client import RendezvousClient
 
-# The largest chunk of a large list that a rank publishes between two barriers. Larger chunks do not fit into the cache;
-# smaller chunks need more barriers and NumPy calls. This size was measured on a processor with a slow memcpy (Zen 3).
-# On a Xeon, chunks of half this size are 5 to 9 % faster for lists of 4 MB and more. Rank 0 measures memcpy for all
-# ranks.
-CHUNK_BYTES = 1024 * 1024
-# The largest number of bytes that a rank publishes in one round of the other collectives, in which some ranks already
-# write for the next round while others still read.
-ROUND_BYTES = 512 * 1024
-# The largest array that is all-reduced in one round: up to this size it is faster if every rank reduces the whole array
-# after one barrier than if each rank reduces a share of it between two barriers.
-SMALL_BYTES = 128 * 1024
+_TICKET_BYTES = 128  # more than a ticket of pass_segment
 
 
 class ShmBackend(Backend):
@@ -60,7 +56,7 @@ class ShmBackend(Backend):
         client: this rank's connection to the rendezvous server.
         group: the name of the communicator.
         timeout_seconds: how long a collective waits for a rank.
-        chunk_bytes: the size of the chunks of large lists: at most CHUNK_BYTES, and the same on all ranks.
+        chunk_bytes: the size of the chunks of large lists: at most SLOT_BYTES, and the same on all ranks.
     """
 
     name = "shm"
@@ -82,27 +78,17 @@ class ShmBackend(Backend):
         # rank, because all groups use the same cores.
         begin_on_core(self.ranks[rank])
         self._mapping = map_segment(descriptor)
+        populate(self._mapping, 0, len(self._mapping))
         self._memory = memoryview(self._mapping)
-        header = header_bytes(world_size)
+        self._areas = areas = areas_of(self._memory, world_size)
         failures = FailureMonitor(client, self.recorder)
-        self._barrier = SharedBarrier(self._memory[:header], rank, self.ranks, self.label, timeout_seconds, failures)
-        self._rings = SharedRings(self._memory[header:], world_size, ROUND_BYTES, self._barrier)
-        self._slots = Slots(self._memory[header + self._rings.bytes :], world_size, CHUNK_BYTES)
-        channels = header + self._rings.bytes + self._slots.bytes
-        self._channels = PointToPoint(self._memory[channels:], rank, world_size, self._barrier)
-        populate(self._mapping, 0, segment_bytes(world_size))
-        scratch = Scratch(CHUNK_BYTES)
-        share_bytes = ROUND_BYTES // max(world_size - 1, 1) // 64 * 64
-        sizes = SMALL_BYTES, chunk_bytes, ROUND_BYTES, share_bytes
-        finder, squares = NonFiniteFinder(world_size), SumOfSquares()
-        self._context = context = ShmContext(
-            rank, world_size, self._barrier, self._rings, *sizes, self.recorder, finder, squares
-        )
-        self._plans = Plans(context, scratch, self._slots)
-        self._resident_reduction = ResidentReduction(context)
+        self._barrier = SharedBarrier(areas, rank, self.ranks, self.label, timeout_seconds, failures)
+        self._context = context = ShmContext(rank, world_size, self._barrier, areas, chunk_bytes, self.recorder)
+        self._plans = Plans(context)
+        self._channels = PointToPoint(areas, context.slots(np.dtype(np.uint8))[0], rank, self._barrier)
         self.converts = world_size > 1
-        self.finder = finder if world_size > 1 else None
-        self.squares = squares if world_size > 1 else None
+        self.finder = context.finder if world_size > 1 else None
+        self.squares = context.squares if world_size > 1 else None
         # If the program drops a group and the garbage collector deletes it, other ranks may still wait in a collective.
         self._when_dropped = weakref.finalize(self, _announce_dropped, self._barrier, os.getpid())
         self._when_dropped.atexit = False
@@ -118,49 +104,44 @@ class ShmBackend(Backend):
             return
         source = sources[0]
         if len(sources) == 1 and source.nbytes <= SMALL_BYTES:
-            self._plans.one_shot(source.dtype, source.size, op).run(source, targets[0], agreement)
+            self._plans.of(OneShot, source.dtype, source.size, op).run(source, targets[0], agreement)
         else:
-            self._plans.list_reduction(sources, targets, op).run(agreement)
+            ListAllReduce(self._context, sources, targets, op).run(agreement)
 
     def prepare(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, checks: Checks, wire: Wire | None
-    ) -> PreparedReduction | None:
+    ) -> ListAllReduce | None:
         return self._plans.prepare(sources, targets, op, checks=checks, wire=wire) if self.world_size > 1 else None
 
     def make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
         if self.world_size == 1:
             return super().make_resident(size_bytes, agreement)
-        share = partial(self.share_numbers, agreement=agreement)
-        handover = Handover(self._context, share, self.raise_if_ended, self.timeout_seconds)
-        return handover.make_memory(size_bytes)
+
+        def broadcast(ticket: bytes) -> bytes:
+            box = np.frombuffer(bytearray(ticket.ljust(_TICKET_BYTES, b"\0")), np.uint8)
+            self.broadcast([box], 0, agreement)
+            return box.tobytes().rstrip(b"\0")
+
+        return make_resident_memory(self._context, size_bytes, broadcast, self.raise_if_ended, self.timeout_seconds)
 
     def all_reduce_resident(self, memory: ResidentMemory, part: Range, agreement: Agreement) -> None:
-        if not isinstance(memory, SharedResidentMemory):  # the world has only one rank
+        if isinstance(memory, SharedResidentMemory):
+            memory.all_reduce(part, agreement)
+        else:  # the world has only one rank
             super().all_reduce_resident(memory, part, agreement)
-            return
-        with np.errstate(all="ignore"):  # see quiet_caller
-            self._resident_reduction.all_reduce(memory, part, agreement)
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
-        self._plans.reduce(source.dtype, source.size, op, root).run(source, target, agreement)
+        result = source[:0] if target is None else target
+        self.reduce_scatter(source, result, self.only_part(root, source.size), op, agreement)
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
-        self._plans.reduce_scatter(source.dtype, tuple(bounds), op).run(source, target, agreement)
+        self._plans.of(ReduceScatter, source.dtype, tuple(bounds), op).run(source, target, agreement)
 
     def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
-        if len(flats) == 1:
-            self._plans.broadcast(flats[0].size, root).run(flats[0], flats[0], agreement)
-        else:
-            self._plans.broadcast_list(tuple([flat.size for flat in flats]), root).run(flats, agreement)
+        self._plans.of(Broadcast, tuple([flat.size for flat in flats]), root).run(flats, agreement)
 
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
-        self._plans.gather(tuple(bounds), None).run(source, target, agreement)
-
-    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        self._plans.gather(tuple(bounds), root).run(source, target, agreement)
-
-    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        self._plans.scatter(tuple(bounds), root).run(source, target, agreement)
+        self._plans.of(all_gather, tuple(bounds)).run(source, target, agreement)
 
     def all_to_all(
         self,
@@ -171,14 +152,19 @@ class ShmBackend(Backend):
         largest: int,
         agreement: Agreement,
     ) -> None:
-        plan = self._plans.all_to_all(tuple(send_bounds), tuple(receive_bounds), largest)
+        plan = self._plans.of(all_to_all, tuple(send_bounds), tuple(receive_bounds), largest)
         plan.run(source, target, agreement)
+
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        mine = np.array(numbers, np.int64)
+        of_ranks = np.empty((self.world_size, mine.size), np.int64)
+        bounds = bounds_of([mine.nbytes] * self.world_size, 1)
+        self.all_gather(mine.view(np.uint8), of_ranks.ravel().view(np.uint8), bounds, agreement)
+        shared: list[list[int]] = of_ranks.tolist()
+        return shared
 
     def exchange(self, send: Message | None, receive: Message | None) -> None:
         self._channels.move(send, receive)
-
-    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        return self._plans.share_numbers(numbers, agreement)
 
     # -- Plans, for arrays that fit one round, or a few chunks ---------------------------------------------------
 
@@ -186,29 +172,37 @@ class ShmBackend(Backend):
         size_bytes = size * dtype.itemsize
         if not 0 < size_bytes <= MAX_CHUNKS_KEPT * self._context.chunk_bytes or self.world_size == 1:
             return None
-        plans = self._plans
-        return (plans.one_shot if size_bytes <= SMALL_BYTES else plans.large)(dtype, size, op).run
+        if size_bytes > SMALL_BYTES:
+            return partial(self._plans.all_reduce_large, op)
+        run: Run = self._plans.of(OneShot, dtype, size, op).run
+        return run
 
     def plan_reduce_scatter(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
         part = size // self.world_size
         if not 0 < part * dtype.itemsize <= self._context.share_bytes:
             return None
-        return self._plans.reduce_scatter(dtype, bounds_of([part] * self.world_size, 1), op).run
+        run: Run = self._plans.of(ReduceScatter, dtype, bounds_of([part] * self.world_size, 1), op).run
+        return run
 
     def plan_broadcast(self, size_bytes: int, root: int) -> Run | None:
-        return self._plans.broadcast(size_bytes, root).run if 0 < size_bytes <= ROUND_BYTES else None
+        if not 0 < size_bytes <= ROUND_BYTES:
+            return None
+        run: Run = self._plans.of(Broadcast, (size_bytes,), root).run_one
+        return run
 
     def plan_all_gather(self, size_bytes: int) -> Run | None:
         if not 0 < size_bytes <= ROUND_BYTES:
             return None
-        return self._plans.gather(bounds_of([size_bytes] * self.world_size, 1), None).run
+        run: Run = self._plans.of(all_gather, bounds_of([size_bytes] * self.world_size, 1)).run
+        return run
 
     def plan_all_to_all(self, size_bytes: int) -> Run | None:
         part = size_bytes // self.world_size
         if not 0 < part <= self._context.share_bytes:
             return None
         bounds = bounds_of([part] * self.world_size, 1)
-        return self._plans.all_to_all(bounds, bounds, part).run
+        run: Run = self._plans.of(all_to_all, bounds, bounds, part).run
+        return run
 
     def connect_group(self, members: tuple[int, ...], name: str) -> ShmBackend:
         client, seconds = self.client.group(members, name), self.timeout_seconds
@@ -232,27 +226,20 @@ class ShmBackend(Backend):
         # These objects form reference cycles. They are deleted here, so that the memory is freed now, and not by a
         # later garbage collection.
         self._plans.release()
-        del self._plans, self._resident_reduction, self._context
-        self._rings.release()
-        self._slots.release()
-        self._channels.release()
-        self._barrier.release()
+        self._context.release()
+        del self._plans, self._context, self._channels
         # If a traceback still holds a view, the mapping is freed with the last view.
         with contextlib.suppress(BufferError):
+            for area in self._areas.values():
+                area.release()
             self._memory.release()
             self._mapping.close()
-        del self._memory, self._mapping
+        del self._areas, self._memory, self._mapping
 
 
 def _announce_dropped(barrier: SharedBarrier, pid: int) -> None:
     if os.getpid() == pid:  # in a forked child the memory is still that of the parent
         barrier.announce_closed()
-
-
-def segment_bytes(world_size: int) -> int:
-    """Returns the size in bytes of a communicator's shared memory."""
-    own_bytes = SharedRings.bytes_for(world_size, ROUND_BYTES) + Slots.bytes_for(world_size, CHUNK_BYTES)
-    return header_bytes(world_size) + own_bytes + PointToPoint.bytes_for(world_size)
 
 
 def check(_place: RankEnvironment) -> None:
@@ -299,32 +286,24 @@ def connect_shared_memory(
         RendezvousTimeout, RankFailed: another rank did not call this function in time, or died.
     """
     check_platform()
-    deadline = time.monotonic() + timeout_seconds
-    key = f"shm/{group}"
-    if client.rank == 0:
-        descriptor, slow_memcpy = create_segment(segment_bytes(client.world_size)), memcpy_is_slow()
-        try:
-            _offer(client, key, descriptor, deadline, slow_memcpy=slow_memcpy)
-        except BaseException:
-            os.close(descriptor)
-            raise
-    else:
-        ticket = client.get(key, from_rank=0, timeout_seconds=timeout_seconds)
-        slow_memcpy, ticket = ticket[0] == 1, ticket[1:]
-        try:
-            descriptor = take_segment(ticket, max(1.0, deadline - time.monotonic()))
-        except BackendUnavailable:
-            await_cause(CAUSE_SECONDS, client.check)  # if the root is gone because of a failure, that failure is raised
-            raise
-    chunk_bytes = CHUNK_BYTES if slow_memcpy else CHUNK_BYTES // 2
-    return ShmBackend(descriptor, client, group, collective_timeout_seconds, chunk_bytes)
+    key, is_slow = f"shm/{group}", memcpy_is_slow()
 
+    def broadcast(ticket: bytes) -> bytes:
+        nonlocal is_slow
+        if client.rank == 0:
+            client.set(key, bytes([is_slow]) + ticket)
+            return ticket
+        data = client.get(key, from_rank=0, timeout_seconds=timeout_seconds)
+        is_slow = data[0] == 1
+        return data[1:]
 
-def _offer(client: RendezvousClient, key: str, descriptor: int, deadline: float, *, slow_memcpy: bool) -> None:
-    offer = SegmentOffer()
+    make = (lambda: create_segment(segment_bytes(client.world_size))) if client.rank == 0 else None
     try:
-        client.set(key, bytes([slow_memcpy]) + offer.ticket)
-        offer.serve(descriptor, client.world_size - 1, deadline, lambda _served: client.check())
+        descriptor = pass_segment(make, client.world_size - 1, broadcast, timeout_seconds, lambda _: client.check())
+    except BackendUnavailable:
+        if client.rank != 0:
+            await_cause(CAUSE_SECONDS, client.check)  # if the root is gone because of a failure, that failure is raised
+        raise
+    if client.rank == 0:
         client.delete(key)  # all ranks have the memory now
-    finally:
-        offer.close()
+    return ShmBackend(descriptor, client, group, collective_timeout_seconds, SLOT_BYTES if is_slow else SLOT_BYTES // 2)
