@@ -18,6 +18,7 @@ from gradsync.rendezvous import sockets
 from gradsync.rendezvous.frames import Inspect, Inspected, Tick
 from gradsync.rendezvous.liveness import HEARTBEAT_SECONDS, SILENT_AFTER_SECONDS, heartbeat_seconds
 from gradsync.rendezvous.server import RendezvousServer
+from gradsync.rendezvous.wire import FrameReader
 from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, LEAVE, PUT_ID
 from simulated_ranks.crowd import Crowd
 from simulated_ranks.gradsync_rank import GradsyncRank
@@ -57,7 +58,7 @@ def test_a_storm_of_ranks_joins_without_a_loss(crowd_of) -> None:
 
 def test_a_quiet_server_gathers_heartbeats_and_still_answers(crowd_of) -> None:
     with RendezvousServer(4, secret=SECRET) as server:
-        server._loop._batch_seconds = 0.005
+        server._batch_seconds = 0.005
         crowd = crowd_of(server, 4)
         crowd.play(JOIN)
         assert crowd.beat(0.4, 0.1) == 16
@@ -80,17 +81,17 @@ def test_thousands_of_silent_ranks_are_looked_at_in_one_turn() -> None:
     server = RendezvousServer(1, secret=SECRET)
     core = Core()
     with socket.socket() as stream:
-        server._loop._core = core
-        server._loop._connections = {1: SimpleNamespace(number=1, stream=stream, is_stuck=False)}
-        server._loop._handle_event(Tick())
-        server._loop._connections = {}
+        server._core = core
+        server._connections = {1: SimpleNamespace(number=1, stream=stream, reader=FrameReader())}
+        server._handle_event(Tick())
+        server._connections = {}
     server.stop()
     assert core.judged == 3000
 
 
 def test_a_rank_that_is_turned_away_while_it_joins_comes_again(crowd_of, monkeypatch) -> None:
     with RendezvousServer(8, secret=SECRET) as server:
-        server._loop._max_unauthenticated = 2
+        server._max_unauthenticated = 2
         crowd = crowd_of(server, 8)
         crowd.play(JOIN)
         assert crowd.lost > 0
@@ -101,7 +102,7 @@ def test_only_large_runs_gather() -> None:
     gathers = {}
     for ranks in (1, 8, 124, 1024, 16_384):
         server = RendezvousServer(ranks, secret=SECRET)
-        gathers[ranks] = server._loop._batch_seconds
+        gathers[ranks] = server._batch_seconds
         server.stop()
     assert gathers == {1: 0.0, 8: 0.0, 124: 0.0, 1024: 0.04, 16_384: 0.04}
 

@@ -180,7 +180,7 @@ def test_strangers_are_bounded_and_cost_no_threads() -> None:
         ]
         for stream in streams[:20]:  # the oldest go first
             assert stream.recv(1) == b""
-        assert 60 < len(server._loop._unauthenticated) <= ranks + server_module.MAX_UNAUTHENTICATED
+        assert 60 < len(server._unauthenticated) <= ranks + server_module.MAX_UNAUTHENTICATED
         assert set(threading.enumerate()) <= threads
 
 

@@ -202,7 +202,7 @@ def test_strangers_that_send_byte_by_byte_are_closed_by_it_too(monkeypatch) -> N
 
 def test_too_many_authenticated_connections_are_refused() -> None:
     with RendezvousServer(1, secret=SECRET) as server:
-        server._loop._max_members = 1
+        server._max_members = 1
         with connect(server, 0, 1) as client:
             with pytest.raises(RendezvousError, match="more than 1 authenticated connections"):
                 connect(server, 0, 1)
@@ -361,7 +361,7 @@ def test_child_of_a_fork_closes_without_harm() -> None:
 def test_what_is_accepted_has_the_options_of_the_listener() -> None:
     """No delay, and a silent peer noticed by the kernel within seconds."""
     with RendezvousServer(1, secret=SECRET) as server, connect(server, 0, 1) as client:
-        [accepted] = server._loop._connections.values()
+        [accepted] = server._connections.values()
         for stream in (accepted.stream, client._connection._stream):
             assert stream.gettimeout() == 0.0
             assert stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

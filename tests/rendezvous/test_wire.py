@@ -282,14 +282,19 @@ def test_fields_outside_their_schema_are_refused(frame_type: FrameType, fields: 
 
 def test_a_frame_that_is_never_complete_is_noticed() -> None:
     reader = FrameReader()
-    reader.feed(b"\0\0\0\x50")
+    assert not reader.is_stuck(99.0)
+    reader.feed(b"\0\0\0\x50", 10.0)
     assert reader.next_frame() is None
-    reader.note_time(10.0, was_complete=False)
-    reader.feed(b"some of it")
-    reader.note_time(14.0, was_complete=False)
+    reader.feed(b"some of it", 14.0)
+    assert reader.next_frame() is None
     assert [reader.is_stuck(now) for now in (15.0, 15.1)] == [False, True]
-    reader.note_time(16.0, was_complete=True)  # that one was completed, and another has begun
+    reader.feed(bytes(0x50 - 10) + b"\0\0\0\x50", 16.0)
+    assert reader.next_frame() is not None
+    assert reader.next_frame() is None  # another has begun
     assert [reader.is_stuck(now) for now in (21.0, 21.1)] == [False, True]
+    reader.feed(bytes(0x50), 21.0)
+    assert reader.next_frame() is not None
+    assert not reader.is_stuck(99.0)
 
 
 def test_types_of_the_wrong_side_are_refused() -> None:

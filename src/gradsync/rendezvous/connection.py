@@ -364,15 +364,12 @@ class Connection:
         return select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
 
     def _read(self) -> None:
-        self._reader.feed(receive_some(self._stream, MAX_FRAME_BYTES))
-        was_complete = False
-        while (frame := self._reader.next_frame()) is not None:
-            was_complete = True
-            self._handle(self._session.open(frame))
         now = time.monotonic()
-        self._reader.note_time(now, was_complete=was_complete)
-        if was_complete and self._server_peer.note_alive(now):
-            _log.warning("%s: %s responds again", self.label, self._server_name())
+        self._reader.feed(receive_some(self._stream, MAX_FRAME_BYTES), now)
+        while (frame := self._reader.next_frame()) is not None:
+            self._handle(self._session.open(frame))
+            if self._server_peer.note_alive(now):
+                _log.warning("%s: %s responds again", self.label, self._server_name())
 
     def _handle(self, message: Message) -> None:
         """Passes an answer to its request, others to the answering thread; never waits, and calls no callback."""

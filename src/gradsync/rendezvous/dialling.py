@@ -156,7 +156,7 @@ def _shake_hands(
             raise RendezvousTimeout("no answer to the handshake")
         if unsent:
             send_some(stream, unsent)
-        reader.feed(receive_some(stream, MAX_FRAME_BYTES))
+        reader.feed(receive_some(stream, MAX_FRAME_BYTES), time.monotonic())
     proof, session = handshake.receive(frame)
     reader.limit_bytes = MAX_FRAME_BYTES
     return session, reader, proof, handshake.server

@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -84,6 +85,83 @@ _NOTICES_END_SECONDS = 0.2
 _log = logging.getLogger("gradsync.rendezvous")
 
 
+class ServerConnection:
+    """One accepted connection: first the handshake, then messages. Its buffers are bounded, and it never blocks.
+
+    Args:
+        number: the connection's number in the core.
+        stream: the non-blocking socket.
+        handshake: the state machine of this connection's handshake, not started yet.
+        deadline: the time by which its first authenticated message must arrive, in monotonic seconds.
+
+    Attributes:
+        is_unauthenticated: True until the first authenticated message.
+        reader: cuts the received bytes into frames.
+        output: bytes that wait to be written.
+        is_watched_for_room: whether the event loop waits for the stream to become writable. The event loop sets it.
+    """
+
+    def __init__(self, number: int, stream: socket.socket, handshake: ServerHandshake, deadline: float) -> None:
+        self.number = number
+        self.stream = stream
+        self.deadline = deadline
+        self.is_unauthenticated = True
+        self.is_watched_for_room = False
+        self._handshake = handshake
+        self._session: Session | None = None
+        self.reader = FrameReader()
+        self.output = bytearray()
+
+    def receive(self) -> list[Message]:
+        """Reads once and returns the messages that are now complete.
+
+        Raises:
+            RendezvousError: the peer closed or reset the connection, or sent an invalid frame.
+        """
+        size = MAX_HANDSHAKE_FRAME_BYTES if self.is_unauthenticated else MAX_FRAME_BYTES
+        self.reader.feed(receive_some(self.stream, size), time.monotonic())
+        messages: list[Message] = []
+        while (frame := self.reader.next_frame()) is not None:
+            if self._session is None:
+                step = self._handshake.receive(frame)
+                if isinstance(step, Session):
+                    self._session = step
+                    self.reader.limit_bytes = MAX_FRAME_BYTES
+                else:
+                    self.output += step
+                continue
+            message = self._session.open(frame)
+            if self.is_unauthenticated:
+                self._check_generation(message)
+                self.is_unauthenticated = False
+            messages.append(message)
+        return messages
+
+    def _check_generation(self, message: Message) -> None:
+        """Refuses a session if its HELLO and its JOIN name different generations."""
+        if message.type is FrameType.JOIN and message.fields[2] != self._handshake.generation:
+            wanted, got = self._handshake.generation, message.fields[2]
+            raise FrameError(f"this client's HELLO named generation {wanted}, but its JOIN names generation {got}")
+
+    def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
+        """Queues a message for an authenticated peer.
+
+        Raises:
+            ConnectionLost: too many bytes wait to be sent, because the peer does not read.
+        """
+        if self._session is None:
+            raise FrameError("a message was queued before the handshake ended")
+        self.output += self._session.seal(frame_type, *fields)
+        if len(self.output) > MAX_OUTPUT_BYTES:
+            raise ConnectionLost(f"the peer has not read the last {MAX_OUTPUT_BYTES} bytes sent to it")
+
+    def close(self) -> None:
+        """Shuts the stream down, then closes it, so that the copy in a forked process cannot keep it open."""
+        with contextlib.suppress(OSError):  # the peer has closed the stream already
+            self.stream.shutdown(socket.SHUT_RDWR)
+        self.stream.close()
+
+
 class RendezvousServer:
     """The server of one run: of its ranks, or of the launchers of several machines and their ranks.
 
@@ -125,11 +203,35 @@ class RendezvousServer:
         listener = listener or bind_listener(host, port)
         self.address = format_address(listener)
         self._core = (LaunchersCore if of_launchers else RendezvousCore)(world_size, machine=machine_identity())
-        self._loop = EventLoop(listener, self._core, secret=secret, ranks=world_size)
+        self._secret = secret
+        self._listener = listener
+        self._run_id = os.urandom(8).hex()  # the keys of every session are derived from it too
+        self._process = ServerProcess.of(machine_identity(), os.getpid())
         self._pid = os.getpid()
-        self._runner: int | None = None  # the thread that runs the loop
-        self._thread: threading.Thread | None = None
         self._claimed = False
+        self._runner: int | None = None  # the thread that runs the event loop
+        self._thread: threading.Thread | None = None  # the same thread, if the server has started it
+        self._stopping = False
+        self._empty = Latch(is_set=True)  # set while there is no connection
+        self._over = Latch()  # set once the event loop has ended
+        self._ranks = world_size
+        self._make_room(0)
+        self._is_quiet = False  # whether only heartbeats arrived in this iteration of the event loop
+        self._notices = _NoticeWriter()
+        self._connections: dict[int, ServerConnection] = {}
+        self._unauthenticated: dict[int, ServerConnection] = {}  # the oldest first, which has the earliest deadline
+        self._closing: dict[int, ServerConnection] = {}  # earliest deadline first
+        self._lost: deque[tuple[ServerConnection, str]] = deque()
+        self._queued: deque[Event] = deque()  # results of inspections, and events from other threads
+        self._accept_resumes_at: float | None = None
+        self._next_number = 0
+        tune_stream(listener)  # accepted sockets inherit the options, which saves a system call for each
+        self._selector = selectors.DefaultSelector()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._selector.register(listener, selectors.EVENT_READ)
         _servers.add(self)
 
     def __enter__(self) -> RendezvousServer:
@@ -169,12 +271,13 @@ class RendezvousServer:
         if os.getpid() != self._pid:
             self.abandon()
             return
-        self._loop.request_stop()
+        self._stopping = True
+        self._wake()
         if not self._claimed:
             self._claimed = True
-            self._loop.close()
+            self._close()
         elif self._runner != threading.get_ident():
-            self._loop.over.wait(_STOP_SECONDS)
+            self._over.wait(_STOP_SECONDS)
             if self._thread is not None:
                 self._thread.join(_STOP_SECONDS)
 
@@ -187,7 +290,7 @@ class RendezvousServer:
             rank: the rank's number.
             pid: the process id.
         """
-        self._loop.submit(Started(rank, pid))
+        self._submit(Started(rank, pid))
 
     def note_end(self, rank: int, how: str) -> None:
         """Records that a rank's process has ended; ranks that wait for it to join get an error.
@@ -196,7 +299,7 @@ class RendezvousServer:
             rank: the rank's number.
             how: how the process ended, in words, e.g. "ended with exit code 0".
         """
-        self._loop.submit(Ended(rank, how))
+        self._submit(Ended(rank, how))
 
     def wait_until_empty(self, timeout_seconds: float) -> bool:
         """Waits until every client has left; returns False at the deadline. A rank that hosts the server calls it.
@@ -204,13 +307,14 @@ class RendezvousServer:
         Args:
             timeout_seconds: how long to wait at most.
         """
-        return self._loop.empty.wait(timeout_seconds)
+        return self._empty.wait(timeout_seconds)
 
     def abandon(self) -> None:
-        """Closes a forked child's copies of the descriptors, without any I/O."""
+        """Closes a forked child's copies of the descriptors, without any I/O; the parent's streams stay open."""
         self._claimed = True
+        self._empty, self._over = Latch(is_set=True), Latch(is_set=True)  # a thread may have held the old ones' locks
         with contextlib.suppress(OSError):
-            self._loop.close(is_copy=True)
+            self._close_descriptors(connection.stream for connection in self._connections.values())
 
     def _claim(self) -> None:
         if self._claimed:
@@ -219,162 +323,11 @@ class RendezvousServer:
             )
         self._claimed = True
 
+    # The event loop: one selector over all sockets.
+
     def _run(self) -> None:
+        """Serves until `stop`, then closes everything."""
         self._runner = threading.get_ident()
-        self._loop.run()
-
-
-# A forked child must not keep the port or the streams open: the end of a stream shows a rank that the server is gone.
-_servers: weakref.WeakSet[RendezvousServer] = weakref.WeakSet()
-
-
-def _abandon_copies() -> None:
-    for server in list(_servers):
-        server.abandon()
-    _servers.clear()
-
-
-os.register_at_fork(after_in_child=_abandon_copies)
-
-
-class ServerConnection:
-    """One accepted connection: first the handshake, then messages. Its buffers are bounded, and it never blocks.
-
-    Args:
-        number: the connection's number in the core.
-        stream: the non-blocking socket.
-        handshake: the state machine of this connection's handshake, not started yet.
-        deadline: the time by which its first authenticated message must arrive, in monotonic seconds.
-
-    Attributes:
-        is_unauthenticated: True until the first authenticated message.
-        output: bytes that wait to be written.
-        is_watched_for_room: whether the event loop waits for the stream to become writable. The event loop sets it.
-    """
-
-    def __init__(self, number: int, stream: socket.socket, handshake: ServerHandshake, deadline: float) -> None:
-        self.number = number
-        self.stream = stream
-        self.deadline = deadline
-        self.is_unauthenticated = True
-        self.is_watched_for_room = False
-        self._handshake = handshake
-        self._session: Session | None = None
-        self._reader = FrameReader()
-        self.output = bytearray()
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether an incomplete message has taken too long."""
-        return self._reader.is_stuck(time.monotonic())
-
-    def receive(self) -> list[Message]:
-        """Reads once and returns the messages that are now complete.
-
-        Raises:
-            RendezvousError: the peer closed or reset the connection, or sent an invalid frame.
-        """
-        size = MAX_HANDSHAKE_FRAME_BYTES if self.is_unauthenticated else MAX_FRAME_BYTES
-        self._reader.feed(receive_some(self.stream, size))
-        messages: list[Message] = []
-        while (frame := self._reader.next_frame()) is not None:
-            if self._session is None:
-                step = self._handshake.receive(frame)
-                if isinstance(step, Session):
-                    self._session = step
-                    self._reader.limit_bytes = MAX_FRAME_BYTES
-                else:
-                    self.output += step
-                continue
-            message = self._session.open(frame)
-            if self.is_unauthenticated:
-                self._check_generation(message)
-                self.is_unauthenticated = False
-            messages.append(message)
-        self._reader.note_time(time.monotonic(), was_complete=bool(messages))
-        return messages
-
-    def _check_generation(self, message: Message) -> None:
-        """Refuses a session if its HELLO and its JOIN name different generations."""
-        if message.type is FrameType.JOIN and message.fields[2] != self._handshake.generation:
-            wanted, got = self._handshake.generation, message.fields[2]
-            raise FrameError(f"this client's HELLO named generation {wanted}, but its JOIN names generation {got}")
-
-    def send(self, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
-        """Queues a message for an authenticated peer.
-
-        Raises:
-            ConnectionLost: too many bytes wait to be sent, because the peer does not read.
-        """
-        if self._session is None:
-            raise FrameError("a message was queued before the handshake ended")
-        self.output += self._session.seal(frame_type, *fields)
-        if len(self.output) > MAX_OUTPUT_BYTES:
-            raise ConnectionLost(f"the peer has not read the last {MAX_OUTPUT_BYTES} bytes sent to it")
-
-    def close(self) -> None:
-        """Shuts the stream down, then closes it, so that the copy in a forked process cannot keep it open."""
-        with contextlib.suppress(OSError):  # the peer has closed the stream already
-            self.stream.shutdown(socket.SHUT_RDWR)
-        self.stream.close()
-
-
-class EventLoop:
-    """Serves one listener until `request_stop`, with one selector over all sockets.
-
-    Args:
-        listener: the listening socket; owned and closed by the loop.
-        core: turns events into actions.
-        secret: the run's secret, for the handshakes.
-        ranks: the number of ranks in one generation.
-
-    Attributes:
-        empty: set while there is no connection.
-        over: set once the loop has ended.
-    """
-
-    def __init__(
-        self, listener: socket.socket, core: RendezvousCore | LaunchersCore, *, secret: bytes, ranks: int
-    ) -> None:
-        self.empty = Latch(is_set=True)
-        self.over = Latch(is_set=False)
-        self._listener = listener
-        self._core = core
-        self._secret = secret
-        self._run_id = os.urandom(8).hex()  # the keys of every session are derived from it too
-        self._process = ServerProcess.of(machine_identity(), os.getpid())
-        self._ranks = ranks
-        self._make_room(0)
-        self._is_quiet = False  # whether only heartbeats arrived in this iteration of the loop
-        self._stopping = False
-        self._notices = _NoticeWriter()
-        self._connections: dict[int, ServerConnection] = {}
-        self._unauthenticated: dict[int, ServerConnection] = {}  # the oldest first, which has the earliest deadline
-        self._closing: dict[int, ServerConnection] = {}  # earliest deadline first
-        self._lost: deque[tuple[ServerConnection, str]] = deque()
-        self._queued: deque[Event] = deque()  # results of inspections, and events from other threads
-        self._accept_resumes_at: float | None = None
-        self._next_number = 0
-        tune_stream(listener)  # accepted sockets inherit the options, which saves a system call for each
-        self._selector = selectors.DefaultSelector()
-        self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._wake_receiver.setblocking(False)
-        self._wake_sender.setblocking(False)
-        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
-        self._selector.register(listener, selectors.EVENT_READ)
-
-    def request_stop(self) -> None:
-        """Ends the loop soon; safe in any thread and in a signal handler."""
-        self._stopping = True
-        self._wake()
-
-    def submit(self, event: Event) -> None:
-        """Queues an event for the core; safe in any thread."""
-        self._queued.append(event)
-        self._wake()
-
-    def run(self) -> None:
-        """Serves until `request_stop`, then closes everything."""
         try:
             while not self._stopping:
                 ready = self._selector.select(self._wait_seconds())
@@ -388,30 +341,25 @@ class EventLoop:
                 if self._is_quiet and self._batch_seconds:
                     time.sleep(self._batch_seconds)
         finally:
-            self.close()
+            self._close()
 
-    def close(self, *, is_copy: bool = False) -> None:
-        """Closes every descriptor; the peers see the end of their streams.
-
-        Args:
-            is_copy: whether a forked child closes its copies of the descriptors; the parent's streams then stay open.
-        """
-        self._selector.close()
-        for connection in self._connections.values():
-            if is_copy:
-                connection.stream.close()
-            else:
-                connection.close()
-        self._connections.clear()
-        self._listener.close()
-        self._wake_receiver.close()
-        self._wake_sender.close()
-        if is_copy:  # new latches: a thread of the parent may have held the old ones' locks at the fork
-            self.empty, self.over = Latch(is_set=True), Latch(is_set=True)
-            return
-        self.empty.set()
+    def _close(self) -> None:
+        """Closes every descriptor; the peers see the end of their streams."""
+        self._close_descriptors(self._connections.values())
+        self._empty.set()
         self._notices.end()
-        self.over.set()
+        self._over.set()
+
+    def _close_descriptors(self, streams: Iterable[socket.socket | ServerConnection]) -> None:
+        self._selector.close()
+        for closable in (*streams, self._listener, self._wake_receiver, self._wake_sender):
+            closable.close()
+        self._connections.clear()
+
+    def _submit(self, event: Event) -> None:
+        """Queues an event for the core; safe in any thread."""
+        self._queued.append(event)
+        self._wake()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # if the pipe is full, the loop wakes soon; if closed, it has ended
@@ -481,7 +429,7 @@ class EventLoop:
         handshake = ServerHandshake(self._secret, self._run_id, os.urandom(NONCE_BYTES), self._process)
         connection = ServerConnection(self._next_number, stream, handshake, time.monotonic() + HANDSHAKE_SECONDS)
         if not self._connections:
-            self.empty.clear()
+            self._empty.clear()
         self._connections[connection.number] = connection
         self._unauthenticated[connection.number] = connection
         self._selector.register(stream, selectors.EVENT_READ, connection)
@@ -537,7 +485,7 @@ class EventLoop:
         self._selector.unregister(connection.stream)
         connection.close()
         if not self._connections:
-            self.empty.set()
+            self._empty.set()
         _log.debug("rendezvous: connection %d ended: %s", connection.number, cause)
         self._handle_event(Lost(connection.number, cause))
 
@@ -594,10 +542,23 @@ class EventLoop:
             connection = self._connections.get(action.peer)
             if connection is None:
                 return
-            if connection.is_stuck:
+            if connection.reader.is_stuck(time.monotonic()):
                 self._lost.append((connection, UNFINISHED))
             stream = connection.stream
         self._queued.append(Inspected(action.peer, inspect_peer(action.pid, stream)))
+
+
+# A forked child must not keep the port or the streams open: the end of a stream shows a rank that the server is gone.
+_servers: weakref.WeakSet[RendezvousServer] = weakref.WeakSet()
+
+
+def _abandon_copies() -> None:
+    for server in list(_servers):
+        server.abandon()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_copies)
 
 
 def _batch_seconds(ranks: int) -> float:

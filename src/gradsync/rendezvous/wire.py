@@ -112,29 +112,20 @@ class FrameReader:
         self.limit_bytes = MAX_HANDSHAKE_FRAME_BYTES
         self._buffer = b""
         self._taken = 0  # the number of bytes already returned
-        self._begun_at: float | None = None
+        self._fed_at = 0.0
+        self._begun_at = 0.0  # when the first bytes of the incomplete frame at the end of the buffer arrived
 
-    def note_time(self, now: float, *, was_complete: bool) -> None:
-        """Notes when the incomplete frame at the end of the buffer began; call it after `next_frame` gives None.
-
-        Args:
-            now: monotonic seconds.
-            was_complete: whether a frame was completed since the last call.
-        """
+    def feed(self, data: bytes, now: float = 0.0) -> None:
+        """Adds bytes that were read from the stream; `now` is in monotonic seconds, and only `is_stuck` needs it."""
+        self._fed_at = now
         if self._taken == len(self._buffer):
-            self._begun_at = None
-        elif was_complete or self._begun_at is None:
             self._begun_at = now
+        self._buffer = self._buffer[self._taken :] + data
+        self._taken = 0
 
     def is_stuck(self, now: float) -> bool:
         """Whether an incomplete frame has taken too long."""
-        begun_at = self._begun_at
-        return begun_at is not None and now - begun_at > MAX_FRAME_SECONDS
-
-    def feed(self, data: bytes) -> None:
-        """Adds bytes that were read from the stream."""
-        self._buffer = self._buffer[self._taken :] + data
-        self._taken = 0
+        return self._taken < len(self._buffer) and now - self._begun_at > MAX_FRAME_SECONDS
 
     def next_frame(self) -> Frame | None:
         """Returns the next whole frame, or None while more bytes are needed.
@@ -154,6 +145,7 @@ class FrameReader:
         if len(buffer) < end:
             return None
         self._taken = end
+        self._begun_at = self._fed_at
         _, frame_type, sequence = _HEADER.unpack_from(buffer, begin)
         return Frame(frame_type, sequence, buffer[begin:end])
 

@@ -20,7 +20,7 @@ from gradsync.rendezvous import connection, roster
 from gradsync.rendezvous.connection import Connection
 from gradsync.rendezvous.liveness import Judgement, Peer, Peers
 from gradsync.rendezvous.protocol import RendezvousCore
-from gradsync.rendezvous.server import EventLoop
+from gradsync.rendezvous.server import RendezvousServer
 from gradsync.rendezvous.store import Barriers, Keys
 from gradsync.rendezvous.wire import FrameReader
 
@@ -129,13 +129,13 @@ def _closing_leaves_the_thread(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_wall_clock_is_asked(patch: pytest.MonkeyPatch) -> None:
-    original = EventLoop._wait_seconds
+    original = RendezvousServer._wait_seconds
 
-    def wait_seconds(self: EventLoop) -> float | None:
-        sys.modules[EventLoop.__module__].time.time()  # type: ignore[attr-defined]
+    def wait_seconds(self: RendezvousServer) -> float | None:
+        sys.modules[RendezvousServer.__module__].time.time()  # type: ignore[attr-defined]
         return original(self)
 
-    patch.setattr(EventLoop, "_wait_seconds", wait_seconds)
+    patch.setattr(RendezvousServer, "_wait_seconds", wait_seconds)
 
 
 def _a_failure_is_a_plain_error(patch: pytest.MonkeyPatch) -> None:
@@ -171,4 +171,4 @@ def test_broken_code_is_noticed(mutation: Callable[[pytest.MonkeyPatch], None], 
 
 def test_the_modules_have_their_own_names_back() -> None:
     play(0)
-    assert sys.modules[EventLoop.__module__].time is time
+    assert sys.modules[RendezvousServer.__module__].time is time
