@@ -48,7 +48,7 @@ from failures.points import (
     TEARDOWN,
 )
 from gradsync import process_group
-from gradsync.rendezvous import dialling
+from gradsync.rendezvous import connection as connection_module
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.connection import Connection
 
@@ -149,7 +149,7 @@ class Part:
             os.environ["GRADSYNC_ADDRESS"] = self._proxy.address
 
     def _wrap_library(self) -> None:
-        _wrap(dialling, "_shake_hands", before=self._come_to_hello, after=lambda *_: self._arrive(AUTH))
+        _wrap(connection_module, "_shake_hands", before=self._come_to_hello, after=lambda *_: self._arrive(AUTH))
         _wrap(Connection, "_wait", before=self._come_to_joined)
         _wrap(process_group, "connect", before=lambda *_: self._arrive(INIT))
         _wrap(RendezvousClient, "close", before=lambda *_: self._arrive(TEARDOWN))

@@ -467,7 +467,7 @@ def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
 
         share = share_over_mpi(place)
     _client, _rendezvous = join(place, settings.address, settings.timeout_seconds, _rendezvous, share=share)
-    _client.describe_with(failures.positions, failures.status_report, failures.history, dump_because)
+    _client.describe_with(failures.positions, failures.status_report, dump_because)
     return _client
 
 

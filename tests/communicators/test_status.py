@@ -38,7 +38,7 @@ def test_few_groups_are_all_told(groups: list[Any]) -> None:
     groups.append(Group("alone", world_size=1))
     groups[1].use()
     assert failures.positions() == {"g0": 0, "g1": 1, "g2": 0}
-    assert "no collective of group 'g0' yet" in failures.status_report()
+    assert "no collective of group 'g0' yet" in failures.status_report()[0]
 
 
 def test_of_many_groups_those_in_use_are_told(groups: list[Any]) -> None:
@@ -51,7 +51,7 @@ def test_of_many_groups_those_in_use_are_told(groups: list[Any]) -> None:
     assert len(told) == MAX_STATUS_GROUPS
     assert set(told) == {"g0", "g7"} | {group.recorder.group for group in groups[-MAX_STATUS_GROUPS + 2 :]}
     assert next(iter(told)) == "g7"  # in a collective now
-    report = failures.status_report()
+    report, _ = failures.status_report()
     assert report.index("group 'g7'") < report.index("group 'g0'")
     assert "group 'g1'" not in report
     assert "test_status.py" in report  # the stacks still have room

@@ -19,7 +19,7 @@ from gradsync.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
-from gradsync.rendezvous import dialling
+from gradsync.rendezvous import connection as connection_module
 from gradsync.rendezvous.server import RendezvousServer
 
 
@@ -302,7 +302,7 @@ def test_wrong_world_size_and_duplicate_rank() -> None:
 
 @pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + b"x" * 200, b""])
 def test_another_service_on_the_port(greeting: bytes, monkeypatch) -> None:
-    monkeypatch.setattr(dialling, "_FLOOD_SECONDS", 0.1)
+    monkeypatch.setattr(connection_module, "_FLOOD_SECONDS", 0.1)
 
     def serve():
         listener.settimeout(0.2)

@@ -25,8 +25,7 @@ from gradsync.errors import (
 from gradsync.machine import machine_identity
 from gradsync.rendezvous import client as client_module
 from gradsync.rendezvous import connection as connection_module
-from gradsync.rendezvous.connection import Connection
-from gradsync.rendezvous.dialling import dial
+from gradsync.rendezvous.connection import Connection, dial
 from gradsync.rendezvous.frames import DEATH, INVALID, Decision, FrameType, LaunchedEvent
 from gradsync.rendezvous.handshake import ServerProcess
 from gradsync.rendezvous.liveness import ProcessState
@@ -313,7 +312,7 @@ def test_a_descriptor_that_was_closed_elsewhere_is_no_untyped_error(wire: Wire) 
 
 def test_a_failure_reaches_a_rank_that_calls_nothing(pair) -> None:
     told = threading.Event()
-    pair[0].describe_with(dict, str, on_trouble=lambda text: told.set())
+    pair[0].describe_with(dict, lambda: ("", {}), on_trouble=lambda text: told.set())
     pair[1].abandon()
     assert told.wait(LONG_SECONDS)
     assert pair[0].has_failed()
@@ -321,7 +320,7 @@ def test_a_failure_reaches_a_rank_that_calls_nothing(pair) -> None:
 
 def test_who_reports_a_failure_is_not_told_of_trouble_again(pair) -> None:
     heard: list[str] = []
-    pair[0].describe_with(dict, str, on_trouble=heard.append)
+    pair[0].describe_with(dict, lambda: ("", {}), on_trouble=heard.append)
     pair[0].report_failure("ValueError: 7")
     with pytest.raises(RankFailed, match="ValueError: 7"):
         pair[0].get("never")
@@ -348,7 +347,7 @@ def test_a_blocked_callback_holds_up_neither_answers_nor_heartbeats(pair) -> Non
         assert blocked.wait(LONG_SECONDS)
         pair[0].set("in flight", b"")
         assert pair[0].get("in flight") == b""
-        pair[0].describe_with(positions, str)
+        pair[0].describe_with(positions, lambda: ("", {}))
         for _ in range(2):
             assert beats.acquire(timeout=LONG_SECONDS)
         goes_on.set()
@@ -383,7 +382,7 @@ def test_a_callback_may_wait_for_a_lock_whose_holder_waits_for_an_answer(pair) -
 def test_an_inquiry_is_answered_before_anything_is_done_about_it(pair) -> None:
     """Such as to write a dump, which may take longer than the server waits for answers."""
     goes_on = threading.Event()
-    pair[1].describe_with(dict, lambda: "in load_batch()", on_trouble=lambda text: goes_on.wait(LONG_SECONDS))
+    pair[1].describe_with(dict, lambda: ("in load_batch()", {}), on_trouble=lambda text: goes_on.wait(LONG_SECONDS))
     with pytest.raises(CollectiveTimeout, match=r"in load_batch\(\)") as caught:
         pair[0].report_stuck("world", 7, "all_reduce #7", 300.0, [1])
     goes_on.set()
@@ -391,10 +390,10 @@ def test_an_inquiry_is_answered_before_anything_is_done_about_it(pair) -> None:
 
 
 def test_callbacks_that_raise_or_say_too_much_harm_nobody(pair) -> None:
-    pair[0].describe_with(lambda: 1 / 0, lambda: 1 / 0, lambda: 1 / 0, lambda text: 1 / 0)
+    pair[0].describe_with(lambda: 1 / 0, lambda: 1 / 0, lambda text: 1 / 0)
     calls = [(n, n, "x" * 500, True) for n in range(300)]
     groups = {"g" * 2000: -3, **{str(n): n for n in range(40)}}
-    pair[1].describe_with(lambda: groups, lambda: "é" * 20_000, lambda: {"0": calls})
+    pair[1].describe_with(lambda: groups, lambda: ("é" * 20_000, {"0": calls}))
     with pytest.raises(CollectiveTimeout) as caught:
         pair[0].report_stuck("world", 7, "all_reduce #7", 300.0, [1])
     assert "(its report failed: ZeroDivisionError: division by zero)" in str(caught.value)
@@ -406,7 +405,7 @@ def test_absence_is_one_failure_with_what_every_rank_does() -> None:
         clients = connect_all(server, 3)
         reports, positions = ["in wait()", "in load_batch()", "in wait()"], [7, 6, 7]
         for rank, client in enumerate(clients):
-            client.describe_with(lambda r=rank: {"world": positions[r]}, lambda r=rank: reports[r])
+            client.describe_with(lambda r=rank: {"world": positions[r]}, lambda r=rank: (reports[r], {}))
 
         def report(rank: int) -> None:
             clients[rank].report_stuck("world", 7, "all_reduce #7 (float32, 4 KB)", 300.0, None)

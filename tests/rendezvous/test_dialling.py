@@ -11,8 +11,8 @@ import pytest
 from rendezvous_ranks import SECRET, connect
 
 from gradsync.errors import RendezvousTimeout
-from gradsync.rendezvous import dialling
-from gradsync.rendezvous.dialling import dial
+from gradsync.rendezvous import connection as connection_module
+from gradsync.rendezvous.connection import dial
 from gradsync.rendezvous.server import RendezvousServer
 
 WITHIN_SECONDS = 8.0  # of which a good two are the first address's
@@ -63,7 +63,7 @@ def test_the_last_address_says_why(head) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_descriptor_that_is_closed_under_the_handshake_is_dialled_again(when, monkeypatch) -> None:
     """As by a program that closes all descriptors that it does not know."""
-    shake_hands, streams = dialling._shake_hands, []
+    shake_hands, streams = connection_module._shake_hands, []
 
     def shake(stream, *arguments):
         streams.append(stream)
@@ -74,7 +74,7 @@ def test_a_descriptor_that_is_closed_under_the_handshake_is_dialled_again(when, 
             os.close(stream.fileno())
         return result
 
-    monkeypatch.setattr(dialling, "_shake_hands", shake)
+    monkeypatch.setattr(connection_module, "_shake_hands", shake)
     with RendezvousServer(1, secret=SECRET, host="127.0.0.1") as server:
         connect(server, 0, 1).close()
     assert len(streams) == 2

@@ -106,7 +106,7 @@ subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 with RendezvousServer(1, secret=b"s" * 16) as server:
     client = RendezvousClient.connect(server.address, secret=b"s" * 16, rank=0, world_size=1)
     is_told = threading.Event()
-    client.describe_with(lambda: is_told.set() or {}, str)
+    client.describe_with(lambda: is_told.set() or {}, lambda: ("", {}))
     assert is_told.wait(30)
     subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
     try:

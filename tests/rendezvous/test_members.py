@@ -156,7 +156,7 @@ def test_absence_in_a_group() -> None:
         clients = connect_all(server, 3)
         try:
             group = clients[0].group([2, 0], "pair")
-            clients[0].describe_with(lambda: {"pair": 4}, lambda: "here")
+            clients[0].describe_with(lambda: {"pair": 4}, lambda: ("here", {}))
             with pytest.raises(CollectiveTimeout) as caught:
                 group.report_stuck("pair", 4, "barrier #4", 7.0, None)
             assert caught.value.missing_ranks == (2,)  # rank 1 is no member

@@ -175,15 +175,12 @@ def positions() -> dict[str, int]:
     return {recorder.group: recorder.begun for recorder in _reported_recorders()}
 
 
-def status_report() -> str:
-    """Returns, as text, the last collectives of each group and the Python stacks of this process."""
-    return "\n".join([*map(_collectives, _reported_recorders()), stack_report()])
+def status_report() -> tuple[str, dict[str, list[tuple[int, int, str, bool]]]]:
+    """Returns the last collectives of each group.
 
-
-def history() -> dict[str, list[tuple[int, int, str, bool]]]:
-    """Returns, for each group, this rank's last collectives, so that they can be compared with those of other ranks.
-
-    A collective is a tuple of its number, its digest, its title, and whether it is still running.
+    Returns:
+        A text, which has the Python stacks of this process too; and the same collectives as data, to compare them with
+        those of other ranks. Each is a tuple of its number, its digest, its title, and whether it is still running.
     """
     from gradsync.rendezvous.frames import MAX_CALL_BYTES, MAX_STATUS_CALLS, clip_text
 
@@ -195,7 +192,7 @@ def history() -> dict[str, list[tuple[int, int, str, bool]]]:
             (entry.number, entry.what.digest, clip_text(entry.what.headline(), MAX_CALL_BYTES), entry.ended is None)
             for entry in collectives[-(MAX_STATUS_CALLS // len(recorders)) :]
         ]
-    return calls
+    return "\n".join([*map(_collectives, recorders), stack_report()]), calls
 
 
 def _reported_recorders() -> list[FlightRecorder]:

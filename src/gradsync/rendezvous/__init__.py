@@ -26,6 +26,6 @@ The modules from the bottom up:
   `sockets`;
 - of the server, without I/O: `roster`, `store`, `agreement_service`, `stuck`, `protocol`, and `starts` for a run on
   several machines; then `server`, the event loop;
-- of a rank: `connection`, `dialling`, `client`;
+- of a rank: `connection`, `client`;
 - `secret_files`, and `hosting`, which starts the server, a client, or both.
 """

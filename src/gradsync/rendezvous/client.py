@@ -26,8 +26,8 @@ from gradsync.rendezvous.connection import (
     Connection,
     OnAsked,
     check_timeout,
+    dial,
 )
-from gradsync.rendezvous.dialling import dial
 from gradsync.rendezvous.frames import (
     MAX_MACHINE_BYTES,
     MAX_WHAT_BYTES,
@@ -427,8 +427,7 @@ class RendezvousClient:
     def describe_with(
         self,
         positions: Callable[[], Mapping[str, int]],
-        report: Callable[[], str],
-        history: Callable[[], Calls] = dict,
+        report: Callable[[], tuple[str, Calls]],
         on_trouble: Callable[[str], object] = str,
     ) -> None:
         """Sets the callbacks that describe this rank to the server and the other ranks.
@@ -439,13 +438,13 @@ class RendezvousClient:
         Args:
             positions: returns the number of collectives that this rank has begun in each group, for at most 16
                 groups. The client calls it at every heartbeat, at most twice a second.
-            report: returns a text about this rank, which the other ranks' errors show; shortened to 16 KiB.
-            history: returns this rank's last collectives by group: for each collective its number, digest, description
-                (at most 200 bytes), and whether it still runs on this rank. At most 16 groups and 128 collectives.
+            report: returns a text about this rank, which the other ranks' errors show, shortened to 16 KiB; and this
+                rank's last collectives by group: for each collective its number, digest, description (at most 200
+                bytes), and whether it still runs on this rank. At most 128 collectives.
             on_trouble: gets one line of text after this rank has answered a status request, and when the generation
                 fails.
         """
-        self._connection.callbacks = Callbacks(positions, report, history, on_trouble)
+        self._connection.callbacks = Callbacks(positions, report, on_trouble)
 
     def report_waiting(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None

@@ -1,6 +1,7 @@
 """A rank's connection to the rendezvous server; one daemon thread reads from it until it is closed.
 
-`dialling` makes the connection, and `client` uses it. These rules hold, and each has a test:
+`dial` connects, authenticates, and tries again until the server is up; `client` uses the connection. These rules hold,
+and each has a test:
 
 - Only one thread reads. Each thread that sends a request waits for the answer on a lock of its own. No thread waits on
   a Condition or an Event, whose inner lock would stay held if Ctrl-C arrived as the wait begins.
@@ -33,7 +34,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from gradsync.arguments import parse_address
+from gradsync.environment import check_removed_variables
 from gradsync.errors import (
+    AuthenticationError,
     CollectiveTimeout,
     CommunicatorClosed,
     GradsyncError,
@@ -61,9 +65,9 @@ from gradsync.rendezvous.frames import (
     clip_text,
     is_progress,
 )
-from gradsync.rendezvous.handshake import ServerProcess
+from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerProcess
 from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, inspect_peer, inspect_process
-from gradsync.rendezvous.sockets import ConnectionLost, receive_some, send_some
+from gradsync.rendezvous.sockets import ConnectionLost, receive_some, send_some, tune_stream
 from gradsync.rendezvous.wire import MAX_FRAME_BYTES, UNFINISHED, FrameError, FrameReader, Session
 
 AT_ONCE_SECONDS = 30.0  # the deadline of requests that do not wait for other ranks
@@ -71,10 +75,21 @@ FAILURE_WITHIN_SECONDS = 1.0  # the longest wait for the failure after this rank
 _ANSWERED_WITHIN_SECONDS = 2.0  # the longest wait for an answer that the server sends at once, e.g. to a CANCEL
 _LEAVE_SECONDS = 1.0
 _WRITE_EVERY_SECONDS = 0.005  # how often a waiting thread tries to send the bytes that did not fit the socket's buffer
+_HANDSHAKE_SECONDS = 5.0
+_NO_ANSWER = "no answer to the handshake: a busy server, or another service"
+# A flooded server drops its oldest unauthenticated connections. Another service ends each connection. A client cannot
+# distinguish the two in one attempt, but in several attempts over several seconds.
+_HANDSHAKE_ATTEMPTS = 5
+_FLOOD_SECONDS = 5.0
+_DIAL_SECONDS = 3.0
+_FIRST_BACKOFF_SECONDS = 0.005
+_LAST_BACKOFF_SECONDS = 0.5
 _POLL_SECONDS = 0.25  # a poll does not notice when the program closes our descriptor, so each poll is short
 _THREAD_END_SECONDS = 0.2
 _CALLBACKS_END_SECONDS = 2.0  # enough to finish a dump that is being written
 _MAX_TIMEOUT_SECONDS = 1e9
+
+NO_REPORT = "(it reports nothing)"
 
 OnAsked = Callable[[int], "LaunchedEvent | None"]
 
@@ -111,8 +126,7 @@ class Callbacks(NamedTuple):
     """The functions that describe this rank to the other ranks, see `RendezvousClient.describe_with`."""
 
     positions: Callable[[], Mapping[str, int]] = dict
-    report: Callable[[], str] = str
-    history: Callable[[], Calls] = dict
+    report: Callable[[], tuple[str, Calls]] = lambda: (NO_REPORT, {})
     on_trouble: Callable[[str], object] = str
 
 
@@ -271,15 +285,15 @@ class Connection:
 
         Returns if no failure arrives within 1 s.
         """
-        pending, key = _Pending(), -time.monotonic_ns()  # no request's sequence is negative
-        self._pending[key] = pending
+        self.raise_failure()
+        pending = _Pending()  # gets no answer: the failure ends it
         try:
-            self.raise_failure()
             with contextlib.suppress(ConnectionLost):
-                self.post(frame_type, *fields)
-            self._wait(pending, time.monotonic() + FAILURE_WITHIN_SECONDS)
+                self._send(frame_type, fields, pending)
+            if self.failure is None:  # a failure from before the message was registered does not end the wait
+                self._wait(pending, time.monotonic() + FAILURE_WITHIN_SECONDS)
         finally:
-            self._pending.pop(key, None)
+            self._pending.pop(pending.sequence, None)
         self.raise_failure()
 
     def _send(self, frame_type: FrameType, fields: tuple[Any, ...], pending: _Pending | None = None) -> None:
@@ -520,15 +534,16 @@ class Connection:
 
     def _answer_inquiry(self) -> None:
         """Sends this rank's status to the server."""
-        progress, report = self._progress(), self._report_text()
+        progress = self._progress()
         try:
-            history = self.callbacks.history()
-            status = {group: (begun, history.get(group, ())) for group, begun in progress.items()}
-            self.post(FrameType.STATUS, status, report)
+            text, calls = self.callbacks.report()
+            status = {group: (begun, calls.get(group, ())) for group, begun in progress.items()}
+            self.post(FrameType.STATUS, status, clip_text(text, MAX_REPORT_BYTES))
         except ConnectionLost:
             raise
-        except Exception:  # the callback failed, or its history does not fit: send the report without it
-            self.post(FrameType.STATUS, {group: (begun, ()) for group, begun in progress.items()}, report)
+        except Exception as error:  # the callback failed, or its calls do not fit
+            text = clip_text(f"(its report failed: {describe(error)})", MAX_REPORT_BYTES)
+            self.post(FrameType.STATUS, {group: (begun, ()) for group, begun in progress.items()}, text)
         self._call_on_trouble("a rank has waited too long for others")  # last, because it may write a dump
 
     def _call_on_trouble(self, text: str) -> None:
@@ -542,12 +557,6 @@ class Connection:
             if is_progress(positions):
                 return positions
         return {}
-
-    def _report_text(self) -> str:
-        try:
-            return clip_text(self.callbacks.report() or NO_REPORT, MAX_REPORT_BYTES)
-        except Exception as error:
-            return clip_text(f"(its report failed: {describe(error)})", MAX_REPORT_BYTES)
 
     # Closing.
 
@@ -620,7 +629,6 @@ class Connection:
             self._stream.close()
 
 
-NO_REPORT = "(it reports nothing)"
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
@@ -696,3 +704,128 @@ def _result(pending: _Pending, label: str, operation: str, shown_seconds: float)
     _, kind, text = message.fields
     error = InvalidArgument if kind == INVALID else RendezvousError
     raise error(f"{label}: {operation}: {text}")
+
+
+# Connecting to a server.
+
+
+def dial(address: str, *, secret: bytes, deadline: float, label: str, generation: int = 0) -> Connection:
+    """Connects to a server and authenticates; retries until the server is up.
+
+    Args:
+        address: "host:port" or "[IPv6]:port".
+        secret: the run's secret.
+        deadline: monotonic seconds.
+        label: the caller's name in messages, e.g. "rank 1/4".
+        generation: the generation to join; 0 is the one that forms next.
+
+    Raises:
+        RendezvousTimeout: no server was reached by the deadline; the text has the address and the last cause.
+        AuthenticationError: the server does not know the secret.
+        InvalidArgument: an environment variable is set that gradsync no longer has (`check_removed_variables`).
+        RendezvousError: another service uses that port.
+    """
+    parse_address(address)
+    check_removed_variables()
+    started = time.monotonic()
+    backoff_seconds = _FIRST_BACKOFF_SECONDS
+    handshakes = 0
+    fail_at = deadline
+    while True:
+        try:
+            stream = _connect(address, deadline)
+        except (OSError, ValueError) as error:  # ValueError: the host's name is too long, or has invalid characters
+            cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        else:
+            made = _try_handshake(stream, address, secret, deadline, label, generation)
+            if isinstance(made, Connection):
+                return made
+            cause = made
+            handshakes += cause != _NO_ANSWER
+            if handshakes == 1:
+                fail_at = time.monotonic() + _FLOOD_SECONDS
+            if handshakes >= _HANDSHAKE_ATTEMPTS and time.monotonic() >= fail_at:
+                raise RendezvousError(
+                    f"{label}: {address} accepts connections but ends each before a handshake ({cause}): "
+                    "another service or run holds this port"
+                )
+        # Jitter, so that ranks that started together do not connect together.
+        pause = backoff_seconds * (0.5 + os.urandom(1)[0] / 512)
+        if time.monotonic() + pause >= deadline:
+            raise RendezvousTimeout(
+                f"{label}: no rendezvous server at {address} within {deadline - started:.3g} s; last cause: {cause}",
+                cause=cause,
+            )
+        time.sleep(pause)
+        backoff_seconds = min(backoff_seconds * 1.5, _LAST_BACKOFF_SECONDS)
+
+
+def _connect(address: str, deadline: float) -> socket.socket:
+    """Returns a connected socket, or raises OSError or ValueError."""
+    host, port = parse_address(address)
+    # The name is passed as bytes: for text Python loads the tables of international names, which takes milliseconds.
+    name: Any = host.encode() if host.isascii() else host
+    # An address that never answers leaves time for the other addresses of the host.
+    timeout_seconds = max(min(_DIAL_SECONDS, (deadline - time.monotonic()) / 4), 0.001)
+    stream = socket.create_connection((name, port), timeout_seconds)
+    try:
+        # On a free port of the ephemeral range a socket can connect to itself.
+        if stream.getsockname() == stream.getpeername():
+            raise ConnectionRefusedError("Connection refused (the socket connected to itself)")
+        tune_stream(stream)
+    except OSError:
+        stream.close()
+        raise
+    return stream
+
+
+def _try_handshake(
+    stream: socket.socket, address: str, secret: bytes, deadline: float, label: str, generation: int
+) -> Connection | str:
+    """Returns the authenticated connection, or the cause of a failure after which a retry may succeed."""
+    try:
+        session, reader, proof, server = _shake_hands(
+            stream, secret, generation, min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
+        )
+        return Connection(stream, session, reader, proof, server, address, label)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the program may have closed the descriptor itself
+            stream.close()
+        if isinstance(error, RendezvousTimeout):  # a busy server answers later
+            return _NO_ANSWER
+        if isinstance(error, (ConnectionLost, OSError)):
+            return str(error)
+        if isinstance(error, AuthenticationError):
+            raise AuthenticationError(f"{label}: {address}: {error}") from None
+        if isinstance(error, FrameError):
+            raise RendezvousError(
+                f"{label}: {address} does not speak the rendezvous protocol ({error}): "
+                "another service or run holds this port"
+            ) from error
+        if isinstance(error, RendezvousError):
+            raise RendezvousError(f"{label}: {address}: {error}") from None
+        raise
+
+
+def _shake_hands(
+    stream: socket.socket, secret: bytes, generation: int, deadline: float
+) -> tuple[Session, FrameReader, bytes, ServerProcess]:
+    """Runs the handshake.
+
+    Returns:
+        The session; the reader, which holds the bytes that arrived after the handshake; the PROOF, which the caller
+        sends together with the first message; and the identity of the server's process.
+    """
+    handshake = ClientHandshake(secret, os.urandom(RANDOM_BYTES), generation)
+    reader, unsent, waiter = FrameReader(), bytearray(handshake.hello()), select.poll()
+    while (frame := reader.next_frame()) is None:
+        waiter.register(stream, select.POLLIN | select.POLLOUT if unsent else select.POLLIN)
+        left_seconds = max(deadline - time.monotonic(), 0.0)
+        if not waiter.poll(left_seconds * 1000.0 + 1.0) and time.monotonic() >= deadline:
+            raise RendezvousTimeout("no answer to the handshake")
+        if unsent:
+            send_some(stream, unsent)
+        reader.feed(receive_some(stream, MAX_FRAME_BYTES), time.monotonic())
+    proof, session = handshake.receive(frame)
+    reader.limit_bytes = MAX_FRAME_BYTES
+    return session, reader, proof, handshake.server

@@ -1,6 +1,6 @@
 """The handshake: both sides prove that they know the run's secret, and derive the keys of their session.
 
-`dialling` and `server` use this module. The two classes are state machines without I/O: they take nonces
+`connection` and `server` use this module. The two classes are state machines without I/O: they take nonces
 and frames, and return bytes.
 
     client                                  server

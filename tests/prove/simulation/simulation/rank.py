@@ -77,7 +77,7 @@ class SimulatedRank:
         try:
             self._pause(0.05)
             self._client = self._call("connect", CONNECT_SECONDS, lambda: self._connect(address))
-            self._client.describe_with(lambda: {"world": self._begun}, lambda: f"rank {self._rank} is busy")
+            self._client.describe_with(lambda: {"world": self._begun}, lambda: (f"rank {self._rank} is busy", {}))
             self.diary.generation = self._client.generation
             for step in self._scenario.steps:
                 self._pause(0.05)

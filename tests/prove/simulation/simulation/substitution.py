@@ -93,6 +93,16 @@ class Sockets(_Others):
         join(Link(self._machine.scheduler, Weather(latency_seconds=0.0)), one, other)
         return one, other
 
+    def create_connection(self, address: tuple[bytes, int], timeout: float) -> VirtualSocket:
+        stream = self.socket()
+        stream.settimeout(timeout)
+        try:
+            stream.connect((address[0].decode(), address[1]))
+        except OSError:
+            stream.close()
+            raise
+        return stream
+
     def getaddrinfo(self, host: bytes, port: int, **_: Any) -> list[tuple[Any, ...]]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (host.decode(), port))]
 
