@@ -100,21 +100,23 @@ class Peer:
 
     Attributes:
         last_seen_at: the time of the last sign of life, in monotonic seconds.
+        last_state: the state that the last inspection found; None if the peer was not inspected since its last sign of
+            life.
     """
 
-    __slots__ = ("_inspect_at", "_is_connected", "_is_reported", "_is_suspect", "last_seen_at")
+    __slots__ = ("_inspect_at", "_is_connected", "_is_reported", "last_seen_at", "last_state")
 
     def __init__(self, now: float, *, is_connected: bool = True) -> None:
         self.last_seen_at = now
         self._is_connected = is_connected
         self._inspect_at = now if is_connected else now + INSPECT_EVERY_SECONDS
-        self._is_suspect = False
+        self.last_state: ProcessState | None = None
         self._is_reported = False
 
     def note_alive(self, now: float) -> bool:
         """Records a sign of life; returns whether that ends a silence that was reported as SLOW."""
         self.last_seen_at = now
-        self._is_suspect = False
+        self.last_state = None
         was_reported, self._is_reported = self._is_reported, False
         return was_reported
 
@@ -122,7 +124,7 @@ class Peer:
         """Resets the silence timer, because this process itself was paused and could receive nothing."""
         self.last_seen_at = now
         self._inspect_at = now if self._is_connected else now + INSPECT_EVERY_SECONDS
-        self._is_suspect = False
+        self.last_state = None
 
     def due_at(self) -> float:
         """Returns when to inspect the peer if it stays silent, in monotonic seconds."""
@@ -141,9 +143,9 @@ class Peer:
             return Judgement.NONE
         if now < self.last_seen_at + SILENT_AFTER_SECONDS:
             return Judgement.NONE
-        was_suspect, self._is_suspect = self._is_suspect, state.is_fatal
+        previous, self.last_state = self.last_state, state
         if state.is_fatal:
-            return Judgement.LOST if was_suspect else Judgement.NONE
+            return Judgement.LOST if previous is not None and previous.is_fatal else Judgement.NONE
         if self._is_reported or now < self.last_seen_at + SLOW_AFTER_SECONDS:
             return Judgement.NONE
         self._is_reported = True
@@ -192,6 +194,10 @@ class Peers:
     def silent_seconds(self, key: int, now: float) -> float:
         """Returns how long a peer has been silent."""
         return now - self._peers[key].last_seen_at
+
+    def last_state(self, key: int) -> ProcessState | None:
+        """Returns the state that the last inspection of a silent peer found, or None."""
+        return self._peers[key].last_state if key in self._peers else None
 
     def next_deadline(self) -> float | None:
         """Returns when to call `due_peers`, in monotonic seconds, or None."""

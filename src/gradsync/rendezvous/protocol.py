@@ -43,7 +43,7 @@ from gradsync.rendezvous.frames import (
 from gradsync.rendezvous.liveness import Judgement, Peers, process_key
 from gradsync.rendezvous.roster import Failure, Member, Members, MemberState, Roster, join_refusal, members_of
 from gradsync.rendezvous.store import Barriers, Departures, Keys, Request, Wait, WaitTable, outsider_refusal
-from gradsync.rendezvous.stuck import StuckCollectives, WaitReport
+from gradsync.rendezvous.stuck import StuckCollective, StuckCollectives
 
 MAX_WAITS_PER_CONNECTION = 64
 _NOTICE_INTERVAL_SECONDS = 5.0
@@ -386,13 +386,12 @@ class RendezvousCore:
         return actions
 
     def _judge(self, now: float, event: Inspected) -> list[Action]:
-        """Handles the inspected state of a rank that is silent, has not sent its status, or has not joined."""
+        """Handles the inspected state of a rank that is silent or has not joined."""
         if event.peer < 0:
             return self._judge_process(now, event)
         if event.peer not in self._member_of:
             return []
         generation, rank = self._member_of[event.peer]
-        generation.stuck.record_state(rank, event.state, now)
         judgement = self._peers.judge(event.peer, now, event.state)
         if judgement is Judgement.NONE:
             return []
@@ -423,15 +422,14 @@ class RendezvousCore:
         """Records that a rank waits for others in a collective, or has waited there to its deadline."""
         group, ranks, position, what, waited_ms, missing, is_over = fields
         roster = generation.roster
-        if missing is not None:
-            missing = tuple(r for r in missing if r in roster.members and r != request.rank) or None
+        others = tuple(rank for rank in missing or () if rank in roster.members and rank != request.rank)
         members = members_of(ranks, roster.world_size)
         if members is None:
             members = tuple(rank for rank in ranks if rank in roster.members)
-        report = WaitReport(request.rank, group, members, position, what, waited_ms / 1000.0, missing)
+        stuck = StuckCollective(group, members, position, what, waited_ms / 1000.0, (request.rank,), others)
         if is_over:
-            return [*generation.stuck.report(report, request.now)]
-        generation.stuck.warn(report, request.now)
+            return [*generation.stuck.report(stuck, request.now)]
+        generation.stuck.warn(stuck, request.now)
         return []
 
     def _status(self, generation: Generation, request: Request, status: Any, text: str) -> list[Action]:
@@ -447,7 +445,7 @@ class RendezvousCore:
         for generation in self._generations:
             due_at = generation.stuck.next_deadline() if generation.is_running else None
             if due_at is not None and due_at <= now:
-                outcome = generation.stuck.advance(now)
+                outcome = generation.stuck.advance(now, self._peers)
                 if isinstance(outcome, Failure):
                     outcome = self._fail_generation(generation, outcome)
                 actions += outcome

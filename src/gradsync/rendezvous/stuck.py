@@ -2,14 +2,13 @@
 
 This module is part of the server's core, without I/O; each generation has one `StuckCollectives`. When the first rank
 reports that its collective has reached its deadline, the server asks every member for its status (an inquiry). After
-the answers, or after 0.4 s, the generation fails with the same report for all ranks. If a rank did not answer, the
-server first inspects its process, which may be stopped (SIGSTOP).
+the answers, or after 0.4 s, the generation fails with the same report for all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradsync.diagnostics.compare import Call, History, Wait, circle, circle_text, first_divergence
 from gradsync.errors import name_ranks
@@ -20,19 +19,17 @@ from gradsync.rendezvous.frames import (
     Action,
     Calls,
     FrameType,
-    Inspect,
     Notice,
     Send,
     clip_text,
 )
-from gradsync.rendezvous.liveness import ProcessState
+from gradsync.rendezvous.liveness import Peers, ProcessState
 from gradsync.rendezvous.roster import Failure, Members, MemberState, Roster, failure_room_bytes
 from gradsync.rendezvous.store import WaitTable
 
 ANSWER_SECONDS = 0.4
 _WARNING_SECONDS = 0.3  # how long after the first report the notice is logged, because waiting ranks report one by one
-_INSPECTION_SECONDS = 0.05
-_MAX_WAITS = 1024
+_MAX_COLLECTIVES = 1024
 _MAX_NOTICED = 4
 _MAX_REPORTS = 32
 _MAX_SUMMARY_BYTES = 8192
@@ -48,56 +45,45 @@ Status = Mapping[str, tuple[int, Sequence[tuple[int, int, str, bool]]]]
 
 @dataclass(frozen=True, slots=True)
 class StuckCollective:
-    """A stuck collective, send or receive: the ranks that wait in it, for how long, and the missing ranks."""
+    """Ranks that wait in a collective, send or receive.
+
+    Attributes:
+        group, members: the group's name and members.
+        position: the number of the collective; OF_MESSAGES for a send or receive.
+        what: the collective in words.
+        waited_seconds: how long the ranks have waited.
+        waiting: the ranks that wait. In a rank's own report, this rank.
+        missing: the ranks that they wait for; empty if these are not known.
+    """
 
     group: str
+    members: Members
+    position: int
     what: str
     waited_seconds: float
     waiting: tuple[int, ...]
     missing: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WaitReport:
-    """A rank's report that it waits in a collective: which collective, for how long, and for which ranks if known.
-
-    The position is OF_MESSAGES for a send or receive.
-    """
-
-    rank: int
-    group: str
-    members: Members
-    position: int
-    what: str
-    waited_seconds: float
-    missing: tuple[int, ...] | None
-
-
-@dataclass(slots=True)
-class PendingWarning:
-    """The reports of ranks that wait in one collective, or in sends and receives at the same time.
-
-    The server logs these reports together, once, at `due_at`.
-    """
-
-    first: WaitReport
-    due_at: float
-    by_rank: dict[int, WaitReport]
-    is_sent: bool = False
+Reports = dict[int, StuckCollective]  # rank -> its own report
 
 
 @dataclass(slots=True)
 class Inquiry:
-    """One status request to all members, and the answers that have arrived."""
+    """One status request to all members, and the answers that have arrived.
 
-    wait: WaitReport
-    by_rank: dict[int, WaitReport]
+    Attributes:
+        reports: the ranks whose collective has reached its deadline, the first one first.
+        due_at: when the inquiry ends, in monotonic seconds.
+        unanswered: the ranks that have not answered.
+        texts, calls: the answers, by rank.
+    """
+
+    reports: Reports
     due_at: float
     unanswered: set[int]
-    reports: dict[int, str] = field(default_factory=dict)
-    histories: dict[int, Calls] = field(default_factory=dict)
-    inspected: set[int] = field(default_factory=set)
-    states: dict[int, ProcessState] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    calls: dict[int, Calls] = field(default_factory=dict)
 
 
 class StuckCollectives:
@@ -111,41 +97,43 @@ class StuckCollectives:
     def __init__(self, roster: Roster, waits: WaitTable) -> None:
         self._roster = roster
         self._waits = waits
-        self._warnings: dict[tuple[str, int], PendingWarning] = {}
-        self._notice_at: float | None = None
+        # By group and position: the ranks that wait in one collective, or in sends and receives at the same time.
+        self._reports: dict[tuple[str, int], Reports] = {}
+        self._due: dict[tuple[str, int], float] = {}  # when each notice is due, the earliest first
         self._inquiry: Inquiry | None = None  # the only one, because the generation fails when it ends
 
     def next_deadline(self) -> float | None:
         """Returns when to call `advance`, in monotonic seconds, or None."""
-        due = [self._notice_at, None if self._inquiry is None else self._inquiry.due_at]
-        return min((time_due for time_due in due if time_due is not None), default=None)
+        notice_at = next(iter(self._due.values()), None)
+        if self._inquiry is None or notice_at is None:
+            return notice_at if self._inquiry is None else self._inquiry.due_at
+        return min(notice_at, self._inquiry.due_at)
 
-    def warn(self, wait: WaitReport, now: float) -> None:
-        """Records that a rank waits in a collective. Each collective gets one warning, 0.3 s after the first report."""
-        key = wait.group, wait.position
-        warning = self._warnings.get(key)
-        if warning is not None and not (warning.is_sent and wait.position == OF_MESSAGES):
-            warning.by_rank[wait.rank] = wait
-            return
-        if len(self._warnings) >= _MAX_WAITS:
-            del self._warnings[next(iter(self._warnings))]
-        due_at = now + _WARNING_SECONDS
-        self._warnings[key] = PendingWarning(wait, due_at, {wait.rank: wait})
-        self._notice_at = due_at if self._notice_at is None else min(self._notice_at, due_at)
+    def warn(self, stuck: StuckCollective, now: float) -> None:
+        """Records that a rank waits in a collective. Each collective gets one notice, 0.3 s after the first report."""
+        key = stuck.group, stuck.position
+        if key not in self._reports or (stuck.position == OF_MESSAGES and key not in self._due):
+            if len(self._reports) >= _MAX_COLLECTIVES:
+                oldest = next(iter(self._reports))
+                del self._reports[oldest]
+                self._due.pop(oldest, None)
+            self._reports[key] = {}
+            self._due[key] = now + _WARNING_SECONDS
+        self._reports[key].setdefault(stuck.waiting[0], stuck)
 
-    def report(self, wait: WaitReport, now: float) -> list[Send]:
+    def report(self, stuck: StuckCollective, now: float) -> list[Send]:
         """Records that a rank's collective has reached its deadline.
 
         After the first such report, the server asks every member for its status.
         """
-        inquiry = self._inquiry
-        if inquiry is not None:
-            if (wait.group, wait.position) == (inquiry.wait.group, inquiry.wait.position):
-                inquiry.by_rank[wait.rank] = wait
+        [rank] = stuck.waiting
+        if self._inquiry is not None:
+            first = _first(self._inquiry.reports)
+            if (stuck.group, stuck.position) == (first.group, first.position):
+                self._inquiry.reports[rank] = stuck
             return []
         asked = self._roster.present()
-        unanswered = {rank for rank, _ in asked}
-        self._inquiry = Inquiry(wait, {wait.rank: wait}, now + ANSWER_SECONDS, unanswered)
+        self._inquiry = Inquiry({rank: stuck}, now + ANSWER_SECONDS, {rank for rank, _ in asked})
         return [Send(member.connection, FrameType.STATUS_REQUEST, ()) for _, member in asked]
 
     def record_status(self, rank: int, status: Status, text: str, now: float) -> None:
@@ -155,92 +143,51 @@ class StuckCollectives:
         if inquiry is None or rank not in inquiry.unanswered:
             return
         inquiry.unanswered.discard(rank)
-        inquiry.reports[rank] = text
-        inquiry.histories[rank] = {group: calls for group, (_, calls) in status.items() if calls}
+        inquiry.texts[rank] = text
+        inquiry.calls[rank] = {group: calls for group, (_, calls) in status.items() if calls}
         if not inquiry.unanswered:
             inquiry.due_at = now
 
-    def record_state(self, rank: int, state: ProcessState, now: float) -> None:
-        """Records the state of the process of a rank that did not send its status."""
-        inquiry = self._inquiry
-        if inquiry is not None and rank in inquiry.inspected:
-            inquiry.states[rank] = state
-            if len(inquiry.states) == len(inquiry.inspected):
-                inquiry.due_at = now
-
-    def advance(self, now: float) -> list[Action] | Failure:
-        """Returns the notices and inspections that are due, or the failure that ends the generation."""
-        actions: list[Action] = [*self._due_notices(now)]
-        inquiry = self._inquiry
-        if inquiry is None or now < inquiry.due_at:
-            return actions
-        silent = self._silent_ranks(inquiry)
-        if not silent or inquiry.inspected:
-            return self._conclude(inquiry)
-        inquiry.inspected = set(silent)
-        inquiry.due_at = now + _INSPECTION_SECONDS
-        members = [self._roster.members[rank] for rank in silent]
-        return [*actions, *(Inspect(member.connection, member.local_pid) for member in members)]
-
-    def _silent_ranks(self, inquiry: Inquiry) -> list[int]:
-        """Returns the connected members that have not sent their status."""
-        return sorted(rank for rank in inquiry.unanswered if self._roster.is_present(rank))
-
-    def _due_notices(self, now: float) -> list[Notice]:
-        if self._notice_at is None or now < self._notice_at:
-            return []
-        notices = []
-        for warning in self._warnings.values():
-            if not warning.is_sent and warning.due_at <= now:
-                warning.is_sent = True
-                notices.append(Notice(_notice_text(self._roster, self._all_stuck(warning.first, warning.by_rank))))
-        self._notice_at = min((g.due_at for g in self._warnings.values() if not g.is_sent), default=None)
+    def advance(self, now: float, peers: Peers) -> list[Action] | Failure:
+        """Returns the notices that are due, or the failure that ends the generation."""
+        if self._inquiry is not None and now >= self._inquiry.due_at:
+            return self._conclude(self._inquiry, peers)
+        notices: list[Action] = []
+        for key in [key for key, due_at in self._due.items() if due_at <= now]:
+            del self._due[key]
+            notices.append(Notice(_notice_text(self._roster, self._all_stuck(self._reports[key]))))
         return notices
 
-    def _conclude(self, inquiry: Inquiry) -> Failure:
-        for rank, state in sorted(inquiry.states.items()):
+    def _conclude(self, inquiry: Inquiry, peers: Peers) -> Failure:
+        silent = [(r, self._roster.members[r]) for r in sorted(inquiry.unanswered) if self._roster.is_present(r)]
+        # The server inspects a silent process already: a rank that did not answer may be known to be stopped.
+        states = {rank: state for rank, member in silent if (state := peers.last_state(member.connection)) is not None}
+        for rank, state in states.items():
             if state.is_fatal:
-                evidence = f"it did not answer for {ANSWER_SECONDS:g} s"
-                return self._roster.silence(rank, state, evidence)
-        all_stuck = self._all_stuck(inquiry.wait, inquiry.by_rank)
-        missing = all_stuck[0].missing
-        culprit = min(missing, key=self._by_blame, default=inquiry.wait.rank)
-        members = {name: warning.first.members for (name, _), warning in self._warnings.items()}
-        members[inquiry.wait.group] = inquiry.wait.members
-        lines = _disagreements(inquiry.histories, members)
-        if inquiry.wait.position == OF_MESSAGES:
-            warning = self._warnings.get((inquiry.wait.group, OF_MESSAGES))
-            waits = {**(warning.by_rank if warning is not None else {}), **inquiry.by_rank}
-            if (round_about := circle(_waits_in_messages(waits))) is not None:
-                lines.append(circle_text(round_about))
-        text = _report_text(self._roster, all_stuck, inquiry.reports, inquiry.states, lines)
-        return Failure(culprit, self._roster.phase, text, STUCK, missing)
+                return self._roster.silence(rank, state, f"it did not answer for {ANSWER_SECONDS:g} s")
+        all_stuck = self._all_stuck(inquiry.reports)
+        stuck = all_stuck[0]
+        members = {group: _first(reports).members for (group, _), reports in self._reports.items()}
+        members[stuck.group] = stuck.members
+        in_messages: Reports = {}
+        if stuck.position == OF_MESSAGES:
+            in_messages = {**self._reports.get((stuck.group, OF_MESSAGES), {}), **inquiry.reports}
+        lines = _disagreements(inquiry.calls, members, in_messages)
+        text = _report_text(self._roster, all_stuck, inquiry.texts, states, lines)
+        culprit = min(stuck.missing, key=self._by_blame, default=next(iter(inquiry.reports)))
+        return Failure(culprit, self._roster.phase, text, STUCK, stuck.missing)
 
-    def _all_stuck(self, first: WaitReport, by_rank: dict[int, WaitReport]) -> list[StuckCollective]:
-        """Returns the stuck collective, or each stuck send and receive, with its waiting and missing ranks."""
-        if first.position != OF_MESSAGES:
-            return [self._stuck_in(first, set(by_rank))]
-        return [
-            StuckCollective(wait.group, wait.what, wait.waited_seconds, (wait.rank,), wait.missing or ())
-            for wait in by_rank.values()
-        ]
-
-    def _stuck_in(self, wait: WaitReport, reporters: set[int]) -> StuckCollective:
-        warning = self._warnings.get((wait.group, wait.position))
-        waiting = reporters | set(warning.by_rank if warning is not None else ())
-        begun = self._begun(wait)
-        missing = wait.missing
-        if missing is None:
-            missing = tuple(rank for rank, count in begun.items() if count < wait.position and rank not in waiting)
-        waiting |= {r for r, count in begun.items() if count >= wait.position and self._roster.is_present(r)}
+    def _all_stuck(self, reports: Reports) -> list[StuckCollective]:
+        """Returns the stuck collective with all its waiting and missing ranks, or each stuck send and receive."""
+        first = _first(reports)
+        if first.position == OF_MESSAGES:
+            return list(reports.values())
+        waiting = {*reports, *self._reports.get((first.group, first.position), ())}
+        begun = self._begun(first)
+        missing = first.missing or [r for r, count in begun.items() if count < first.position and r not in waiting]
+        waiting |= {r for r, count in begun.items() if count >= first.position and self._roster.is_present(r)}
         waiting -= set(missing)
-        return StuckCollective(
-            wait.group,
-            wait.what,
-            wait.waited_seconds,
-            tuple(sorted(waiting or reporters)),
-            tuple(sorted(missing)),
-        )
+        return [replace(first, waiting=tuple(sorted(waiting or reports)), missing=tuple(sorted(missing)))]
 
     def _by_blame(self, rank: int) -> tuple[bool, int]:
         """Returns the sort key of a missing rank; the rank with the smallest key is the culprit.
@@ -249,17 +196,21 @@ class StuckCollectives:
         """
         return self._waits.count(self._roster.members[rank].connection) > 0, rank
 
-    def _begun(self, wait: WaitReport) -> dict[int, int]:
+    def _begun(self, stuck: StuckCollective) -> dict[int, int]:
         """Returns the number of collectives of the group that each member has begun, where this number is known.
 
         If a member has reported the largest allowed number of groups, this group may be missing from its report.
         """
-        reported = {rank: self._roster.members[rank].positions for rank in wait.members}
+        reported = {rank: self._roster.members[rank].positions for rank in stuck.members}
         return {
-            rank: positions.get(wait.group, 0)
+            rank: positions.get(stuck.group, 0)
             for rank, positions in reported.items()
-            if wait.group in positions or len(positions) < MAX_STATUS_GROUPS
+            if stuck.group in positions or len(positions) < MAX_STATUS_GROUPS
         }
+
+
+def _first(reports: Reports) -> StuckCollective:
+    return next(iter(reports.values()))
 
 
 def _notice_text(roster: Roster, all_stuck: Sequence[StuckCollective]) -> str:
@@ -293,7 +244,7 @@ def _report_text(
         roster: the members.
         all_stuck: the stuck collective, or every send and receive that has reached its deadline, the first one first.
         reports: each rank's answer, by rank.
-        states: the states of ranks that have not answered.
+        states: the last inspected states of ranks that have not answered.
         disagreements: lines about ranks whose histories differ, and about ranks that wait for each other in a circle.
     """
     stuck = all_stuck[0]
@@ -378,21 +329,24 @@ def _indent(text: str) -> str:
     return "\n".join(f"  {line}".rstrip() for line in text.strip("\n").splitlines())
 
 
-def _disagreements(by_rank: Mapping[int, Calls], members: Mapping[str, Members]) -> list[str]:
+def _disagreements(
+    by_rank: Mapping[int, Calls], members: Mapping[str, Members], in_messages: Mapping[int, StuckCollective]
+) -> list[str]:
     """Returns a line for each group whose ranks called different collectives, and one if ranks wait in a circle.
 
     Args:
         by_rank: the last collectives of each rank.
         members: the members of each known group.
+        in_messages: the ranks that wait in sends and receives.
     """
-    groups = sorted({group for of_rank in by_rank.values() for group in of_rank})
-    by_group = {
-        group: {rank: _history(of_rank[group]) for rank, of_rank in by_rank.items() if group in of_rank}
-        for group in groups
-    }
-    found = [first_divergence(group, histories) for group, histories in by_group.items()]
+    by_group: dict[str, dict[int, History]] = {}
+    for rank, of_rank in by_rank.items():
+        for group, calls in of_rank.items():
+            by_group.setdefault(group, {})[rank] = {number: Call(digest, what) for number, digest, what, _ in calls}
+    found = [first_divergence(group, histories) for group, histories in sorted(by_group.items())]
     lines = [divergence.text() for divergence in found if divergence is not None]
-    waits = [
+    waits = [Wait(rank, stuck.group, 0, stuck.what, stuck.missing) for rank, stuck in sorted(in_messages.items())]
+    waits += [
         Wait(rank, group, number, what, _behind(rank, number, by_group[group], members.get(group, ())))
         for rank, of_rank in sorted(by_rank.items())
         for group, calls in of_rank.items()
@@ -401,14 +355,6 @@ def _disagreements(by_rank: Mapping[int, Calls], members: Mapping[str, Members])
     ]
     round_about = circle(waits)
     return lines if round_about is None else [*lines, circle_text(round_about)]
-
-
-def _waits_in_messages(by_rank: Mapping[int, WaitReport]) -> list[Wait]:
-    return [Wait(rank, wait.group, 0, wait.what, tuple(wait.missing or ())) for rank, wait in sorted(by_rank.items())]
-
-
-def _history(calls: Sequence[tuple[int, int, str, bool]]) -> History:
-    return {number: Call(digest, what) for number, digest, what, _ in calls}
 
 
 def _behind(rank: int, number: int, histories: Mapping[int, History], members: Members) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -136,13 +137,13 @@ def _the_first_value_stays(patch: pytest.MonkeyPatch) -> None:
 
 
 def _who_waits_is_missed(patch: pytest.MonkeyPatch) -> None:
-    original = StuckCollectives._stuck_in
+    original = StuckCollectives._all_stuck
 
-    def stuck_in(self: StuckCollectives, wait: Any, reporters: Any) -> StuckCollective:
-        told = original(self, wait, reporters)
-        return StuckCollective(told.group, told.what, told.waited_seconds, told.missing, told.waiting)
+    def all_stuck(self: StuckCollectives, reports: Any) -> list[StuckCollective]:
+        [told] = original(self, reports)
+        return [dataclasses.replace(told, waiting=told.missing, missing=told.waiting)]
 
-    patch.setattr(StuckCollectives, "_stuck_in", stuck_in)
+    patch.setattr(StuckCollectives, "_all_stuck", all_stuck)
 
 
 def _a_frame_is_taken_again(patch: pytest.MonkeyPatch) -> None:
