@@ -70,7 +70,7 @@ class GradsyncRank:
     def _take(self, message: Message) -> None:
         if message.type is FrameType.PULSE:
             self.pulses += 1
-        elif message.type in (FrameType.REPLY, FrameType.JOINED):
+        elif message.type is FrameType.REPLY:
             self.is_done = True
         else:
             raise RuntimeError(f"rank {self._rank}: {message.type.name} {message.fields}")

@@ -37,8 +37,8 @@ class AgreeingBench(Bench):
         """Takes what this rank's requests were answered: sequence, verdict, and the position that brought it."""
         self.questions(rank)
         messages = self.take(rank)
-        assert {m[0] for m in messages} <= {FrameType.DECISION}, messages
-        return [(sequence, Decision(verdict), position) for _, sequence, verdict, position in messages]
+        assert {m[0] for m in messages} <= {FrameType.REPLY}, messages
+        return [(sequence, Decision(verdict), position) for _, sequence, (verdict, position) in messages]
 
     def read(self, rank: int, key: str) -> bytes | None:
         self.take(rank)

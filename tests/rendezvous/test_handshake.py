@@ -103,23 +103,37 @@ def test_longest_challenge_fits_before_authentication() -> None:
     assert len(challenge) <= MAX_HANDSHAKE_FRAME_BYTES
 
 
-# What travelled up to protocol version 7: a rank's HELLO and a server's CHALLENGE; their nonces are no more secret.
-OLD_HELLO = "000000520100000000000000006772616473796e6301" + "63" * 32 + "00" * 32
-OLD_CHALLENGE = "000000550200000000000000006772616473796e6301" + "6e" * 32 + b"run".hex() + "00" * 32
+# Recorded frames of older versions: a rank's HELLO and a server's CHALLENGE. Up to version 7 all sent version 1.
+OLD_FRAMES = {
+    1: (
+        "000000520100000000000000006772616473796e6301" + "63" * 32 + "00" * 32,
+        "000000550200000000000000006772616473796e6301" + "6e" * 32 + b"run".hex() + "00" * 32,
+    ),
+    10: (
+        "000000520100000000000000006772616473796e630a" + "00" * 8 + "63" * 24 + "00" * 32,
+        "000000610200000000000000006772616473796e630a"
+        + "6e" * 32
+        + "bc020a35b7f9cb1300000007"
+        + b"run".hex()
+        + "d80cdea91fda7afd7c77b233499f46d5d8102d7ae564d69f47ce888028425402",
+    ),
+}
 
 
-def test_versions_that_do_not_fit_are_told_apart_in_the_handshake() -> None:
+@pytest.mark.parametrize("version", OLD_FRAMES)
+def test_versions_that_do_not_fit_are_told_apart_in_the_handshake(version: int) -> None:
     """The older side raises that: it looks at the byte behind "gradsync", and at nothing after it."""
+    old_hello, old_challenge = OLD_FRAMES[version]
     server = ServerHandshake(SECRET, "run", b"n" * 32, ServerProcess.of("machine", 7))
-    challenge = server.receive(cut(bytes.fromhex(OLD_HELLO)))
+    challenge = server.receive(cut(bytes.fromhex(old_hello)))
     assert isinstance(challenge, bytes)
     body = cut(challenge).body
     assert body[:9] == b"gradsync" + bytes([PROTOCOL_VERSION])
     assert len(body) - 41 <= MAX_RUN_ID_BYTES  # the old side measures this before it reads the version
     with pytest.raises(
-        RendezvousError, match=f"speaks protocol version 1, this side version {PROTOCOL_VERSION}; run the same"
+        RendezvousError, match=f"speaks protocol version {version}, this side version {PROTOCOL_VERSION}; run the same"
     ):
-        ClientHandshake(SECRET, b"c" * 24).receive(cut(bytes.fromhex(OLD_CHALLENGE)))
+        ClientHandshake(SECRET, b"c" * 24).receive(cut(bytes.fromhex(old_challenge)))
 
 
 @pytest.mark.parametrize("machine", ["", "boot pid:[1]"])

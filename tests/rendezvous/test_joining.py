@@ -66,7 +66,7 @@ def test_who_may_still_come_is_waited_for(state: ProcessState) -> None:
     bench.states[PID] = state
     bench.wait(30)
     bench.join(1, 1)
-    assert bench.take(0)[0][0] is FrameType.JOINED
+    assert bench.take(0)[0][0] is FrameType.REPLY
 
 
 @given(
@@ -109,7 +109,7 @@ def test_a_verdict_is_one_on_its_generation_alone() -> None:
     bench.wait(1)  # it has still to be found anew
     bench.states[PID] = ProcessState.RUNNING
     bench.join(6, 1)
-    assert [message[0] for message in bench.take(5)] == [FrameType.PULSE, FrameType.JOINED]
+    assert [message[0] for message in bench.take(5)] == [FrameType.PULSE, FrameType.REPLY]
 
 
 def test_nobody_is_looked_at_whose_process_is_not_known() -> None:

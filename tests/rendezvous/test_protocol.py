@@ -15,7 +15,7 @@ from gradsync.rendezvous.frames import (
 
 
 def joined(sequence: int, generation: int, rank: int, world_size: int, most_advanced: int = 0) -> tuple:
-    return (FrameType.JOINED, sequence, generation, rank, world_size, most_advanced)
+    return (FrameType.REPLY, sequence, (generation, rank, world_size, most_advanced))
 
 
 def test_generation_forms_when_all_have_joined() -> None:
@@ -73,9 +73,9 @@ def test_who_has_left_a_group_is_told_with_its_position_until_all_have() -> None
     bench.join_all()
     bench.send(2, FrameType.LEAVE, "group", [0, 2], 57)
     asked = bench.send(0, FrameType.LEFT_RANKS, "group", [0, 2])
-    assert bench.take(0) == [(FrameType.POSITIONS, asked, (2,), (57,))]
+    assert bench.take(0) == [(FrameType.REPLY, asked, [2, 57])]
     other = bench.send(1, FrameType.LEFT_RANKS, "another", None)
-    assert bench.take(1) == [(FrameType.POSITIONS, other, (), ())]
+    assert bench.take(1) == [(FrameType.REPLY, other, [])]
     bench.send(0, FrameType.SET, "group/key", b"value", True)
     bench.send(1, FrameType.LEAVE, "group", [0, 2], 1)  # no member
     bench.send(0, FrameType.LEAVE, "group", [0, 2], 57)
@@ -245,7 +245,7 @@ def test_held_joins_form_as_soon_as_the_generation_before_has_ended() -> None:
     bench.lose(2)
     bench.inbox.clear()
     bench.join(12, 2)
-    assert [bench.take(10 + rank)[-1][0::2] for rank in range(3)] == [(FrameType.JOINED, 2, 3)] * 3
+    assert [bench.take(10 + rank)[-1][2][0] for rank in range(3)] == [2] * 3
 
 
 def test_keys_do_not_outlive_their_generation() -> None:

@@ -55,7 +55,7 @@ def bench() -> StartsBench:
 
 
 def joined(bench: StartsBench, rank: int) -> list[tuple]:
-    return [message for message in bench.take(RANKS[rank]) if message[0] is FrameType.JOINED]
+    return [message for message in bench.take(RANKS[rank]) if message[0] is FrameType.REPLY]
 
 
 def test_ranks_meet_beside_their_launchers(bench: StartsBench) -> None:

@@ -15,17 +15,13 @@ from gradsync.rendezvous.frames import (
     MAX_EVENT_BYTES,
     MAX_FAILURE_BYTES,
     MAX_GROUP_BYTES,
-    MAX_MACHINE_BYTES,
     MAX_NAME_BYTES,
-    MAX_PHASE_BYTES,
     MAX_RANKS,
     MAX_REPORT_BYTES,
-    MAX_START_BYTES,
     MAX_STATUS_CALLS,
     MAX_STATUS_GROUPS,
     MAX_TEXT_BYTES,
     MAX_VALUE_BYTES,
-    MAX_WHAT_BYTES,
     FieldError,
     FrameType,
     Message,
@@ -101,7 +97,7 @@ pushes = st.one_of(
 answers = st.one_of(
     st.tuples(st.just(FrameType.REPLY), positions, st.none() | st.booleans() | st.binary(max_size=2000)),
     st.tuples(st.just(FrameType.ASKED), groups, positions),
-    st.tuples(st.just(FrameType.DECISION), positions, st.integers(0, 2), positions),
+    st.tuples(st.just(FrameType.REPLY), positions, st.lists(positions, max_size=8)),
 )
 
 
@@ -160,7 +156,7 @@ def test_longest_report_and_verdict_fit() -> None:
     status = {f"{n:02}" + "g" * (MAX_GROUP_BYTES - 2): (2**63 - 1, calls) for n in range(MAX_STATUS_GROUPS)}
     assert open_bytes(server, client.seal(FrameType.STATUS, status, "x" * MAX_REPORT_BYTES)) is not None
     for missing in (0, 4096, 12 * 1024, MAX_RANKS):
-        failure = Failure(0, "p" * MAX_PHASE_BYTES, "é" * MAX_FAILURE_BYTES, missing=tuple(range(missing)))
+        failure = Failure(0, "p" * MAX_NAME_BYTES, "é" * MAX_FAILURE_BYTES, missing=tuple(range(missing)))
         sent = failure.send(1, 2**63 - 1)
         message = open_bytes(client, server.seal(sent.type, *sent.fields))
         assert message is not None
@@ -245,14 +241,14 @@ def test_longest_description_and_key_of_an_event_fit() -> None:
         (FrameType.LAUNCHED, ("g", 0, 0, b"")),
         (FrameType.LAUNCHED, ("g", 0, 0, "x" * (MAX_EVENT_BYTES + 1))),
         (FrameType.ASKED, ("g", 2**63)),
-        (FrameType.DECISION, (2, 3, 0)),
+        (FrameType.REPLY, (2, [3, -1])),
         (FrameType.HEARTBEAT, ([],)),
         (FrameType.HEARTBEAT, ({"g": -1},)),
         (FrameType.HEARTBEAT, ({1: 1},)),
         (FrameType.HEARTBEAT, ({str(n): 1 for n in range(MAX_STATUS_GROUPS + 1)},)),
-        (FrameType.JOIN, (0, 2, 0, "m" * (MAX_MACHINE_BYTES + 1), "host", 1, None, 0, None)),
+        (FrameType.JOIN, (0, 2, 0, "m" * (MAX_NAME_BYTES + 1), "host", 1, None, 0, None)),
         (FrameType.JOIN, (0, 2, 0, "m", "host", -1, None, 0, None)),
-        (FrameType.JOIN, (0, 2, 0, "m", "host", 1, None, 0, "s" * (MAX_START_BYTES + 1))),
+        (FrameType.JOIN, (0, 2, 0, "m", "host", 1, None, 0, "s" * (MAX_NAME_BYTES + 1))),
         (FrameType.JOIN, (0, 2, 0, "m", "host", 1, None, 0, 0)),
         (FrameType.STATUS, ({"world": 1}, "")),
         (FrameType.STATUS, ({}, "x" * (MAX_REPORT_BYTES + 1))),
@@ -261,7 +257,7 @@ def test_longest_description_and_key_of_an_event_fit() -> None:
         (FrameType.STATUS, ({"world": (1, "calls")}, "")),
         (FrameType.STATUS, ({"world": (1, [[1, 2, "x" * (MAX_CALL_BYTES + 1), True]])}, "")),
         (FrameType.STATUS, ({"world": (1, [[1, 2, "x", True]] * (MAX_STATUS_CALLS + 1))}, "")),
-        (FrameType.STUCK, ("g", None, 1, "w" * (MAX_WHAT_BYTES + 1), 0, None, True)),
+        (FrameType.STUCK, ("g", None, 1, "w" * (MAX_NAME_BYTES + 1), 0, None, True)),
         (FrameType.STUCK, ("g", None, 1, "all_reduce #1", 1.5, None, False)),
         (FrameType.STUCK, ("g", None, 1, "all_reduce #1", 0, [1, 0], False)),
         (FrameType.LEAVE, ("k" * (MAX_NAME_BYTES + 1), None, 0)),

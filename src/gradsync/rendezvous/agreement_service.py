@@ -33,7 +33,7 @@ _REMEMBERED_DECISIONS = 16  # in one group, for members that had cancelled their
 
 def _decide(request: Request, decision: Decision, position: int) -> Send:
     """Answers a question with a decision, and with the position where the decision was made."""
-    return Send(request.connection, FrameType.DECISION, (request.sequence, int(decision), position))
+    return request.reply((int(decision), position))
 
 
 class Agreement:

@@ -29,8 +29,7 @@ from gradsync.rendezvous.connection import (
     dial,
 )
 from gradsync.rendezvous.frames import (
-    MAX_MACHINE_BYTES,
-    MAX_WHAT_BYTES,
+    MAX_NAME_BYTES,
     NEXT_GENERATION,
     Calls,
     Decision,
@@ -147,7 +146,7 @@ class RendezvousClient:
             raise InvalidArgument("connect with min_ranks needs generation=, the number after the failed generation's")
         secret = check_secret(secret)
         label = f"{noun} {rank}/{world_size}"
-        host = clip_text(socket.gethostname(), MAX_MACHINE_BYTES)
+        host = clip_text(socket.gethostname(), MAX_NAME_BYTES)
         process = machine_identity(), host, os.getpid()
         attempts_left = _JOIN_ATTEMPTS
         while True:
@@ -354,7 +353,7 @@ class RendezvousClient:
         connections of the ranks of the previous start.
 
         Args:
-            start: the name of this start, at most 64 bytes; each name may be used only once.
+            start: the name of this start; each name may be used only once.
             world_size: the number of ranks on all machines.
         """
         self._ask_at_once("begin_start", FrameType.BEGIN_START, start, world_size)
@@ -392,8 +391,8 @@ class RendezvousClient:
 
     def left_ranks(self, name: str) -> dict[int, int]:
         """Returns the world ranks that have left a communicator, each with the number of collectives it had begun."""
-        asked = self._ask_at_once(f"left_ranks {name!r}", FrameType.LEFT_RANKS, self._scoped(name), self._members)
-        return dict(zip(*asked, strict=True))
+        numbers = self._ask_at_once(f"left_ranks {name!r}", FrameType.LEFT_RANKS, self._scoped(name), self._members)
+        return dict(zip(numbers[::2], numbers[1::2], strict=True))
 
     def close(self) -> None:
         """Leaves the group, or the world. Idempotent. The generation goes on without this rank.
@@ -518,7 +517,7 @@ class RendezvousClient:
         if len(members or ()) + len(absent or ()) > _MAX_LISTED_RANKS:  # both lists might not fit one frame
             members = None
         waited_ms = max(0, math.ceil(waited_seconds * 1000.0))
-        what = clip_text(what, MAX_WHAT_BYTES)
+        what = clip_text(what, MAX_NAME_BYTES)
         return self._scoped(group), members, operator.index(position), what, waited_ms, absent
 
     def _scoped(self, name: str) -> str:

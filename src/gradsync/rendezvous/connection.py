@@ -53,6 +53,7 @@ from gradsync.rendezvous.frames import (
     MAX_EVENT_BYTES,
     MAX_REASON_BYTES,
     MAX_REPORT_BYTES,
+    PROGRESS,
     SILENCE,
     STUCK,
     THE_WORLD,
@@ -63,7 +64,6 @@ from gradsync.rendezvous.frames import (
     LaunchedEvent,
     Message,
     clip_text,
-    is_progress,
 )
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerProcess
 from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, inspect_peer, inspect_process
@@ -412,7 +412,7 @@ class Connection:
         pending = self._pending.pop(sequence, None)
         if pending is not None:
             pending.answer = answer
-            if pending.arriving is not None and answer is not None and answer.type is FrameType.DECISION:
+            if pending.arriving is not None and answer is not None and answer.type is FrameType.REPLY:
                 arrivals, item = pending.arriving
                 arrivals.append(item)
             pending.is_over.release()
@@ -554,7 +554,7 @@ class Connection:
         """Returns the number of collectives that this rank has begun in each group; empty if the callback fails."""
         with contextlib.suppress(Exception):  # the ranks' report shows that the numbers are missing
             positions = self.callbacks.positions()
-            if is_progress(positions):
+            if PROGRESS.accepts(positions):
                 return positions
         return {}
 
@@ -689,8 +689,6 @@ def _result(pending: _Pending, label: str, operation: str, shown_seconds: float)
         return message.fields[1]
     if message.type is FrameType.VALUES:
         return pending.values
-    if message.type in (FrameType.DECISION, FrameType.JOINED, FrameType.POSITIONS):
-        return message.fields[1:]
     if message.type is FrameType.FAILED:
         raise failure_of(message, label, f"{operation}: ")
     if message.type is FrameType.TIMED_OUT:

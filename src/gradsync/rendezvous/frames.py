@@ -13,21 +13,17 @@ from typing import Any, NamedTuple
 
 from gradsync.rendezvous.liveness import ProcessState
 
-PROTOCOL_VERSION = 10  # below 256: HELLO and CHALLENGE have one byte for it
+PROTOCOL_VERSION = 11  # below 256: HELLO and CHALLENGE have one byte for it
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key
 MAX_EXCHANGED_BYTES = 512 * 1024  # all members' values together: each member receives all of them
-MAX_NAME_BYTES = 1024
+MAX_NAME_BYTES = 1024  # of names, and of other short texts
 MAX_GROUP_BYTES = MAX_NAME_BYTES - 64  # `event_key` adds the position and the rank to the group's name
 MAX_EVENT_BYTES = 48 * 1024
-MAX_PHASE_BYTES = 16
 MAX_REASON_BYTES = 4096
 MAX_TEXT_BYTES = 8192
 MAX_FAILURE_BYTES = 48 * 1024  # the report of a stuck collective holds the stacks of the ranks
 MAX_REPORT_BYTES = 16 * 1024
-MAX_WHAT_BYTES = 1024
-MAX_MACHINE_BYTES = 256
-MAX_START_BYTES = 64
 MAX_STATUS_GROUPS = 16
 MAX_STATUS_CALLS = 128
 MAX_CALL_BYTES = 200
@@ -85,12 +81,9 @@ class FrameType(enum.IntEnum):
     TIMED_OUT = 66
     FAILED = 67
     ASKED = 69
-    DECISION = 70
     PULSE = 71
     STATUS_REQUEST = 72
-    JOINED = 73
     VALUES = 74
-    POSITIONS = 75
     INSPECT = 76
 
     @property
@@ -112,7 +105,7 @@ def _integer(name: str, low: int, high: int) -> Field:
     return Field(name, f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
 
 
-def _text(name: str, max_bytes: int) -> Field:
+def _text(name: str, max_bytes: int = MAX_NAME_BYTES) -> Field:
     def accepts(value: Any) -> bool:
         # A character takes at most 4 bytes, so a short text fits without being encoded.
         return type(value) is str and (len(value) * 4 <= max_bytes or _utf8_length(value) <= max_bytes)
@@ -132,12 +125,28 @@ def _ranks(name: str) -> Field:
     return Field(name, "distinct ranks in ascending order", _is_rank_list)
 
 
-def _list(name: str, needed: str, item: Field) -> Field:
+def _list(name: str, needed: str, item: Field, max_items: int = 2 * MAX_RANKS) -> Field:
     return Field(
         name,
         needed,
-        lambda v: type(v) in (list, tuple) and len(v) <= MAX_RANKS and all(map(item.accepts, v)),
+        lambda v: type(v) in (list, tuple) and len(v) <= max_items and all(map(item.accepts, v)),
     )
+
+
+def _record(name: str, *rules: Field) -> Field:
+    def accepts(value: Any) -> bool:
+        fits = type(value) in (list, tuple) and len(value) == len(rules)
+        return fits and all(rule.accepts(part) for rule, part in zip(rules, value, strict=True))
+
+    return Field(name, f"{len(rules)} values", accepts)
+
+
+def _by_group(name: str, needed: str, of_group: Field) -> Field:
+    def accepts(value: Any) -> bool:
+        fits = type(value) is dict and len(value) <= MAX_STATUS_GROUPS
+        return fits and all(_GROUP.accepts(group) and of_group.accepts(v) for group, v in value.items())
+
+    return Field(name, f"at most {MAX_STATUS_GROUPS} groups, each with {needed}", accepts)
 
 
 def _optional(rule: Field) -> Field:
@@ -160,40 +169,11 @@ def _is_rank_list(value: Any) -> bool:
 
 
 def _is_result(value: Any) -> bool:
-    return value is None or type(value) is bool or _is_value(value)
+    return value is None or type(value) is bool or _is_value(value) or _NUMBERS.accepts(value)
 
 
-def is_progress(value: Any) -> bool:
-    """Whether a value is valid in a HEARTBEAT: a dict from group to the number of collectives begun there."""
-    if type(value) is not dict or len(value) > MAX_STATUS_GROUPS:
-        return False
-    return all(_GROUP.accepts(group) and _POSITION.accepts(begun) for group, begun in value.items())
-
-
-def _is_status(value: Any) -> bool:
-    """Whether a value is valid in a STATUS: a dict from group to the number of begun collectives and the last ones."""
-    if type(value) is not dict or len(value) > MAX_STATUS_GROUPS or not all(map(_GROUP.accepts, value)):
-        return False
-    calls = 0
-    for of_group in value.values():
-        if type(of_group) not in (list, tuple) or len(of_group) != 2 or not _POSITION.accepts(of_group[0]):
-            return False
-        if type(of_group[1]) not in (list, tuple) or not all(map(_is_call, of_group[1])):
-            return False
-        calls += len(of_group[1])
-    return calls <= MAX_STATUS_CALLS
-
-
-def _is_call(value: Any) -> bool:
-    return (
-        type(value) in (list, tuple)
-        and len(value) == len(_CALL)
-        and all(rule.accepts(part) for rule, part in zip(_CALL, value, strict=True))
-    )
-
-
-_KEY = _text("key", MAX_NAME_BYTES)
-_NAME = _text("name", MAX_NAME_BYTES)
+_KEY = _text("key")
+_NAME = _text("name")
 _RANK = _integer("rank", 0, MAX_RANKS - 1)
 _SIZE = _integer("world_size", 1, MAX_RANKS)
 _MEMBERS = _optional(_ranks("ranks"))
@@ -201,18 +181,13 @@ _REQUEST = _integer("request sequence", 0, 2**63 - 1)
 _GROUP = _text("group", MAX_GROUP_BYTES)
 _POSITION = _integer("position", 0, 2**63 - 1)
 _DIGEST = _integer("digest", 0, 2**64 - 1)
-_PROGRESS = Field(
-    "progress", f"at most {MAX_STATUS_GROUPS} groups, each with the number of collectives begun there", is_progress
-)
+PROGRESS = _by_group("progress", "the number of collectives begun there", _POSITION)
 _VALUE = Field("value", f"bytes of length 0 to {MAX_VALUE_BYTES}", _is_value)
-# The fields of one called collective: number, digest, the call in words, and whether it still runs on the rank.
-_CALL = (_POSITION, _DIGEST, _text("call", MAX_CALL_BYTES), _flag("runs"))
-_STATUS = Field(
-    "status",
-    f"at most {MAX_STATUS_GROUPS} groups, each with the number of collectives begun there and a list of the last ones; "
-    f"at most {MAX_STATUS_CALLS} listed collectives in all groups together",
-    _is_status,
-)
+_NUMBERS = _list("numbers", "a list of numbers", _POSITION)
+_CALL = _record("call", _POSITION, _DIGEST, _text("call in words", MAX_CALL_BYTES), _flag("runs"))
+_CALLS = _list("calls", "a list of collectives", _CALL, MAX_STATUS_CALLS)
+_BEGUN_AND_CALLS = _record("collectives", _POSITION, _CALLS)
+_STATUS = _by_group("status", "the number of collectives begun there, and the last ones", _BEGUN_AND_CALLS)
 _PID = _integer("pid", 0, 2**31)
 
 SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
@@ -220,14 +195,14 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
         _integer("rank", 0, 2**31),  # the core refuses a rank that is too large, and names the allowed ones
         _integer("world_size", 0, 2**31),
         _integer("generation", 0, 10**12),
-        _text("machine", MAX_MACHINE_BYTES),
-        _text("host", MAX_MACHINE_BYTES),
+        _text("machine"),
+        _text("host"),
         _PID,
         _optional(_integer("min_ranks", 1, MAX_RANKS)),
         _integer("steps", 0, 2**63 - 1),
-        _optional(_text("start", MAX_START_BYTES)),
+        _optional(_text("start")),
     ),
-    FrameType.BEGIN_START: (_text("start", MAX_START_BYTES), _SIZE),
+    FrameType.BEGIN_START: (_text("start"), _SIZE),
     FrameType.STARTED: (_RANK, _PID),
     FrameType.ENDED: (_RANK, _text("how", MAX_REASON_BYTES)),
     FrameType.INSPECTED: (
@@ -248,29 +223,22 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.LEFT_RANKS: (_NAME, _MEMBERS),
     FrameType.AGREE: (_GROUP, _POSITION, _DIGEST, _MEMBERS),
     FrameType.LAUNCHED: (_GROUP, _POSITION, _DIGEST, _text("description", MAX_EVENT_BYTES)),
-    FrameType.HEARTBEAT: (_PROGRESS,),
+    FrameType.HEARTBEAT: (PROGRESS,),
     FrameType.STUCK: (
         _GROUP,
         _MEMBERS,
         _POSITION,
-        _text("what", MAX_WHAT_BYTES),
+        _text("what"),
         _integer("waited_ms", 0, MAX_WAITED_MS),
         _optional(_ranks("missing ranks")),
         _flag("is over"),
     ),
     FrameType.STATUS: (_STATUS, _text("report", MAX_REPORT_BYTES)),
-    FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean or bytes", _is_result)),
+    FrameType.REPLY: (_REQUEST, Field("value", "nil, a boolean, bytes or a list of numbers", _is_result)),
     FrameType.REFUSED: (_REQUEST, _integer("kind", 0, 1), _text("text", MAX_TEXT_BYTES)),
     FrameType.TIMED_OUT: (_REQUEST, _ranks("missing ranks"), _text("text", MAX_TEXT_BYTES)),
-    FrameType.JOINED: (_REQUEST, _integer("generation", 1, 10**12), _RANK, _SIZE, _RANK),
     FrameType.ASKED: (_GROUP, _POSITION),
-    FrameType.DECISION: (_REQUEST, _integer("decision", 0, 2), _POSITION),
     FrameType.VALUES: (_REQUEST, _flag("is last"), _list("values", "a list of values", _VALUE)),
-    FrameType.POSITIONS: (
-        _REQUEST,
-        _ranks("ranks"),
-        _list("positions", "a position for each rank", _POSITION),
-    ),
     FrameType.PULSE: (),
     FrameType.INSPECT: (_RANK, _PID),
     FrameType.STATUS_REQUEST: (),
@@ -278,7 +246,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
         _REQUEST,
         _integer("kind", 0, 2),
         _RANK,
-        _text("phase", MAX_PHASE_BYTES),
+        _text("phase"),
         _ranks("missing ranks"),
         _text("text", MAX_FAILURE_BYTES),
     ),

@@ -354,8 +354,7 @@ class RendezvousCore:
         for rank, member in roster.present():
             self._member_of[member.connection] = (generation, rank)
             [wait] = self._waits.close_all(member.connection)
-            fields = (wait.request.sequence, generation.number, rank, roster.world_size, most_advanced)
-            actions.append(Send(member.connection, FrameType.JOINED, fields))
+            actions.append(wait.request.reply((generation.number, rank, roster.world_size, most_advanced)))
         return actions
 
     def _name_missing(self, now: float) -> list[Action]:

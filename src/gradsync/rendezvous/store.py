@@ -7,7 +7,7 @@ deadline, and the answer names the missing ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,7 +37,7 @@ class Request:
     sequence: int
     now: float
 
-    def reply(self, value: bool | bytes | None = None) -> Send:
+    def reply(self, value: bool | bytes | Sequence[int] | None = None) -> Send:
         """Answers with a value."""
         return Send(self.connection, FrameType.REPLY, (self.sequence, value))
 
@@ -369,8 +369,7 @@ class Departures:
     def left_ranks(self, request: Request, name: str, members: Members) -> list[Send]:
         """Answers with the members that have left a group, and the number of collectives that each had begun in it."""
         left = sorted(self._left.get((name, members), {}).items())
-        ranks, positions = tuple(rank for rank, _ in left), tuple(position for _, position in left)
-        return [Send(request.connection, FrameType.POSITIONS, (request.sequence, ranks, positions))]
+        return [request.reply([number for rank_and_position in left for number in rank_and_position])]
 
     def rank_left(self, rank: int) -> None:
         """Records that a rank has left the world."""

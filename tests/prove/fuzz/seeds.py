@@ -89,9 +89,8 @@ def _samples() -> list[list[object]]:
         [FrameType.LEFT_RANKS, "g", None],
         [FrameType.LEAVE, "", None, 0],
         [FrameType.REPLY, 2, b"v"],
-        [FrameType.JOINED, 2, 1, 0, 3, 0],
+        [FrameType.REPLY, 2, [1, 0, 3, 0]],
         [FrameType.VALUES, 2, True, [b"v", b"w"]],
-        [FrameType.POSITIONS, 2, [0, 1], [5, 7]],
         [FrameType.TIMED_OUT, 2, [1], "rank 1/3"],
         [FrameType.FAILED, 0, 0, 1, "phase", [], "text"],
     ]

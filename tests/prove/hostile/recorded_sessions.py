@@ -156,11 +156,11 @@ def _requests(generation: int, rng: random.Random) -> list[tuple[Any, ...]]:
 def _answers(generation: int, rng: random.Random) -> list[tuple[Any, ...]]:
     return [
         (FrameType.PULSE,),
-        (FrameType.JOINED, 2, generation, 0, 2, 0),
+        (FrameType.REPLY, 2, (generation, 0, 2, 0)),
         (FrameType.REPLY, 4, None),
         (FrameType.PULSE,),
         (FrameType.PULSE,),
         (FrameType.REPLY, 5, rng.randbytes(8)),
-        (FrameType.DECISION, 9, 0, 7),
+        (FrameType.REPLY, 9, (0, 7)),
         (FrameType.FAILED, TO_GENERATION, 0, 1, "barrier", [], "rank 1/2 died"),
     ]

@@ -41,10 +41,11 @@ class PredictingRank:
             elif position >= self.position:
                 self.asked_at = position
             return True
-        assert kind is FrameType.DECISION
+        assert kind is FrameType.REPLY
+        decision, decided_at = fields[1]
         self.is_waiting = False
-        self.decisions[self.position] = (Decision(fields[1]), fields[2])
-        self.is_broken = fields[1] != AGREED
+        self.decisions[self.position] = (Decision(decision), decided_at)
+        self.is_broken = decision != AGREED
         self.position += 1
         return True
 
@@ -121,8 +122,9 @@ def test_any_sequence_answers_every_question_once(world_size: int, script: list[
                     continue
                 asker, position = open_requests.pop(fields[0])
                 assert asker == rank
-                if kind is FrameType.DECISION:
-                    decisions.setdefault(position, set()).add((Decision(fields[1]), fields[2]))
+                if kind is FrameType.REPLY:
+                    decision, decided_at = fields[1]
+                    decisions.setdefault(position, set()).add((Decision(decision), decided_at))
         for position, said in decisions.items():
             assert len(said) == 1, "the ranks that wait together hear the same"
             [(decision, decided_at)] = said

@@ -30,7 +30,7 @@ QUIET_STEPS = 8  # between two that end something: else most requests would meet
 KEYS = st.sampled_from(["a", "b"])
 VALUES = st.sampled_from([b"", b"7", b"-3", b"text"])
 # Where what a message tells beside its sequence begins, of the types of which the model tells more.
-_VALUE_AT = {FrameType.REPLY: 2, FrameType.FAILED: 3, FrameType.JOINED: 2, FrameType.VALUES: 3}
+_VALUE_AT = {FrameType.REPLY: 2, FrameType.FAILED: 3, FrameType.VALUES: 3}
 
 
 class CoreMachine(RuleBasedStateMachine):

@@ -49,7 +49,8 @@ def who_sits_was_awaited(turn: Turn) -> str | None:
 
 def a_generation_forms_of_all_ranks_at_once(turn: Turn) -> str | None:
     """All members hear the number of their generation in the same turn: each rank once, one number, none before."""
-    formed = sorted((s.connection, s.fields[1]) for s in turn.answers if s.type is FrameType.JOINED and _joins(turn, s))
+    told = [s for s in turn.answers if s.type is FrameType.REPLY and _joins(turn, s)]
+    formed = sorted((s.connection, s.fields[1][0]) for s in told)
     if not formed:
         return None
     members = {connection: turn.rank_at(connection) for connection, _ in formed}
@@ -155,9 +156,9 @@ def a_verdict_is_true(turn: Turn) -> str | None:
     """AGREED: all do the same. MISMATCH: all wait, and differ. LAUNCHED: one is ahead with another. And it stays."""
     for answer in turn.answers:
         asked, era = turn.asked(answer), turn.era_at(answer.connection)
-        if answer.type is not FrameType.DECISION or asked is None or era is None:
+        if answer.type is not FrameType.REPLY or asked is None or asked.type is not FrameType.AGREE or era is None:
             continue
-        _, verdict, position = answer.fields
+        verdict, position = answer.fields[1]
         words = era.words.get((asked.fields[0], position), {})
         digests = {word.digest for word in words.values()}
         is_all, has_passed = len(words) == len(era.members), any(word.has_passed for word in words.values())

@@ -23,10 +23,7 @@ from gradsync.rendezvous.frames import (
 )
 from gradsync.rendezvous.roster import LEFT_PHASE
 
-ANSWERS = (
-    *(FrameType.REPLY, FrameType.REFUSED, FrameType.TIMED_OUT, FrameType.FAILED, FrameType.DECISION),
-    *(FrameType.JOINED, FrameType.VALUES, FrameType.POSITIONS),
-)
+ANSWERS = (*(FrameType.REPLY, FrameType.REFUSED, FrameType.TIMED_OUT, FrameType.FAILED, FrameType.VALUES),)
 ASKS = (
     *(FrameType.JOIN, FrameType.SET, FrameType.GET, FrameType.DELETE, FrameType.BARRIER, FrameType.EXCHANGE),
     *(FrameType.AGREE, FrameType.LEFT_RANKS),
@@ -234,12 +231,12 @@ class Ledger:
         if send.type in (FrameType.TIMED_OUT, FrameType.FAILED):
             self._withdraw_word(era, rank, asked)
         if asked.type is FrameType.JOIN:
-            if send.type is FrameType.JOINED:
-                self.numbers = era.number = send.fields[1]
+            if send.type is FrameType.REPLY:
+                self.numbers = era.number = send.fields[1][0]
             elif send.type is FrameType.TIMED_OUT:
                 del era.members[rank]
-        elif send.type is FrameType.DECISION:
-            era.decided[asked.fields[0], asked.fields[1]] = send.fields[1]
+        elif asked.type is FrameType.AGREE and send.type is FrameType.REPLY:
+            era.decided[asked.fields[0], asked.fields[1]] = send.fields[1][0]
         elif send.type is FrameType.REPLY:
             _settle_reply(era, asked, send.fields[1])
 

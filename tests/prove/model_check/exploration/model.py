@@ -268,8 +268,8 @@ class Model:
 def _take_answer(model: RankModel, frame_type: FrameType, fields: tuple[Any, ...]) -> None:
     model.waits_for = None
     is_joining = not model.joined
-    if is_joining and frame_type is FrameType.JOINED:
-        model.joined = fields[1]
+    if is_joining and frame_type is FrameType.REPLY:
+        model.joined = fields[1][0]
     if model.life is Life.WAITING:
         model.life = Life.READY
 
