@@ -18,13 +18,11 @@ position or a later one. If both collectives are equal, the member that has laun
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradsync.rendezvous.frames import REFUSED, Decision, FrameType, Send, event_key, is_under
-from gradsync.rendezvous.roster import Members, Roster, list_members, never_arrived
-from gradsync.rendezvous.store import Keys, Request, Wait, WaitTable
+from gradsync.rendezvous.roster import Members, Roster, list_members
+from gradsync.rendezvous.store import Gathering, Keys, Request, Wait, WaitTable, members_with
 
 MAX_GROUPS = 16_384
 MAX_OPEN_POSITIONS = 16_384  # in one group
@@ -36,56 +34,44 @@ def _decide(request: Request, decision: Decision, position: int) -> Send:
     return request.reply((int(decision), position))
 
 
-class Agreement:
-    """The open agreement on one position of a group.
+class Agreement(Gathering):
+    """The open agreement on one position of a group. The value of a member is the digest of its collective.
+
+    A member that has launched its collective has a value, but no wait.
 
     Args:
         group: the group of the members. Its `positions` holds this agreement from the first report to the decision.
         position: the number of the collective.
+        waits: the server's table of open waits.
     """
 
-    def __init__(self, group: Group, position: int) -> None:
+    def __init__(self, group: Group, position: int, waits: WaitTable) -> None:
+        super().__init__(group.ranks, waits)
         self.group = group
         self.position = position
-        self.waits: dict[int, Wait] = {}  # by rank: the questions of the members that have asked
-        self.digests: dict[int, int] = {}  # by rank, of the members that have asked or launched
         self.is_forwarded = False  # whether a question was forwarded to the other members
-        self._reports: Counter[int] = Counter()  # digest -> the number of members that reported it
-        self._cancelled: set[int] = set()  # ranks that have asked and then cancelled their question
+        self._digests: set[int] = set()  # the different values
 
-    def ask(self, wait: Wait, digest: int) -> None:
+    def arrive(self, request: Request, value: int) -> None:
         """Records a member that waits for the decision."""
-        self.waits[wait.request.rank] = wait
-        self.report(wait.request.rank, digest)
-        self._cancelled.discard(wait.request.rank)
+        super().arrive(request, value)
+        self._digests.add(value)
 
-    def report(self, rank: int, digest: int) -> None:
-        """Records a member's digest."""
-        self.digests[rank] = digest
-        self._reports[digest] += 1
+    def launch(self, rank: int, digest: int) -> None:
+        """Records a member that has launched its collective."""
+        self.values[rank] = digest
+        self._digests.add(digest)
 
     def withdraw(self, wait: Wait) -> None:
         """Removes a member's question, as if the member had not asked yet."""
-        del self.waits[wait.request.rank]
-        digest = self.digests.pop(wait.request.rank)
-        self._reports[digest] -= 1
-        if not self._reports[digest]:
-            del self._reports[digest]
-        self._cancelled.add(wait.request.rank)
-        if not self.digests:
+        super().withdraw(wait)
+        self._digests = set(self.values.values())
+        if not self.values:
             del self.group.positions[self.position]
-
-    def absent_ranks(self) -> Iterator[int]:
-        """Iterates over the members that have not reported."""
-        return (rank for rank in self.group.ranks if rank not in self.digests)
-
-    def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
-        """Returns the members that never reported; if there are none, the members that cancelled their question."""
-        return never_arrived(self.absent_ranks(), self._cancelled)
 
     def launched_ranks(self) -> tuple[int, ...]:
         """Returns the members that have launched already."""
-        return tuple(rank for rank in self.digests if rank not in self.waits)
+        return tuple(rank for rank in self.values if rank not in self.waits)
 
     def decision(self) -> Decision | None:
         """Returns the decision, or None while it is open.
@@ -93,10 +79,10 @@ class Agreement:
         MISMATCH needs the reports of all members, because a member that has not reported yet may have launched its
         collective; the decision is then LAUNCHED.
         """
-        differ = len(self._reports) > 1
-        if differ and len(self.digests) > len(self.waits):
+        differ = len(self._digests) > 1
+        if differ and len(self.values) > len(self.waits):
             return Decision.LAUNCHED
-        if len(self.digests) < len(self.group.ranks):
+        if not self.is_complete:
             return None
         return Decision.MISMATCH if differ else Decision.AGREED
 
@@ -117,11 +103,11 @@ class Group:
         if len(self.decided) > _REMEMBERED_DECISIONS:
             del self.decided[next(iter(self.decided))]
 
-    def open(self, position: int) -> Agreement | None:
+    def open(self, position: int, waits: WaitTable) -> Agreement | None:
         """Returns the open agreement on a position, or a new one; None if too many are open."""
         agreement = self.positions.get(position)
         if agreement is None and len(self.positions) < MAX_OPEN_POSITIONS:
-            agreement = self.positions[position] = Agreement(self, position)
+            agreement = self.positions[position] = Agreement(self, position, waits)
         return agreement
 
 
@@ -140,7 +126,7 @@ class AgreementService:
         self._keys = keys
         self._groups: dict[str, Group] = {}
 
-    def ask(self, request: Request, name: str, ranks: Members, position: int, digest: int) -> list[Send]:
+    def ask(self, request: Request, name: str, position: int, digest: int, ranks: list[int] | None) -> list[Send]:
         """Handles a member's question about a position; once all members have reported, all get the decision."""
         group = self._find(request, name, ranks)
         if isinstance(group, Send):
@@ -149,30 +135,30 @@ class AgreementService:
             return [_decide(request, Decision.LAUNCHED, group.launched_from)]
         if position in group.decided:
             return [_decide(request, group.decided[position], position)]
-        agreement = group.open(position)
+        agreement = group.open(position, self._waits)
         if agreement is None:
             text = f"group {name!r} has more than {MAX_OPEN_POSITIONS} positions that are not agreed on yet"
             return [request.refuse(text, REFUSED)]
-        if request.rank in agreement.digests:
+        if request.rank in agreement.values:
             return [self._refuse_second(request, agreement)]
-        agreement.ask(self._waits.add(request, agreement), digest)
+        agreement.arrive(request, digest)
         return [*self._forward(agreement), *self._conclude(agreement)]
 
-    def report_launched(self, rank: int, name: str, position: int, digest: int, description: str) -> list[Send]:
+    def report_launched(self, request: Request, name: str, position: int, digest: int, description: str) -> list[Send]:
         """Records the collective that a member has launched already, from a LAUNCHED frame, which gets no answer.
 
         A report is ignored if the rank is not a member, or has reported for this position before.
         """
-        group = self._groups.get(name)
+        group, rank = self._groups.get(name), request.rank
         if group is None or rank not in group.ranks or position in group.decided:
             return []
         is_open = group.launched_from is None or position < group.launched_from
-        agreement = group.open(position) if is_open else None
-        if agreement is not None and rank in agreement.digests:
+        agreement = group.open(position, self._waits) if is_open else None
+        if agreement is not None and rank in agreement.values:
             return []
         sends = self._keys.publish(event_key(name, position, rank), description.encode())
         if agreement is not None:
-            agreement.report(rank, digest)
+            agreement.launch(rank, digest)
             sends += self._conclude(agreement)
         return sends
 
@@ -184,19 +170,22 @@ class AgreementService:
     def rank_left(self, rank: int) -> list[Send]:
         """Fails the agreements that still need a rank that has left."""
         groups = [group for group in self._groups.values() if rank in group.ranks]
-        agreements = [a for group in groups for a in group.positions.values() if rank not in a.digests]
+        agreements = [a for group in groups for a in group.positions.values() if rank not in a.values]
         return [send for agreement in agreements for send in self._fail(agreement, rank)]
 
-    def _find(self, request: Request, name: str, ranks: Members) -> Group | Send:
+    def _find(self, request: Request, name: str, ranks: list[int] | None) -> Group | Send:
         """Returns the group, or a refusal if the group has other members or if there are too many groups."""
+        members = members_with(request, ranks, self._roster, f"group {name!r}")
+        if isinstance(members, Send):
+            return members
         group = self._groups.get(name)
         if group is None:
             if len(self._groups) >= MAX_GROUPS:
                 return request.refuse(f"more than {MAX_GROUPS} groups in one generation", REFUSED)
-            group = self._groups[name] = Group(name, ranks)
-        if group.ranks != ranks:
+            group = self._groups[name] = Group(name, members)
+        if group.ranks != members:
             who, listed = self._roster.label(request.rank), list_members(group.ranks)
-            return request.refuse(f"group {name!r} has ranks {listed}, {who} asked with ranks {list_members(ranks)}")
+            return request.refuse(f"group {name!r} has ranks {listed}, {who} asked with ranks {list_members(members)}")
         return group
 
     def _refuse_second(self, request: Request, agreement: Agreement) -> Send:
@@ -237,10 +226,7 @@ class AgreementService:
         if decision is Decision.AGREED:  # descriptions are needed only after a mismatch
             for rank in agreement.launched_ranks():
                 self._keys.discard(event_key(agreement.group.name, agreement.position, rank))
-        waits, agreement.waits = agreement.waits, {}  # ends the cycle of references, so both are freed at once
-        for wait in waits.values():
-            self._waits.close(wait)
-        return [_decide(wait.request, decision, position) for wait in waits.values()]
+        return [_decide(request, decision, position) for request in agreement.close()]
 
     def _fail(self, agreement: Agreement, left: int) -> list[Send]:
         need = f"the agreement on position {agreement.position} of group {agreement.group.name!r} needs this rank"

@@ -16,9 +16,7 @@ generation forms once all missing ranks are known to have ended, or when a waiti
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from gradsync.rendezvous.agreement_service import AgreementService
 from gradsync.rendezvous.frames import (
@@ -41,9 +39,9 @@ from gradsync.rendezvous.frames import (
     Started,
 )
 from gradsync.rendezvous.liveness import Judgement, Peers, process_key
-from gradsync.rendezvous.roster import Failure, Member, Members, MemberState, Roster, join_refusal, members_of
-from gradsync.rendezvous.store import Barriers, Departures, Keys, Request, Wait, WaitTable, outsider_refusal
-from gradsync.rendezvous.stuck import StuckCollective, StuckCollectives
+from gradsync.rendezvous.roster import Failure, Member, MemberState, Roster, join_refusal
+from gradsync.rendezvous.store import Barriers, Departures, Keys, Request, Wait, WaitTable
+from gradsync.rendezvous.stuck import StuckCollectives
 
 MAX_WAITS_PER_CONNECTION = 64
 _NOTICE_INTERVAL_SECONDS = 5.0
@@ -174,23 +172,21 @@ class RendezvousCore:
         actions: list[Action] = []
         if self._peers.note_alive(connection, now):
             actions.append(Notice(f"{generation.roster.name(rank)} responds again"))
-        when, handler = _HANDLERS.get(message.type, _NO_HANDLER)
-        if when is _When.REQUEST:
-            if generation.failure is not None:
-                return [*actions, request.fail(generation.failure)]
-            if generation.number is None:
-                text = "this connection has not joined a complete generation yet"
-                return [*actions, request.refuse(text, REFUSED)]
-            if self._waits.count(connection) >= MAX_WAITS_PER_CONNECTION:
-                text = f"this rank already has {MAX_WAITS_PER_CONNECTION} requests that wait, which is the limit"
-                return [*actions, request.refuse(text, REFUSED)]
-        elif when is _When.RUNNING and not generation.is_running:
-            return actions
-        answers: list[Action] = handler(self, generation, request, *message.fields)
-        return actions + answers if actions else answers
-
-    def _refuse_frame(self, _generation: Generation, request: Request, *_fields: Any) -> list[Action]:
-        return [request.refuse("a rank that has joined cannot send this request", REFUSED)]
+        if (handler := _OF_CORE.get(message.type)) is not None:
+            return actions + handler(self, generation, request, *message.fields)
+        if (noted := _NOTED.get(message.type)) is not None:
+            return [*actions, *noted(generation)(request, *message.fields)] if generation.is_running else actions
+        if generation.failure is not None:
+            return [*actions, request.fail(generation.failure)]
+        if message.type not in _ANSWERED:
+            refusal = "a rank that has joined cannot send this request"
+        elif generation.number is None:
+            refusal = "this connection has not joined a complete generation yet"
+        elif self._waits.count(connection) >= MAX_WAITS_PER_CONNECTION:
+            refusal = f"this rank already has {MAX_WAITS_PER_CONNECTION} requests that wait, which is the limit"
+        else:
+            return [*actions, *_ANSWERED[message.type](generation)(request, *message.fields)]
+        return [*actions, request.refuse(refusal, REFUSED)]
 
     # Joining, leaving, failing.
 
@@ -226,7 +222,7 @@ class RendezvousCore:
         if min_ranks is not None:
             generation.least_ranks = max(min_ranks, generation.least_ranks or 0)
         self._member_of[connection] = (generation, rank)
-        self._waits.add(request, generation)
+        self._waits.add(Wait(request, generation))
         self._peers.end(process_key(rank))
         if pid:
             self._peers.begin(connection, now)
@@ -237,9 +233,8 @@ class RendezvousCore:
     ) -> list[Action]:
         """Records that a rank has left a group, or the world."""
         if name != THE_WORLD:
-            members = members_of(ranks, generation.roster.world_size)
-            if generation.is_running and members is not None:
-                generation.departures.leave(request, name, members, position)
+            if generation.is_running:
+                generation.departures.leave(request, name, ranks, position)
             return []
         self._remove_connection(request.connection)
         if request.rank in generation.roster.members:  # otherwise it was still joining, and is removed by now
@@ -417,24 +412,6 @@ class RendezvousCore:
 
     # Collectives that do not end.
 
-    def _report_stuck(self, generation: Generation, request: Request, *fields: Any) -> list[Action]:
-        """Records that a rank waits for others in a collective, or has waited there to its deadline."""
-        group, ranks, position, what, waited_ms, missing, is_over = fields
-        roster = generation.roster
-        others = tuple(rank for rank in missing or () if rank in roster.members and rank != request.rank)
-        members = members_of(ranks, roster.world_size)
-        if members is None:
-            members = tuple(rank for rank in ranks if rank in roster.members)
-        stuck = StuckCollective(group, members, position, what, waited_ms / 1000.0, (request.rank,), others)
-        if is_over:
-            return [*generation.stuck.report(stuck, request.now)]
-        generation.stuck.warn(stuck, request.now)
-        return []
-
-    def _status(self, generation: Generation, request: Request, status: Any, text: str) -> list[Action]:
-        generation.stuck.record_status(request.rank, status, text, request.now)
-        return []
-
     def _advance_stuck(self, now: float) -> list[Action]:
         """Logs due warnings, and ends due status requests.
 
@@ -450,75 +427,32 @@ class RendezvousCore:
                 actions += outcome
         return actions
 
-    # What the members share.
-
-    def _launched(
-        self, generation: Generation, request: Request, group: str, position: int, digest: int, text: str
-    ) -> list[Action]:
-        return [*generation.agreements.report_launched(request.rank, group, position, digest, text)]
-
-    def _agree(
-        self, generation: Generation, request: Request, group: str, position: int, digest: int, ranks: list[int] | None
-    ) -> list[Action]:
-        members = members_of(ranks, generation.roster.world_size)
-        if members is None or request.rank not in members:
-            return [outsider_refusal(generation.roster, request, f"group {group!r}", members or ranks or ())]
-        return [*generation.agreements.ask(request, group, members, position, digest)]
-
-    def _set(self, generation: Generation, request: Request, key: str, value: bytes, replaces: bool) -> list[Action]:
-        return [*generation.keys.set(request, key, value, replaces=replaces)]
-
-    def _get(self, generation: Generation, request: Request, key: str, from_rank: int | None) -> list[Action]:
-        return [*generation.keys.get(request, key, from_rank)]
-
-    def _delete(self, generation: Generation, request: Request, key: str) -> list[Action]:
-        return [*generation.keys.delete(request, key)]
-
-    def _arrive(
-        self,
-        generation: Generation,
-        request: Request,
-        name: str,
-        ranks: list[int] | None,
-        value: bytes | None = None,
-    ) -> list[Action]:
-        members = members_of(ranks, generation.roster.world_size)
-        if members is None or request.rank not in members:
-            return [outsider_refusal(generation.roster, request, f"barrier {name!r}", members or ranks or ())]
-        return [*generation.barriers.arrive(request, name, members, value)]
-
-    def _left_ranks(self, generation: Generation, request: Request, name: str, ranks: list[int] | None) -> list[Action]:
-        members: Members = members_of(ranks, generation.roster.world_size) or ()
-        return [*generation.departures.left_ranks(request, name, members)]
-
-
-class _When(enum.Enum):
-    """In which states of its generation a member's frame is handled."""
-
-    ALWAYS = enum.auto()
-    RUNNING = enum.auto()  # in any other state the frame is ignored, because it needs no answer
-    REQUEST = enum.auto()  # in any other state the answer is the generation's failure, or a refusal
-
 
 Handler = Callable[..., "list[Action]"]  # (core, generation, request, *fields)
+Service = Callable[["Generation"], Callable[..., Sequence[Action]]]  # the result takes (request, *fields)
 
-#: The handler of each frame that a member may send.
-_HANDLERS: dict[FrameType, tuple[_When, Handler]] = {
-    FrameType.HEARTBEAT: (_When.ALWAYS, RendezvousCore._heartbeat),
-    FrameType.CANCEL: (_When.ALWAYS, RendezvousCore._cancel),
-    FrameType.REPORT_FAILURE: (_When.ALWAYS, RendezvousCore._report_failure),
-    FrameType.LEAVE: (_When.ALWAYS, RendezvousCore._leave),
-    FrameType.LAUNCHED: (_When.RUNNING, RendezvousCore._launched),
-    FrameType.STATUS: (_When.RUNNING, RendezvousCore._status),
-    FrameType.STUCK: (_When.RUNNING, RendezvousCore._report_stuck),
-    FrameType.SET: (_When.REQUEST, RendezvousCore._set),
-    FrameType.GET: (_When.REQUEST, RendezvousCore._get),
-    FrameType.DELETE: (_When.REQUEST, RendezvousCore._delete),
-    FrameType.BARRIER: (_When.REQUEST, RendezvousCore._arrive),
-    FrameType.EXCHANGE: (_When.REQUEST, RendezvousCore._arrive),
-    FrameType.AGREE: (_When.REQUEST, RendezvousCore._agree),
-    FrameType.LEFT_RANKS: (_When.REQUEST, RendezvousCore._left_ranks),
+#: The frames that the core itself handles, in every state of the generation.
+_OF_CORE: dict[FrameType, Handler] = {
+    FrameType.HEARTBEAT: RendezvousCore._heartbeat,
+    FrameType.CANCEL: RendezvousCore._cancel,
+    FrameType.REPORT_FAILURE: RendezvousCore._report_failure,
+    FrameType.LEAVE: RendezvousCore._leave,
 }
-_NO_HANDLER = _When.REQUEST, RendezvousCore._refuse_frame
+#: The frames that get no answer, and are ignored unless the generation runs.
+_NOTED: dict[FrameType, Service] = {
+    FrameType.LAUNCHED: lambda generation: generation.agreements.report_launched,
+    FrameType.STATUS: lambda generation: generation.stuck.record_status,
+    FrameType.STUCK: lambda generation: generation.stuck.report,
+}
+#: The requests. Unless the generation runs, the answer is its failure, or a refusal.
+_ANSWERED: dict[FrameType, Service] = {
+    FrameType.SET: lambda generation: generation.keys.set,
+    FrameType.GET: lambda generation: generation.keys.get,
+    FrameType.DELETE: lambda generation: generation.keys.delete,
+    FrameType.BARRIER: lambda generation: generation.barriers.arrive,
+    FrameType.EXCHANGE: lambda generation: generation.barriers.arrive,
+    FrameType.AGREE: lambda generation: generation.agreements.ask,
+    FrameType.LEFT_RANKS: lambda generation: generation.departures.left_ranks,
+}
 #: The frames after which a generation may form or end.
 _CHANGING = (FrameType.CANCEL, FrameType.REPORT_FAILURE, FrameType.LEAVE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from gradsync.rendezvous.frames import (
     INVALID,
@@ -21,7 +21,7 @@ from gradsync.rendezvous.frames import (
     clip_text,
     is_under,
 )
-from gradsync.rendezvous.roster import Failure, Members, Roster, list_members, never_arrived
+from gradsync.rendezvous.roster import Failure, Members, Roster, list_members, members_of, never_arrived
 
 MAX_STORED_BYTES = 64 * 1024**2
 MAX_BARRIERS = 65_536
@@ -70,10 +70,11 @@ class WaitTarget(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """A request that waits for its target. `from_rank` is the rank that should set a key, if the reader gave one."""
+    """A request that waits for its target; for a key that is not set, also the key and the rank that should set it."""
 
     request: Request
     target: WaitTarget
+    key: str = ""
     from_rank: int | None = None
 
 
@@ -83,10 +84,9 @@ class WaitTable:
     def __init__(self) -> None:
         self._by_connection: dict[int, dict[int, Wait]] = {}
 
-    def add(self, request: Request, target: WaitTarget, from_rank: int | None = None) -> Wait:
+    def add(self, wait: Wait) -> Wait:
         """Opens a wait, and returns it."""
-        wait = Wait(request, target, from_rank)
-        self._by_connection.setdefault(request.connection, {})[request.sequence] = wait
+        self._by_connection.setdefault(wait.request.connection, {})[wait.request.sequence] = wait
         return wait
 
     def close(self, wait: Wait) -> None:
@@ -110,36 +110,17 @@ class WaitTable:
         return len(self._by_connection.get(connection, ()))
 
 
-class _KeyReads:
-    """The reads that wait for one key; `table` holds this object while at least one read waits."""
-
-    def __init__(self, key: str, table: dict[str, _KeyReads]) -> None:
-        self.waits: list[Wait] = []
-        self._key = key
-        self._table = table
-
-    def withdraw(self, wait: Wait) -> None:
-        """Removes this read."""
-        self.waits.remove(wait)
-        if not self.waits:
-            del self._table[self._key]
-
-    def missing_ranks(self, wait: Wait) -> tuple[int, ...]:
-        """Returns the rank that should set the key, if the reader gave one."""
-        return () if wait.from_rank is None else (wait.from_rank,)
-
-
 class Keys:
-    """The key-value store. A read of a key that is not set waits until the key is set."""
+    """The key-value store, and the `WaitTarget` of reads of keys that are not set yet."""
 
     def __init__(self, roster: Roster, waits: WaitTable) -> None:
         self._roster = roster
         self._waits = waits
         self._values: dict[str, bytes] = {}
-        self._reads: dict[str, _KeyReads] = {}
+        self._reads: dict[str, list[Wait]] = {}
         self._stored_bytes = 0
 
-    def set(self, request: Request, key: str, value: bytes, *, replaces: bool) -> list[Send]:
+    def set(self, request: Request, key: str, value: bytes, replaces: bool) -> list[Send]:
         """Stores a value, unless `replaces` is False and the key has one; answers whether it was stored."""
         if not replaces and key in self._values:
             return [request.reply(False)]
@@ -161,9 +142,18 @@ class Keys:
         gone = self._who_cannot_set(from_rank)
         if gone is not None:
             return [self._fail(request, key, gone)]
-        reads = self._reads.setdefault(key, _KeyReads(key, self._reads))
-        reads.waits.append(self._waits.add(request, reads, from_rank))
+        self._reads.setdefault(key, []).append(self._waits.add(Wait(request, self, key, from_rank)))
         return []
+
+    def withdraw(self, wait: Wait) -> None:
+        """Removes a read."""
+        self._reads[wait.key].remove(wait)
+        if not self._reads[wait.key]:
+            del self._reads[wait.key]
+
+    def missing_ranks(self, wait: Wait) -> tuple[int, ...]:
+        """Returns the rank that should set the key, if the reader gave one."""
+        return () if wait.from_rank is None else (wait.from_rank,)
 
     def delete(self, request: Request, key: str) -> list[Send]:
         """Removes a key, and answers whether the key was set."""
@@ -189,13 +179,12 @@ class Keys:
     def rank_left(self) -> list[Send]:
         """Fails the reads of keys that no remaining rank will set."""
         sends = []
-        for key, reads in list(self._reads.items()):
-            for wait in list(reads.waits):
-                gone = self._who_cannot_set(wait.from_rank)
-                if gone is not None:
-                    self._waits.close(wait)
-                    reads.withdraw(wait)
-                    sends.append(self._fail(wait.request, key, gone))
+        for wait in [wait for reads in self._reads.values() for wait in reads]:
+            gone = self._who_cannot_set(wait.from_rank)
+            if gone is not None:
+                self._waits.close(wait)
+                self.withdraw(wait)
+                sends.append(self._fail(wait.request, wait.key, gone))
         return sends
 
     def _who_cannot_set(self, from_rank: int | None) -> int | None:
@@ -220,81 +209,96 @@ class Keys:
         return True
 
     def _answer_reads(self, key: str) -> list[Send]:
-        reads = self._reads.pop(key, None)
-        if reads is None:
-            return []
-        for wait in reads.waits:
+        reads = self._reads.pop(key, [])
+        for wait in reads:
             self._waits.close(wait)
-        return [wait.request.reply(self._values[key]) for wait in reads.waits]
+        return [wait.request.reply(self._values[key]) for wait in reads]
 
 
-class Barrier:
-    """One barrier or exchange. It ends when the last member has arrived, which releases all members.
+class Gathering:
+    """Members that wait until all of them have arrived, each with a value: at a barrier, exchange or agreement.
+
+    Args:
+        ranks: the members.
+        waits: the server's table of open waits.
 
     Attributes:
-        key: the name, the members, and whether this is an exchange.
-        arrived: the waits of the members that have arrived, by rank.
-        values: in an exchange, the values of the members that have arrived, by rank.
+        ranks: the members.
+        waits: the waits of the members that have arrived, by rank.
+        values: the values of the members that have arrived, by rank.
     """
 
-    def __init__(self, key: tuple[str, Members, bool]) -> None:
-        self.key = key
-        self.name, self.ranks, self.is_exchange = key
-        self.arrived: dict[int, Wait] = {}
-        self.values: dict[int, bytes] = {}
+    def __init__(self, ranks: Members, waits: WaitTable) -> None:
+        self.ranks = ranks
+        self.waits: dict[int, Wait] = {}
+        self.values: dict[int, Any] = {}
+        self._table = waits
         self._cancelled: set[int] = set()  # ranks that have arrived and then cancelled their wait
 
-    def arrive(self, wait: Wait, value: bytes | None) -> bool:
-        """Records an arrival; returns whether it was the last one."""
-        rank = wait.request.rank
-        self.arrived[rank] = wait
-        if value is not None:
-            self.values[rank] = value
-        self._cancelled.discard(rank)
-        return len(self.arrived) == len(self.ranks)
+    @property
+    def is_complete(self) -> bool:
+        """Whether all members have arrived."""
+        return len(self.values) == len(self.ranks)
+
+    def arrive(self, request: Request, value: Any) -> None:
+        """Records an arrival, and opens the member's wait."""
+        self.waits[request.rank] = self._table.add(Wait(request, self))
+        self.values[request.rank] = value
+        self._cancelled.discard(request.rank)
 
     def withdraw(self, wait: Wait) -> None:
         """Removes a member's arrival, as if the member had not arrived yet."""
-        del self.arrived[wait.request.rank]
-        self.values.pop(wait.request.rank, None)
+        del self.waits[wait.request.rank], self.values[wait.request.rank]
         self._cancelled.add(wait.request.rank)
 
     def absent_ranks(self) -> Iterator[int]:
-        """Iterates over the members that do not wait at this barrier now."""
-        return (rank for rank in self.ranks if rank not in self.arrived)
+        """Iterates over the members that have not arrived."""
+        return (rank for rank in self.ranks if rank not in self.values)
 
     def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
-        """Returns the ranks that never arrived; if there are none, the ranks that cancelled their wait."""
+        """Returns the members that never arrived; if there are none, the members that cancelled their wait."""
         return never_arrived(self.absent_ranks(), self._cancelled)
+
+    def close(self) -> list[Request]:
+        """Ends all waits; returns their requests."""
+        waits, self.waits = list(self.waits.values()), {}
+        for wait in waits:
+            self._table.close(wait)
+        return [wait.request for wait in waits]
 
 
 class Barriers:
-    """The open barriers and exchanges of a generation, by name and members."""
+    """The open barriers and exchanges of a generation, by name, members, and whether it is an exchange."""
 
     def __init__(self, roster: Roster, waits: WaitTable) -> None:
         self._roster = roster
         self._waits = waits
-        self._barriers: dict[tuple[str, Members, bool], Barrier] = {}
+        self._barriers: dict[tuple[str, Members, bool], Gathering] = {}
 
-    def arrive(self, request: Request, name: str, ranks: Members, value: bytes | None = None) -> list[Send]:
+    def arrive(self, request: Request, name: str, ranks: list[int] | None, value: bytes | None = None) -> list[Send]:
         """Records a rank's arrival, and its value in an exchange; the last arrival releases all ranks."""
         what = "barrier" if value is None else "exchange"
-        if value is not None and len(value) * len(ranks) > MAX_EXCHANGED_BYTES:
-            limit = MAX_EXCHANGED_BYTES // len(ranks)
-            needed = f"with {len(ranks)} ranks needs values of at most {limit} bytes each, got {len(value)} bytes"
+        members = members_with(request, ranks, self._roster, f"{what} {name!r}")
+        if isinstance(members, Send):
+            return [members]
+        if value is not None and len(value) * len(members) > MAX_EXCHANGED_BYTES:
+            limit = MAX_EXCHANGED_BYTES // len(members)
+            needed = f"with {len(members)} ranks needs values of at most {limit} bytes each, got {len(value)} bytes"
             return [request.refuse(f"{what} {name!r} {needed}")]
-        key = name, ranks, value is not None
+        key = name, members, value is not None
         barrier = self._barriers.get(key)
         if barrier is None:
             if len(self._barriers) >= MAX_BARRIERS:
                 return [request.refuse(f"more than {MAX_BARRIERS} barriers are open at the same time", REFUSED)]
-            barrier = self._barriers[key] = Barrier(key)
-        if request.rank in barrier.arrived:
+            barrier = self._barriers[key] = Gathering(members, self._waits)
+        if request.rank in barrier.waits:
             return [request.refuse(f"{self._roster.label(request.rank)} already waits in {what} {name!r}")]
-        if barrier.arrive(self._waits.add(request, barrier), value):
-            return self._release(barrier)
+        barrier.arrive(request, value)
+        if barrier.is_complete:
+            del self._barriers[key]
+            return _release(barrier)
         left = self._roster.first_left(barrier.absent_ranks())
-        return [] if left is None else self._fail(barrier, left)
+        return [] if left is None else self._fail(key, left)
 
     def forget(self, prefix: str) -> None:
         """Removes the barriers of a group that all members have left."""
@@ -303,30 +307,26 @@ class Barriers:
 
     def rank_left(self, rank: int) -> list[Send]:
         """Fails the barriers that still need a rank that has left."""
-        waiting = [barrier for barrier in self._barriers.values() if barrier.arrived and rank in barrier.ranks]
-        return [send for barrier in waiting for send in self._fail(barrier, rank)]
+        waiting = [key for key, barrier in self._barriers.items() if barrier.waits and rank in barrier.ranks]
+        return [send for key in waiting for send in self._fail(key, rank)]
 
-    def _release(self, barrier: Barrier) -> list[Send]:
-        waits = self._close(barrier)
-        if not barrier.is_exchange:
-            return [wait.request.reply() for wait in waits]
-        pieces = _pieces([value for _, value in sorted(barrier.values.items())])
-        return [
-            Send(wait.request.connection, FrameType.VALUES, (wait.request.sequence, piece is pieces[-1], piece))
-            for wait in waits
-            for piece in pieces
-        ]
+    def _fail(self, key: tuple[str, Members, bool], left: int) -> list[Send]:
+        failure = self._roster.left_failure(left, f"barrier {key[0]!r} needs this rank")
+        return [request.fail(failure) for request in self._barriers.pop(key).close()]
 
-    def _fail(self, barrier: Barrier, left: int) -> list[Send]:
-        failure = self._roster.left_failure(left, f"barrier {barrier.name!r} needs this rank")
-        return [wait.request.fail(failure) for wait in self._close(barrier)]
 
-    def _close(self, barrier: Barrier) -> list[Wait]:
-        """Removes a barrier that has ended; returns the waits of the members that had arrived."""
-        del self._barriers[barrier.key]
-        for wait in barrier.arrived.values():
-            self._waits.close(wait)
-        return list(barrier.arrived.values())
+def _release(barrier: Gathering) -> list[Send]:
+    """Answers the members of a barrier, or with all values the members of an exchange."""
+    values = [value for _, value in sorted(barrier.values.items())]
+    requests = barrier.close()
+    if values[0] is None:
+        return [request.reply() for request in requests]
+    pieces = _pieces(values)
+    return [
+        Send(request.connection, FrameType.VALUES, (request.sequence, piece is pieces[-1], piece))
+        for request in requests
+        for piece in pieces
+    ]
 
 
 def _pieces(values: list[bytes]) -> list[list[bytes]]:
@@ -358,17 +358,17 @@ class Departures:
         self._removers = tuple(removers)
         self._left: dict[tuple[str, Members], dict[int, int]] = {}
 
-    def leave(self, request: Request, name: str, members: Members, position: int) -> None:
+    def leave(self, request: Request, name: str, ranks: list[int] | None, position: int) -> None:
         """Records that a member has left a group. A LEAVE frame gets no answer, so a wrong one is ignored."""
-        group = name, members
-        if request.rank not in members or (group not in self._left and len(self._left) >= _MAX_NAMES_LEFT):
+        group = name, members_of(ranks, self._roster.world_size) or ()
+        if request.rank not in group[1] or (group not in self._left and len(self._left) >= _MAX_NAMES_LEFT):
             return
         self._left.setdefault(group, {}).setdefault(request.rank, position)
         self._remove_if_empty(group)
 
-    def left_ranks(self, request: Request, name: str, members: Members) -> list[Send]:
+    def left_ranks(self, request: Request, name: str, ranks: list[int] | None) -> list[Send]:
         """Answers with the members that have left a group, and the number of collectives that each had begun in it."""
-        left = sorted(self._left.get((name, members), {}).items())
+        left = sorted(self._left.get((name, members_of(ranks, self._roster.world_size) or ()), {}).items())
         return [request.reply([number for rank_and_position in left for number in rank_and_position])]
 
     def rank_left(self, rank: int) -> None:
@@ -388,7 +388,10 @@ class Departures:
             remove(name)
 
 
-def outsider_refusal(roster: Roster, request: Request, what: str, members: Iterable[int]) -> Send:
-    """Refuses a request for a group that does not include the asking rank, or includes ranks that do not exist."""
-    label = roster.label(request.rank)
-    return request.refuse(f"{what} needs existing ranks that include {label}, got {list_members(members)}")
+def members_with(request: Request, ranks: list[int] | None, roster: Roster, what: str) -> Members | Send:
+    """Returns the members that a request names; a refusal if the asking rank is none of them, or one does not exist."""
+    members = members_of(ranks, roster.world_size)
+    if members is not None and request.rank in members:
+        return members
+    label, given = roster.label(request.rank), list_members(members or ranks or ())
+    return request.refuse(f"{what} needs existing ranks that include {label}, got {given}")

@@ -24,8 +24,8 @@ from gradsync.rendezvous.frames import (
     clip_text,
 )
 from gradsync.rendezvous.liveness import Peers, ProcessState
-from gradsync.rendezvous.roster import Failure, Members, MemberState, Roster, failure_room_bytes
-from gradsync.rendezvous.store import WaitTable
+from gradsync.rendezvous.roster import Failure, Members, MemberState, Roster, failure_room_bytes, members_of
+from gradsync.rendezvous.store import Request, WaitTable
 
 ANSWER_SECONDS = 0.4
 _WARNING_SECONDS = 0.3  # how long after the first report the notice is logged, because waiting ranks report one by one
@@ -109,8 +109,39 @@ class StuckCollectives:
             return notice_at if self._inquiry is None else self._inquiry.due_at
         return min(notice_at, self._inquiry.due_at)
 
-    def warn(self, stuck: StuckCollective, now: float) -> None:
-        """Records that a rank waits in a collective. Each collective gets one notice, 0.3 s after the first report."""
+    def report(
+        self,
+        request: Request,
+        group: str,
+        ranks: list[int] | None,
+        position: int,
+        what: str,
+        waited_ms: int,
+        missing: list[int] | None,
+        is_over: bool,
+    ) -> list[Send]:
+        """Records that a rank waits for others in a collective, or has waited there to its deadline.
+
+        Each collective gets one notice, 0.3 s after the first report. At the first deadline, the server asks every
+        member for its status.
+        """
+        known, rank = self._roster.members, request.rank
+        members = members_of(ranks, self._roster.world_size) or tuple(other for other in ranks or () if other in known)
+        others = tuple(other for other in missing or () if other in known and other != rank)
+        stuck = StuckCollective(group, members, position, what, waited_ms / 1000.0, (rank,), others)
+        if not is_over:
+            self._warn(stuck, request.now)
+        elif self._inquiry is None:
+            asked = self._roster.present()
+            self._inquiry = Inquiry({rank: stuck}, request.now + ANSWER_SECONDS, {rank for rank, _ in asked})
+            return [Send(member.connection, FrameType.STATUS_REQUEST, ()) for _, member in asked]
+        else:
+            first = _first(self._inquiry.reports)
+            if (group, position) == (first.group, first.position):
+                self._inquiry.reports[rank] = stuck
+        return []
+
+    def _warn(self, stuck: StuckCollective, now: float) -> None:
         key = stuck.group, stuck.position
         if key not in self._reports or (stuck.position == OF_MESSAGES and key not in self._due):
             if len(self._reports) >= _MAX_COLLECTIVES:
@@ -121,32 +152,17 @@ class StuckCollectives:
             self._due[key] = now + _WARNING_SECONDS
         self._reports[key].setdefault(stuck.waiting[0], stuck)
 
-    def report(self, stuck: StuckCollective, now: float) -> list[Send]:
-        """Records that a rank's collective has reached its deadline.
-
-        After the first such report, the server asks every member for its status.
-        """
-        [rank] = stuck.waiting
-        if self._inquiry is not None:
-            first = _first(self._inquiry.reports)
-            if (stuck.group, stuck.position) == (first.group, first.position):
-                self._inquiry.reports[rank] = stuck
-            return []
-        asked = self._roster.present()
-        self._inquiry = Inquiry({rank: stuck}, now + ANSWER_SECONDS, {rank for rank, _ in asked})
-        return [Send(member.connection, FrameType.STATUS_REQUEST, ()) for _, member in asked]
-
-    def record_status(self, rank: int, status: Status, text: str, now: float) -> None:
+    def record_status(self, request: Request, status: Status, text: str) -> list[Send]:
         """Records a rank's status; if an inquiry is open, the status is the rank's answer."""
+        rank, inquiry = request.rank, self._inquiry
         self._roster.members[rank].positions = {group: begun for group, (begun, _) in status.items()}
-        inquiry = self._inquiry
-        if inquiry is None or rank not in inquiry.unanswered:
-            return
-        inquiry.unanswered.discard(rank)
-        inquiry.texts[rank] = text
-        inquiry.calls[rank] = {group: calls for group, (_, calls) in status.items() if calls}
-        if not inquiry.unanswered:
-            inquiry.due_at = now
+        if inquiry is not None and rank in inquiry.unanswered:
+            inquiry.unanswered.discard(rank)
+            inquiry.texts[rank] = text
+            inquiry.calls[rank] = {group: calls for group, (_, calls) in status.items() if calls}
+            if not inquiry.unanswered:
+                inquiry.due_at = request.now
+        return []
 
     def advance(self, now: float, peers: Peers) -> list[Action] | Failure:
         """Returns the notices that are due, or the failure that ends the generation."""

@@ -21,9 +21,10 @@ from hypothesis.stateful import (
 )
 from reference_model import WORLD_SIZE, ReferenceModel, Told, Waiting
 
+from gradsync.rendezvous import store
 from gradsync.rendezvous.frames import FrameType
 from gradsync.rendezvous.protocol import RendezvousCore
-from gradsync.rendezvous.store import Barriers, Keys
+from gradsync.rendezvous.store import Keys
 
 RANKS = st.integers(0, WORLD_SIZE - 1)
 QUIET_STEPS = 8  # between two that end something: else most requests would meet a generation that has failed
@@ -166,8 +167,8 @@ TestCoreMachine.settings = SETTINGS
 
 
 def _the_barrier_forgets_one(patch: pytest.MonkeyPatch) -> None:
-    original = Barriers._release
-    patch.setattr(Barriers, "_release", lambda self, barrier: original(self, barrier)[1:])
+    original = store._release
+    patch.setattr(store, "_release", lambda barrier: original(barrier)[1:])
 
 
 def _a_deleted_key_is_kept(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from gradsync.rendezvous.frames import Decision, FrameType
 from gradsync.rendezvous.liveness import Peers
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.roster import Roster
-from gradsync.rendezvous.store import Barrier, Barriers, Keys
+from gradsync.rendezvous.store import Gathering, Keys
 from gradsync.rendezvous.stuck import StuckCollective, StuckCollectives
 from gradsync.rendezvous.wire import Session
 
@@ -105,17 +105,17 @@ def _the_failed_generation_goes_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_barrier_lets_one_through(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Barrier, "arrive", lambda self, wait, _: bool(self.arrived.setdefault(wait.request.rank, wait)))
+    patch.setattr(Gathering, "is_complete", property(lambda self: bool(self.values)))
 
 
 def _who_gave_up_still_counts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Barrier, "withdraw", lambda self, wait: None)
+    patch.setattr(Gathering, "withdraw", lambda self, wait: None)
 
 
 def _deadlines_are_not_kept(patch: pytest.MonkeyPatch) -> None:
     original = RendezvousCore._cancel
     patch.setattr(RendezvousCore, "_cancel", lambda self, *args: [a for a in original(self, *args) if a is None])
-    patch.setitem(protocol._HANDLERS, FrameType.CANCEL, (protocol._When.ALWAYS, RendezvousCore._cancel))
+    patch.setitem(protocol._OF_CORE, FrameType.CANCEL, RendezvousCore._cancel)
 
 
 def _clocks_are_kept(patch: pytest.MonkeyPatch) -> None:
@@ -123,13 +123,11 @@ def _clocks_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rounds_are_kept_open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Barriers, "_close", lambda self, barrier: list(barrier.arrived.values()))
+    patch.setattr(Gathering, "close", lambda self: [wait.request for wait in self.waits.values()])
 
 
 def _who_differs_is_told_the_same(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        Agreement, "decision", lambda self: Decision.AGREED if len(self.digests) == len(self.group.ranks) else None
-    )
+    patch.setattr(Agreement, "decision", lambda self: Decision.AGREED if len(self.values) == len(self.ranks) else None)
 
 
 def _the_first_value_stays(patch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ from simulation.run import play
 from simulation.scenario import HARMLESS, draw
 from simulation_run import play_all
 
-from gradsync.rendezvous import connection, roster
+from gradsync.rendezvous import connection, roster, store
 from gradsync.rendezvous.connection import Connection
 from gradsync.rendezvous.liveness import Judgement, Peer, Peers
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.server import RendezvousServer
-from gradsync.rendezvous.store import Barriers, Keys
+from gradsync.rendezvous.store import Keys
 from gradsync.rendezvous.wire import FrameReader
 
 SEEDS = 1000
@@ -116,8 +116,8 @@ def _a_rest_of_the_bytes_is_dropped(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_barrier_releases_the_last_one_only(patch: pytest.MonkeyPatch) -> None:
-    original = Barriers._release
-    patch.setattr(Barriers, "_release", lambda self, barrier: original(self, barrier)[-1:])
+    original = store._release
+    patch.setattr(store, "_release", lambda barrier: original(barrier)[-1:])
 
 
 def _a_read_is_not_answered(patch: pytest.MonkeyPatch) -> None:
