@@ -11,11 +11,11 @@ unexport PYTHONDONTWRITEBYTECODE
 #   PYTHONPATH=src python3 -m pytest -m gpu -rs
 #   PYTHONPATH=src python3 benchmarks/gpu.py
 define with_cupy
-if $(PYTHON) -c 'import cupy, pytest, pytest_benchmark, pytest_timeout, hypothesis, ml_dtypes, msgpack, click, rich' 2>/dev/null; then PYTHONPATH=src $(PYTHON) $(1); \
+if $(PYTHON) -c 'import cupy, pytest, pytest_timeout, hypothesis, ml_dtypes, msgpack, click, rich' 2>/dev/null; then PYTHONPATH=src $(PYTHON) $(1); \
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo test lint docs peers prove soak test-pythons test-gpu bench bench-compare bench-training bench-peers \
+.PHONY: help demo test lint docs peers prove soak test-pythons test-gpu bench bench-training bench-peers \
 	bench-mpi bench-failures bench-rendezvous bench-gpu clean
 help:            ## list the targets, and how long each takes on two cores
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -94,19 +94,8 @@ test-gpu:        ## run the tests that need a GPU, with your CuPy, and write the
 	@$(call with_cupy,benchmarks/gpu_tests.py)
 
 # The benchmarks write JSON under benchmarks/results; `python benchmarks/readme.py` puts it into the pages.
-BENCHMARKED := benchmarks/results/pytest_benchmark
-OLD ?= $(BENCHMARKED)_before.json
-NEW ?= $(BENCHMARKED).json
-
-bench: $(VENV)/.dev  ## time import, start-up, packing, planning and others (1 minute)
-	@if [ -f $(BENCHMARKED).json ]; then cp $(BENCHMARKED).json $(BENCHMARKED)_before.json; fi
-	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:xdist --override-ini addopts= -q \
-		--benchmark-json=$(BENCHMARKED).json
+bench: $(VENV)/.dev  ## time import, start-up, steps of known models and the flight recorder (1 minute)
 	$(BIN)/python benchmarks/basic_costs.py
-
-bench-compare: $(VENV)/.dev  ## compare the last two runs of bench, or the files OLD=FILE and NEW=FILE (2 s)
-	@ls $(OLD) $(NEW) >/dev/null || { echo "run \`make bench\` twice, or name two of its JSON files: OLD=FILE NEW=FILE"; exit 2; }
-	$(BIN)/pytest-benchmark compare $(OLD) $(NEW) --group-by=fullname --columns=median,iqr,min,rounds --sort=name
 
 bench-training: $(VENV)/.dev  ## time training with and without ranks on the same cores (2 minutes)
 	$(BIN)/python benchmarks/training_speed.py

@@ -124,23 +124,6 @@ def test_every_benchmark_is_here() -> None:
     assert scripts - OTHER_SCRIPTS == {smoke.script for smoke in SMOKES}
 
 
-def test_speed_tests(tmp_path: Path) -> None:
-    """As `make bench` runs them, for an instant each."""
-    output = tmp_path / "made.json"
-    command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "-p", "no:xdist", "-q"]
-    shortest = ["--benchmark-min-rounds=1", "--benchmark-max-time=0.001", "--benchmark-warmup=off"]
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [*command, *shortest, "--override-ini", "addopts=", f"--benchmark-json={output}"],
-        cwd=ROOT, env=alone, capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    rows = json.loads(output.read_text())["benchmarks"]
-    medians = {row["fullname"].partition("::")[0]: row["stats"]["median"] for row in rows}
-    assert medians.keys() == {f"benchmarks/{path.name}" for path in BENCHMARKS.glob("test_*.py")}
-    assert min(medians.values()) > 0
-
-
 @pytest.mark.gpu
 def test_smoke_on_a_gpu(tmp_path: Path) -> None:
     check(Smoke("gpu", ("--tiny",), 8), tmp_path / "made.json")
