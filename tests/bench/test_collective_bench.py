@@ -24,9 +24,8 @@ from gradsync.bench.collectives import (
     sizes_between,
     table,
 )
-from gradsync.bench.command import collectives
 from gradsync.bench.report import Seconds, plot
-from gradsync.cli import main
+from gradsync.cli import collectives, main
 from gradsync.errors import size_text
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux")
