@@ -229,7 +229,7 @@ def leave_no_group_open(comm: Any) -> None:
     array = full(1, 4)
 
     def reduce(op: int = nccl.NCCL_SUM) -> None:
-        handle.call("allReduce", array.data.ptr, array.data.ptr, 4, nccl.NCCL_FLOAT32, op, 0)
+        handle.call("allReduce", array.data.ptr, array.data.ptr, 4, nccl.NCCL_FLOAT32, op)
 
     def fail(error: BaseException) -> None:
         with handle.group():

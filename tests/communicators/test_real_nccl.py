@@ -64,14 +64,14 @@ def test_codes_are_as_the_stand_in_has_them() -> None:
 
 def test_the_table_of_errors() -> None:
     """CuPy's own error does not know the codes 7 and 8."""
-    from gradsync.communicators.nccl.library import RESULT_NAMES
+    from gradsync.communicators.nccl.library import RESULTS
 
     nccl = library()
-    for code, name in RESULT_NAMES.items():
+    for code, (name, _) in RESULTS.items():
         with pytest.raises(gs.NcclError) as caught, nccl._errors("ncclAllReduce"):
             raise nccl.binding.NcclError(code)
         assert (caught.value.code, caught.value.name) == (code, name)
-    assert set(range(1, 9)) == set(RESULT_NAMES)
+    assert set(range(1, 9)) == set(RESULTS)
 
 
 def test_the_methods_have_the_arguments_that_are_given() -> None:

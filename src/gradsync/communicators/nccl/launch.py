@@ -267,8 +267,11 @@ class Launch:
         status = cupy.cuda.runtime.eventQuery(self.ended.ptr)
         if status == _CUDA_NOT_READY or status in _CUDA_CAPTURE:  # the latter: another thread captures a graph
             return False
-        if status == CUDA_SUCCESS and self._nccl.has_failed():
-            return False  # the collective has ended without a result; the watcher will find the reason
+        if status == CUDA_SUCCESS:
+            try:
+                self._nccl.check()
+            except NcclError:
+                return False  # the collective has ended without a result; the watcher will find the reason
         self._end(None if status == CUDA_SUCCESS else self._device_error(status))
         return True
 

@@ -36,25 +36,25 @@ from gradsync.machine import run_with_timeout
 from gradsync.reduction import ReduceOp, dtype_name
 from gradsync.rendezvous.client import RendezvousClient
 
-RESULT_NAMES = {
-    1: "ncclUnhandledCudaError",
-    2: "ncclSystemError",
-    3: "ncclInternalError",
-    4: "ncclInvalidArgument",
-    5: "ncclInvalidUsage",
-    6: "ncclRemoteError",
-    7: "ncclInProgress",
-    8: "ncclTimeout",
-}
-_HINTS = {
-    1: "a CUDA call failed: look for an earlier error in this rank's own kernels, or set NCCL_DEBUG=INFO",
-    2: "a system call failed: is /dev/shm too small, or a network interface down? NCCL_DEBUG=INFO names the call",
-    3: "this is a bug in NCCL, or memory was overwritten; NCCL_DEBUG=INFO shows where",
-    4: "NCCL refused an argument; NCCL_DEBUG=WARN names the argument",
-    5: "ranks share a GPU, or make different calls; NCCL_DEBUG=WARN shows the reason",
-    6: "another rank, or the network to that rank, failed: the other rank's message shows the cause",
-    7: "NCCL_COMM_BLOCKING=0 is set: CuPy cannot use communicators that do not block",
-    8: "NCCL waited too long for another rank",
+#: For each result code of NCCL, its name and a hint for the user.
+RESULTS = {
+    1: (
+        "ncclUnhandledCudaError",
+        "a CUDA call failed: look for an earlier error in this rank's own kernels, or set NCCL_DEBUG=INFO",
+    ),
+    2: (
+        "ncclSystemError",
+        "a system call failed: is /dev/shm too small, or a network interface down? NCCL_DEBUG=INFO names the call",
+    ),
+    3: ("ncclInternalError", "this is a bug in NCCL, or memory was overwritten; NCCL_DEBUG=INFO shows where"),
+    4: ("ncclInvalidArgument", "NCCL refused an argument; NCCL_DEBUG=WARN names the argument"),
+    5: ("ncclInvalidUsage", "ranks share a GPU, or make different calls; NCCL_DEBUG=WARN shows the reason"),
+    6: (
+        "ncclRemoteError",
+        "another rank, or the network to that rank, failed: the other rank's message shows the cause",
+    ),
+    7: ("ncclInProgress", "NCCL_COMM_BLOCKING=0 is set: CuPy cannot use communicators that do not block"),
+    8: ("ncclTimeout", "NCCL waited too long for another rank"),
 }
 
 DESTROY_SECONDS = 10.0
@@ -164,12 +164,12 @@ class Nccl:
 
         The error's text has the call, NCCL's own text, versions and a hint.
         """
-        name = RESULT_NAMES.get(code, f"ncclResult {code}")
+        name, hint = RESULTS.get(code, (f"ncclResult {code}", "NCCL_DEBUG=INFO shows more"))
         last = self.last_error()
         return NcclError(
             f"{self.label + ': ' if self.label else ''}{call} failed with {name} ({code})"
             + (f": {last}" if last else "")
-            + f"; {_HINTS.get(code, 'NCCL_DEBUG=INFO shows more')}. NCCL {version_text(self.version)} from "
+            + f"; {hint}. NCCL {version_text(self.version)} from "
             f"{library_path()}, CuPy {self._cupy_version}",
             code=code,
             name=name,
@@ -250,9 +250,7 @@ class Nccl:
         """Reduces the sources of all ranks into every rank's `target`, which may be the same array as its `source`."""
         datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
         count = source.size * per_element
-        self.call(
-            "allReduce", source.data.ptr, target.data.ptr, count, datatype, self._ops[op], self._current_stream().ptr
-        )
+        self.call("allReduce", source.data.ptr, target.data.ptr, count, datatype, self._ops[op])
 
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int) -> None:
         """Reduces the sources of all ranks into the root's `target`, which may be its `source`.
@@ -262,7 +260,7 @@ class Nccl:
         datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
         pointers = source.data.ptr, 0 if target is None else target.data.ptr
         count = source.size * per_element
-        self.call("reduce", *pointers, count, datatype, self._ops[op], root, self._current_stream().ptr)
+        self.call("reduce", *pointers, count, datatype, self._ops[op], root)
 
     def reduce_scatter(self, source: Any, target: Any, op: ReduceOp) -> None:
         """Cuts the sources into equal parts, and reduces part i of all sources into the `target` of rank i.
@@ -271,40 +269,32 @@ class Nccl:
         """
         datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
         count = target.size * per_element
-        self.call(
-            "reduceScatter",
-            source.data.ptr,
-            target.data.ptr,
-            count,
-            datatype,
-            self._ops[op],
-            self._current_stream().ptr,
-        )
+        self.call("reduceScatter", source.data.ptr, target.data.ptr, count, datatype, self._ops[op])
 
     def broadcast(self, flat: Any, root: int) -> None:
         """Copies the root's bytes to all ranks."""
         pointer = flat.data.ptr
         if flat.size:
-            self.call("broadcast", pointer, pointer, flat.nbytes, self._bytes, root, self._current_stream().ptr)
+            self.call("broadcast", pointer, pointer, flat.nbytes, self._bytes, root)
 
     def all_gather(self, source: Any, target: Any) -> None:
         """Gathers parts of equal size from all ranks on every rank; `source` may be this rank's part of `target`."""
         pointers = source.data.ptr, target.data.ptr
         if source.size:
-            self.call("allGather", *pointers, source.nbytes, self._bytes, self._current_stream().ptr)
+            self.call("allGather", *pointers, source.nbytes, self._bytes)
 
     def send(self, flat: Any, peer: int) -> None:
         """Sends bytes to another rank, which must receive the same number of bytes."""
         if flat.size:
-            self.call("send", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
+            self.call("send", flat.data.ptr, flat.nbytes, self._bytes, peer)
 
     def receive(self, flat: Any, peer: int) -> None:
         """Receives bytes from another rank, which must send the same number of bytes."""
         if flat.size:
-            self.call("recv", flat.data.ptr, flat.nbytes, self._bytes, peer, self._current_stream().ptr)
+            self.call("recv", flat.data.ptr, flat.nbytes, self._bytes, peer)
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Calls a method of CuPy's communicator and returns its result.
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls a method of CuPy's communicator with the given arguments and the current stream.
 
         Raises:
             NcclError: NCCL refused the call, or failed.
@@ -314,7 +304,7 @@ class Nccl:
             if self._how is not None:
                 raise self._ended_error(name)
             try:
-                return getattr(self._raw, name)(*arguments)
+                getattr(self._raw, name)(*arguments, self._current_stream().ptr)
             except (self.binding.NcclError, KeyError) as error:
                 raise self._nccl_error(error, f"nccl{name[0].upper()}{name[1:]}") from error
 
@@ -352,18 +342,10 @@ class Nccl:
         """Raises NcclError if a collective has failed after its launch (ncclCommGetAsyncError)."""
         with self._ending:
             if self._how is None:
-                with self._errors("a collective"):
-                    self._raw.check_async_error()
-
-    def has_failed(self) -> bool:
-        """Whether `check` would raise an error."""
-        with self._ending:
-            if self._how is None:
                 try:
                     self._raw.check_async_error()
-                except (self.binding.NcclError, KeyError):
-                    return True
-        return False
+                except (self.binding.NcclError, KeyError) as error:
+                    raise self._nccl_error(error, "a collective") from error
 
     @contextlib.contextmanager
     def _errors(self, call: str) -> Iterator[None]:
@@ -373,7 +355,7 @@ class Nccl:
         except (self.binding.NcclError, KeyError) as error:
             raise self._nccl_error(error, call) from error
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
-            raise NcclError(f"{self.label}: {call}: {error}", code=1, name=RESULT_NAMES[1]) from error
+            raise NcclError(f"{self.label}: {call}: {error}", code=1, name=RESULTS[1][0]) from error
 
     def _nccl_error(self, error: Exception, call: str) -> NcclError:
         if isinstance(error, KeyError):  # CuPy's NcclError does not know results 7 and 8
