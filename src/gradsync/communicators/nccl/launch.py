@@ -19,6 +19,7 @@ import cupy
 import numpy as np
 
 from gradsync.arguments import integer_of
+from gradsync.communicators.backend import Backend
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.nccl.speculative_agreement import Agreed
 from gradsync.diagnostics import Running, finish
@@ -102,12 +103,10 @@ class Launch:
         callbacks: the functions to call when the collective has ended.
 
     Args:
-        label: this rank's name in errors.
+        backend: the communicator's backend.
         check: a function that raises the error that has broken the communicator, if there is one.
-        note_raised: a function; `wait` and `order` call it with each error that they raise.
         nccl: this rank's NCCL communicator.
         events: the pool of CUDA events of the communicator's device.
-        timeout_seconds: how long `wait` waits if its caller passes no timeout.
         stream: the stream on which the collective runs.
     """
 
@@ -120,22 +119,11 @@ class Launch:
     has_host_results = False
     _calls_back = False  # whether callbacks are being called; functions that are added meanwhile are called later
 
-    def __init__(
-        self,
-        label: str,
-        check: Callable[[], None],
-        note_raised: Callable[[BaseException], None],
-        nccl: Nccl,
-        events: Events,
-        timeout_seconds: float,
-        stream: Any,
-    ) -> None:
-        self._label = label
+    def __init__(self, backend: Backend, check: Callable[[], None], nccl: Nccl, events: Events, stream: Any) -> None:
+        self._backend = backend
         self._check = check
-        self._note_raised = note_raised
         self._nccl = nccl
         self._events = events
-        self._timeout_seconds = timeout_seconds
         self.stream = stream
         self.started, self.ended = events.take()
         self.thread = threading.get_ident()
@@ -148,7 +136,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        return f"{self._label}: a collective"
+        return f"{self._backend.label}: a collective"
 
     # -- While launching -----------------------------------------------------------------------------------------
 
@@ -202,7 +190,7 @@ class Launch:
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """See Completion."""
-        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        seconds = self._backend.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + seconds
         # If the collective has begun on the GPU, the watcher finds the missing ranks, and every rank gets the same
         # error.
@@ -247,10 +235,6 @@ class Launch:
         peers = [agreement.peer for agreement, _ in self.agreed if agreement.peer is not None]
         return peers if self.agreed and len(peers) == len(self.agreed) else None
 
-    def fail(self, error: BaseException) -> None:
-        """Ends the launch with an error, even if the GPU has reached the event `ended`."""
-        self._end(error)
-
     def take_memory(self) -> list[Any]:
         """Returns all references of the launch to the memory that the GPU reads or writes, and drops them."""
         memory = [*self.memory, *self._host_results]
@@ -272,7 +256,7 @@ class Launch:
                 self._nccl.check()
             except NcclError:
                 return False  # the collective has ended without a result; the watcher will find the reason
-        self._end(None if status == CUDA_SUCCESS else self._device_error(status))
+        self.end(None if status == CUDA_SUCCESS else self._device_error(status))
         return True
 
     def _device_error(self, status: int) -> NcclError:
@@ -284,7 +268,8 @@ class Launch:
             name="ncclUnhandledCudaError",
         )
 
-    def _end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Ends the launch, with an error if one is given; does nothing if the launch has ended already."""
         has_ended = error is None  # otherwise the GPU may still use the memory
         with self._lock:
             if self.is_over:
@@ -330,7 +315,7 @@ class Launch:
 
     def _raise_error(self) -> None:
         if self.error is not None:
-            self._note_raised(self.error)
+            self._backend.lifetime.note_raised(self.error)
             raise copy.copy(self.error)
 
     def _call(self, function: Callable[[], None]) -> None:

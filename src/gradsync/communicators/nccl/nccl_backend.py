@@ -375,7 +375,7 @@ class NcclBackend(Backend):
             if launch is not None:
                 launch.agreed.append(agreed)
         if launch is not None:  # set before any call of NCCL, because the call may block
-            self._watched.call = launch, launch.thread
+            self._watched.call = launch
 
     def barrier(self, agreement: Agreement) -> None:
         token = cupy.zeros(1, np.int32)
@@ -389,7 +389,8 @@ class NcclBackend(Backend):
         try:
             for answers in self._agreements.on_messages(questions):
                 launch.agreed += [answer.agreed for answer in answers.values() if answer.agreed is not None]
-                self._watched.call = launch, launch.thread
+                launch.seen_started_at = None  # the time limit begins anew for each group
+                self._watched.call = launch
                 yield answers
                 self._watched.call = None
         except GradsyncError as error:
@@ -576,15 +577,7 @@ class _Launching:
                 # When gradsync converts an array of another library, only the current stream waits for the work that
                 # computes it.
                 where.wait_event(backend._events.mark(current))
-            self.launch = launch = Launch(
-                backend.label,
-                backend._raise_failure,
-                backend.lifetime.note_raised,
-                backend._nccl,
-                backend._events,
-                backend.timeout_seconds,
-                where,
-            )
+            self.launch = launch = Launch(backend, backend._raise_failure, backend._nccl, backend._events, where)
             last = _last_on_device.get(backend._nccl.device_id)
             # The threads are compared too: Stream.ptds is one object, but a different stream in each thread.
             if last is not None and (last[1] is not where or last[2] != launch.thread):

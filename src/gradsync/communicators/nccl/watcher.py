@@ -51,9 +51,9 @@ class Watched:
         on_failure: a method; the watcher's thread calls it once, with the error that broke the communicator.
 
     Attributes:
-        call: the launch whose NCCL call has not returned, and its thread; None if no call runs. A call may block,
-            because NCCL may first have to connect the ranks, or because CUDA_LAUNCH_BLOCKING=1 makes every launch wait
-            until the collective has ended.
+        call: the launch whose NCCL call has not returned; None if no call runs. A call may block, because NCCL may
+            first have to connect the ranks, or because CUDA_LAUNCH_BLOCKING=1 makes every launch wait until the
+            collective has ended.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Watched:
         timeout_seconds: float,
         on_failure: Callable[[GradsyncError], None],
     ) -> None:
-        self.call: tuple[Launch, int] | None = None
+        self.call: Launch | None = None
         self._nccl = nccl
         self._client = client
         self._failures = failures
@@ -82,7 +82,6 @@ class Watched:
         self._kept: list[tuple[Any, list[Any]]] = []  # the event `ended` and the memory of each failed launch
         self._lock = threading.Lock()
         self._stopped = False
-        self._returns_since: tuple[object, float] | None = None  # a call, and when its time limit began
         self._ask_about_closing_at = 0.0
         _watch(self)
 
@@ -93,7 +92,7 @@ class Watched:
             if error is None:
                 self._running.append(launch)
         if error is not None:
-            launch.fail(error)
+            launch.end(error)
             self._drop(launch)
         if len(self._running) > self._reaped_above:
             self.reap(_LEFT_TO_WATCHER)
@@ -125,7 +124,7 @@ class Watched:
             self._running.clear()
         for launch in reversed(failed):  # the last one first: if a wait for one raises, the later ones have failed too
             if not launch.done():
-                launch.fail(error)
+                launch.end(error)
         for launch in failed:
             self._drop(launch)
 
@@ -204,13 +203,9 @@ class Watched:
             self.raise_cause(error)
         with self._lock:
             head = self._running[0] if self._running else None
-        if head is not None:
-            self._check_running_launch(head, time.monotonic())
-        call = self.call
-        if call is None:
-            self._returns_since = None  # otherwise the launch would stay alive
-        else:
-            self._check_call(call, time.monotonic())
+        for launch in (head, self.call):
+            if launch is not None:
+                self._check_launch(launch, time.monotonic())
 
     def _check_other_ranks(self) -> None:
         """Raises a failure of another rank that the server has reported."""
@@ -225,52 +220,34 @@ class Watched:
             raise copy.copy(self._error)
         self._check_other_ranks()
 
-    def _check_running_launch(self, head: Launch, now: float) -> None:
-        if head.seen_started_at is None:
-            if head.started.done:
-                head.seen_started_at = now
-                self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
-            return
-        entry = None if head.recorded is None else Entry(*head.recorded)
-        stuck = f"{head.name} has run for {self._timeout_seconds:g} s"
-        self._check_deadline(head, head.thread, now - head.seen_started_at, lambda: not head.done(), stuck, entry)
-        if now >= self._ask_about_closing_at:
-            self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
-            head.raise_if_closed()
-
-    def _check_call(self, call: tuple[Launch, int], now: float) -> None:
-        launch, thread = call
-        if self._returns_since is None or self._returns_since[0] is not call:
-            if launch.started.done:  # before that the call may wait for this rank's own work
-                self._returns_since = call, now
-            return
-        stuck = f"{launch.name}: a call has not returned for {self._timeout_seconds:g} s"
-        waited_seconds = now - self._returns_since[1]
-        self._check_deadline(launch, thread, waited_seconds, lambda: self.call is call, stuck, None)
-
-    def _check_deadline(
-        self,
-        launch: Launch,
-        thread: int,
-        waited_seconds: float,
-        still_waits: Callable[[], bool],
-        stuck: str,
-        entry: Entry | None,
-    ) -> None:
-        """Logs a warning after a long wait.
+    def _check_launch(self, launch: Launch, now: float) -> None:
+        """Logs a warning if a launch, or its NCCL call, takes long.
 
         After the deadline, raises an error; if there are several ranks, the server chooses the same error for all of
         them.
         """
-        on_behalf.thread = thread  # a report names the line of the program in this thread
+        if launch.seen_started_at is None:
+            if launch.started.done:  # before that the launch waits for this rank's own work
+                launch.seen_started_at = now
+            return
+        is_call = launch is self.call
+        entry = None if is_call or launch.recorded is None else Entry(*launch.recorded)
+        waited_seconds = now - launch.seen_started_at
         several = self._client.world_size > 1
-        if waited_seconds > self._timeout_seconds and still_waits():
+        on_behalf.thread = launch.thread  # a report names the line of the program in this thread
+        if waited_seconds > self._timeout_seconds and (launch is self.call if is_call else not launch.done()):
             if several:
                 self._failures.time_out(waited_seconds, launch.peers(), entry)
-            device = f"cuda:{self._nccl.device_id}"
-            raise CollectiveTimeout(f"{self._label}: {stuck} on {device}, and there is no other rank: the GPU is stuck")
+            what = "a call has not returned for" if is_call else "has run for"
+            raise CollectiveTimeout(
+                f"{launch.name}{':' if is_call else ''} {what} {self._timeout_seconds:g} s on cuda:"
+                f"{self._nccl.device_id}, and there is no other rank: the GPU is stuck"
+            )
         if several:
             self._failures.warn(waited_seconds, launch.peers(), entry)
+        if not is_call and waited_seconds >= _SUSPICIOUS_AFTER_SECONDS and now >= self._ask_about_closing_at:
+            self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
+            launch.raise_if_closed()
 
 
 _all: list[Watched] = []
