@@ -272,19 +272,6 @@ def test_ranks_that_disagree_on_their_machines_are_told() -> None:
         assert "create_local_process_group (1 on each machine)" in text
 
 
-def begin_again(communicator: Any) -> tuple[str, int]:
-    comm.create_local_process_group(2)
-    group = comm.get_local_process_group()
-    gs.destroy_process_group()
-    assert group.closed
-    assert (comm.get_local_rank(), comm.get_local_size()) == (0, 1)
-    error = expect(gs.InvalidArgument, comm.get_local_process_group)
-    with gs.init_process_group():
-        expect(gs.InvalidArgument, comm.get_local_process_group)
-        comm.create_local_process_group(1)
-        return str(error), comm.get_local_size()
-
-
 def reduce_scalars(communicator: Any) -> None:
     n, rank = communicator.world_size, communicator.rank
     check_scalars(n)

@@ -26,37 +26,6 @@ WAIT = 20.0
 # -- Results ---------------------------------------------------------------------------------------------------------
 
 
-def calls(comm: Any, collectives: Any) -> list[Any]:
-    """Every collective, in several forms, through the communicator or its asynchronous face."""
-    n, rank = comm.world_size, comm.rank
-    rows = np.arange(6.0 * n).reshape(2 * n, 3) * (rank + 1)
-    right, left = (rank + 1) % n, (rank - 1) % n
-    uneven = np.full((rank + 1, 2), rank, np.int32)
-    sizes = [i + 1 for i in range(n)]
-    results = [
-        collectives.all_reduce(rows.copy()),
-        collectives.all_reduce(rows, "max", out=np.empty_like(rows)),
-        collectives.reduce(rows.copy(), "mean", n - 1),
-        collectives.reduce_scatter(rows),
-        collectives.reduce_scatter(rows, "min", sizes=[2 * n] + [0] * (n - 1)),
-        collectives.broadcast(rows.copy(), root=n - 1),
-        collectives.all_gather(np.float32(rank) * np.ones((2, 2), np.float32)),
-        collectives.all_gather(uneven, sizes=sizes),
-        collectives.all_gather(uneven, sizes="ask"),
-        collectives.gather(uneven, n - 1, sizes="ask"),
-        collectives.scatter(rows if rank == 0 else None, out=np.empty((2, 3))),
-        collectives.all_to_all(rows),
-        collectives.all_to_all(uneven, send_sizes=[0] * (n - 1) + [rank + 1]),
-        collectives.exchange(rows, dest=right, out=np.empty_like(rows), source=left),
-        collectives.barrier(),
-    ]
-    if n > 1 and rank == 0:
-        results.append(collectives.send(rows, 1))
-    if n > 1 and rank == 1:
-        results.append(collectives.recv(np.empty_like(rows), 0))
-    return results
-
-
 def beside_the_host(comm: Any) -> None:
     import cupy
 
@@ -75,14 +44,6 @@ def beside_the_host(comm: Any) -> None:
 
 def test_a_gpu_is_beside_the_host_by_itself() -> None:
     run_ranks(2, beside_the_host, backend="nccl", stand_in=True)
-
-
-def in_place(comm: Any) -> None:
-    array, out = np.ones(3), np.empty(3)
-    assert comm.asynchronous.all_reduce(array).result() is array
-    assert comm.asynchronous.all_reduce(array, out=out).result() is out
-    assert comm.asynchronous.broadcast(array).result() is array
-    np.testing.assert_array_equal(out, comm.world_size**2)
 
 
 # -- Beside the caller -----------------------------------------------------------------------------------------------

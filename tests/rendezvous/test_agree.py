@@ -175,28 +175,6 @@ def test_on_asked_may_wait_for_a_lock_that_another_threads_agree_holds(pair) -> 
     assert results == [b"", Decision.AGREED, [Decision.LAUNCHED, Decision.AGREED]]
 
 
-class FullSocket:
-    """A socket with room for so many bytes; it has room again once it has refused so many times."""
-
-    def __init__(self, stream, room_bytes: int, refusals: float) -> None:
-        self.stream = stream
-        self.room_bytes = room_bytes
-        self.refusals = refusals
-
-    def send(self, data) -> int:
-        if not self.room_bytes:
-            self.refusals -= 1
-            if self.refusals >= 0:
-                raise BlockingIOError
-            self.room_bytes = 10**9
-        sent = self.stream.send(data[: self.room_bytes])
-        self.room_bytes -= sent
-        return sent
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-
 def test_callers_mistakes(pair) -> None:
     calls = [
         lambda: pair[0].agree("g", -1, 0),

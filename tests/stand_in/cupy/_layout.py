@@ -19,10 +19,6 @@ class Flags:
     def forc(self) -> bool:
         return self.c_contiguous or self.f_contiguous
 
-    @property
-    def fnc(self) -> bool:
-        return self.f_contiguous and not self.c_contiguous
-
     def __getitem__(self, name: str) -> bool:
         return {"C_CONTIGUOUS": self.c_contiguous, "F_CONTIGUOUS": self.f_contiguous, "OWNDATA": self.owndata}[name]
 

@@ -172,12 +172,6 @@ class MemoryPool:
     def free_bytes(self) -> int:
         return sum(block.size for blocks in list(self._free.values()) for block in blocks)
 
-    def used_bytes(self) -> int:
-        return self.total_bytes() - self.free_bytes()
-
-    def n_free_blocks(self) -> int:
-        return sum(len(blocks) for blocks in list(self._free.values()))
-
     def _release(self, block: Block) -> None:
         # Runs whenever an array is collected, in any thread: appending to a list needs no lock.
         self._free[block.device_id, block.stream_ptr, block.size].append(block)
@@ -223,28 +217,9 @@ class MemoryPointer:
             source = source.copy()
         self._copy(device_bytes(self.ptr, size), source, stream)
 
-    def copy_from_host(self, mem: Any, size: int) -> None:
-        """Copies from an address of the host, and waits."""
-        self._copy(device_bytes(self.ptr, size), host_bytes(mem, size), None).queue.synchronize()
-
-    def copy_to_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
-        """Copies to an address of the host; returns early for pinned memory only."""
-        target = host_bytes(mem, size)
-        ticket = self._copy(target, device_bytes(self.ptr, size), stream)
-        if not pinned_memory.is_pinned(target.ctypes.data, size):
-            ticket.queue.synchronize()
-
-    def copy_to_host(self, mem: Any, size: int) -> None:
-        """Copies to an address of the host, and waits."""
-        self._copy(host_bytes(mem, size), device_bytes(self.ptr, size), None).queue.synchronize()
-
     def copy_from_device_async(self, src: MemoryPointer, size: int, stream: Any = None) -> None:
         """Copies from another place in device memory."""
         self._copy(device_bytes(self.ptr, size), device_bytes(src.ptr, size), stream)
-
-    def memset_async(self, value: int, size: int, stream: Any = None) -> None:
-        """Sets bytes."""
-        self._copy(device_bytes(self.ptr, size), np.uint8(value), stream)
 
     @staticmethod
     def _copy(target: np.ndarray, source: Any, stream: Any) -> Any:

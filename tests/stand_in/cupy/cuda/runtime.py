@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from . import stream as _stream
-from ._devices import PER_THREAD, all_devices, choose_device, current_device, current_device_id, device_state
+from ._devices import PER_THREAD, all_devices, current_device, current_device_id, device_state
 from ._errors import INVALID_RESOURCE_HANDLE, CUDARuntimeError
 
 __all__ = ["CUDARuntimeError"]
 
-is_hip = False
 streamLegacy, streamPerThread = 1, PER_THREAD  # noqa: N816
 streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)  # noqa: N816
 _MEMORY_BYTES = 16 * 1024**3
@@ -22,10 +21,6 @@ def getDeviceCount() -> int:  # noqa: N802
 
 def getDevice() -> int:  # noqa: N802
     return current_device_id()
-
-
-def setDevice(device: int) -> None:  # noqa: N802
-    choose_device(device)
 
 
 def deviceSynchronize() -> None:  # noqa: N802
@@ -61,19 +56,9 @@ def driverGetVersion() -> int:  # noqa: N802
     return 12090
 
 
-def memGetInfo() -> tuple[int, int]:  # noqa: N802
-    from .memory import default_pool
-
-    return _MEMORY_BYTES - default_pool.total_bytes(), _MEMORY_BYTES
-
-
 def eventQuery(event: int) -> int:  # noqa: N802
     found = _stream.events.get(event)
     return INVALID_RESOURCE_HANDLE if found is None else found._query()
-
-
-def streamQuery(stream: int) -> int:  # noqa: N802
-    return current_device().queue(stream).query()
 
 
 def streamSynchronize(stream: int) -> None:  # noqa: N802

@@ -147,10 +147,6 @@ class _BaseStream:
     def done(self) -> bool:
         return self._queue().query() == 0
 
-    @property
-    def is_non_blocking(self) -> bool:
-        return not self._queue().is_blocking
-
     def synchronize(self) -> None:
         """Blocks until all that was queued is done."""
         self._queue().synchronize()
