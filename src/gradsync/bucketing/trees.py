@@ -5,10 +5,9 @@ and checks that all ranks have the same arrays. Then it reduces the arrays in li
 If a callback is given, the gradients go through the callback, so that the callback's options apply.
 
 broadcast_tree() sends the whole training state from the root to all ranks. The function copies arrays in place; the
-tree that it returns also has the root's other values. Each rank splits its tree into the arrays and a layout. The
-layout has everything except the arrays' values. The root sends its layout to all ranks. Every rank compares its own
-tree with the root's layout, and makes the tree that it will return, before it writes to any array. Then all ranks
-report whether their trees fit.
+tree that it returns also has the root's other values. The root sends a list of its tree's nodes, which has everything
+except the arrays' values. Every rank compares its own nodes with the root's, and makes the tree that it will return,
+before it writes to any array. Then all ranks report whether their trees fit.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -135,7 +134,7 @@ def average_leaves(leaves: Sequence[Leaf], op: ReduceOp, communicator: Communica
     destinations = [
         destination(leaf.array, native, communicator) for leaf, native in zip(present, natives, strict=True)
     ]
-    plan = _plan(op, tuple(specs), tuple([leaf.path for leaf in ordered if leaf.array is None]))
+    plan = _average_plan(op, tuple(specs), tuple([leaf.path for leaf in ordered if leaf.array is None]))
     if not plan.buckets:
         communicator._agree(plan.agreement)
     for bucket in plan.buckets:
@@ -143,7 +142,7 @@ def average_leaves(leaves: Sequence[Leaf], op: ReduceOp, communicator: Communica
     return {spec.name: each.result for spec, each in zip(specs, destinations, strict=True)}
 
 
-class _Plan(NamedTuple):
+class _AveragePlan(NamedTuple):
     """The Agreement that the ranks compare for a tree, and the buckets of arrays that are reduced together."""
 
     agreement: Agreement
@@ -151,7 +150,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]) -> _Plan:
+def _average_plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]) -> _AveragePlan:
     """Returns the plan of a tree. Plans are cached, because a training loop averages the same tree in each step."""
 
     def describe() -> Description:
@@ -160,7 +159,7 @@ def _plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]
         return Description(what, items=tuple(items), item="array {} of the tree")
 
     agreement = Agreement(digest_of(_WHAT, op.value, specs, absent), describe)
-    return _Plan(agreement, plan_buckets(specs, _LIST_BYTES))
+    return _AveragePlan(agreement, plan_buckets(specs, _LIST_BYTES))
 
 
 def _reduce(
@@ -203,8 +202,9 @@ def _check_callback(callback: AllreduceCallback, op: str | None, communicator: C
 
 def _leaves_of(tree: Any, who: str) -> list[Leaf]:
     try:
-        leaves = [Leaf(path or _ALONE, given, _as_array(given, path, who)) for path, given in leaves_of(tree)]
-    except Unfit as error:
+        nodes = [node for node in _nodes(tree) if not node.is_container]
+        leaves = [Leaf(node.name or _ALONE, node.value, _as_array(node.value, node.name, who)) for node in nodes]
+    except _Unfit as error:
         raise InvalidArgument(f"{who}: {error}") from error
     except RecursionError as error:
         raise InvalidArgument(f"{who}: the tree is nested too deep") from error
@@ -217,7 +217,7 @@ def _leaves_of(tree: Any, who: str) -> list[Leaf]:
 
 
 def _as_array(given: Any, path: str, who: str) -> Any:
-    if given is None or is_array(given):
+    if given is None or _is_array(given):
         return given
     if isinstance(given, (np.generic, int, float, complex)):
         return np.asarray(given)
@@ -228,7 +228,9 @@ def _as_array(given: Any, path: str, who: str) -> Any:
 
 
 def _merged(tree: Tree, leaves: Sequence[Leaf], results: dict[str, Any]) -> Tree:
-    whole: Tree = with_leaves(tree, iter([_as_given(leaf, results.get(leaf.path)) for leaf in leaves]))
+    """Returns a copy of a tree in which the results replace the leaves; a leaf that was None stays None."""
+    new = iter([_as_given(leaf, results.get(leaf.path)) for leaf in leaves])
+    whole: Tree = _rebuilt(tree, {node.path: node.keys if node.is_container else next(new) for node in _nodes(tree)})
     return whole
 
 
@@ -287,21 +289,34 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     """
     communicator, root = communicator_and_root("broadcast_tree", communicator, root)
 
-    def native(array: Any, path: str) -> Array:
-        return communicator._native_array(array, f"broadcast_tree, {path or 'the tree'}")
-
-    named, plan = _split(tree, native, communicator)
+    label, arrays = communicator.label, communicator._arrays
+    try:
+        nodes = list(_nodes(tree))
+    except _Unfit as error:
+        raise InvalidArgument(f"{label}: broadcast_tree: {error}") from error
+    except RecursionError as error:
+        raise InvalidArgument(f"{label}: broadcast_tree: the tree is nested too deep") from error
+    natives = {
+        node.path: communicator._native_array(node.value, f"broadcast_tree, {node.name or 'the tree'}")
+        for node in nodes
+        if _is_array(node.value)
+    }
+    named = [(_name(path), native) for path, native in natives.items()]
     if communicator.rank != root:
         check_writable("broadcast_tree", named, communicator)
-    theirs = _plan_of_root(plan, root, communicator)
+    described = [_described(node, natives.get(node.path)) for node in nodes]
+    theirs = _plan_of_root(_Plan(described, _shared_memory(named, arrays)), root, communicator)
     whole, difference = tree, None
     try:
         if isinstance(theirs, str):
-            raise Difference(theirs)
-        named = list(arrays_along(theirs.layout, tree, native))
-        _check_shared_memory(named, theirs.shared, communicator._arrays)
-        whole = rebuilt(theirs.layout, tree)
-    except Difference as found:
+            raise _Difference(theirs)
+        _check_nodes(described, theirs.nodes)
+        named = [(_name(node.path), natives[node.path]) for node in theirs.nodes if node.path in natives]
+        _check_shared_memory(named, theirs.shared, arrays)
+        own = {node.path: node.value for node in nodes}
+        new = {node.path: own[node.path] if node.path in natives else node.content for node in theirs.nodes}
+        whole = _rebuilt(tree, new)
+    except _Difference as found:
         difference = str(found)
     except Exception as error:  # from the caller's classes: reported to the other ranks, because they wait
         difference = f"the root's values do not fit on this rank: {describe(error)}"
@@ -310,39 +325,64 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     return whole
 
 
-class _SharedMemory(NamedTuple):
-    """The position of an array relative to an earlier array of the tree with which it shares memory."""
-
-    offset_bytes: int
-    strides: tuple[tuple[int, ...], ...]  # the strides of both arrays; empty if shapes and strides are the same
+class _Difference(Exception):
+    """Two trees differ. The text names the first different path, and shows the values of this rank and the root."""
 
 
-class _RootPlan(NamedTuple):
-    """The root's tree without the arrays' values, as the root sends it to all ranks.
+class _Described(NamedTuple):
+    """A node of a tree without the values of its arrays, as the root sends it to all ranks.
 
     Attributes:
-        layout: the layout of the tree.
-        shared: the pairs of arrays that share memory. Each key is a pair of indices of arrays in the tree, the lower
-            index first.
+        path: the keys that lead to the node.
+        kind: the class of a container, or the dtype and shape of an array; "" for any other value.
+        content: the keys of a container; None for an array; any other value itself.
     """
 
-    layout: Layout
-    shared: dict[tuple[int, int], _SharedMemory]
+    path: tuple[Hashable, ...]
+    kind: str
+    content: Any
+
+    def __str__(self) -> str:
+        if self.kind:
+            return self.kind if self.content is None else f"a {self.kind} of {len(self.content)}"
+        name = type(self.content).__name__
+        return "None" if self.content is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _split(tree: Any, native: ToNative, communicator: Communicator) -> tuple[list[tuple[str, Array]], _RootPlan]:
-    """Returns the arrays of this rank's tree with their paths, and the plan that this rank sends if it is the root."""
-    try:
-        layout = layout_of(tree, native)
-        named = list(arrays_along(layout, tree, native))
-    except Unfit as error:
-        raise InvalidArgument(f"{communicator.label}: broadcast_tree: {error}") from error
-    except RecursionError as error:
-        raise InvalidArgument(f"{communicator.label}: broadcast_tree: the tree is nested too deep") from error
-    return named, _RootPlan(layout, _shared_memory(named, communicator._arrays))
+def _described(node: _Node, native: Array | None) -> _Described:
+    if native is not None:
+        return _Described(node.path, f"{native.dtype}{list(native.shape)}", None)
+    if node.is_container:
+        return _Described(node.path, _kind(node.value), node.keys)
+    return _Described(node.path, "", node.value)
 
 
-def _plan_of_root(plan: _RootPlan, root: int, communicator: Communicator) -> _RootPlan | str:
+def _check_nodes(own: Sequence[_Described], of_root: Sequence[_Described]) -> None:
+    """Raises if the tree of this rank has other containers, keys or arrays than the root's tree."""
+    by_path = {node.path: node for node in own}
+    for node in of_root:
+        mine = by_path.pop(node.path, None)
+        if mine is None:
+            raise _Difference(f"{_name(node.path)}: missing, but {node} on the root")
+        if mine.kind != node.kind:
+            raise _Difference(f"{_name(node.path) or 'the tree itself'}: {mine}, but {node} on the root")
+    for node in by_path.values():
+        raise _Difference(f"{_name(node.path)}: {node}, but missing on the root")
+
+
+#: For a pair of arrays that share memory: the offset of the second array in bytes, and the strides of both arrays,
+#: which are left out if shapes and strides are the same. The key is the pair of the arrays' indices in the tree.
+_Shared = dict[tuple[int, int], tuple[Any, ...]]
+
+
+class _Plan(NamedTuple):
+    """The root's tree without the arrays' values, and the pairs of its arrays that share memory."""
+
+    nodes: list[_Described]
+    shared: _Shared
+
+
+def _plan_of_root(plan: _Plan, root: int, communicator: Communicator) -> _Plan | str:
     """Returns the root's plan, or the reason why this rank cannot unpickle it.
 
     The plan is unpickled here, not in the broadcast of the object, because a rank that cannot unpickle it must still
@@ -365,7 +405,7 @@ def _plan_of_root(plan: _RootPlan, root: int, communicator: Communicator) -> _Ro
     if communicator.rank == root:
         return plan
     try:
-        theirs: _RootPlan = pickle.loads(data)
+        theirs: _Plan = pickle.loads(data)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -376,10 +416,10 @@ def _plan_of_root(plan: _RootPlan, root: int, communicator: Communicator) -> _Ro
     return theirs
 
 
-def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> dict[tuple[int, int], _SharedMemory]:
-    """Returns the pairs of arrays that share memory; see _RootPlan.shared."""
+def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> _Shared:
+    """Returns the pairs of arrays that share memory."""
     ranges = sorted((*arrays.byte_bounds(native), i) for i, (_, native) in enumerate(named) if native.size)
-    shared = {}
+    shared: _Shared = {}
     reaching: list[tuple[int, int, int]] = []  # earlier ranges that end after the begin of this one
     for begin, end, number in ranges:
         reaching = [entry for entry in reaching if entry[1] > begin]
@@ -389,20 +429,18 @@ def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> dic
                 offset = begin - other_begin if other < number else other_begin - begin
                 are_same = not offset and (first.shape, first.strides) == (second.shape, second.strides)
                 strides = () if are_same else (tuple(first.strides), tuple(second.strides))
-                shared[min(number, other), max(number, other)] = _SharedMemory(offset, strides)
+                shared[min(number, other), max(number, other)] = (offset, *strides)
         reaching.append((begin, end, number))
     return shared
 
 
-def _check_shared_memory(
-    named: Sequence[tuple[str, Array]], of_root: dict[tuple[int, int], _SharedMemory], arrays: ArrayKind
-) -> None:
+def _check_shared_memory(named: Sequence[tuple[str, Array]], of_root: _Shared, arrays: ArrayKind) -> None:
     """Refuses arrays that share memory on this rank, unless they share memory in the same way on the root."""
     for pair, memory in sorted(_shared_memory(named, arrays).items()):
         if of_root.get(pair) != memory:
             first, second = (named[number][0] for number in pair)
             how = ", but not on the root" if pair not in of_root else " in a different way than on the root"
-            raise Difference(f"{second}: shares memory with {first}{how}")
+            raise _Difference(f"{second}: shares memory with {first}{how}")
 
 
 def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: Communicator) -> None:
@@ -420,143 +458,77 @@ def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: C
 # -- Containers ------------------------------------------------------------------------------------------------------
 
 
-class Difference(Exception):
-    """Two trees differ.
-
-    The text of this error names the first different path, and shows the values of this rank and the root at this path.
-    """
-
-
-class Unfit(Exception):
+class _Unfit(Exception):
     """A tree has a container that gradsync cannot copy. The error's text names the path of the container."""
 
 
-class ArrayLayout(NamedTuple):
-    """The layout of an array."""
+class _Node(NamedTuple):
+    """A container of a tree, or a value that is no container.
 
-    shape: tuple[int, ...]
-    dtype: str
+    Attributes:
+        path: the keys, indices and names of fields that lead to the node.
+        value: the container or value itself.
+        keys: the keys, indices or names of fields of a container, in order; None if the value is no container.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-
-class ContainerLayout(NamedTuple):
-    """The layout of a dict, list, tuple, namedtuple or dataclass."""
-
-    kind: str
-    children: list[tuple[Hashable, Any]]  # key, index or field -> layout
-
-    def __str__(self) -> str:
-        return f"a {self.kind} of {len(self.children)}"
-
-
-class LeafLayout(NamedTuple):
-    """The layout of a value that is neither an array nor a container."""
-
+    path: tuple[Hashable, ...]
     value: Any
+    keys: tuple[Hashable, ...] | None
 
-    def __str__(self) -> str:
-        name = type(self.value).__name__
-        return "None" if self.value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    @property
+    def is_container(self) -> bool:
+        return self.keys is not None
+
+    @property
+    def name(self) -> str:
+        """The path as text."""
+        return _name(self.path)
 
 
-Layout = ArrayLayout | ContainerLayout | LeafLayout
-ToNative = Callable[[Any, str], Array]
+def _name(path: tuple[Hashable, ...]) -> str:
+    """Returns a path as text, e.g. "optimizer/momentum/0"; "" for the tree itself."""
+    return "/".join(map(str, path))
 
 
-def layout_of(tree: Any, native: ToNative, path: str = "", within: tuple[int, ...] = ()) -> Layout:
-    """Returns the layout of a tree.
+def _nodes(tree: Any, path: tuple[Hashable, ...] = (), within: tuple[int, ...] = ()) -> Iterator[_Node]:
+    """Yields the nodes of a tree, each container before its children.
 
     Args:
         tree: the caller's tree, or a part of it.
-        native: a function: native(array, path) returns a native array, or raises.
         path: the path of this part in the caller's tree.
         within: the ids of the containers around this part.
 
     Raises:
-        Unfit: a container contains itself, cannot be copied, or has a key that is not equal to itself, such as NaN.
-    """
-    if is_array(tree):
-        array = native(tree, path)
-        return ArrayLayout(array.shape, str(array.dtype))
-    children = _children(tree)
-    if children is None:
-        return LeafLayout(tree)
-    _check_container(tree, children, path, within)
-    inner = (*within, id(tree))
-    return ContainerLayout(
-        _kind(tree), [(key, layout_of(child, native, join(path, key), inner)) for key, child in children.items()]
-    )
-
-
-def arrays_along(layout: Layout, tree: Any, native: ToNative, path: str = "") -> Iterator[tuple[str, Array]]:
-    """Yields the arrays of a tree with their paths, in the order of a layout.
-
-    Raises:
-        Difference: the tree has a different layout.
-    """
-    if isinstance(layout, ContainerLayout):
-        children = _children(tree)
-        if children is None or _kind(tree) != layout.kind:
-            raise _difference(path, layout, tree, native)
-        _check_keys(path, layout, children, native)
-        for key, child in layout.children:
-            yield from arrays_along(child, children[key], native, join(path, key))
-    elif isinstance(layout, ArrayLayout):
-        array = native(tree, path) if is_array(tree) else None
-        if array is None or (array.shape, str(array.dtype)) != layout:
-            raise _difference(path, layout, tree, native)
-        yield path, array
-    elif is_array(tree) or _children(tree) is not None:
-        raise _difference(path, layout, tree, native)
-
-
-def rebuilt(layout: Layout, tree: Any) -> Any:
-    """Returns a copy of a tree that keeps the tree's arrays, and takes all other values from a layout.
-
-    Args:
-        layout: the layout of the tree.
-        tree: the tree to copy, which is not changed.
-    """
-    if isinstance(layout, ArrayLayout):
-        return tree
-    if isinstance(layout, LeafLayout):
-        return layout.value
-    children = _children(tree) or {}
-    return _filled(tree, {key: rebuilt(child, children[key]) for key, child in layout.children})
-
-
-def leaves_of(tree: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yields the values of a tree that are not containers, with their paths.
-
-    Raises:
-        Unfit: see layout_of.
+        _Unfit: a container contains itself, cannot be copied, or has a key that is not equal to itself, such as NaN.
     """
     children = _children(tree)
     if children is None:
-        yield path, tree
+        yield _Node(path, tree, None)
         return
-    _check_container(tree, children, path, within)
-    inner = (*within, id(tree))
+    where = _name(path) or "the tree itself"
+    if id(tree) in within:
+        raise _Unfit(f"{where}: this {_kind(tree)} contains itself")
+    for key in children:
+        if key != key:  # NaN: no other rank could find its value
+            raise _Unfit(f"{where}: a dict has the key {key!r}, which is not equal to itself: use another key")
+    try:
+        _filled(tree, children)
+    except Exception as error:
+        raise _Unfit(f"{where}: gradsync cannot copy this {_kind(tree)}: {describe(error)}") from error
+    yield _Node(path, tree, tuple(children))
     for key, child in children.items():
-        yield from leaves_of(child, join(path, key), inner)
+        yield from _nodes(child, (*path, key), (*within, id(tree)))
 
 
-def with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Returns a copy of a tree with new leaves, in the order of leaves_of."""
+def _rebuilt(tree: Any, new: Mapping[tuple[Hashable, ...], Any], path: tuple[Hashable, ...] = ()) -> Any:
+    """Returns a copy of a tree with new values; `new` has each value, and each container's keys, by path."""
     children = _children(tree)
     if children is None:
-        return next(leaves)
-    return _filled(tree, {key: with_leaves(child, leaves) for key, child in children.items()})
+        return new[path]
+    return _filled(tree, {key: _rebuilt(children[key], new, (*path, key)) for key in new[path]})
 
 
-def join(path: str, key: Hashable) -> str:
-    """Returns the path of a child, e.g. "optimizer/momentum/0"."""
-    return f"{path}/{key}" if path else str(key)
-
-
-def is_array(value: Any) -> bool:
+def _is_array(value: Any) -> bool:
     """Whether a value is an array that holds data. A description of an array, such as jax.ShapeDtypeStruct, is none."""
     if isinstance(value, np.ndarray):
         return True
@@ -572,7 +544,7 @@ def _children(tree: Any) -> dict[Hashable, Any] | None:
         return dict(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "n_sequence_fields"):  # unlike time.struct_time
         return dict(enumerate(tree))
-    if _is_dataclass(tree):
+    if _is_dataclass(tree) and not _is_array(tree):
         names = [field.name for field in dataclasses.fields(tree)]
         return {name: getattr(tree, name) for name in names if hasattr(tree, name)}
     return None
@@ -604,31 +576,3 @@ def _is_dataclass(value: Any) -> bool:
 def _kind(tree: Any) -> str:
     kind = type(tree).__qualname__
     return f"dataclass {kind}" if _is_dataclass(tree) else kind
-
-
-def _check_container(tree: Any, children: dict[Hashable, Any], path: str, within: tuple[int, ...]) -> None:
-    where = path or "the tree itself"
-    if id(tree) in within:
-        raise Unfit(f"{where}: this {_kind(tree)} contains itself")
-    for key in children:
-        if key != key:  # NaN: no other rank could find its value
-            raise Unfit(f"{where}: a dict has the key {key!r}, which is not equal to itself: use another key")
-    try:
-        _filled(tree, children)
-    except Exception as error:
-        raise Unfit(f"{where}: gradsync cannot copy this {_kind(tree)}: {describe(error)}") from error
-
-
-def _check_keys(path: str, layout: ContainerLayout, children: dict[Hashable, Any], native: ToNative) -> None:
-    of_root = dict(layout.children)
-    for key in of_root:
-        if key not in children:
-            raise Difference(f"{join(path, key)}: missing, but {of_root[key]} on the root")
-    for key, child in children.items():
-        if key not in of_root:
-            where = join(path, key)
-            raise Difference(f"{where}: {layout_of(child, native, where)}, but missing on the root")
-
-
-def _difference(path: str, layout: Layout, tree: Any, native: ToNative) -> Difference:
-    return Difference(f"{path or 'the tree itself'}: {layout_of(tree, native, path)}, but {layout} on the root")
