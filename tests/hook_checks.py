@@ -8,7 +8,7 @@ import numpy as np
 
 import gradsync as gs
 from contract import dtype_of
-from gradsync.bucketing.bucket_hook import GradientBucket, result_of
+from gradsync.bucketing.reducer import GradientBucket, result_of
 from gradsync.reduction import ReduceOp
 
 N = 1024 + 300  # neither a square, nor whole blocks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import gradsync as gs
-from gradsync.bucketing.bucket_hook import GradientBucket
+from gradsync.bucketing.reducer import GradientBucket
 from gradsync.communicators.communicator import Asynchronous
 from gradsync.communicators.objects import Objects
 

@@ -35,7 +35,7 @@ INSIDE = {
     "bench.collectives": "cli",
     "bench.report": "doctor",
     "bench.thresholds": "cli",
-    "bucketing.bucket_hook": "hooks",
+    "bucketing.reducer": "hooks",
     "bucketing.callback": "adapters bench",
     "bucketing.lists": "adapters hooks",
     "bucketing.join": "adapters",

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from gradsync.arguments import check_integer
-from gradsync.bucketing.bucket_hook import BucketHook as BucketHook
-from gradsync.bucketing.bucket_hook import GradientBucket as GradientBucket
 from gradsync.bucketing.lists import array_module
+from gradsync.bucketing.reducer import BucketHook as BucketHook
+from gradsync.bucketing.reducer import GradientBucket as GradientBucket
 from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, dtype_name
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from gradsync.arguments import refuse_words
 from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.bucketing.agreements import CallbackIdentity
-from gradsync.bucketing.bucket_hook import BucketHook
 from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.forgotten import watch
 from gradsync.bucketing.gradient import display_name
 from gradsync.bucketing.join import Join
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import list_of_names
+from gradsync.bucketing.reducer import BucketHook
 from gradsync.bucketing.step import Step
 from gradsync.communicators import world
 from gradsync.communicators.communicator import Communicator
@@ -251,7 +251,7 @@ class AllreduceCallback:
         """Registers a hook that reduces the buckets in place of an all-reduce.
 
         Every rank must register the same hook, between steps. gradsync calls the hook with each complete bucket, a
-        gradsync.bucketing.bucket_hook.GradientBucket. The hook returns the reduced array, or a future of it. flush()
+        gradsync.bucketing.reducer.GradientBucket. The hook returns the reduced array, or a future of it. flush()
         waits for the futures, so work that the hook launches may overlap the backward pass. gradsync.hooks defines some
         hooks.
 

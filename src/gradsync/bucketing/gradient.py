@@ -170,6 +170,8 @@ def display_name(param: Any, position: int) -> str:
     """Returns a parameter's name for errors and Agreements: the same on all ranks, and so without any address."""
     if type(param) in _PLAIN_NAMES:
         return repr(param)
+    if isinstance(param, GradientSpec):  # zeros that a rank without gradients hands over inside join()
+        return param.name
     if isinstance(param, np.generic):
         return display_name(param.item(), position)
     if isinstance(param, (str, int, bytes, type(None))):

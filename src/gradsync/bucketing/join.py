@@ -9,16 +9,11 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
 from gradsync.bucketing.gradient import known_parameters
-from gradsync.bucketing.plan import Bucket
-from gradsync.bucketing.reducer import Reduction
 from gradsync.bucketing.step import Step
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.communicator import Communicator
 from gradsync.errors import NonFiniteGradient, PlanMismatch
-from gradsync.reduction import Array, dtype_of
 
 # The answers of a rank when the ranks count the active ranks. _ENDED: its loop has ended, and it can shadow a step.
 # _PRESENT: it has gradients. _UNABLE: its loop has ended, and it knows no step to shadow.
@@ -46,7 +41,6 @@ class Join:
         self._step = step
         self._communicator = communicator
         self._given = [known.spec for known in known_parameters(parameters, "join", step.reducer.op, communicator)]
-        self._zeros: dict[str, Array] = {}
 
     def count(self, passes: int) -> int:
         """Reports that this rank has gradients for the step that begins; returns the number of ranks with gradients."""
@@ -69,14 +63,7 @@ class Join:
             if not present:
                 return
             with suppress(NonFiniteGradient):  # the ranks that have gradients raise it, and may go on
-                self._step.reducer.shadow_step(
-                    self._step.planner,
-                    specs,
-                    self._communicator,
-                    self._zeros_for,
-                    present=present,
-                    passes=passes,
-                )
+                self._step.shadow(specs, self._communicator, present=present, passes=passes)
 
     def _exchange(self, answer: int, passes: int = 0) -> tuple[int, int]:
         """Sends this rank's answer and number of local passes to all ranks, and receives theirs.
@@ -105,27 +92,3 @@ class Join:
             "gradients, in the order in which the ranks hand them over",
             descriptions={named: "a step of unknown gradients inside join()"},
         )
-
-    def _zeros_for(self, bucket: Bucket) -> Reduction:
-        """Returns a Reduction of the bucket whose arrays hold zeros.
-
-        The zeros are in memory that all buckets share, or in the bucket itself.
-
-        The zeros are negative: 0.0 would make a sum of negative zeros positive, and -0.0 changes no sum.
-        """
-        dtype = dtype_of(bucket.dtype)
-        zero = {"f": -0.0, "V": -0.0, "c": complex(-0.0, -0.0)}.get(dtype.kind, 0)
-        memory = self._step.memory
-        if memory is not None:
-            reduction = Reduction.resident(bucket, memory)
-            self._communicator._arrays.fill(reduction.sources[0], zero)
-            return reduction
-        flat = self._zeros.get(bucket.dtype)
-        if flat is None or flat.size < bucket.size_elements:
-            flat = self._communicator._arrays.flat(np.full(bucket.size_elements, zero, dtype))
-            self._zeros[bucket.dtype] = flat
-        else:
-            flat = flat[: bucket.size_elements]
-            self._communicator._arrays.fill(flat, zero)
-        parts = [flat[slot.begin : slot.end] for slot in bucket.slots]
-        return Reduction(bucket, parts, parts, [], parts)

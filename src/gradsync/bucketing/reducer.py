@@ -1,12 +1,18 @@
 """Runs the collectives of a step: the all-reduce of each complete bucket, and the check that all ranks end the step.
 
 The backend does the work of an all-reduce: it compares the ranks' digests of the bucket (see Agreement), copies the
-bytes, adds up, and divides for a mean. For shared memory, this code is in communicators/shared_memory/all_reduce.py. If
-the digests differ, the backend raises PlanMismatch on every rank, and Step.fail ends the step.
+bytes, adds up, and divides for a mean. For shared memory, this code is in communicators/shared_memory/collectives.py
+(small lists) and pipelined.py (large lists). If the digests differ, the backend raises PlanMismatch on every rank, and
+Step.fail ends the step.
+
+A hook is a function of the program that replaces the all-reduce of each bucket. gradsync calls the hook with each
+bucket of a step, in the same order on every rank. The hook returns the reduced values of the bucket's flat buffer. The
+hooks of all ranks must call the same collectives on the bucket's communicator. gradsync/hooks.py defines some hooks.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,15 +20,15 @@ from operator import is_
 from typing import Any, NamedTuple
 
 from gradsync.bucketing.agreements import KnownCallback, StepEvents
-from gradsync.bucketing.bucket_hook import BucketHook, GradientBucket, result_of, settings_of
 from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.compression import Compressed, Scaled, WireFormat, are_small
 from gradsync.bucketing.gradient import GradientEntry
 from gradsync.bucketing.guard import Holder, LockedGradients
-from gradsync.bucketing.lists import array_module
+from gradsync.bucketing.lists import array_module, get_offsets, param_pack_split
 from gradsync.bucketing.options import Options
-from gradsync.bucketing.plan import Bucket, GradientSpec, Planner
+from gradsync.bucketing.plan import Bucket
 from gradsync.bucketing.values import BucketWatch, Values
+from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Range
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import ListReduction, Stage, all_reduce_resident
@@ -235,23 +241,23 @@ class Reducer:
             end: the end of the bucket's collective, for which the bucket's futures wait. Used only with a hook.
         """
         started = time.perf_counter()
-        bucket, op, mean_over = reduction.bucket, self.op, None
-        if self.count_present is not None:
-            op, mean_over = self._mean_over(communicator)
+        bucket = reduction.bucket
+        mean_over = None if self.count_present is None else self._mean_over(communicator)
         agreement = self.events.bucket(bucket)
         completion = None
         if self._hooked is not None:
             watch = self._watch(reduction, communicator, Checks.NONE)
             try:
                 communicator._agree(agreement)
+                op = self.op if mean_over is None else ReduceOp.SUM
                 self._hooked.begin(reduction, communicator, op, mean_over, producers, end, watch)
             except CommunicatorClosed:
                 self._hooked.finish()  # raises if an earlier bucket's future has failed, which closed the communicator
                 raise
-        elif reduction.prepared is not None and mean_over is None and op is self.op and self._runs_plain:
+        elif reduction.prepared is not None and mean_over is None and self._runs_plain:
             completion = reduction.prepared.run(agreement, producers=producers)
         else:
-            completion = self._launch(reduction, communicator, producers, agreement, op, mean_over)
+            completion = self._launch(reduction, communicator, producers, agreement, mean_over)
         if completion is not None:
             self._launched.append(completion)
         statistics = self.statistics
@@ -265,32 +271,26 @@ class Reducer:
         reduction: Reduction,
         communicator: Communicator,
         producers: Sequence[Any],
-        agreement: Any,
-        op: ReduceOp,
+        agreement: Agreement,
         mean_over: int | None,
     ) -> Completion | None:
         """Reduces a bucket; checks, divides, scales and compresses its values, as far as the options ask for it."""
-        arrays, dtype = communicator._arrays, reduction.sources[0].dtype
-        wire, scale = self._conversion_of(reduction, communicator)
-        is_divided = mean_over is not None and (reduction.memory is None or wire is not None or scale is not None)
-        checks = self._checks_within(communicator, wire, scale, is_divided=is_divided)
+        dtype, op = reduction.sources[0].dtype, self.op if mean_over is None else ReduceOp.SUM
+        wire, conversion = self._conversion_of(reduction, communicator)
+        checks = self._checks_within(communicator, wire, conversion, is_divided=mean_over is not None)
         watch = self._watch(reduction, communicator, checks)
-        stages: list[Stage] = [] if watch is None else [watch]
-        if mean_over is not None and is_divided:
-            stages.append(_Divided(mean_over, arrays))
-            mean_over = None
-        if scale is not None:
-            stages.append(scale)
+        divided = None if mean_over is None else _Divided(mean_over, communicator._arrays)
+        stages: list[Stage] = [stage for stage in (watch, divided, conversion) if stage is not None]
         # This value is the same on all ranks, even if only some ranks have read-only gradients.
         agrees_first = wire is None and self._wire.only_scales(dtype) and not communicator._runs_beside_host
-        if reduction.memory is not None and wire is None and not isinstance(scale, Compressed):
+        if reduction.memory is not None and wire is None and not isinstance(conversion, Compressed):
             memory, (begin, end) = reduction.memory.memory, reduction.memory.byte_range(reduction.bucket)
-            part = Range(begin, end, dtype, op, mean_over, checks)
+            part = Range(begin, end, dtype, op, None, checks)
             return all_reduce_resident(
                 communicator, memory, part, agreement, stages=stages, producers=producers, agrees_first=agrees_first
             )
         prepared = reduction.prepared
-        if prepared is None or op is not self.op:
+        if prepared is None or mean_over is not None:
             prepared = reduction.prepare(communicator, op, checks=checks, wire=wire)
         return prepared.run(agreement, stages=stages, producers=producers, agrees_first=agrees_first)
 
@@ -333,46 +333,6 @@ class Reducer:
             return None, Compressed(wire, reduction.targets, arrays)
         is_written = all(map(is_, reduction.sources, reduction.targets))
         return None, Scaled(wire, None if is_written else reduction.targets, arrays)
-
-    def shadow_step(
-        self,
-        planner: Planner,
-        specs: Sequence[GradientSpec],
-        communicator: Communicator,
-        zeros: Callable[[Bucket], Reduction],
-        *,
-        present: int,
-        passes: int,
-    ) -> None:
-        """Takes part in a whole step of the other ranks, with zeros.
-
-        Args:
-            planner: the callback's planner, which must not be in the middle of a step.
-            specs: the names, shapes and dtypes of the step's gradients, by position.
-            communicator: the communicator whose ranks reduce the buckets.
-            zeros: a function: zeros(bucket) returns a Reduction whose arrays hold zeros. The next call may use these
-                arrays again.
-            present: the number of ranks that have gradients.
-            passes: the number of local passes of the ranks that have gradients. It must be the same on all ranks.
-        """
-        own_passes = self.events.local_passes
-        self.begin_step(present, passes)
-        try:
-            for bucket in planner.plan_step(specs):
-                self._reduce_zeros(zeros(bucket), communicator)
-            self.end(len(specs), communicator)
-        except BaseException:
-            self.fail()
-            raise
-        finally:
-            self.begin_step(passes=own_passes)
-
-    def _reduce_zeros(self, reduction: Reduction, communicator: Communicator) -> None:
-        completion = self.reduce(reduction, communicator, [communicator._mark_work()], CollectiveEnd())
-        if self._hooked is not None:
-            self._hooked.finish()
-        if completion is not None:
-            completion.order()  # the next bucket's zeros use the same memory
 
     def end(self, gradients: int, communicator: Communicator) -> Completion | None:
         """Checks that the step ends after `gradients` gradients on all ranks.
@@ -433,12 +393,11 @@ class Reducer:
             return None
         return self.values.watch(reduction.bucket, reduction.results, communicator, checks)
 
-    def _mean_over(self, communicator: Communicator) -> tuple[ReduceOp, int | None]:
-        """Returns the operator and a divisor. For a mean over only some ranks: sum, and the number of these ranks."""
+    def _mean_over(self, communicator: Communicator) -> int | None:
+        """Returns the divisor of the sum if the mean is over only some ranks, inside join(); else None."""
         self._count_active()
-        if self.op is ReduceOp.SUM or self._present in (None, communicator.world_size):
-            return self.op, None
-        return ReduceOp.SUM, self._present
+        has_all = self._present in (None, communicator.world_size)
+        return None if has_all or self.op is ReduceOp.SUM else self._present
 
     def _count_active(self) -> None:
         if self.count_present is not None and self._present is None:
@@ -462,6 +421,86 @@ class _Divided:
 
 
 # -- Hooks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GradientBucket:
+    """The argument of a hook: a bucket whose gradients are packed into one flat buffer, before their reduction.
+
+    Attributes:
+        index: the bucket's number in its step, from 0. A bucket keeps its number as long as the steps repeat.
+        names: the names of the gradients, in the order of `flat`. A name that is a string is unchanged; another name is
+            given as its repr().
+        shapes: the shapes of the gradients, in the order of `flat`.
+        flat: a 1-D contiguous array of this rank's values, on the communicator's device. The hook may write to the
+            array. The array is valid until the bucket is reduced.
+        communicator: the communicator whose ranks reduce the bucket.
+        op: the required reduction: sum or mean.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    flat: Array
+    communicator: Communicator
+    op: ReduceOp
+
+    def gradients(self) -> list[Array]:
+        """Returns the gradients as views of `flat`, each in its shape."""
+        return param_pack_split(self.flat, get_offsets(self.shapes), self.shapes)
+
+
+#: A hook returns the reduced values: `bucket.flat` itself, another array of its size and dtype, or a future of such
+#: an array, such as `bucket.communicator.asynchronous.all_reduce(bucket.flat, bucket.op)`.
+BucketHook = Callable[[GradientBucket], Any]
+
+
+def settings_of(hook: BucketHook) -> str:
+    """Returns the text by which ranks compare their hooks: the hook's `settings` if it has any, else its name.
+
+    The ranks do not compare the hook's code or the values in its closure. These values may differ for a good reason,
+    such as the rank's own number.
+    """
+    settings = getattr(hook, "settings", None)
+    if settings:
+        return str(settings)
+    if isinstance(hook, functools.partial):
+        return f"partial({settings_of(hook.func)})"
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def result_of(value: Any, bucket: GradientBucket) -> Array:
+    """Returns the reduced values of a bucket as a flat array; waits if the hook has returned a future.
+
+    On a GPU only the current stream waits for the future, not the host.
+
+    Args:
+        value: the hook's return value: an array, or an object whose result() gives an array.
+        bucket: the bucket that the hook has reduced.
+
+    Raises:
+        InvalidArgument: the result is not an array, or has a wrong size or dtype.
+        PlanMismatch, RankFailed, ...: the future has failed with this error.
+    """
+    communicator = bucket.communicator
+    if callable(getattr(value, "result", None)):
+        value = value.result()
+    what = f"a hook for bucket {bucket.index}"
+    if value is None:
+        raise InvalidArgument(
+            f"{communicator.label}: {what} must return the reduced array, such as bucket.flat, or its future, got None"
+        )
+    native = communicator._native_array(value, what)
+    if native.size != bucket.flat.size or native.dtype != bucket.flat.dtype:
+        raise InvalidArgument(
+            f"{communicator.label}: {what} must return {bucket.flat.size} elements of {bucket.flat.dtype}, or a future "
+            f"of them, got {native.size} of {native.dtype}"
+        )
+    arrays = communicator._arrays
+    if native is bucket.flat or (native.size and arrays.byte_bounds(native) == arrays.byte_bounds(bucket.flat)):
+        return bucket.flat
+    flat: Array = arrays.flat(native)
+    return flat
 
 
 class _UnderWay(NamedTuple):

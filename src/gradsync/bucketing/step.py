@@ -539,21 +539,46 @@ class Step:
             )
         self.prepare(None, communicator)
         for position in missing:
-            parameter, zeros = self._parameters[position], self._zeros_at(position, communicator)
+            parameter, zeros = self._parameters[position], self._zeros_at(position, self.agreed[position], communicator)
             self.take(parameter.parameter, zeros, communicator)
             self.filled[parameter.label] = zeros
 
-    def _zeros_at(self, position: int, communicator: Communicator) -> Any:
-        """Returns zeros for a missing gradient, in the parameter's view of its bucket or in an array kept for reuse."""
-        arrays, spec = communicator._arrays, self._parameters[position].spec
-        array: Any
-        if self.memory is not None:
-            array = self.memory.views[position]
-        elif position in self._zeros:
-            array = self._zeros[position]
-        else:
-            array = self._zeros[position] = arrays.empty(spec.shape, dtype_of(spec.dtype), None)
-        arrays.fill(array, 0)
+    def shadow(self, specs: Sequence[GradientSpec], communicator: Communicator, *, present: int, passes: int) -> None:
+        """Takes part in a whole step of the other ranks, with zeros. The step does not count in the statistics.
+
+        Args:
+            specs: the names, shapes and dtypes of the step's gradients, by position.
+            communicator: the communicator whose ranks reduce the gradients.
+            present: the number of ranks that have gradients.
+            passes: the number of local passes of the ranks that have gradients. It must be the same on all ranks.
+        """
+        reducer, statistics, sums = self.reducer, self.reducer.statistics, self.sums
+        own_passes, steps, gradients = reducer.events.local_passes, statistics.steps, statistics.gradients
+        self.sums = Accumulation()  # the rank's own sums wait for a step in which the rank has gradients
+        reducer.begin_step(present, passes)
+        try:
+            for position, spec in enumerate(specs):
+                parameter = spec if self._positions is None else self._parameters[position].parameter
+                self.take(parameter, self._zeros_at(position, spec, communicator, is_shadow=True), communicator)
+            self.flush(communicator)
+        finally:
+            self.sums = sums
+            reducer.begin_step(passes=own_passes)
+            statistics.steps, statistics.gradients = steps, gradients
+
+    def _zeros_at(
+        self, position: int, spec: GradientSpec, communicator: Communicator, *, is_shadow: bool = False
+    ) -> Any:
+        """Returns zeros for a missing gradient, in the parameter's view of its bucket or in an array kept for reuse.
+
+        The zeros of a shadow are negative: 0.0 would make a sum of negative zeros positive, and -0.0 changes no sum.
+        """
+        dtype: Any = dtype_of(spec.dtype)
+        array = self._zeros.get(position) if self.memory is None else self.memory.views[position]
+        if array is None or array.shape != spec.shape or array.dtype != dtype:
+            array = self._zeros[position] = communicator._arrays.empty(spec.shape, dtype, None)
+        negative = {"f": -0.0, "V": -0.0, "c": complex(-0.0, -0.0)}.get(dtype.kind, 0)
+        communicator._arrays.fill(array, negative if is_shadow else 0)
         return array
 
     def _reduce(self, complete: Sequence[Bucket], communicator: Communicator) -> None:
