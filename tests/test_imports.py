@@ -40,7 +40,6 @@ INSIDE = {
     "bucketing.lists": "adapters hooks",
     "bucketing.join": "adapters",
     "bucketing.plan": "adapters bench",
-    "bucketing.shapes_file": "bench",
     "bucketing.trees": "adapters",
     "communicators.agreement": "bucketing comm",
     "communicators.backend": "backend_choice bucketing",

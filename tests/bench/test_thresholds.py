@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.bench.models import gradients_of
+from gradsync.bench.models import gradients_of, itemsize_of
 from gradsync.bench.report import Seconds, plot
 from gradsync.bench.thresholds import (
     DEFAULT_MEGABYTES,
@@ -30,7 +30,6 @@ from gradsync.bench.thresholds import (
     same_buckets,
 )
 from gradsync.bucketing.plan import GradientSpec, plan_buckets
-from gradsync.bucketing.shapes_file import itemsize_of
 
 
 def specs(*sizes):

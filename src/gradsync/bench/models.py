@@ -7,12 +7,21 @@ reverse order. A test compares the numbers of parameters with the published numb
 from __future__ import annotations
 
 import importlib.util
+import json
+import reprlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from gradsync.bucketing.plan import GradientSpec
-from gradsync.bucketing.shapes_file import DEFAULT_DTYPE, itemsize_of, read_shapes
 from gradsync.errors import InvalidArgument
+from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp
 
 Shape = tuple[int, ...]
+
+_DEFAULT_DTYPE = "float32"
+_DTYPES = [name for name, operations in OPERATIONS_BY_DTYPE.items() if ReduceOp.SUM in operations]
 
 
 def resnet50() -> list[Shape]:
@@ -98,9 +107,10 @@ def gradients_of(model: str) -> list[GradientSpec]:
             package ml_dtypes is missing, or the gradients have no elements.
     """
     if model in MODELS:
-        itemsize = itemsize_of(DEFAULT_DTYPE)
-        shapes = reversed(MODELS[model]())
-        return [GradientSpec(f"#{i}", shape, DEFAULT_DTYPE, itemsize) for i, shape in enumerate(shapes)]
+        return [
+            GradientSpec(f"#{i}", shape, _DEFAULT_DTYPE, itemsize_of(_DEFAULT_DTYPE))
+            for i, shape in enumerate(reversed(MODELS[model]()))
+        ]
     if "/" not in model and not model.endswith(".json"):
         raise InvalidArgument(
             f"no model is called {model!r}: use {', '.join(MODELS)}, or a .json file, which "
@@ -119,3 +129,53 @@ def gradients_of(model: str) -> list[GradientSpec]:
 def total_bytes(specs: list[GradientSpec]) -> int:
     """Returns the total size of the gradients in bytes."""
     return sum(spec.size_bytes for spec in specs)
+
+
+def read_shapes(path: str | Path) -> list[GradientSpec]:
+    """Returns the gradients of a shapes file, in the file's order; gradients without a dtype are float32.
+
+    The file is JSON: a list of [name, shape] or [name, shape, dtype]. AllreduceCallback.dump_shapes writes such a file.
+
+    Raises:
+        InvalidArgument: the file cannot be read, is not a list of gradients, is empty, or has a dtype that cannot be
+            reduced. The text gives the index of the wrong entry, from 0.
+    """
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgument(f"the shapes file {str(path)!r} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
+        raise _malformed(path, f"is not JSON ({error})") from None
+    if not isinstance(entries, list) or not entries:
+        got = "an empty list" if entries == [] else f"one {type(entries).__name__}"
+        raise _malformed(path, f"needs a list of at least one gradient, got {got}")
+    return [_spec(path, number, entry) for number, entry in enumerate(entries)]
+
+
+def itemsize_of(dtype: str) -> int:
+    """Returns the bytes of one element, also of bfloat16, which NumPy itself does not have."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def _spec(path: str | Path, number: int, entry: Any) -> GradientSpec:
+    if not isinstance(entry, list) or len(entry) not in (2, 3):
+        raise _malformed(
+            path, f"entry {number} needs to be [name, shape] or [name, shape, dtype], got {reprlib.repr(entry)}"
+        )
+    name, shape, dtype = entry[0], entry[1], entry[2] if len(entry) == 3 else None
+    dtype = _DEFAULT_DTYPE if dtype is None else dtype
+    if not isinstance(name, str):
+        raise _malformed(path, f"entry {number} needs a string as name, got {reprlib.repr(name)}")
+    who = f"entry {number}, {reprlib.repr(name)},"
+    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
+        raise _malformed(path, f"{who} needs a shape of integers >= 0, got {reprlib.repr(shape)}")
+    if dtype not in _DTYPES:
+        raise _malformed(path, f"{who} has dtype {reprlib.repr(dtype)}: use {', '.join(_DTYPES)}")
+    return GradientSpec(repr(name), tuple(shape), dtype, itemsize_of(dtype))
+
+
+def _malformed(path: str | Path, what: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"the shapes file {str(path)!r} {what}; it looks like "
+        '[["layer.weight", [64, 3], "float32"], ["layer.bias", [64]]], and callback.dump_shapes(path) writes one'
+    )

@@ -18,8 +18,8 @@ import msgpack
 
 from gradsync import environment
 from gradsync.arguments import parse_address
+from gradsync.bench.models import read_shapes
 from gradsync.bench.thresholds import parse_megabytes
-from gradsync.bucketing.shapes_file import read_shapes, write_shapes
 from gradsync.communicators.agreement import Description, mismatch
 from gradsync.diagnostics.chrome_trace import chrome_trace
 from gradsync.diagnostics.dump import read_dumps
@@ -209,8 +209,8 @@ def shapes_file(data: bytes) -> None:
     """A file of gradients; what was read from it reads the same once it is written."""
     with _file_of(data) as path, contextlib.suppress(InvalidArgument):
         specs = read_shapes(path)
-        write_shapes(path, specs)
-        assert [(spec.shape, spec.dtype) for spec in read_shapes(path)] == [(s.shape, s.dtype) for s in specs]
+        Path(path).write_text(json.dumps([[spec.label, spec.shape, spec.dtype] for spec in specs]))
+        assert read_shapes(path) == specs
 
 
 def dump_files(data: bytes) -> None:
