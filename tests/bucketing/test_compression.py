@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 import gradsync as gs
-from gradsync.bucketing.compression import WireFormat, validate_compression
+from gradsync.bucketing.options import WireFormat, validate_compression
 from gradsync.communicators.agreement import agreement_on
 from gradsync.communicators.for_bucketing import ListReduction
 from gradsync.communicators.host_arrays import ArrayKind

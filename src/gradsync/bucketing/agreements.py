@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakValueDictionary, ref
 
 from gradsync.bucketing.plan import Bucket, GradientSpec, list_of_names
@@ -69,7 +70,7 @@ class StepEvents:
         self._op = ", ".join([op, *[f"{name} {value}".rstrip() for name, value in settings.items()]])
         self._settings = (("reduce_method", op), *settings.items())
         # The events of the last step, each with the number of local passes before it.
-        self._known: list[tuple[Bucket | _Flush, int, Agreement]] = []
+        self._known: list[tuple[Bucket | Flush, int, Agreement]] = []
 
     def change_callback(self, callback: KnownCallback | None) -> None:
         """Includes a callback, or no callback, in the digests of later events."""
@@ -91,64 +92,47 @@ class StepEvents:
         self._index = 0
         self.local_passes = passes
 
-    def bucket(self, bucket: Bucket) -> Agreement:
-        """Returns the Agreement that the ranks compare before they reduce a bucket, the next event of the step."""
+    def next(self, event: Bucket | Flush) -> Agreement:
+        """Returns the Agreement that the ranks compare before the next event of the step."""
         index = self._index
-        if index < len(self._known):
-            known, passes, agreement = self._known[index]
-            if known is bucket and passes == self.local_passes:  # a repeated step has the same bucket objects
-                self._index = index + 1
-                return agreement
-        return self._add(bucket)
-
-    def flush(self, gradients: int, missing: tuple[str, ...] = ()) -> Agreement:
-        """Returns the Agreement that the ranks compare at the end of a step.
-
-        Args:
-            gradients: the number of gradients in the step.
-            missing: the names of the parameters for which this rank has no gradient.
-        """
-        event, index = _Flush(gradients, missing), self._index
-        if index == 0:  # an empty step leaves the known events as they are
+        if index == 0 and isinstance(event, Flush):  # an empty step leaves the known events as they are
             return self._make(event, 0)
+        self._index = index + 1
         if index < len(self._known):
             known, passes, agreement = self._known[index]
-            if known == event and passes == self.local_passes:
-                self._index = index + 1
+            if (known is event or known == event) and passes == self.local_passes:
                 return agreement
-        return self._add(event)
-
-    def _add(self, event: Bucket | _Flush) -> Agreement:
-        """Makes the Agreement of an event that differs from the last step's event at the same index."""
-        index, self._index = self._index, self._index + 1
         agreement = self._make(event, index)
         self._known[index:] = [(event, self.local_passes, agreement)]
         return agreement
 
-    def _make(self, event: Bucket | _Flush, index: int) -> Agreement:
-        of_it = (event, self._op, self.local_passes)
+    def _make(self, event: Bucket | Flush, index: int) -> Agreement:
+        passes = self.local_passes
         content = event.specs if isinstance(event, Bucket) else tuple(event)
-        digest = digest_of("gradients", index, self._op, content, self.local_passes)
-        describe, summarise = _TEXTS[type(event)]
-        passes = (("local_passes", str(self.local_passes)),) if self.local_passes else ()
+        settings = (*self._settings, ("local_passes", str(passes))) if passes else self._settings
         agreement = Agreement(
-            digest,
-            partial(describe, *of_it, self._settings + passes),
+            digest_of("gradients", index, self._op, content, passes),
+            partial(_describe, event, self._op, passes, settings),
             index,
-            partial(summarise, *of_it),
+            partial(_summarise, event, self._op),
             so_far=None if self.arrived is None else partial(_so_far, self.arrived, event),
         )
         return agreement if self._callback is None else self._callback.include_in(agreement)
 
 
-class _Flush(NamedTuple):
-    """The end of a step, with the number of its gradients and the names of parameters without a gradient."""
+class Flush(NamedTuple):
+    """The end of a step.
+
+    Attributes:
+        gradients: the number of gradients in the step.
+        missing: the names of the parameters for which this rank has no gradient.
+    """
 
     gradients: int
-    missing: tuple[str, ...]
+    missing: tuple[str, ...] = ()
 
 
-def _so_far(arrived: WeakMethod[Arrived], event: Bucket | _Flush) -> StepSoFar:
+def _so_far(arrived: WeakMethod[Arrived], event: Bucket | Flush) -> StepSoFar:
     """Returns the state of this rank's step at an event, for the error of a mismatch."""
     method = arrived()
     if method is None:
@@ -158,36 +142,22 @@ def _so_far(arrived: WeakMethod[Arrived], event: Bucket | _Flush) -> StepSoFar:
     return StepSoFar(tuple([spec.item for spec in specs if spec.name not in own]), has_ended, tuple(sizes.items()))
 
 
-def _describe_bucket(bucket: Bucket, op: str, passes: int, settings: _Settings) -> Description:
-    items = tuple([spec.item for spec in bucket.specs])
-    of_what = f"{_count(len(items), 'gradient')}, {bucket.size_bytes} bytes"
-    what = f"all_reduce ({op}) of a bucket of {of_what}{_after(passes)}"
+def _describe(event: Bucket | Flush, op: str, passes: int, settings: _Settings) -> Description:
+    after = f", after {_count(passes, 'local pass', 'local passes')}" if passes else ""
+    if isinstance(event, Flush):
+        without = f", without one for {list_of_names(event.missing)}" if event.missing else ""
+        what = f"flush ({op}) after {_count(event.gradients, 'gradient')}{without}{after}"
+        return Description(what, kind="flush", settings=settings)
+    items = tuple([spec.item for spec in event.specs])
+    what = f"all_reduce ({op}) of a bucket of {_count(len(items), 'gradient')}, {event.size_bytes} bytes{after}"
     return Description(what, items=items, item="gradient {} of the bucket", kind="bucket", settings=settings)
 
 
-def _summarise_bucket(bucket: Bucket, op: str, _passes: int) -> str:
-    names = names_text([spec.label for spec in bucket.specs])
-    return f"all_reduce({op}) {bucket.dtype} {size_text(bucket.size_bytes)} {names}"
-
-
-def _describe_flush(flush: _Flush, op: str, passes: int, settings: _Settings) -> Description:
-    without = f", without one for {list_of_names(flush.missing)}" if flush.missing else ""
-    what = f"flush ({op}) after {_count(flush.gradients, 'gradient')}{without}{_after(passes)}"
-    return Description(what, kind="flush", settings=settings)
-
-
-def _summarise_flush(flush: _Flush, op: str, _passes: int) -> str:
-    return f"flush({op}) after {_count(flush.gradients, 'gradient')}"
-
-
-_TEXTS: dict[type, Any] = {
-    Bucket: (_describe_bucket, _summarise_bucket),
-    _Flush: (_describe_flush, _summarise_flush),
-}
-
-
-def _after(passes: int) -> str:
-    return f", after {_count(passes, 'local pass', 'local passes')}" if passes else ""
+def _summarise(event: Bucket | Flush, op: str) -> str:
+    if isinstance(event, Flush):
+        return f"flush({op}) after {_count(event.gradients, 'gradient')}"
+    names = names_text([spec.label for spec in event.specs])
+    return f"all_reduce({op}) {event.dtype} {size_text(event.size_bytes)} {names}"
 
 
 def _count(number: int, one: str, many: str = "") -> str:
@@ -209,15 +179,12 @@ class KnownCallback(NamedTuple):
         number: the callback's number on the communicator, from 1, in the order of first use; the same on all ranks.
         name: the name that the program gave the callback, or None.
         made_at: the line of this rank's program that constructed the callback.
-        used: a list with one element: the number of callbacks that were used on the communicator. All callbacks of the
-            communicator share this list.
         communicator: a weak reference to the communicator.
     """
 
     number: int
     name: str | None
     made_at: str
-    used: list[int]
     communicator: ReferenceType[Communicator]
 
     def include_in(self, agreement: Agreement) -> Agreement:
@@ -233,10 +200,8 @@ class KnownCallback(NamedTuple):
         if self.name is not None:
             return repr(self.name)
         communicator = self.communicator()
-        has_others = self.used[0] > 1 or (
-            communicator is not None and any(each.is_other(self.number, communicator) for each in _alive())
-        )
-        return str(self.number) if has_others else ""
+        others = [] if communicator is None else [each.known_on(communicator) for each in _alive(communicator)]
+        return str(self.number) if self.number > 1 or any(each is not self for each in others) else ""
 
     def _describe(self, agreement: Agreement) -> Description:
         return agreement.describe()._replace(callback=self._shown(), made_at=self.made_at)
@@ -272,7 +237,9 @@ class CallbackIdentity:
         self._stack = tuple([each.short() for each in callers()]) or ("an unknown line",)
         # Each thread has its own count: threads make callbacks in any order, so a common count would differ between
         # ranks.
-        self._number = 0 if name is not None else _made.count(group, self._stack)
+        counts = _made.counts.setdefault(_made if group is None else group, Counter())
+        self._number = counts[self._stack]  # how many callbacks were constructed at the same lines before
+        counts[self._stack] += name is None
         identity = (self._stack, self._number) if name is None else name
         self._digest = digest_of(identity) >> 1  # 63 bits, because ranks share signed 64-bit numbers
         self._known: WeakKeyDictionary[Communicator, KnownCallback] = WeakKeyDictionary()
@@ -298,78 +265,64 @@ class CallbackIdentity:
             agreement = self._agreement(_FIRST_USE, "made at different lines")
             if any(held for [held] in communicator._share_numbers(_FIRST_USE, [int(holds)], agreement)):
                 communicator._agree(self._agreement(_FIRST_USE, self._digest, shows_stack=True))  # the digests differ
-        used = _used.setdefault(communicator, [0])
-        used[0] += 1
-        name = KnownCallback(used[0], self._name, _line_of(self._stack[0]), used, ref(communicator))
-        self._known[communicator] = name
-        return name
+        number = _used[communicator] = _used.get(communicator, 0) + 1
+        known = KnownCallback(number, self._name, _line_of(self._stack[0]), ref(communicator))
+        self._known[communicator] = known
+        return known
 
     def _agreement(self, *parts: object, shows_stack: bool = False) -> Agreement:
-        stack = self._stack if shows_stack else self._stack[:1]
-        describe = partial(_describe, self._name, stack, self._number if shows_stack else None)
-        summarise = partial(_summary, self._name, self._stack)
-        return Agreement(digest_of(*parts), describe, summarise=summarise)
+        """Returns the Agreement of the first use; its texts show the line that constructed the callback.
+
+        Args:
+            parts: the parts on which the ranks must agree.
+            shows_stack: whether the description also shows the calls that led to this line.
+        """
+        name = "" if self._name is None else f" {self._name!r}"
+        what = f"the first use of {'callback' if name else 'a callback'}{name} (made at {self._stack[0]})"
+        lines = [f"called from {line}" for line in self._stack[1:]]
+        lines.append(f"number {self._number + 1} of the callbacks made at this line")
+        items = tuple(map(Item, lines)) if shows_stack and not name else ()
+        description = Description(what, items=items, item="how they were made", kind="first use")
+        which = f"callback{name}" if name else "the callback"
+        summary = f"the first step of {which} made at {_line_of(self._stack[0])}"
+        return Agreement(digest_of(*parts), lambda: description, summarise=lambda: summary)
 
     def _holds_other(self, digests: set[int], communicator: Communicator) -> bool:
         """Whether this rank has a callback with one of the given digests that was not used on the communicator yet."""
 
         def is_there() -> bool:
-            others = [each for each in _alive() if each._digest in digests]
-            return any(each._is_for(communicator) and each.known_on(communicator) is None for each in others)
+            return any(each._digest in digests and each.known_on(communicator) is None for each in _alive(communicator))
 
         if is_there():
             gc.collect()  # deletes callbacks that are only in reference cycles
         return is_there()
 
-    def is_other(self, number: int, communicator: Communicator) -> bool:
-        """Whether this callback belongs to the communicator, and is not the one with the given number."""
-        known = self.known_on(communicator)
-        return self._is_for(communicator) and (known is None or known.number != number)
-
-    def _is_for(self, communicator: Communicator) -> bool:
+    def is_for(self, communicator: Communicator) -> bool:
+        """Whether the callback reduces gradients on a communicator."""
         return self._group is communicator or (self._group is None and get_world() is communicator)
 
 
 class _Made(threading.local):
-    """Counts the unnamed callbacks that this thread has constructed, by communicator and lines of code."""
+    """Counts the unnamed callbacks that this thread has constructed.
+
+    Attributes:
+        counts: the counters by lines of code, by communicator; those of the world communicator by this object itself.
+    """
 
     def __init__(self) -> None:
-        self._of_world: dict[tuple[str, ...], int] = {}
-        self._of_groups: WeakKeyDictionary[Communicator, dict[tuple[str, ...], int]] = WeakKeyDictionary()
-
-    def count(self, group: Communicator | None, stack: tuple[str, ...]) -> int:
-        """Returns how many callbacks were constructed at the same lines of code before, and counts one more."""
-        counts = self._of_world if group is None else self._of_groups.setdefault(group, {})
-        number = counts[stack] = counts.get(stack, -1) + 1
-        return number
+        self.counts: WeakKeyDictionary[object, Counter[tuple[str, ...]]] = WeakKeyDictionary()
 
 
 _made = _Made()
 _living: WeakValueDictionary[int, CallbackIdentity] = WeakValueDictionary()
 _serials = count()
-_used: WeakKeyDictionary[Communicator, list[int]] = WeakKeyDictionary()
+_used: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()  # the number of callbacks used on a communicator
 
 
-def _alive() -> list[CallbackIdentity]:
-    """Returns the identities of live callbacks. Any thread may call it."""
+def _alive(communicator: Communicator) -> list[CallbackIdentity]:
+    """Returns the identities of a communicator's live callbacks. Any thread may call it."""
     found = [reference() for reference in _living.valuerefs()]
-    return [each for each in found if each is not None]
-
-
-def _describe(name: str | None, stack: tuple[str, ...], number: int | None) -> Description:
-    """Describes the first use of a callback: the line and the calls that constructed it."""
-    if name is not None:
-        return Description(f"the first use of callback {name!r} (made at {stack[0]})", kind="first use")
-    lines = [f"called from {line}" for line in stack[1:]]
-    if number is not None:
-        lines.append(f"number {number + 1} of the callbacks made at this line")
-    items = tuple(map(Item, lines))
-    what = f"the first use of a callback (made at {stack[0]})"
-    return Description(what, items=items, item="how they were made", kind="first use")
-
-
-def _summary(name: str | None, stack: tuple[str, ...]) -> str:
-    return f"the first step of {'the callback' if name is None else f'callback {name!r}'} made at {_line_of(stack[0])}"
+    return [each for each in found if each is not None and each.is_for(communicator)]
 
 
 def _line_of(call: str) -> str:

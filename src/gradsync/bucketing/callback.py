@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from gradsync.arguments import refuse_words
 from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.bucketing.agreements import CallbackIdentity
-from gradsync.bucketing.compression import WireFormat
 from gradsync.bucketing.forgotten import watch
 from gradsync.bucketing.gradient import display_name
 from gradsync.bucketing.join import Join
-from gradsync.bucketing.options import Options
+from gradsync.bucketing.options import Options, WireFormat
 from gradsync.bucketing.plan import list_of_names
 from gradsync.bucketing.reducer import BucketHook
 from gradsync.bucketing.step import Step

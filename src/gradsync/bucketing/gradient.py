@@ -17,9 +17,12 @@ import numpy as np
 
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket, GradientSpec
-from gradsync.communicators.agreement import Agreement, agreement_on
+from gradsync.communicators.agreement import Agreement, Description, digest_of
+from gradsync.communicators.backend import ResidentMemory
 from gradsync.communicators.communicator import Communicator
+from gradsync.communicators.for_bucketing import make_resident_memory
 from gradsync.communicators.host_arrays import ArrayKind, digest_of_values, overlaps_itself
+from gradsync.communicators.host_copy import CACHE_LINE_BYTES
 from gradsync.errors import InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, check_operation, dtype_name, dtype_of
 
@@ -246,10 +249,106 @@ class OverlapCheck:
         self._ranges_overlap = False
 
 
+# -- Gradients that live in buckets ------------------------------------------------------------------------------------
+
+
+class BucketMemory:
+    """The memory of all buckets of a plan. The ranks reduce this memory in place; each parameter has a view of it.
+
+    The memory belongs to the communicator: on the CPU the ranks share the memory, on a GPU it is device memory. A view
+    keeps the memory alive: a program may read its views after the communicator is closed, but the ranks cannot reduce
+    the memory any more.
+
+    Collective: every rank must construct it, for the same plan.
+
+    Args:
+        buckets: the buckets of the plan.
+        communicator: the communicator that allocates the memory and reduces it.
+        agreed: the function StepEvents.of_callback, which includes the callback in an Agreement.
+
+    Attributes:
+        memory: the memory of all buckets.
+        views: the view of each gradient in this memory, by position.
+
+    Raises:
+        PlanMismatch: the ranks' plans differ.
+        BackendUnavailable: there is not enough memory.
+        RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        communicator: Communicator,
+        agreed: Callable[[Agreement], Agreement],
+    ) -> None:
+        self._ranges: dict[int, tuple[int, int]] = {}  # the bytes [begin, end) of each bucket in the memory
+        end = 0
+        for bucket in buckets:
+            begin = -(-end // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+            end = begin + bucket.size_bytes
+            self._ranges[bucket.number] = (begin, end)
+        self._arrays = communicator._arrays
+        self._label = communicator.label
+        self.memory: ResidentMemory = make_resident_memory(
+            communicator, max(end, 1), agreed(_agreement_on_memory(buckets))
+        )
+        self.views: list[Array] = [self.memory.bytes] * sum(len(bucket.slots) for bucket in buckets)
+        self._names: list[str] = [""] * len(self.views)
+        for bucket in buckets:
+            flat = self.flat(bucket)
+            for slot in bucket.slots:
+                self.views[slot.position] = flat[slot.begin : slot.end].reshape(slot.spec.shape)
+                self._names[slot.position] = slot.spec.name
+        self._bounds = self._arrays.byte_bounds(self.memory.bytes)
+
+    def byte_range(self, bucket: Bucket) -> tuple[int, int]:
+        """Returns the range [begin, end) of a bucket's bytes in the memory."""
+        return self._ranges[bucket.number]
+
+    def flat(self, bucket: Bucket) -> Array:
+        """Returns the gradients of a bucket as one 1-D array of the bucket's dtype."""
+        begin, end = self._ranges[bucket.number]
+        flat: Array = self.memory.bytes[begin:end].view(dtype_of(bucket.dtype))
+        return flat
+
+    def holds(self, position: int, native: Array) -> bool:
+        """Whether an array is the view that belongs to the gradient at a position.
+
+        Raises:
+            InvalidArgument: the array overlaps the view of another gradient: the reduction would mix the two.
+        """
+        own = self.views[position]
+        if native is own:
+            return True
+        if not native.size:
+            return False
+        begin, end = self._arrays.byte_bounds(native)
+        if end <= self._bounds[0] or begin >= self._bounds[1]:
+            return False
+        if self._arrays.byte_bounds(own) == (begin, end) and native.flags.c_contiguous:
+            return True
+        raise InvalidArgument(
+            f"{self._label}: the gradient of {self._names[position]} lies in the buckets' memory, but not in the "
+            "part for this parameter: hand over the array that gradient_buffers() returned for it, or a copy"
+        )
+
+
+def _agreement_on_memory(buckets: Sequence[Bucket]) -> Agreement:
+    """Returns the Agreement that the ranks compare before they allocate the memory of the buckets."""
+    specs = [bucket.specs for bucket in buckets]
+
+    def describe() -> Description:
+        items = tuple([spec.item for of_bucket in specs for spec in of_bucket])
+        what = f"gradient_buffers of {len(items)} gradients in {len(specs)} buckets"
+        return Description(what, items=items, item="gradient {}")
+
+    return Agreement(digest_of("gradient_buffers", specs), describe)
+
+
 # -- Parameters that are named beforehand ----------------------------------------------------------------------------
 
 _COMPARISON = "the comparison of the parameters' values before the first step"
-_AGREEMENT = agreement_on(_COMPARISON, (), None, "")
 
 
 class KnownParameter(NamedTuple):
@@ -327,7 +426,6 @@ def warn_of_unequal_values(
     parameters: Any,
     gradient: Any,
     communicator: Communicator,
-    agreed: Callable[[Agreement], Agreement],
 ) -> None:
     """Logs a warning, on one rank, if the parameters' values differ between ranks. Every rank must call it.
 
@@ -340,7 +438,6 @@ def warn_of_unequal_values(
         parameters: the option `parameters`, as the program passed it.
         gradient: the first gradient that was handed over, or None.
         communicator: the communicator whose ranks compare their values.
-        agreed: the function StepEvents.of_callback, which includes the callback in an Agreement.
 
     Raises:
         RankFailed, CollectiveTimeout, CommunicatorClosed: the exchange between the ranks has failed.
@@ -353,30 +450,18 @@ def warn_of_unequal_values(
         natives = {name: communicator._native_array(array, f"parameter {name}") for name, array in arrays.items()}
         if all(communicator._arrays.writeable(native) for native in natives.values()):
             digests = {name: digest_of_values(communicator._arrays, native) for name, native in natives.items()}
-    import hashlib  # imported here to keep start-up fast
-
-    whole = int.from_bytes(hashlib.sha256(repr(digests).encode()).digest()[:8], "little", signed=True)
-    shared = communicator._share_numbers(_COMPARISON, [len(digests), whole], agreed(_AGREEMENT))
-    if len({tuple(numbers) for numbers in shared}) == 1 or not all(count for count, _ in shared):
-        return
     by_rank: list[dict[str, str]] = communicator.objects.all_gather_for(_COMPARISON, digests)
     different = [name for name in digests if len({digests_there.get(name) for digests_there in by_rank}) > 1]
-    if communicator.rank == 0 and different:
-        first = different[0]
-        other = next(rank for rank, there in enumerate(by_rank) if there.get(first) != digests[first])
-        _log.warning(
-            "%s: the parameters differ between the ranks before the first step. The first one that differs is %s: rank "
-            "%d has other values than rank %d; %d of %d arrays differ. Gradients are averaged, parameters are not: "
-            "call gs.bcast_list_(arrays, root=0) with all parameters before the first step",
-            *(
-                communicator.label,
-                first,
-                communicator.ranks[other],
-                communicator.ranks[0],
-                len(different),
-                len(digests),
-            ),
-        )
+    if communicator.rank or not different or not all(by_rank):
+        return
+    first = different[0]
+    other = next(rank for rank, there in enumerate(by_rank) if there.get(first) != digests[first])
+    _log.warning(
+        f"{communicator.label}: the parameters differ between the ranks before the first step. The first one that "
+        f"differs is {first}: rank {communicator.ranks[other]} has other values than rank {communicator.ranks[0]}; "
+        f"{len(different)} of {len(digests)} arrays differ. Gradients are averaged, parameters are not: call "
+        "gs.bcast_list_(arrays, root=0) with all parameters before the first step"
+    )
 
 
 def _shares_memory(array: Any, gradient: Any) -> bool:

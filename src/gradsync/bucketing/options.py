@@ -1,17 +1,286 @@
-"""The options of an AllreduceCallback: the checks of the constructor's arguments."""
+"""The options of an AllreduceCallback; compression and scales, with which the gradients are sent.
+
+    gradients -> encode (prescale, round to half precision, pack) -> all-reduce -> decode (postscale, convert back)
+
+The communicator decides in which dtype the values are added up, and so how they are rounded. Shared memory, and MPI
+with up to 16 ranks, add half-precision values up in float32, in rank order, and round the sum once. NCCL adds in the
+dtype that is sent, in each step of its algorithm, so its sums over many ranks are less accurate. float16 overflows
+beyond 65504, also in the sum; a prescale of 1 / world_size with op "sum" keeps the sum within range. bfloat16 has the
+range of float32, but 8 bits of precision; float16 has 11.
+
+Over shared memory the backend scales and rounds the values while it copies them (see the class Wire in reduction.py).
+On the CPU, gradients that are scaled but not compressed are scaled in place (class Scaled) in two cases: if they live
+in buckets, or over MPI. Small gradients are packed first (class Compressed).
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 import numpy as np
 
-from gradsync.bucketing.compression import WireFormat
+from gradsync.bucketing.lists import array_module
 from gradsync.bucketing.values import POLICIES, clip_factor
-from gradsync.errors import InvalidArgument, UnsupportedDtype
-from gradsync.reduction import OPERATIONS_BY_DTYPE, ReduceOp, check_operation, dtype_name
+from gradsync.communicators.host_arrays import ArrayKind
+from gradsync.errors import BackendUnavailable, InvalidArgument, UnsupportedDtype
+from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, Wire, check_operation, dtype_name
+
+COMPRESSIONS = (None, "float16", "bfloat16")
+
+# Arrays whose average size is below this number of elements are packed before they are converted or scaled.
+_SMALL_ELEMENTS = 2**13
+# The dtypes that are compressed. Complex numbers, integers and half precision are sent unchanged.
+_COMPRESSED = ("float32", "float64")
+
+
+def validate_compression(name: Any) -> str | None:
+    """Checks and returns the option `compression`: the dtype in which float32 and float64 gradients are sent, or None.
+
+    Raises:
+        InvalidArgument: the name is not None, "float16" or "bfloat16".
+    """
+    if name is None or (isinstance(name, str) and name in COMPRESSIONS):
+        return name
+    raise InvalidArgument(f"compression must be one of {', '.join(map(repr, COMPRESSIONS))}, got {name!r}")
+
+
+class WireFormat:
+    """The wire format of gradients: the dtype in which they are sent, and their scales.
+
+    Each callback has one WireFormat, with memory for the packed values.
+
+    Args:
+        dtype_name: the dtype in which float32 and float64 gradients are sent, "float16" or "bfloat16"; None sends them
+            in their own dtype.
+        prescale: the factor by which values are multiplied before the reduction; finite and not 0.
+        postscale: the factor by which results are multiplied after the reduction; finite and not 0.
+
+    Attributes:
+        dtype_name, prescale, postscale: see Args.
+        is_plain: whether gradients of every dtype are sent unchanged.
+
+    Raises:
+        InvalidArgument: the dtype name is unknown, or a scale is 0, not finite or not a number.
+        BackendUnavailable: the dtype is bfloat16, and ml_dtypes is not installed.
+
+    Source: prescale and postscale are the prescale_factor and postscale_factor of horovod.allreduce.
+    """
+
+    def __init__(self, dtype_name: str | None = None, prescale: float = 1.0, postscale: float = 1.0) -> None:
+        self.dtype_name = validate_compression(dtype_name)
+        self.prescale = _checked_scale("prescale", prescale)
+        self.postscale = _checked_scale("postscale", postscale)
+        self.is_plain = self.dtype_name is None and self.prescale == self.postscale == 1.0
+        self._dtype = None if self.dtype_name is None else _half_precision(self.dtype_name)
+        self._memory: dict[np.dtype[Any], Array] = {}
+
+    def settings(self) -> dict[str, str]:
+        """Returns the options on which ranks must agree, with their values, except options that change nothing."""
+        settings = {"compression": self.dtype_name} if self.dtype_name else {}
+        scales = {"prescale": self.prescale, "postscale": self.postscale}
+        return settings | {name: str(scale) for name, scale in scales.items() if scale != 1.0}
+
+    def __repr__(self) -> str:
+        return f"WireFormat({self.dtype_name!r}, prescale={self.prescale}, postscale={self.postscale})"
+
+    def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """Returns the dtype in which gradients of the given dtype are sent."""
+        return self._dtype if self._dtype is not None and dtype_name(dtype) in _COMPRESSED else dtype
+
+    def changes(self, dtype: np.dtype[Any]) -> bool:
+        """Whether gradients of a dtype are scaled or converted; if not, they are sent unchanged."""
+        return self.prescale != 1.0 or self.postscale != 1.0 or self.wire_dtype(dtype) != dtype
+
+    def for_backend(self, dtype: np.dtype[Any]) -> Wire:
+        """Returns the wire dtype and the scales of gradients of a dtype, for a backend that converts them itself.
+
+        Raises:
+            UnsupportedDtype: see WireFormat.check.
+        """
+        self.check(dtype)
+        return Wire(self.wire_dtype(dtype), self.prescale, self.postscale)
+
+    def only_scales(self, dtype: np.dtype[Any]) -> bool:
+        """Whether gradients of a dtype are scaled, but sent in that same dtype."""
+        return self.wire_dtype(dtype) == dtype and self.changes(dtype)
+
+    def check(self, dtype: np.dtype[Any]) -> None:
+        """Refuses a gradient that cannot be scaled.
+
+        Args:
+            dtype: the gradient's dtype.
+
+        Raises:
+            UnsupportedDtype: the dtype is an integer or bool, and a scale is not 1.
+        """
+        name = dtype_name(dtype)
+        if (self.prescale, self.postscale) == (1.0, 1.0) or ReduceOp.MEAN in OPERATIONS_BY_DTYPE.get(name, ()):
+            return
+        raise UnsupportedDtype(
+            f"prescale {self.prescale} and postscale {self.postscale} need a floating or complex dtype, got "
+            f"{name}: convert it with astype first, or leave both at 1"
+        )
+
+    def forget_memory(self) -> None:
+        """Forgets the memory of packed values, because a new communicator may need memory on a different device."""
+        self._memory.clear()
+
+    def encode(self, sources: Sequence[Array], arrays: ArrayKind) -> Array:
+        """Scales and rounds gradients, and packs them one after the other into memory that later calls use again.
+
+        On a GPU this work is queued on the current stream. Encode, the reduction and decode must use the same stream,
+        because the next list of the same dtype is packed into the same memory.
+
+        Args:
+            sources: at least one 1-D array; all are of one dtype and on the communicator's device.
+            arrays: the communicator's functions for arrays.
+
+        Returns:
+            A 1-D contiguous array of all elements, in the dtype in which they are sent. The array is valid until the
+            next call of encode.
+
+        Raises:
+            UnsupportedDtype: see WireFormat.check.
+        """
+        dtype = sources[0].dtype
+        self.check(dtype)
+        wire = self.wire_dtype(dtype)
+        total = sum([source.size for source in sources])
+        memory = self._memory.get(wire)
+        if memory is None or memory.size < total:
+            memory = self._memory[wire] = arrays.scratch(total, wire)
+        flat: Array = memory[:total]
+        if are_small(sources):
+            same = flat if wire == dtype else None
+            together = array_module(flat).concatenate(sources, out=same)
+            arrays.multiply(together, self.prescale, flat)
+            return flat
+        begin = 0
+        for source in sources:
+            end = begin + source.size
+            arrays.multiply(source, self.prescale, flat[begin:end])
+            begin = end
+        return flat
+
+    def decode(self, flat: Array, targets: Sequence[Array], arrays: ArrayKind) -> None:
+        """Splits a reduced flat array into the gradients' own arrays; converts the dtype and multiplies by postscale.
+
+        Args:
+            flat: the array that encode returned, after its reduction.
+            targets: 1-D arrays with the sizes of the sources; they may be the sources themselves.
+            arrays: the communicator's functions for arrays.
+        """
+        scale, begin = self.postscale, 0
+        if are_small(targets):
+            whole = flat if flat.dtype == targets[0].dtype else arrays.scratch(flat.size, targets[0].dtype)
+            arrays.multiply(flat, scale, whole)
+            for target in targets:
+                end = begin + target.size
+                target[...] = whole[begin:end]
+                begin = end
+            return
+        for target in targets:
+            end = begin + target.size
+            arrays.multiply(flat[begin:end], scale, target)
+            begin = end
+
+
+class Compressed:
+    """Converts, scales and packs gradients before their reduction; see the class Stage in for_bucketing.py.
+
+    Args:
+        wire: the format in which the gradients are sent.
+        targets: the arrays that receive the reduced gradients.
+        arrays: the communicator's functions for arrays.
+    """
+
+    def __init__(self, wire: WireFormat, targets: Sequence[Array], arrays: ArrayKind) -> None:
+        self._wire = wire
+        self._targets = targets
+        self._arrays = arrays
+
+    def before(self, given: Sequence[Array]) -> Sequence[Array]:
+        """Packs the gradients."""
+        return [self._wire.encode(given, self._arrays)]
+
+    def after(self, results: Sequence[Array]) -> Sequence[Array]:
+        """Converts and scales the reduced values, and copies them into the targets."""
+        self._wire.decode(results[0], self._targets, self._arrays)
+        return self._targets
+
+
+class Scaled:
+    """Scales gradients in place, before and after their reduction; see the class Stage in for_bucketing.py.
+
+    Scaling in place needs half the memory traffic of a scaled copy, and the reduction then finds the gradients in the
+    cache. The scaled values of a read-only gradient are written into its target. So all ranks reduce lists of equal
+    sizes, even if only some ranks have read-only gradients: over MPI, lists of different sizes would need different
+    messages.
+
+    Args:
+        wire: the wire format, which has the scales.
+        targets: the arrays that receive the reduced gradients; None if the results overwrite the gradients.
+        arrays: the communicator's functions for arrays.
+    """
+
+    def __init__(self, wire: WireFormat, targets: Sequence[Array] | None, arrays: ArrayKind) -> None:
+        self._wire = wire
+        self._targets = targets
+        self._arrays = arrays
+
+    def before(self, given: Sequence[Array]) -> Sequence[Array]:
+        """Multiplies the gradients by prescale."""
+        targets = self._targets
+        if targets is None:
+            return self._multiplied(given, self._wire.prescale)
+        for source, target in zip(given, targets, strict=True):
+            self._arrays.multiply(source, self._wire.prescale, target)
+        return targets
+
+    def after(self, results: Sequence[Array]) -> Sequence[Array]:
+        """Multiplies the results by postscale."""
+        return self._multiplied(results, self._wire.postscale)
+
+    def _multiplied(self, flats: Sequence[Array], scale: float) -> Sequence[Array]:
+        if scale != 1.0:
+            self._arrays.multiply_in_place(flats, scale)
+        return flats
+
+
+def are_small(flats: Sequence[Array]) -> bool:
+    """Whether packing arrays and converting them together costs less than converting each array."""
+    return len(flats) > 1 and sum([flat.size for flat in flats]) < len(flats) * _SMALL_ELEMENTS
+
+
+def _checked_scale(name: str, value: Any) -> float:
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    try:
+        scale = float(value) if is_number else math.nan
+    except OverflowError:  # an integer too large for float64
+        scale = math.inf
+    if not math.isfinite(scale) or scale == 0.0:
+        raise InvalidArgument(f"{name} must be a finite number other than 0, got {value!r}")
+    return scale
+
+
+def _half_precision(name: str) -> np.dtype[Any]:
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise BackendUnavailable(
+            f'compression="bfloat16" needs ml_dtypes, which gives NumPy and CuPy that dtype: pip install ml_dtypes '
+            f"({error})"
+        ) from error
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
+
+
+# -- All options -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -88,7 +357,7 @@ class Options:
         check_operation(self.op, dtype)
         self.wire.check(dtype)
         name = dtype_name(dtype)
-        if self.clip_norm not in (None, inf) and ReduceOp.MEAN not in OPERATIONS_BY_DTYPE[name]:
+        if self.clip_norm not in (None, math.inf) and ReduceOp.MEAN not in OPERATIONS_BY_DTYPE[name]:
             raise UnsupportedDtype(
                 f"clip_norm {self.clip_norm} needs a floating or complex dtype, got {name}: convert it with astype "
                 'first; clip_norm=float("inf") computes the norm alone'

@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
 
-from gradsync.bucketing.agreements import KnownCallback, StepEvents
-from gradsync.bucketing.bucket_memory import BucketMemory
-from gradsync.bucketing.compression import Compressed, Scaled, WireFormat, are_small
-from gradsync.bucketing.gradient import GradientEntry
+from gradsync.bucketing.agreements import Flush, KnownCallback, StepEvents
+from gradsync.bucketing.gradient import BucketMemory, GradientEntry
 from gradsync.bucketing.guard import Holder, LockedGradients
 from gradsync.bucketing.lists import array_module, get_offsets, param_pack_split
-from gradsync.bucketing.options import Options
+from gradsync.bucketing.options import Compressed, Options, Scaled, WireFormat, are_small
 from gradsync.bucketing.plan import Bucket
 from gradsync.bucketing.values import BucketWatch, Values
 from gradsync.communicators.agreement import Agreement
@@ -243,7 +241,7 @@ class Reducer:
         started = time.perf_counter()
         bucket = reduction.bucket
         mean_over = None if self.count_present is None else self._mean_over(communicator)
-        agreement = self.events.bucket(bucket)
+        agreement = self.events.next(bucket)
         completion = None
         if self._hooked is not None:
             watch = self._watch(reduction, communicator, Checks.NONE)
@@ -351,7 +349,7 @@ class Reducer:
             self._count_active()
         if self._hooked is not None:
             self._hooked.finish()
-        agreement, later = self.events.flush(gradients), None
+        agreement, later = self.events.next(Flush(gradients)), None
         if not self.values.checks:
             communicator._agree(agreement)
         for completion in self._launched:
@@ -369,7 +367,7 @@ class Reducer:
             PlanMismatch: the ranks differ; all ranks raise it.
         """
         self._count_active()
-        communicator._agree(self.events.flush(gradients, missing))
+        communicator._agree(self.events.next(Flush(gradients, missing)))
 
     def begin_step(self, present: int | None = None, passes: int = 0) -> None:
         """Begins a step; keeps the Agreements of the last step, because the new step may repeat it.

@@ -23,8 +23,8 @@ import numpy as np
 
 from gradsync.bucketing.accumulation import Accumulation
 from gradsync.bucketing.agreements import CallbackIdentity
-from gradsync.bucketing.bucket_memory import BucketMemory
 from gradsync.bucketing.gradient import (
+    BucketMemory,
     Destination,
     GradientEntry,
     KnownParameter,
@@ -188,9 +188,8 @@ class Step:
         """
         if not self._has_compared and communicator.world_size > 1:
             self.agree_on_callback(communicator)
-            agreed = self.reducer.events.of_callback
             with self.noting_errors():
-                warn_of_unequal_values(self._parameters, self._options.parameters, gradient, communicator, agreed)
+                warn_of_unequal_values(self._parameters, self._options.parameters, gradient, communicator)
             self._has_compared = True  # set only here, so that after PlanMismatch every rank compares again
         self._ensure_memory(communicator)
 
