@@ -38,7 +38,6 @@ INSIDE = {
     "bucketing.reducer": "hooks",
     "bucketing.callback": "adapters bench",
     "bucketing.lists": "adapters hooks",
-    "bucketing.join": "adapters",
     "bucketing.plan": "adapters bench",
     "bucketing.trees": "adapters",
     "communicators.agreement": "bucketing comm",

@@ -31,8 +31,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from gradsync.adapters import without
-from gradsync.bucketing.callback import AllreduceCallback
-from gradsync.bucketing.join import Join
+from gradsync.bucketing.callback import AllreduceCallback, Join
 from gradsync.bucketing.lists import broadcast_named
 from gradsync.bucketing.plan import list_of_names
 from gradsync.communicators.communicator import Communicator

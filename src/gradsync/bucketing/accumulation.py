@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ class _Memory(NamedTuple):
         return self.owner() is other.owner() and self.begin < other.end and other.begin < self.end
 
 
+@dataclass(slots=True, eq=False)
 class _Sum:
     """The sum of one parameter's gradients.
 
@@ -48,14 +50,11 @@ class _Sum:
         handed_over: the memory of the arrays that were handed over and still exist.
     """
 
-    __slots__ = ("handed_over", "mark", "name", "parameter", "total")
-
-    def __init__(self, parameter: Any, name: str, total: Array) -> None:
-        self.parameter = parameter
-        self.name = name
-        self.total = total
-        self.mark: Any = None
-        self.handed_over: list[_Memory] = []
+    parameter: Any
+    name: str
+    total: Array
+    mark: Any = None
+    handed_over: list[_Memory] = field(default_factory=list)
 
 
 class Accumulation:
@@ -102,8 +101,8 @@ class Accumulation:
             self._add_to(known, native, memory, communicator)
         known.mark = communicator._mark_work()
         known.handed_over = [each for each in known.handed_over if each.owner() is not None]
-        there = {(id(each.owner()), each[1:]) for each in known.handed_over}
-        known.handed_over += [each for each in memory if (id(each.owner()), each[1:]) not in there]
+        if not self.is_reused:
+            known.handed_over += memory
         self._in_pass.add(key)
         total: Array = known.total.view()
         if isinstance(total, np.ndarray):

@@ -7,7 +7,6 @@ last part of this module reads the option `parameters`, which lists the gradient
 from __future__ import annotations
 
 import logging
-import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,9 +28,6 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, check_opera
 _log = logging.getLogger("gradsync")
 
 _PLAIN_NAMES = (str, int)  # the types of nearly all names, always hashable
-
-
-_RELEASED = object()  # replaces the array in an entry that has released it
 
 
 @dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot twice as fast
@@ -61,7 +57,6 @@ class GradientEntry:
         recurs: whether the next step may use the entry again: the last step had the same array at this position, and
             the array is reduced in place.
         arrived_in: the number of the step in which the gradient arrived last.
-        seen: a weak reference to the array after release() was called; else None.
     """
 
     # The fields that are compared when an array arrives again come first, side by side in memory.
@@ -84,18 +79,6 @@ class GradientEntry:
     write_back: Any
     recurs: bool
     arrived_in: int = -1
-    seen: weakref.ref[Any] | None = None
-
-    def has_seen(self, gradient: Any) -> bool:
-        """Whether an array is the one that the entry holds, or the one that it has released."""
-        return self.gradient is gradient or (self.seen is not None and self.seen() is gradient)
-
-    def release(self) -> None:
-        """Releases the array: the entry does not keep it alive any more, but has_seen() still recognises it."""
-        if type(self.gradient) is type(self.native):
-            self.seen = weakref.ref(self.gradient)
-        self.gradient = _RELEASED
-        self.parameter = self.result = self.native = self.source = self.target = self.write_back = None
 
 
 class Destination(NamedTuple):

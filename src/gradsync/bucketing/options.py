@@ -28,23 +28,10 @@ from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import BackendUnavailable, InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, Wire, check_operation, dtype_name
 
-COMPRESSIONS = (None, "float16", "bfloat16")
-
 # Arrays whose average size is below this number of elements are packed before they are converted or scaled.
 _SMALL_ELEMENTS = 2**13
 # The dtypes that are compressed. Complex numbers, integers and half precision are sent unchanged.
 _COMPRESSED = ("float32", "float64")
-
-
-def validate_compression(name: Any) -> str | None:
-    """Checks and returns the option `compression`: the dtype in which float32 and float64 gradients are sent, or None.
-
-    Raises:
-        InvalidArgument: the name is not None, "float16" or "bfloat16".
-    """
-    if name is None or (isinstance(name, str) and name in COMPRESSIONS):
-        return name
-    raise InvalidArgument(f"compression must be one of {', '.join(map(repr, COMPRESSIONS))}, got {name!r}")
 
 
 class WireFormat:
@@ -60,7 +47,6 @@ class WireFormat:
 
     Attributes:
         dtype_name, prescale, postscale: see Args.
-        is_plain: whether gradients of every dtype are sent unchanged.
 
     Raises:
         InvalidArgument: the dtype name is unknown, or a scale is 0, not finite or not a number.
@@ -70,10 +56,11 @@ class WireFormat:
     """
 
     def __init__(self, dtype_name: str | None = None, prescale: float = 1.0, postscale: float = 1.0) -> None:
-        self.dtype_name = validate_compression(dtype_name)
+        if dtype_name is not None and (not isinstance(dtype_name, str) or dtype_name not in ("float16", "bfloat16")):
+            raise InvalidArgument(f"compression must be one of None, 'float16', 'bfloat16', got {dtype_name!r}")
+        self.dtype_name = dtype_name
         self.prescale = _checked_scale("prescale", prescale)
         self.postscale = _checked_scale("postscale", postscale)
-        self.is_plain = self.dtype_name is None and self.prescale == self.postscale == 1.0
         self._dtype = None if self.dtype_name is None else _half_precision(self.dtype_name)
         self._memory: dict[np.dtype[Any], Array] = {}
 
@@ -82,9 +69,6 @@ class WireFormat:
         settings = {"compression": self.dtype_name} if self.dtype_name else {}
         scales = {"prescale": self.prescale, "postscale": self.postscale}
         return settings | {name: str(scale) for name, scale in scales.items() if scale != 1.0}
-
-    def __repr__(self) -> str:
-        return f"WireFormat({self.dtype_name!r}, prescale={self.prescale}, postscale={self.postscale})"
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Returns the dtype in which gradients of the given dtype are sent."""
@@ -95,12 +79,7 @@ class WireFormat:
         return self.prescale != 1.0 or self.postscale != 1.0 or self.wire_dtype(dtype) != dtype
 
     def for_backend(self, dtype: np.dtype[Any]) -> Wire:
-        """Returns the wire dtype and the scales of gradients of a dtype, for a backend that converts them itself.
-
-        Raises:
-            UnsupportedDtype: see WireFormat.check.
-        """
-        self.check(dtype)
+        """Returns the wire dtype and the scales of gradients of a dtype, for a backend that converts them itself."""
         return Wire(self.wire_dtype(dtype), self.prescale, self.postscale)
 
     def only_scales(self, dtype: np.dtype[Any]) -> bool:
@@ -141,12 +120,8 @@ class WireFormat:
         Returns:
             A 1-D contiguous array of all elements, in the dtype in which they are sent. The array is valid until the
             next call of encode.
-
-        Raises:
-            UnsupportedDtype: see WireFormat.check.
         """
         dtype = sources[0].dtype
-        self.check(dtype)
         wire = self.wire_dtype(dtype)
         total = sum([source.size for source in sources])
         memory = self._memory.get(wire)

@@ -12,12 +12,12 @@ hooks of all ranks must call the same collectives on the bucket's communicator. 
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradsync.bucketing.agreements import Flush, KnownCallback, StepEvents
 from gradsync.bucketing.gradient import BucketMemory, GradientEntry
@@ -26,7 +26,6 @@ from gradsync.bucketing.lists import array_module, get_offsets, param_pack_split
 from gradsync.bucketing.options import Compressed, Options, Scaled, WireFormat, are_small
 from gradsync.bucketing.plan import Bucket
 from gradsync.bucketing.values import BucketWatch, Values
-from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Range
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import ListReduction, Stage, all_reduce_resident
@@ -74,7 +73,9 @@ class Reduction:
         results: the native arrays that hold the reduced values after the reduction.
         locked: the gradients that are read-only until the reduction ends; None if there are none.
         memory: the memory of the buckets, if gradients live in it; else None.
-        prepared: the prepared all-reduce of these arrays if they will arrive again; else None.
+        run: the function ListReduction.run or all_reduce_resident, with its first arguments. With a hook it is not set.
+        stages: the stages that convert the values.
+        checks: the checks that the communicator makes during the reduction.
     """
 
     bucket: Bucket
@@ -84,40 +85,9 @@ class Reduction:
     results: list[Any]
     locked: LockedGradients | None = None
     memory: BucketMemory | None = None
-    prepared: ListReduction | None = None
-
-    @classmethod
-    def of_gradients(cls, bucket: Bucket, entries: Sequence[GradientEntry], holder: Holder) -> Reduction:
-        """Returns the reduction of gradients that have their own arrays. `entries` are in the order of the slots."""
-        return cls(
-            bucket,
-            [entry.source for entry in entries],
-            [entry.target for entry in entries],
-            [(entry.target, entry.write_back) for entry in entries if entry.write_back is not None],
-            [entry.target if entry.write_back is None else entry.write_back for entry in entries],
-            LockedGradients(entries, holder) or None,
-        )
-
-    @classmethod
-    def resident(cls, bucket: Bucket, memory: BucketMemory) -> Reduction:
-        """Returns the reduction of gradients that live in the bucket."""
-        flat = memory.flat(bucket)
-        return cls(bucket, [flat], [flat], [], [flat], memory=memory)
-
-    def prepare(
-        self, communicator: Communicator, op: ReduceOp, *, checks: Checks, wire: Wire | None, recurs: bool = False
-    ) -> ListReduction:
-        """Returns an all-reduce of the arrays; see the class ListReduction in for_bucketing.py."""
-        return ListReduction(
-            communicator,
-            self.sources,
-            self.targets,
-            op,
-            write_backs=self.write_backs,
-            checks=checks,
-            wire=wire,
-            recurs=recurs,
-        )
+    run: Callable[..., Completion | None] = field(init=False)
+    stages: list[Stage] = field(init=False)
+    checks: Checks = Checks.NONE
 
 
 class Reducer:
@@ -144,8 +114,6 @@ class Reducer:
         self.is_hooked = False
         self._options = options
         self._wire = options.wire
-        # Whether values are only reduced: not scaled, not converted, not checked.
-        self._runs_plain = self._wire.is_plain and not self.values.checks
         self._hooked: _HookedBuckets | None = None
         self._present: int | None = None  # the number of ranks with gradients for this step, once it is counted
         self._launched: list[Completion] = []  # this step's reductions that run beside the host
@@ -176,42 +144,6 @@ class Reducer:
         settings = self._options.settings()
         self.events.change_settings(settings if hook is None else settings | {"hook": settings_of(hook)})
 
-    def reduction_of(
-        self,
-        bucket: Bucket,
-        entries: Mapping[int, GradientEntry],
-        memory: BucketMemory | None,
-        communicator: Communicator,
-        holder: Holder,
-    ) -> Reduction:
-        """Returns the Reduction of a complete bucket: the object of the last step if all arrays are the same.
-
-        Args:
-            bucket: a bucket whose gradients have all arrived.
-            entries: the gradients of the step, by position.
-            memory: the memory of the buckets, if gradients live in it; else None.
-            communicator: the communicator whose ranks reduce the buckets.
-            holder: the callback that has the gradients in flight.
-        """
-        number = bucket.number
-        known = self._last.get(number)
-        if known is not None and known.bucket is bucket:
-            return known
-        if memory is not None:
-            reduction = self._last[number] = Reduction.resident(bucket, memory)
-            return reduction
-        own = [entries[slot.position] for slot in bucket.slots]
-        reduction = Reduction.of_gradients(bucket, own, holder)
-        if not all(entry.recurs for entry in own):
-            self._last.pop(number, None)
-            return reduction
-        wire, stage = self._conversion_of(reduction, communicator)
-        if self._hooked is None and not isinstance(stage, Compressed):
-            checks = self._checks_within(communicator, wire, stage, is_divided=False)
-            reduction.prepared = reduction.prepare(communicator, self.op, checks=checks, wire=wire, recurs=True)
-        self._last[number] = reduction
-        return reduction
-
     def renew(self, number: int) -> None:
         """Forgets a bucket's reduction, because this step has a new array in the bucket."""
         known = self._last.get(number)
@@ -228,18 +160,30 @@ class Reducer:
         self._last.clear()
 
     def reduce(
-        self, reduction: Reduction, communicator: Communicator, producers: Sequence[Any], end: CollectiveEnd
+        self,
+        bucket: Bucket,
+        entries: Mapping[int, GradientEntry],
+        memory: BucketMemory | None,
+        communicator: Communicator,
+        holder: Holder,
+        producers: Sequence[Any],
+        end: CollectiveEnd,
     ) -> Completion | None:
-        """Reduces a bucket, or passes it to the hook. end() waits for the hook's result.
+        """Reduces a complete bucket, and unlocks its gradients; or passes it to the hook, for whose result end() waits.
 
         Args:
-            reduction: the Reduction that reduction_of() returned for the bucket.
+            bucket: a bucket whose gradients have all arrived.
+            entries: the gradients of the step, by position.
+            memory: the memory of the buckets, if gradients live in it; else None.
             communicator: the communicator whose ranks reduce the buckets.
+            holder: the callback that has the gradients in flight.
             producers: GPU events, recorded after the work that computes the gradients; see Backend.mark_work.
             end: the end of the bucket's collective, for which the bucket's futures wait. Used only with a hook.
         """
         started = time.perf_counter()
-        bucket = reduction.bucket
+        reduction = self._last.get(bucket.number)
+        if reduction is None or reduction.bucket is not bucket:
+            reduction = self._reduction_of(bucket, entries, memory, communicator, holder)
         mean_over = None if self.count_present is None else self._mean_over(communicator)
         agreement = self.events.next(bucket)
         completion = None
@@ -252,64 +196,95 @@ class Reducer:
             except CommunicatorClosed:
                 self._hooked.finish()  # raises if an earlier bucket's future has failed, which closed the communicator
                 raise
-        elif reduction.prepared is not None and mean_over is None and self._runs_plain:
-            completion = reduction.prepared.run(agreement, producers=producers)
         else:
-            completion = self._launch(reduction, communicator, producers, agreement, mean_over)
-        if completion is not None:
-            self._launched.append(completion)
+            if mean_over is not None:
+                reduction = replace(reduction)
+                self._prepare(reduction, communicator, recurs=False, mean_over=mean_over)
+            watch = self._watch(reduction, communicator, reduction.checks)
+            stages = reduction.stages if watch is None else [watch, *reduction.stages]
+            completion = reduction.run(agreement, stages=stages, producers=producers)
+            if completion is not None:
+                self._launched.append(completion)
+            if reduction.locked is not None:
+                if completion is None:
+                    reduction.locked.unlock()
+                else:
+                    completion.before_done(reduction.locked.unlock)
         statistics = self.statistics
         statistics.communication_seconds += time.perf_counter() - started
         statistics.all_reduces += 1
         statistics.bytes_all_reduced += bucket.size_bytes
         return completion
 
-    def _launch(
+    def _reduction_of(
         self,
-        reduction: Reduction,
+        bucket: Bucket,
+        entries: Mapping[int, GradientEntry],
+        memory: BucketMemory | None,
         communicator: Communicator,
-        producers: Sequence[Any],
-        agreement: Agreement,
-        mean_over: int | None,
-    ) -> Completion | None:
-        """Reduces a bucket; checks, divides, scales and compresses its values, as far as the options ask for it."""
-        dtype, op = reduction.sources[0].dtype, self.op if mean_over is None else ReduceOp.SUM
-        wire, conversion = self._conversion_of(reduction, communicator)
-        checks = self._checks_within(communicator, wire, conversion, is_divided=mean_over is not None)
-        watch = self._watch(reduction, communicator, checks)
-        divided = None if mean_over is None else _Divided(mean_over, communicator._arrays)
-        stages: list[Stage] = [stage for stage in (watch, divided, conversion) if stage is not None]
-        # This value is the same on all ranks, even if only some ranks have read-only gradients.
-        agrees_first = wire is None and self._wire.only_scales(dtype) and not communicator._runs_beside_host
-        if reduction.memory is not None and wire is None and not isinstance(conversion, Compressed):
-            memory, (begin, end) = reduction.memory.memory, reduction.memory.byte_range(reduction.bucket)
-            part = Range(begin, end, dtype, op, None, checks)
-            return all_reduce_resident(
-                communicator, memory, part, agreement, stages=stages, producers=producers, agrees_first=agrees_first
+        holder: Holder,
+    ) -> Reduction:
+        """Makes the Reduction of a complete bucket; the next step uses this object again if all arrays arrive again."""
+        if memory is None:
+            own = [entries[slot.position] for slot in bucket.slots]
+            reduction = Reduction(
+                bucket,
+                [entry.source for entry in own],
+                [entry.target for entry in own],
+                [(entry.target, entry.write_back) for entry in own if entry.write_back is not None],
+                [entry.target if entry.write_back is None else entry.write_back for entry in own],
+                LockedGradients(own, holder) or None,
             )
-        prepared = reduction.prepared
-        if prepared is None or mean_over is not None:
-            prepared = reduction.prepare(communicator, op, checks=checks, wire=wire)
-        return prepared.run(agreement, stages=stages, producers=producers, agrees_first=agrees_first)
+            recurs = all(entry.recurs for entry in own)
+        else:
+            flat, recurs = memory.flat(bucket), True
+            reduction = Reduction(bucket, [flat], [flat], [], [flat], memory=memory)
+        if self._hooked is None:
+            self._prepare(reduction, communicator, recurs=recurs)
+        self._last.pop(bucket.number, None)
+        if recurs:
+            self._last[bucket.number] = reduction
+        return reduction
 
-    def _checks_within(
-        self, communicator: Communicator, wire: Wire | None, stage: Stage | None, *, is_divided: bool
-    ) -> Checks:
-        """Returns the checks that the communicator makes during a reduction.
-
-        The bucket's BucketWatch makes the remaining checks.
+    def _prepare(
+        self, reduction: Reduction, communicator: Communicator, *, recurs: bool, mean_over: int | None = None
+    ) -> None:
+        """Decides how a bucket's values are checked, divided, scaled and converted, and prepares the all-reduce.
 
         Args:
-            communicator: the communicator that reduces the bucket.
-            wire, stage: the two results of _conversion_of.
-            is_divided: whether the results are divided after the reduction.
+            reduction: the Reduction of the bucket.
+            communicator: the communicator whose ranks reduce the bucket.
+            recurs: whether the same arrays will be reduced again.
+            mean_over: the divisor of a sum if not all ranks have gradients; else None.
         """
+        memory, dtype = reduction.memory, reduction.sources[0].dtype
+        wire, conversion = self._conversion_of(reduction, communicator)
+        divided = None if mean_over is None else _Divided(mean_over, communicator._arrays)
+        reduction.stages = [stage for stage in (divided, conversion) if stage is not None]
         within = Checks.NONE
-        if communicator._backend.finder is not None and wire is None and stage is None:
+        if communicator._backend.finder is not None and wire is None and conversion is None:
             within |= Checks.NONFINITE
-        if communicator._backend.squares is not None and stage is None and not is_divided:
+        if communicator._backend.squares is not None and not reduction.stages:
             within |= Checks.SQUARES
-        return self.values.checks & within
+        reduction.checks = checks = self.values.checks & within  # a BucketWatch makes the remaining checks
+        op, is_packed = self.op if mean_over is None else ReduceOp.SUM, isinstance(conversion, Compressed)
+        if memory is not None and wire is None and not is_packed:
+            part = Range(*memory.byte_range(reduction.bucket), dtype, op, None, checks)
+            reduction.run = partial(all_reduce_resident, communicator, memory.memory, part)
+        else:
+            reduction.run = ListReduction(
+                communicator,
+                reduction.sources,
+                reduction.targets,
+                op,
+                write_backs=reduction.write_backs,
+                checks=checks,
+                wire=wire,
+                recurs=recurs and not is_packed,
+            ).run
+        # This condition is the same on all ranks, even if only some ranks have read-only gradients.
+        if wire is None and self._wire.only_scales(dtype) and not communicator._runs_beside_host:
+            reduction.run = partial(reduction.run, agrees_first=True)
 
     def _conversion_of(
         self, reduction: Reduction, communicator: Communicator
@@ -323,7 +298,7 @@ class Reducer:
             scales while it packs. All ranks use the same class of Stage, so that they reduce lists of equal sizes.
         """
         wire, arrays, dtype = self._wire, communicator._arrays, reduction.sources[0].dtype
-        if wire.is_plain or not wire.changes(dtype):
+        if not wire.changes(dtype):
             return None, None
         if communicator._backend.converts and not (reduction.memory is not None and wire.only_scales(dtype)):
             return wire.for_backend(dtype), None
@@ -462,7 +437,7 @@ def settings_of(hook: BucketHook) -> str:
     settings = getattr(hook, "settings", None)
     if settings:
         return str(settings)
-    if isinstance(hook, functools.partial):
+    if isinstance(hook, partial):
         return f"partial({settings_of(hook.func)})"
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
@@ -501,18 +476,6 @@ def result_of(value: Any, bucket: GradientBucket) -> Array:
     return flat
 
 
-class _UnderWay(NamedTuple):
-    """A bucket that was passed to the hook, and whose result was not copied into the gradients yet."""
-
-    reduction: Reduction
-    bucket: GradientBucket
-    value: Any
-    mark: Any  # a GPU event after the work that the hook queued
-    mean_over: int | None
-    end: CollectiveEnd
-    watch: BucketWatch | None
-
-
 class _HookedBuckets:
     """Reduces the buckets of a step through a hook. On a GPU all work here is queued on the current stream.
 
@@ -524,7 +487,7 @@ class _HookedBuckets:
     def __init__(self, hook: BucketHook, wire: WireFormat) -> None:
         self._hook = hook
         self._wire = wire
-        self._under_way: list[_UnderWay] = []
+        self._under_way: list[Callable[[], None]] = []  # each takes the hook's result of one bucket
         self._flats: dict[int, Array] = {}  # by bucket, because the hook may work on several buckets at once
 
     def begin(
@@ -555,14 +518,9 @@ class _HookedBuckets:
         specs = reduction.bucket.specs
         names, shapes = tuple([spec.label for spec in specs]), tuple([spec.shape for spec in specs])
         bucket = GradientBucket(reduction.bucket.number, names, shapes, flat, communicator, op)
-        value = self._hook(bucket)
-        self._under_way.append(_UnderWay(reduction, bucket, value, communicator._mark_work(), mean_over, end, watch))
+        value, mark = self._hook(bucket), communicator._mark_work()
 
-    def finish(self) -> None:
-        """Waits for the hook's results, in the order of the buckets, and copies the results into the gradients."""
-        under_way, self._under_way = self._under_way, []
-        for reduction, bucket, value, mark, mean_over, end, watch in under_way:
-            communicator = bucket.communicator
+        def finish() -> None:
             if mark is not None:
                 communicator._follow_work([mark])  # the gradient may have been handed over on another stream
             reduced = result_of(value, bucket)
@@ -574,6 +532,14 @@ class _HookedBuckets:
             if reduction.locked is not None:
                 reduction.locked.unlock()
             end.finish(None, None, communicator._mark_end())
+
+        self._under_way.append(finish)
+
+    def finish(self) -> None:
+        """Waits for the hook's results, in the order of the buckets, and copies the results into the gradients."""
+        under_way, self._under_way = self._under_way, []
+        for finish in under_way:
+            finish()
 
     def reset(self) -> None:
         """Forgets the buckets of a failed step. Their memory is not used again: the hook may still access it."""

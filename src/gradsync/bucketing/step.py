@@ -2,7 +2,7 @@
 
 For each gradient, Step.take checks whether the step repeats the last step. If the last step had the same array at the
 same position, gradsync reuses the array's GradientEntry, its bucket and, when the bucket is complete, the bucket's
-Reduction (see Reducer.reduction_of). Otherwise Step._admit checks the gradient and makes a new entry.
+Reduction (see Reducer.reduce). Otherwise Step._admit checks the gradient and makes a new entry.
 
 gradsync keeps an array from one step to the next only if the array arrived in two consecutive steps. So a loop that
 makes new arrays in each step does not hold the memory of two steps.
@@ -99,8 +99,10 @@ class Step:
         self._positions: dict[Hashable, int] | None = None  # with `parameters`: the positions by the parameter's key
         self._zeros: dict[int, Array] = {}  # by position: arrays of zeros for missing gradients
         self._is_busy = False  # whether some thread is handing over a gradient, or flushing
-        # By position: the gradients of this step, and gradients of the last step that have not arrived again yet.
+        # By position: the gradients of this step, and those of the last step that may arrive again. Of the last step's
+        # other arrays there is only a weak reference: if one of them arrives a second time, it may arrive again.
         self._entries: dict[int, GradientEntry] = {}
+        self._seen: dict[int, weakref.ref[Any]] = {}
         # The rest of the attributes belong to the current step.
         self._new: list[GradientEntry] = []  # the gradients whose array differs from that of the last step
         # While _new is empty, the gradients are those of the last step, which were checked for shared memory. From the
@@ -299,9 +301,8 @@ class Step:
             InvalidArgument, UnsupportedDtype: see AllreduceCallback.
         """
         arrays, position = communicator._arrays, self._position_of(param, communicator)
-        grad, name = as_array(grad), display_name(param, position)
-        native = accept(name, grad, communicator, self._options)
-        key, spec = key_of(param), self._spec_of(name, native, position, communicator)
+        grad, native, spec = self._accepted(param, grad, position, communicator)
+        key = key_of(param)
         if self.sums.by_key:
             grad, native = self.sums.take(key, grad, native, communicator)
         is_locked = False
@@ -315,8 +316,8 @@ class Step:
         out = self._destination(grad, native, position, communicator)
         # An entry can recur only if the array is reduced in place, without a new result and without a copy.
         recurs = is_itself and out.result is grad and out.target is out.source and out.write_back is None
-        last = self._entries.get(position)
-        recurs = recurs and last is not None and last.has_seen(grad)
+        last, seen = self._entries.get(position), self._seen.get(position)
+        recurs = recurs and ((last is not None and last.gradient is grad) or (seen is not None and seen() is grad))
         state = arrays.state(native) if recurs else None
         if self.memory is not None and out.result is not grad:  # already copied into its bucket
             native = self.memory.views[position]
@@ -366,21 +367,23 @@ class Step:
             raise _twice(entry.name, communicator)
         return position
 
-    def _spec_of(self, name: str, native: Array, position: int, communicator: Communicator) -> GradientSpec:
-        """Returns the spec (name, shape and dtype) of a gradient: the last step's object if it is equal."""
-        dtype, assignments = dtype_name(native.dtype), self.planner.assignments
+    def _accepted(
+        self, param: Any, grad: Any, position: int, communicator: Communicator
+    ) -> tuple[Any, Array, GradientSpec]:
+        """Returns a gradient as an array, as a native array, and its spec: the last step's object if it is equal."""
+        grad, name = as_array(grad), display_name(param, position)
+        native = accept(name, grad, communicator, self._options)
+        spec = GradientSpec(name, native.shape, dtype_name(native.dtype), native.dtype.itemsize)
+        assignments = self.planner.assignments
         known = assignments[position].spec if position < len(assignments) else None
-        is_same = known is not None and known.shape == native.shape and known.dtype == dtype
-        if known is not None and self._positions is not None:
-            if is_same:
-                return known
+        if known is None or (self._positions is None and known != spec):
+            return grad, native, spec
+        if known[1:] != spec[1:]:
             raise InvalidArgument(
                 f"{communicator.label}: the gradient of {known.name} must be {known.dtype}{list(known.shape)}, as the "
-                f"option parameters= says, got {dtype}{list(native.shape)}"
+                f"option parameters= says, got {spec.dtype}{list(spec.shape)}"
             )
-        if known is not None and is_same and known.name == name:
-            return known
-        return GradientSpec(name, native.shape, dtype, native.dtype.itemsize)
+        return grad, native, known
 
     def _destination(self, grad: Any, native: Array, position: int, communicator: Communicator) -> Destination:
         """Decides where the reduced values go. If gradients live in buckets, copies the gradient into its bucket."""
@@ -412,17 +415,14 @@ class Step:
         if communicator._runs_beside_host:
             communicator._checked_stream(None, "a gradient")
         position = len(self.sums.by_key) if self._positions is None else self._position_of(param, communicator)
-        grad, name = as_array(grad), display_name(param, position)
-        native = accept(name, grad, communicator, self._options)
-        if self._positions is not None:
-            name = self._spec_of(name, native, position, communicator).name
+        grad, native, spec = self._accepted(param, grad, position, communicator)
         if isinstance(grad, np.ndarray):
-            can_lock(grad, name, self, is_on=False)  # refuses a gradient that is in flight in another callback
+            can_lock(grad, spec.name, self, is_on=False)  # refuses a gradient that is in flight in another callback
         self._entries.clear()  # the next step reduces the sums, not the arrays of the last step
-        total = self.sums.add(param, key_of(param), name, grad, native, communicator)
+        total = self.sums.add(param, key_of(param), spec.name, grad, native, communicator)
         end = CollectiveEnd(communicator._backend.timeout_seconds)
         end.finish(None, None, communicator._mark_end())
-        return GradientFuture(name, end, total)
+        return GradientFuture(spec.name, end, total)
 
     def end_local_pass(self) -> None:
         """Counts a local pass if a gradient has arrived in it."""
@@ -591,17 +591,12 @@ class Step:
                     guard.check_handed_over(bucket)
                 if not self._is_known:
                     self.agree_on_callback(communicator)
-                reduction = reducer.reduction_of(bucket, self._entries, self.memory, communicator, self)
-                completion = reducer.reduce(reduction, communicator, self._producers.get(bucket.number, ()), end)
+                producers = self._producers.get(bucket.number, ())
+                completion = reducer.reduce(bucket, self._entries, self.memory, communicator, self, producers, end)
                 if reducer.is_hooked:
                     continue
                 if guard is not None:
                     guard.note_results(bucket, completion)
-                if reduction.locked is not None:
-                    if completion is None:
-                        reduction.locked.unlock()
-                    else:
-                        completion.before_done(reduction.locked.unlock)
                 self._finish(end, None, completion)
         except BaseException as error:
             self.fail(error)
@@ -625,11 +620,13 @@ class Step:
     def _learn(self) -> None:
         """Remembers a step that differs from the step before: its gradients, and the arrays that may arrive again."""
         self.agreed = [assignment.spec for assignment in self.planner.assignments]
-        for entry in self._new:
-            if not entry.recurs:
-                entry.release()
-        for position in range(self.count, len(self._entries)):
-            del self._entries[position]
+        entries, step = self._entries, self.ended
+        self._entries = {at: entry for at, entry in entries.items() if entry.recurs and entry.arrived_in == step}
+        self._seen = {
+            at: weakref.ref(entry.gradient)
+            for at, entry in entries.items()
+            if at not in self._entries and type(entry.gradient) is type(entry.native)
+        }
         self.reducer.keep(self._ends)
 
     def _end_step(self) -> None:
