@@ -2,19 +2,17 @@
 
 A broken library may crash or hang when it is loaded, so a subprocess examines each library:
 
-    python -m gradsync.doctor.facts NAME   # NAME is numpy, cupy or mpi; the last line that it prints is JSON
+    python -m gradsync.doctor.facts NAME   # NAME is cupy or mpi; the last line that it prints is JSON
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.metadata
 import json
 import os
 import platform
 import resource
-import shutil
 import signal
 import socket
 import subprocess
@@ -45,6 +43,7 @@ class Facts:
         root: the folder that contains /proc, /sys and /dev; it differs from "/" only in tests.
         system, machine: the operating system and the processor, such as "linux" and "x86_64".
         python: the version of Python and the path of its executable.
+        numpy: the version of NumPy.
         packages: [name] -> the version of each installed Python package that the checks need to know.
         cores: the number of cores that this process may use.
         open_files: the soft and the hard limit of open files; -1 means no limit.
@@ -53,7 +52,6 @@ class Facts:
         memory_error: the error if memfd_create failed; "" if it worked.
         loopback_error: the error if no socket could listen on 127.0.0.1; "" if one could.
         mpiexec: the path of mpiexec; None if there is none.
-        has_nvidia_smi: whether nvidia-smi is on the PATH.
     """
 
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -61,6 +59,7 @@ class Facts:
     system: str = "linux"
     machine: str = "x86_64"
     python: tuple[str, str] = ("3.12.0", "/usr/bin/python3")
+    numpy: str = "2.4.0"
     packages: Mapping[str, str] = field(default_factory=dict)
     cores: int = 8
     open_files: tuple[int, int] = (-1, -1)
@@ -69,7 +68,6 @@ class Facts:
     memory_error: str = ""
     loopback_error: str = ""
     mpiexec: str | None = None
-    has_nvidia_smi: bool = False
 
     def read(self, path: str) -> str | None:
         """Returns the text of a file below `root`, without surrounding whitespace; None if the file cannot be read."""
@@ -91,12 +89,15 @@ def collect_facts(deadline_seconds: float) -> Facts:
     Args:
         deadline_seconds: the time limit for the subprocesses of ask_all().
     """
+    import numpy  # here, because the subprocesses that import this module need no NumPy
+
     mpiexec = find_mpiexec()
     return Facts(
         environ=dict(os.environ),
         system=sys.platform,
         machine=platform.machine(),
         python=(platform.python_version(), sys.executable),
+        numpy=numpy.__version__,
         packages=_packages(),
         cores=usable_cores(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -105,7 +106,6 @@ def collect_facts(deadline_seconds: float) -> Facts:
         memory_error=_memory_error(),
         loopback_error=_loopback_error(),
         mpiexec=mpiexec,
-        has_nvidia_smi=shutil.which("nvidia-smi") is not None,
     )
 
 
@@ -128,7 +128,7 @@ def _shared_memory_bytes() -> tuple[int, int] | None:
 
 
 def _memory_error() -> str:
-    from gradsync.communicators.shared_memory.segment import create_segment  # the subprocess for CuPy needs no NumPy
+    from gradsync.communicators.shared_memory.segment import create_segment  # which imports NumPy
 
     try:
         os.close(create_segment(1 << 20))
@@ -158,7 +158,7 @@ def ask_all(mpiexec: str | None, deadline_seconds: float) -> dict[str, dict[str,
         deadline_seconds: the time limit, after which the subprocesses are killed.
 
     Returns:
-        One dictionary under each key: "numpy", "cupy", "mpi" and "mpiexec". If a subprocess failed, its
+        One dictionary under each key: "cupy", "mpi" and "mpiexec". If a subprocess failed, its
         dictionary is {"error": message}.
     """
     commands = {name: [sys.executable, "-m", __name__, name] for name in _QUESTIONS}
@@ -242,14 +242,6 @@ def _exit_error(exit_code: int, stderr: str) -> str:
     return f"the process that imported the library ended with exit code {exit_code}{last}"
 
 
-def _ask_numpy() -> dict[str, Any]:
-    import numpy
-
-    found: dict[str, Any] = {"version": numpy.__version__}
-    _note(found, "msgpack", lambda: list(importlib.import_module("msgpack").version))
-    return found
-
-
 def _ask_mpi() -> dict[str, Any]:
     from gradsync.communicators.mpi.mpi_job import load_mpi
 
@@ -305,7 +297,7 @@ def _nccl() -> dict[str, Any]:
     return {"available": True, "version": version, "build": nccl.get_build_version(), "path": library_path()}
 
 
-_QUESTIONS: Mapping[str, Callable[[], dict[str, Any]]] = {"numpy": _ask_numpy, "cupy": _ask_cupy, "mpi": _ask_mpi}
+_QUESTIONS: Mapping[str, Callable[[], dict[str, Any]]] = {"cupy": _ask_cupy, "mpi": _ask_mpi}
 
 
 def main() -> None:
