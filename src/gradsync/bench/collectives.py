@@ -61,7 +61,7 @@ _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 _MOST_SIZES = 100
 _BLOCKS = 3  # the reported time is the median over the blocks of timed calls
-_WARM_UP = 5  # the untimed calls before the first block of timed calls
+_WARM_UP = 5  # the largest number of untimed calls before the first block of timed calls
 _LARGEST_SIZE = 1024**5
 
 
@@ -437,10 +437,11 @@ def measure(wanted: Wanted) -> Measured:
     comm = group_or_world(None, "a measurement of collectives")
     xp, _ = array_module(comm)
     if comm.rank == 0:
-        of_blocks = f"the median of {_BLOCKS} blocks of {wanted.cases[0][0].iterations} calls"
+        iterations = wanted.cases[0][0].iterations
+        of_blocks = f"the median of {_BLOCKS} blocks of {iterations} calls"
         ranks = "1 rank" if comm.world_size == 1 else f"{comm.world_size} ranks"
         print(f"gradsync/{comm.backend}: {ranks}, {usable_cores()} cores on this machine")
-        print(f"times are those of the slowest rank: {of_blocks}, after {_WARM_UP} warm-up calls")
+        print(f"times are those of the slowest rank: {of_blocks}, after {min(iterations, _WARM_UP)} warm-up calls")
         if busy := busy_machine():
             print(busy)
         sys.stdout.flush()
@@ -466,7 +467,7 @@ def _measure_case(comm: Communicator, case: Case) -> Row:
     samples: dict[str, list[float]] = {form: [] for form in timers}
     for block in range(_BLOCKS):
         for form, timer in timers.items():
-            samples[form].append(timer.time(_WARM_UP if block == 0 else 1))
+            samples[form].append(timer.time(min(case.iterations, _WARM_UP) if block == 0 else 1))
     return Row(case, {form: FormResult(Seconds.of(samples[form]), wrong[form]) for form in timers})
 
 
