@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from measurement import slowest_rank
 from peers.contenders import GRADSYNC
 from peers.memory_mode import create_probe_memory, mode_of
-from peers.pair import Pair, PairFailed
+from peers.systems import Pair, PairFailed
 from peers.workload import BUSY, Workload
 
 _PR_SET_PDEATHSIG = 1

@@ -18,8 +18,8 @@ from peers import systems
 from peers.blocks import measure, started_pairs
 from peers.collectives import EXTENTS, RANKS
 from peers.contenders import GRADSYNC, SYSTEMS
-from peers.pair import PairFailed
 from peers.rows import NOT_ASKED_FOR, NOT_INSTALLED, Row, rows_of
+from peers.systems import PairFailed
 from peers.tables import table_of, table_of_verdicts
 from peers.targets import Target, judge
 from peers.workload import Workload

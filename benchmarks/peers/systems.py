@@ -11,7 +11,7 @@ from pathlib import Path
 
 from peers.collectives import RANKS
 from peers.contenders import GRADSYNC, MPICH, OPENMPI, TORCH
-from peers.crew import Start
+from peers.crew import Crew, CrewFailed, Start
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = BENCHMARKS / ".environments"
@@ -106,3 +106,21 @@ def _program(system: str, name: str) -> str:
 def _stamp(system: str) -> Path:
     """Returns the file that says that an environment is complete."""
     return ENVIRONMENTS / system / "installed"
+
+
+PairFailed = CrewFailed
+
+
+class Pair(Crew):
+    """Two ranks of one system, which sleep between requests. A context: they end with it.
+
+    Args:
+        system: one of SYSTEMS.
+        folder: private to this run, with a path short enough for a socket in it.
+
+    Raises:
+        PairFailed: they did not start.
+    """
+
+    def __init__(self, system: str, folder: str) -> None:
+        super().__init__(system, folder, lambda address: starts(system, address), RANKS, working_folder=BENCHMARKS)

@@ -8,8 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from simulated_ranks.contenders import JOIN
-from simulated_ranks.rank import SimulatedRank
+from simulated_ranks.contenders import JOIN, SimulatedRank
 
 _READ_BYTES = 65536
 _PATIENCE_SECONDS = 60.0

@@ -11,12 +11,10 @@ import gc
 import sys
 from typing import Any
 
-from simulated_ranks.contenders import GRADSYNC, LEAVE
+from simulated_ranks.contenders import GRADSYNC, LEAVE, SimulatedRank
 from simulated_ranks.crowd import Crowd
-from simulated_ranks.descriptors import raise_limit
 from simulated_ranks.gradsync_rank import GradsyncRank
-from simulated_ranks.rank import SimulatedRank
-from simulated_ranks.reports import chosen, serve
+from simulated_ranks.reports import chosen, raise_limit, serve
 from simulated_ranks.tcpstore_rank import TCPStoreRank
 
 

@@ -16,8 +16,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from simulated_ranks.contenders import BARRIER, GET_ID, JOIN, PUT_ID, UNIQUE_ID
-from simulated_ranks.descriptors import raise_limit
-from simulated_ranks.reports import chosen, serve
+from simulated_ranks.reports import chosen, raise_limit, serve
 
 _TIMEOUT = timedelta(seconds=60)
 _STACK_BYTES = 256 * 1024

@@ -1,8 +1,9 @@
-"""Commands to a process that is many ranks, by standard input, and its reports, by standard output: one line each."""
+"""A process that is many ranks: commands on standard input, reports on standard output, room for many open files."""
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -24,3 +25,9 @@ def chosen(rest: str) -> slice:
     """Returns which of the process's ranks a command is for, of "FIRST-" or "FIRST-END"."""
     first, _, end = rest.partition("-")
     return slice(int(first), int(end) if end else None)
+
+
+def raise_limit() -> None:
+    """Raises the limit of open files as far as possible."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -9,7 +9,7 @@ import sys
 
 from torch.distributed import TCPStore
 
-from simulated_ranks.descriptors import raise_limit
+from simulated_ranks.reports import raise_limit
 
 
 def main() -> None:
