@@ -56,26 +56,24 @@ def _stacks() -> dict[tuple[str, ...], list[str]]:
     known = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = [(ident != main, known.get(ident, f"thread {ident}"), f) for ident, f in sys._current_frames().items()]
-    told = [(name, *_shown(frame)) for _, name, frame in sorted(frames, key=itemgetter(0, 1))]
-    told = [one for one in told if not one[0].startswith(_SERVICE_THREADS)]
-    _read_sources({code.co_filename for _, shown, _ in told for code, _ in shown})
+    frames = [one for one in sorted(frames, key=itemgetter(0, 1)) if not one[1].startswith(_SERVICE_THREADS)]
+    stacks = [(name, _shown(frame)) for _, name, frame in frames]
+    _read_sources({code.co_filename for _, shown in stacks for code, _ in shown})
     by_stack: dict[tuple[str, ...], list[str]] = {}
-    for name, shown, has_more in told:
-        more = [""] if has_more else []  # never shown; it makes a cut-off stack differ from a complete one
-        by_stack.setdefault((*starmap(_line_text, shown), *more), []).append(name)
+    for name, shown in stacks:
+        by_stack.setdefault(tuple(starmap(_line_text, shown)), []).append(name)
     return by_stack
 
 
-def _shown(frame: FrameType | None) -> tuple[list[tuple[CodeType, int]], bool]:
-    """Returns code and line of each frame to show, the innermost first, and whether there are more frames.
+def _shown(frame: FrameType | None) -> list[tuple[CodeType, int]]:
+    """Returns code and line of each frame to show, the innermost first.
 
     Of nested calls within gradsync, only the outermost is returned.
     """
     shown: list[FrameType] = []
-    while frame is not None and len(shown) < _FRAMES[0]:
+    while frame is not None:
         if shown and frame.f_code.co_filename.startswith(_LAUNCHING):
-            frame = None  # the frames further out belong to the launcher, which has called the user's code
-            break
+            break  # the frames further out belong to the launcher, which has called the user's code
         if _is_ours(frame):
             while shown and _is_of_python(shown[-1]):
                 shown.pop()  # gradsync has called this function of the standard library, for example a lock's
@@ -84,7 +82,7 @@ def _shown(frame: FrameType | None) -> tuple[list[tuple[CodeType, int]], bool]:
                 shown.pop()
             shown.append(frame)
         frame = frame.f_back
-    return [(one.f_code, one.f_lineno or 0) for one in shown], frame is not None  # some frames have no line
+    return [(one.f_code, one.f_lineno or 0) for one in shown]  # some frames have no line
 
 
 def _read_sources(names: set[str]) -> None:
