@@ -19,7 +19,7 @@ from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.shared_memory import barrier as shared_barrier
 from gradsync.communicators.shared_memory.arena import SLOT_BYTES, areas_of, segment_bytes
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
-from gradsync.communicators.shared_memory.point_to_point import PIECE_BYTES, PointToPoint
+from gradsync.communicators.shared_memory.point_to_point import PIECE_BYTES, Incoming, Outgoing, PointToPoint
 from gradsync.diagnostics.recorder import FlightRecorder
 
 BARRIER = agreement_on("barrier", (), None, "")
@@ -231,7 +231,7 @@ def test_a_peer_may_take_a_message_while_this_rank_looks(size: int, monkeypatch:
 
 def test_a_description_stands_until_it_was_read() -> None:
     mine, other = ranks_of(2)
-    sending, receiving = mine.channels._open_outgoing(1), other.channels._open_incoming(0)
+    sending, receiving = mine.channels._transfer(Outgoing, 1), other.channels._transfer(Incoming, 0)
     sending.begin(message(values(3), 1))
     receiving.begin(message(values(4), 0))
     for transfer in (sending, receiving):  # both write theirs, and the receiver finds what it can read

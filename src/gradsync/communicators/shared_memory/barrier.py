@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 from zlib import crc32
 
@@ -53,38 +53,28 @@ _NO_DIGEST = 0
 ANY_ROUND = 2**64 - 1  # a number that is larger than that of any round
 
 
-class Pauses:
-    """The pauses of a waiting rank: at first the rank yields its core, later it sleeps.
+def pauses(began: float) -> Iterator[float | None]:
+    """Pauses a waiting rank before each item: at first the rank yields its core, later it sleeps.
 
     Args:
         began: the time at which the wait began, in time.monotonic() seconds.
+
+    Yields:
+        How long the rank has waited, in seconds, if it should now check for failures; otherwise None.
     """
-
-    __slots__ = ("_began", "_check_at", "_now", "_sleep_from")
-
-    def __init__(self, began: float) -> None:
-        now = time.monotonic()
-        self._began = began
-        self._now = now
-        self._sleep_from = now + _YIELD_FOR_SECONDS
-        self._check_at = now + _CHECK_EVERY_SECONDS
-
-    def pause(self) -> bool:
-        """Pauses once. Returns whether the rank should now check for failures."""
-        if self._now < self._sleep_from:
+    now = time.monotonic()
+    sleep_from, check_at = now + _YIELD_FOR_SECONDS, now + _CHECK_EVERY_SECONDS
+    while True:
+        if now < sleep_from:
             os.sched_yield()
         else:
             time.sleep(_SLEEP_SECONDS)
-        self._now = now = time.monotonic()
-        if now < self._check_at:
-            return False
-        self._check_at = now + _CHECK_EVERY_SECONDS
-        return True
-
-    @property
-    def waited_seconds(self) -> float:
-        """How long the rank had waited when the last pause ended, in seconds."""
-        return self._now - self._began
+        now = time.monotonic()
+        if now < check_at:
+            yield None
+        else:
+            check_at = now + _CHECK_EVERY_SECONDS
+            yield now - began
 
 
 class TextBoard:
@@ -201,19 +191,6 @@ class SharedBarrier:
             self.check_for_aborts(number)
         self._completed = number
 
-    def disagree(self, agreement: Agreement) -> NoReturn:
-        """Arrives at a round that other ranks have entered for a different collective: every rank then raises an error.
-
-        Args:
-            agreement: the digest and the description of this rank's call; another rank has a different digest in this
-                round.
-
-        Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout: see `agree`.
-        """
-        self._arrive(agreement.digest)
-        self._raise_mismatch(agreement)
-
     def is_ahead(self, peer: int) -> bool:
         """Whether a peer has arrived at a later round than this rank, and waits there."""
         return self.words[peer * WORDS_PER_RANK + _ARRIVALS] > self.round
@@ -237,10 +214,11 @@ class SharedBarrier:
         for _ in range(SPINS):
             if words[arrivals] >= wanted:
                 return
-        pauses = Pauses(began)
-        while words[arrivals] < wanted:
-            if pauses.pause():
-                check_for_failures(missing, pauses.waited_seconds, wanted)
+        for waited_seconds in pauses(began):
+            if words[arrivals] >= wanted:
+                return
+            if waited_seconds is not None:
+                check_for_failures(missing, waited_seconds, wanted)
 
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
         """Exchanges descriptions of the collectives, so that every rank can raise the same error.

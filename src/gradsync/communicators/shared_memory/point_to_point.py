@@ -32,9 +32,9 @@ from gradsync.communicators.shared_memory.barrier import (
     ANY_ROUND,
     SPINS,
     WORDS_PER_RANK,
-    Pauses,
     SharedBarrier,
     TextBoard,
+    pauses,
 )
 from gradsync.reduction import Array
 
@@ -51,7 +51,6 @@ PIECE_BYTES = 128 * 1024
 SLOTS = 4
 
 MESSAGE_TEXT_BYTES = 4096  # the memory for the description of a message, for PlanMismatch
-_SENDING, _RECEIVING = 0, 1  # the numbers of a rank's two texts, and of a channel's two cache lines
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -290,8 +289,7 @@ class PointToPoint:
         self._words = areas["message lines"]
         self._board = TextBoard(areas["message texts"], MESSAGE_TEXT_BYTES)
         self._slots = [list(buffer[: SLOTS * PIECE_BYTES].reshape(SLOTS, PIECE_BYTES)) for buffer in buffers]
-        self._outgoing: dict[int, Outgoing] = {}  # [peer] -> the transfer to this peer, made at the first message
-        self._incoming: dict[int, Incoming] = {}
+        self._transfers: dict[tuple[type[Transfer], int], Transfer] = {}
 
     def move(self, send: Message | None, receive: Message | None) -> None:
         """Sends a message, receives one, or both at once. Returns when the receivers have read their whole message.
@@ -312,9 +310,9 @@ class PointToPoint:
             return
         moves: list[tuple[Transfer, Message]] = []
         if receive is not None:  # receives first, so that a peer can begin while this rank copies its message
-            moves.append((self._incoming.get(receive.peer) or self._open_incoming(receive.peer), receive))
+            moves.append((self._transfer(Incoming, receive.peer), receive))
         if send is not None:
-            moves.append((self._outgoing.get(send.peer) or self._open_outgoing(send.peer), send))
+            moves.append((self._transfer(Outgoing, send.peer), send))
         transfers = [transfer for transfer, _ in moves]
         for transfer, message in moves:
             transfer.begin(message)
@@ -342,10 +340,11 @@ class PointToPoint:
         for _ in range(SPINS):
             if _advance(pending):
                 return
-        pauses = Pauses(time.monotonic())
-        while not _advance(pending):
-            if pauses.pause():
-                check_for_failures(missing, pauses.waited_seconds, ANY_ROUND)
+        for waited_seconds in pauses(time.monotonic()):
+            if _advance(pending):
+                return
+            if waited_seconds is not None:
+                check_for_failures(missing, waited_seconds, ANY_ROUND)
                 self._check_for_collectives(pending)
 
     # -- Messages that cannot arrive ---------------------------------------------------------------------------
@@ -356,39 +355,27 @@ class PointToPoint:
         # barrier. All peers must wait there: a transfer with any other peer may still end, and must not stop in the
         # middle.
         if all(self._barrier.is_ahead(transfer.peer) and transfer.is_awaiting_peer() for transfer in pending):
-            self._join_collective(pending)
-
-    def _join_collective(self, barred: Sequence[Transfer]) -> NoReturn:
-        agreement = barred[0].agreement
-        for transfer in barred:
-            transfer.withdraw()
-        self._barrier.disagree(agreement)
+            for transfer in pending:
+                transfer.withdraw()
+            self._barrier.agree(pending[0].agreement)  # the digests differ, so every rank raises PlanMismatch
 
     def _raise_mismatch(self, transfer: Transfer, descriptions: tuple[str, str]) -> NoReturn:
         ranks = self._barrier.ranks
         both = zip((ranks[self._rank], ranks[transfer.peer]), map(Description.from_text, descriptions), strict=True)
         raise message_mismatch(self._barrier.label, dict(both))
 
-    # -- Channels ----------------------------------------------------------------------------------------------
-
-    def _open_outgoing(self, peer: int) -> Outgoing:
-        sender, receiver = self._sides(self._rank, peer)
-        outgoing = Outgoing(self._words, self._board, sender, receiver, self._slots[self._rank], peer)
-        self._outgoing[peer] = outgoing
-        return outgoing
-
-    def _open_incoming(self, peer: int) -> Incoming:
-        sender, receiver = self._sides(peer, self._rank)
-        incoming = Incoming(self._words, self._board, receiver, sender, self._slots[peer], peer)
-        self._incoming[peer] = incoming
-        return incoming
-
-    def _sides(self, sender: int, receiver: int) -> tuple[Side, Side]:
-        line = 2 * (sender * self._world_size + receiver) * WORDS_PER_RANK
-        return (
-            Side(line + _SENDING * WORDS_PER_RANK, 2 * sender + _SENDING),
-            Side(line + _RECEIVING * WORDS_PER_RANK, 2 * receiver + _RECEIVING),
-        )
+    def _transfer(self, kind: type[Transfer], peer: int) -> Transfer:
+        """Returns the transfer to or from a peer. It is made at the first message."""
+        transfer = self._transfers.get((kind, peer))
+        if transfer is None:
+            sender, receiver = (self._rank, peer) if kind is Outgoing else (peer, self._rank)
+            line = 2 * (sender * self._world_size + receiver) * WORDS_PER_RANK
+            own, other = Side(line, 2 * sender), Side(line + WORDS_PER_RANK, 2 * receiver + 1)
+            if kind is Incoming:
+                own, other = other, own
+            transfer = kind(self._words, self._board, own, other, self._slots[sender], peer)
+            self._transfers[kind, peer] = transfer
+        return transfer
 
 
 def _advance(transfers: Sequence[Transfer]) -> bool:
