@@ -11,21 +11,19 @@ object. So all ranks get the error, and none waits for ever.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement, agreement_on
-from gradsync.communicators.backend import Backend, Bounds, HostPath, checked_rank
+from gradsync.communicators.backend import Backend, HostPath, bounds_of, checked_rank
 from gradsync.errors import InvalidArgument, describe
 from gradsync.reduction import Array
 
 _SHOWN_REFUSALS = 4
 _MAX_REASON_CHARACTERS = 500
-
-T = TypeVar("T")
 
 
 class Objects:
@@ -65,13 +63,7 @@ class Objects:
         If ranks call functions with different names, they raise PlanMismatch.
         """
         agreement = agreement_on(what, (), None, "")
-        mine = self._parcel([obj])
-
-        def move(path: HostPath, numbers: list[list[int]]) -> tuple[Array, Bounds]:
-            bounds = _bounds([sizes[0] for sizes in numbers])
-            return _gathered(path, _bytes_of(mine), bounds, agreement), bounds
-
-        return self._unpack(*self._run(agreement, mine, 1, move), agreement)
+        return self._unpack(*self._run(agreement, self._parcel([obj])), agreement)
 
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Returns the objects of all ranks, in rank order, on the root; returns None on the other ranks.
@@ -93,16 +85,8 @@ class Objects:
         """
         root = checked_rank(self._backend, what, argument, root)
         agreement = agreement_on(what, (), None, f"root {root}")
-        mine = self._parcel([obj])
-
-        def move(path: HostPath, numbers: list[list[int]]) -> tuple[Array | None, Bounds]:
-            bounds = _bounds([sizes[0] for sizes in numbers])
-            target = np.empty(bounds[-1], np.uint8) if self._backend.rank == root else None
-            path.gather(_bytes_of(mine), target, bounds, root, agreement)
-            return target, bounds
-
-        gathered, bounds = self._run(agreement, mine, 1, move)
-        return None if gathered is None else self._unpack(gathered, bounds, agreement)
+        data, sizes = self._run(agreement, self._parcel([obj]), root=root)
+        return None if self._backend.rank != root else self._unpack(data, sizes, agreement)
 
     def broadcast(self, obj: Any = None, root: int = 0) -> Any:
         """Returns the root's object, on every rank.
@@ -118,13 +102,7 @@ class Objects:
         root = checked_rank(self._backend, what, "root", root)
         agreement = agreement_on(what, (), None, f"root {root}")
         is_root = self._backend.rank == root
-        mine = self._parcel([obj] if is_root else [])
-
-        def move(path: HostPath, numbers: list[list[int]]) -> Array:
-            bounds = _bounds([sizes[0] for sizes in numbers])  # only the root's part is not empty
-            return _gathered(path, _bytes_of(mine), bounds, agreement)
-
-        data = self._run(agreement, mine, 1, move)
+        data, _ = self._run(agreement, self._parcel([obj] if is_root else []))
         return obj if is_root else self._unpickle(data, root, agreement)
 
     def scatter(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
@@ -139,43 +117,47 @@ class Objects:
         root = checked_rank(backend, "objects.scatter", "root", root)
         agreement = agreement_on("objects.scatter", (), None, f"root {root}")
         mine = self._parcel_for_each(objs) if backend.rank == root else self._parcel([])
-
-        def move(path: HostPath, numbers: list[list[int]]) -> Array:
-            source = _bytes_of(mine) if backend.rank == root else None
-            target = np.empty(numbers[root][backend.rank], np.uint8)
-            path.scatter(source, target, _bounds(numbers[root]), root, agreement)
-            return target
-
-        data = self._run(agreement, mine, backend.world_size, move)
-        return self._unpickle(data, root, agreement)
+        data, sizes = self._run(agreement, mine, backend.world_size)  # every rank gets the root's whole list
+        begin, end = bounds_of(sizes[root], 1)[backend.rank : backend.rank + 2]
+        return self._unpickle(data[begin:end], root, agreement)
 
     def _run(
-        self,
-        agreement: Agreement,
-        mine: _Parcel,
-        count: int,
-        move: Callable[[HostPath, list[list[int]]], T],
-    ) -> T:
-        """Runs one collective: exchanges the sizes of the objects, then moves the objects.
+        self, agreement: Agreement, mine: _Parcel, count: int = 1, root: int | None = None
+    ) -> tuple[Array, list[list[int]]]:
+        """Runs one collective: exchanges the sizes of the objects, then moves the pickled objects.
 
         Args:
             agreement: the Agreement that describes this collective, for the comparison between the ranks.
             mine: this rank's pickled objects, or the reason why it cannot send them.
             count: how many objects one rank can send in this collective.
-            move: a function that moves the objects: move(path, the sizes of each rank's objects).
+            root: the only rank that gets the objects; None if all ranks get them.
+
+        Returns:
+            The bytes of all ranks' pickled objects, in rank order (on ranks that get no objects, nothing); and for each
+            rank the sizes of its pickled objects.
         """
-        refusals: dict[int, str] = {}
         with self._backend.lifetime.collective(agreement.describe().what, agreement):
             if self._path is None:
                 self._path = self._backend.make_host_path()
-            numbers = self._path.share_numbers(mine.numbers(count), agreement)
-            if any(sizes[0] < 0 for sizes in numbers):
-                refusals = _share_refusals(self._path, numbers, mine, agreement)
+            shared = self._path.share_numbers(mine.numbers(count), agreement)
+            is_refused = any(sizes[0] < 0 for sizes in shared)
+            if is_refused:  # all ranks get the reasons instead of the objects
+                sent, root, shared = mine.refusal or b"", None, [[max(0, -sizes[0])] for sizes in shared]
             else:
-                result = move(self._path, numbers)
-        if refusals:  # after the collective, because an error within it would end the communicator
-            raise self._refused(refusals, agreement) from mine.cause
-        return result
+                sent = mine.pickles[0] if len(mine.pickles) == 1 else b"".join(mine.pickles)
+            bounds = bounds_of(list(map(sum, shared)), 1)
+            is_receiver = root is None or root == self._backend.rank
+            data = np.empty(bounds[-1] if is_receiver else 0, np.uint8)
+            source = np.frombuffer(sent, np.uint8)
+            if root is None:
+                self._path.all_gather(source, data, bounds, agreement)
+            else:
+                self._path.gather(source, data if is_receiver else None, bounds, root, agreement)
+        if is_refused:  # after the collective, because an error within it would end the communicator
+            parts = enumerate(pairwise(bounds))
+            reasons = {rank: data[begin:end].tobytes().decode() for rank, (begin, end) in parts if end > begin}
+            raise self._refused(reasons, agreement) from mine.cause
+        return data, shared
 
     def _parcel_for_each(self, objs: Any) -> _Parcel:
         """Pickles the argument of scatter: a list with one object for each rank."""
@@ -205,8 +187,8 @@ class Objects:
         shown = "; ".join(texts[:_SHOWN_REFUSALS] + more)
         return InvalidArgument(f"{self._backend.label}: {agreement.describe().what} moved nothing: {shown}")
 
-    def _unpack(self, data: Array, bounds: Bounds, agreement: Agreement) -> list[Any]:
-        parts = enumerate(pairwise(bounds))
+    def _unpack(self, data: Array, sizes: Sequence[Sequence[int]], agreement: Agreement) -> list[Any]:
+        parts = enumerate(pairwise(bounds_of([size for [size] in sizes], 1)))
         return [self._unpickle(data[begin:end], rank, agreement) for rank, (begin, end) in parts]
 
     def _unpickle(self, data: Array, sender: int, agreement: Agreement) -> Any:
@@ -247,27 +229,3 @@ class _Parcel(NamedTuple):
         """
         sizes = [len(data) for data in self.pickles] if self.refusal is None else [-len(self.refusal)]
         return sizes + [0] * (count - len(sizes))
-
-
-def _share_refusals(path: HostPath, numbers: list[list[int]], mine: _Parcel, agreement: Agreement) -> dict[int, str]:
-    """All-gathers the reasons of the ranks that cannot send their objects; returns the reasons by rank."""
-    bounds = _bounds([max(0, -sizes[0]) for sizes in numbers])
-    texts = _gathered(path, np.frombuffer(mine.refusal or b"", np.uint8), bounds, agreement).tobytes()
-    parts = enumerate(pairwise(bounds))
-    return {rank: texts[begin:end].decode() for rank, (begin, end) in parts if end > begin}
-
-
-def _gathered(path: HostPath, source: Array, bounds: Bounds, agreement: Agreement) -> Array:
-    """Returns the concatenated bytes of all ranks; `source` has the bytes of this rank."""
-    target = np.empty(bounds[-1], np.uint8)
-    path.all_gather(source, target, bounds, agreement)
-    return target
-
-
-def _bytes_of(parcel: _Parcel) -> Array:
-    pickles = parcel.pickles
-    return np.frombuffer(pickles[0] if len(pickles) == 1 else b"".join(pickles), np.uint8)
-
-
-def _bounds(sizes: Sequence[int]) -> Bounds:
-    return [0, *accumulate(sizes)]
