@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from gradsync.communicators.agreement import Agreement, Description, mismatch
+from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import PreparedList, Range, ResidentMemory
 from gradsync.communicators.communicator import BYTE, Communicator
 from gradsync.communicators.host_values import Checks
@@ -174,10 +174,11 @@ def make_resident_memory(communicator: Communicator, size_bytes: int, agreement:
     Args:
         communicator: the communicator that will reduce the memory.
         size_bytes: the size of the memory of each rank.
-        agreement: the Agreement that describes this collective, for the comparison between the ranks.
+        agreement: the Agreement that describes this collective, for the comparison between the ranks. Its digest must
+            depend on the size.
 
     Raises:
-        PlanMismatch: the sizes differ; nothing was allocated.
+        PlanMismatch: the digests differ; nothing was allocated.
         BackendUnavailable: a rank does not have enough memory. The error message names the rank. No rank gets memory,
             and the communicator stays usable.
         RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, NcclError: as for all_reduce.
@@ -188,11 +189,7 @@ def make_resident_memory(communicator: Communicator, size_bytes: int, agreement:
 
     def make(_launch: Any) -> list[list[int]]:
         nonlocal memory, failure
-        sizes = backend.share_numbers([size_bytes], agreement)
-        if sizes.count([size_bytes]) < communicator.world_size:
-            headlines = [f"resident memory of {size} bytes" for [size] in sizes]
-            texts = dict(zip(communicator.ranks, map(Description, headlines), strict=True))
-            raise mismatch(communicator.label, agreement, texts)
+        backend.agree(agreement)
         try:
             memory = backend.make_resident(size_bytes, agreement)
         except BackendUnavailable as error:

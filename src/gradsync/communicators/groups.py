@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
+from gradsync.communicators.agreement import digest_of
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.failures import CAUSE_SECONDS, await_cause
 from gradsync.communicators.lifetime import Lifetime, RaisedFailures
@@ -187,6 +188,4 @@ def listed(ranks: Sequence[int]) -> str:
     text = ",".join(map(str, ranks))
     if len(text) <= _LISTED_CHARACTERS:
         return text
-    from hashlib import blake2b  # imported here to keep the start of a rank short
-
-    return f"{len(ranks)} ranks from {ranks[0]}, {blake2b(text.encode(), digest_size=8).hexdigest()}"
+    return f"{len(ranks)} ranks from {ranks[0]}, {digest_of(text):016x}"

@@ -106,7 +106,7 @@ class Objects:
         return obj if is_root else self._unpickle(data, root, agreement)
 
     def scatter(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
-        """Returns this rank's object from the root's list.
+        """Returns this rank's object from the root's list. Every rank receives the whole pickled list.
 
         Args:
             objs: on the root, a list or tuple with one object for each rank; if it is anything else, every rank raises

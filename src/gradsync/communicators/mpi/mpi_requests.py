@@ -20,8 +20,9 @@ from gradsync.communicators.mpi.mpi_job import keep_for_ever, to_mpi_error
 from gradsync.errors import GradsyncError, RankFailed
 from gradsync.reduction import Array
 
-# Up to this number of ranks, every rank sends directly to every other rank. This moves as many bytes as MPI's
-# algorithms, with fewer copies. With more ranks, MPI's own collectives need fewer messages.
+# Up to this number of ranks, an all_reduce and the exchange of digests send directly from every rank to every other
+# rank. This moves as many bytes as MPI's algorithms, with fewer copies. With more ranks, MPI's own algorithms need fewer
+# messages.
 DIRECT_RANKS = 16
 _PIECE_BYTES = 2**30  # the largest message: MPI 3 counts in 32 bits
 
@@ -60,7 +61,7 @@ class MpiRequests:
     Attributes:
         mpi, comm: see Args.
         rank, world_size: this rank and the number of ranks in `comm`.
-        is_direct: whether there are at most DIRECT_RANKS ranks.
+        is_direct: whether there are at most DIRECT_RANKS ranks; see there.
         peers: the other ranks, in the order in which this rank sends to them.
         begun: the number of collectives that this rank has begun.
         has_abandoned: whether a wait has failed. If so, MPI may still read and write the memory of its requests.
