@@ -21,7 +21,7 @@ from gradsync.errors import GradsyncError, RankFailed
 from gradsync.reduction import Array
 
 # Up to this number of ranks, an all_reduce and the exchange of digests send directly from every rank to every other
-# rank. This moves as many bytes as MPI's algorithms, with fewer copies. With more ranks, MPI's own algorithms need fewer
+# rank. This moves as many bytes as MPI's algorithms, with fewer copies. With more ranks, MPI's algorithms need fewer
 # messages.
 DIRECT_RANKS = 16
 _PIECE_BYTES = 2**30  # the largest message: MPI 3 counts in 32 bits
