@@ -38,7 +38,7 @@ def test_what_no_launcher_of_this_version_would_tell_is_refused_in_words(told):
 @pytest.mark.parametrize("wrong", [{"node": "1"}, {"n_ranks": True}, {"start": 1}, {"more": 1}])
 def test_a_node_that_cannot_be_is_refused(wrong):
     good = {
-        "node": 1, "host": "h", "address": "10.0.0.1", "n_ranks": 2, "n_gpus": 0,
+        "node": 1, "host": "h", "address": "10.0.0.1", "n_ranks": 2,
         "restart": 0, "max_restarts": 0, "master_port": 4000, "start": "00ff",
     }  # fmt: skip
     assert decode(NodeRecord, json.dumps(good).encode(), "a record").n_ranks == 2

@@ -46,18 +46,12 @@ class Target(NamedTuple):
     descriptors: tuple[int, ...] = ()
     call: Call | None = None
 
-    def mpi_command(self, world_size: int, hosts: Sequence[str] = ()) -> str:
-        """Returns the `mpiexec` command that starts these ranks; ranks that use MPI need MPI's own launcher.
-
-        Args:
-            world_size: the number of ranks.
-            hosts: "host:ranks" for each machine; empty for a run on this machine alone.
-        """
+    def mpi_command(self, world_size: int) -> str:
+        """Returns the `mpiexec` command that starts these ranks; ranks that use MPI need MPI's own launcher."""
         import shlex  # imported here to keep the start short
         import shutil
 
-        on_hosts = ("--host", ",".join(hosts)) if hosts else ()
-        command = shlex.join(("mpiexec", "-n", str(world_size), *on_hosts, "python", *self.command_line))
+        command = shlex.join(("mpiexec", "-n", str(world_size), "python", *self.command_line))
         if shutil.which("mpiexec") is None:
             command += " (no mpiexec is found here: load the cluster's MPI, or pip install mpi4py mpich)"
         return command

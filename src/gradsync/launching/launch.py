@@ -18,12 +18,11 @@ import sys
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing import ProcessError
 from multiprocessing.reduction import ForkingPickler
 from pickle import PicklingError
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from gradsync import environment
 from gradsync.errors import GradsyncError, InvalidArgument, RankFailed
@@ -39,7 +38,7 @@ _default = "spawn"
 
 _log = logging.getLogger("gradsync")
 
-_Dumps = Callable[[Any], bytes]
+_Pickler = Callable[[io.BytesIO], Any]
 
 _CUDA_SUCCESS = 0
 
@@ -160,10 +159,10 @@ def _count_required(func: Callable[..., Any]) -> int:
 
 
 def _worker_error(outcome: Outcome, root: RankOutcome) -> WorkerError:
-    text = f"worker[{root.rank}] failed with exitcode={root.exit_code}\n{outcome.describe_cause()}"
     trace = traceback_of(root)
+    message = f"worker[{root.rank}] failed with exitcode={root.exit_code}\n{outcome.describe_cause()}"
     return WorkerError(
-        f"{text}\n\n{trace}" if trace else text,
+        f"{message}\n\n{trace}" if trace else message,
         exitcode=root.exit_code,
         worker_id=root.rank,
         results=returned_values(outcome),
@@ -316,8 +315,7 @@ class _InheritedDescriptors:
         return _InheritedDescriptor(descriptor)
 
 
-@dataclass(frozen=True)
-class _InheritedDescriptor:
+class _InheritedDescriptor(NamedTuple):
     """A file descriptor that has the same number in the ranks as in this process."""
 
     descriptor: int
@@ -360,21 +358,24 @@ def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
     Raises:
         InvalidArgument: the function or an argument cannot be pickled.
     """
-
-    def plain(thing: Any) -> bytes:
-        return _plain_dumps(thing, ranks_import_main)
-
+    pickler: _Pickler = ForkingPickler if ranks_import_main else _PlainPickler
     try:
-        return plain(call)
+        return _dumps(pickler, call)
     except Exception as error:
         refusal = error
     by_value = _find_cloudpickle(ranks_import_main)
     if by_value is None:
-        raise InvalidArgument(_explain(call, name, plain, refusal, ("pip install cloudpickle",)))
+        raise InvalidArgument(_explain(call, name, pickler, refusal, ("pip install cloudpickle",)))
     try:
-        return by_value(call)
+        return _dumps(by_value, call)
     except Exception as error:
         raise InvalidArgument(_explain(call, name, by_value, error, ())) from None
+
+
+def _dumps(pickler: _Pickler, thing: Any) -> bytes:
+    buffer = io.BytesIO()
+    pickler(buffer).dump(thing)
+    return buffer.getvalue()
 
 
 class _PlainPickler(ForkingPickler):
@@ -386,14 +387,8 @@ class _PlainPickler(ForkingPickler):
         return NotImplemented
 
 
-def _plain_dumps(thing: Any, ranks_import_main: bool) -> bytes:
-    buffer = io.BytesIO()
-    (ForkingPickler if ranks_import_main else _PlainPickler)(buffer).dump(thing)
-    return buffer.getvalue()
-
-
-def _find_cloudpickle(ranks_import_main: bool) -> _Dumps | None:
-    """Returns a function that pickles with cloudpickle; None if cloudpickle is not installed."""
+def _find_cloudpickle(ranks_import_main: bool) -> _Pickler | None:
+    """Returns a pickler of cloudpickle; None if cloudpickle is not installed."""
     try:
         import cloudpickle
     except ImportError:
@@ -413,12 +408,7 @@ def _find_cloudpickle(ranks_import_main: bool) -> _Dumps | None:
                 return NotImplemented
             return super().reducer_override(thing)
 
-    def dumps(thing: Any) -> bytes:
-        buffer = io.BytesIO()
-        Pickler(buffer).dump(thing)
-        return buffer.getvalue()
-
-    return dumps
+    return Pickler
 
 
 def _is_of_main(thing: Any) -> bool:
@@ -432,11 +422,11 @@ def _is_found_by_name(thing: Any) -> bool:
         return False
 
 
-def _explain(call: Call, name: str, dumps: _Dumps, error: Exception, remedies: tuple[str, ...]) -> str:
+def _explain(call: Call, name: str, pickler: _Pickler, error: Exception, remedies: tuple[str, ...]) -> str:
     """Returns the error text for a call that cannot be pickled: the part that fails, the reason, and advice."""
     for part, thing, remedy in _parts_of(call, name):
         try:
-            dumps(thing)
+            _dumps(pickler, thing)
         except Exception as part_error:
             helps = () if isinstance(part_error, TypeError) else remedies  # no pickler can pickle the part
             *first, last = remedy, *helps, 'start ranks by fork (gs.set_start_method("fork"))'

@@ -50,7 +50,7 @@ from gradsync.launching.outcome import Outcome, cause_text, failure_text, lines_
 from gradsync.launching.output import REPORT_SECONDS, Notices
 from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
 from gradsync.launching.supervisor import MakeOutput, Supervisor
-from gradsync.machine import count_gpus, interface_of
+from gradsync.machine import interface_of
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_RANKS
 from gradsync.rendezvous.secret_files import Endpoint
@@ -180,7 +180,6 @@ class NodeRecord(NamedTuple):
         host: the machine's host name.
         address: the machine's address, as the other machines reach it.
         n_ranks: the number of ranks that the launcher starts.
-        n_gpus: the number of GPUs that the launcher may use.
         restart: the number of restarts so far, as far as this launcher knows; 0 at the first start.
         max_restarts: the limit of restarts.
         master_port: the value of MASTER_PORT. All launchers use the `master_port` of node 0.
@@ -191,7 +190,6 @@ class NodeRecord(NamedTuple):
     host: str
     address: str
     n_ranks: int
-    n_gpus: int
     restart: int
     max_restarts: int
     master_port: int
@@ -292,10 +290,10 @@ def _ended_by_signals() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # not if it is ignored or has a handler
-                previous[number] = signal.signal(number, end)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Not if the signal is ignored or has a handler, and only the main thread may set a handler.
+        if signal.getsignal(number) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            previous[number] = signal.signal(number, end)
     try:
         yield
     finally:
@@ -442,7 +440,6 @@ class _NodeRun:
                     host=socket.gethostname(),
                     address=own_address or client.own_host,
                     n_ranks=self._job.n_ranks,
-                    n_gpus=count_gpus(),
                     restart=self._restart,
                     max_restarts=self._job.max_restarts,
                     master_port=master_port,
@@ -508,18 +505,9 @@ class _NodeRun:
                     f"all machines need the same --max-restarts; node 0 has {nodes[0].max_restarts}, "
                     f"{record.name} {record.max_restarts}"
                 )
-        if self._job.backend == "mpi":
-            raise InvalidArgument(
-                f"--backend mpi needs MPI's own launcher; run on one node only: {self._mpi_command(nodes)}"
-            )
         world_size, stdin_rank = sum(record.n_ranks for record in nodes), self._job.stdin_rank
         if stdin_rank is not None and stdin_rank >= world_size:
             raise InvalidArgument(f"--stdin needs a rank from 0 to {world_size - 1}, or 'none', got {stdin_rank}")
-
-    def _mpi_command(self, nodes: tuple[NodeRecord, ...]) -> str:
-        """Returns the `mpiexec` command that starts the same ranks as this run."""
-        hosts = [f"{node.host if ':' in node.address else node.address}:{node.n_ranks}" for node in nodes]
-        return self._job.target.mpi_command(sum(node.n_ranks for node in nodes), hosts)
 
     def _job_of(self, own: NodeRecord, nodes: tuple[NodeRecord, ...]) -> Job:
         """Returns the job of this machine's ranks in the whole run, and prints which ranks these are."""
@@ -544,13 +532,6 @@ class _NodeRun:
             f"gradsync: node {own.node} of {len(nodes)} ({own.host}): {ranks} of {job.world_size}, at {own.address} "
             f"({interface_of(own.address) or 'no interface known'}); rendezvous at {self._options.rendezvous}"
         )
-        without_gpu = [node.name for node in nodes if node.n_gpus == 0]
-        if job.backend == "auto" and without_gpu and own.node == 0:
-            self._notices.print(
-                f"gradsync: no GPU on {without_gpu[0]}: gs.init_process_group() will fail, because a run on several "
-                "machines needs a GPU for each rank, or MPI; to use MPI, run on one node only: "
-                f"{self._mpi_command(nodes)}"
-            )
         return job
 
 

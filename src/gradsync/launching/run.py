@@ -68,9 +68,10 @@ def run_command(
         text = f"{misplaced} comes after {script}, so it goes to the script; options for gradsync come before it"
         notices.print(f"gradsync: {text}, as in: gradsync run -n 2 {script}")
     target = (module_target if as_module else script_target)(script, arguments)
-    if backend == "mpi" and nodes is None:
-        command = target.mpi_command(nprocs or default_process_count())
-        raise InvalidArgument(f"--backend mpi needs MPI's own launcher; run: {command}")
+    if backend == "mpi":
+        command = target.mpi_command((nprocs or default_process_count()) * (nnodes or 1))
+        where = "run" if nodes is None else "run on one node only, with the hosts"
+        raise InvalidArgument(f"--backend mpi needs MPI's own launcher; {where}: {command}")
     devices = None if gpus is None else parse_gpus(gpus)
     n_ranks = nprocs or (default_process_count() if devices is None else len(devices))
     if nprocs is None and devices is None and n_ranks > _MANY_RANKS:

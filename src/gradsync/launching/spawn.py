@@ -283,7 +283,7 @@ class MultiprocessContext:
             self._error = error
         finally:
             for process in self.processes:
-                process.end()  # also a process that cannot be killed
+                process.update(has_ended=True)  # also a process that cannot be killed
             del self._supervisor  # a reference cycle would keep the sentinels open
             self._end.set()
 
@@ -442,24 +442,22 @@ class SpawnedProcess:
         """Sends SIGKILL to the process and to the processes that it has started."""
         self._rank.send_signal(signal.SIGKILL)
 
-    def update(self) -> None:
-        """Puts the rank's new reports into the queues. Only the thread that watches the rank calls this method."""
+    def update(self, *, has_ended: bool = False) -> None:
+        """Puts the rank's new reports into the queues. Only the thread that watches the rank calls this method.
+
+        Args:
+            has_ended: whether the rank has ended for sure, or cannot be killed.
+        """
         outcome = self._rank.outcome
-        if outcome.pid:
-            self._begun.set()
         if outcome.result is not None:
             self.return_queue.put(outcome.result)
         if outcome.error is not None:
             self.error_queue.put(outcome.error.text)
-        if self._rank.is_reaped:
-            self.end()
-
-    def end(self) -> None:
-        """Records that the rank has ended, or cannot be killed. Only the watching thread calls this method."""
-        if self._ended.is_set:
-            return
-        self.return_queue.end()
-        self.error_queue.end()
-        self._ended.set()
-        self._begun.set()
-        os.eventfd_write(self.sentinel, 1)
+        has_ended = has_ended or self._rank.is_reaped
+        if outcome.pid or has_ended:
+            self._begun.set()
+        if has_ended and not self._ended.is_set:
+            self.return_queue.end()
+            self.error_queue.end()
+            self._ended.set()
+            os.eventfd_write(self.sentinel, 1)

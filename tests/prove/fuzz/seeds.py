@@ -26,7 +26,7 @@ def seeds() -> dict[str, list[bytes]]:
     script = [[rank, 0, rank, RANKS, 0, "m", "h", 7, None, 0, None] for rank in range(RANKS)]
     script += [[0, REQUESTS.index(kind), *fields] for kind, *fields in _samples() if kind in REQUESTS]
     record = {"node": 1, "host": "h", "address": "10.0.0.1", "n_ranks": 2}
-    record |= {"n_gpus": 0, "restart": 0, "max_restarts": 0, "master_port": 4000, "start": "00ff"}
+    record |= {"restart": 0, "max_restarts": 0, "master_port": 4000, "start": "00ff"}
     told = to_json(ErrorReport("Traceback", "ValueError", is_consequence=False))
     return {
         "frames": [b"\x00" + hello, b"\xff" + client.seal(FrameType.LEAVE, "", None, 0), b"\x03" + hello[:30]],
