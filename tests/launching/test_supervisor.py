@@ -103,7 +103,7 @@ def test_all_end_by_themselves():
     with watching(*ranks) as (watch, _):
         for rank in ranks:
             rank.end(0)
-        outcome = watch.finish_start()
+        outcome = watch.finish()
     assert outcome.exit_code == 0
     assert [rank.received for rank in ranks] == [[], []]
 
@@ -112,7 +112,7 @@ def test_failure_ends_the_others_in_order():
     polite, stubborn, failing = PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL]), PlayedRank(2)
     with watching(polite, stubborn, failing) as (watch, _):
         failing.end(3)
-        outcome = watch.finish_start()
+        outcome = watch.finish()
     assert outcome.root_cause.rank == 2
     assert outcome.exit_code == 3
     assert polite.received == [signal.SIGTERM]
@@ -124,7 +124,7 @@ def test_rank_that_cannot_be_killed_is_reported_and_left(monkeypatch):
     hanging, failing = PlayedRank(0, dies_of=[]), PlayedRank(1)
     with watching(hanging, failing) as (watch, _):
         failing.end(1)
-        outcome = watch.finish_start()
+        outcome = watch.finish()
     assert hanging.abandoned
     assert hanging.received[:2] == [signal.SIGTERM, signal.SIGKILL]
     assert outcome.root_cause.rank == 1
@@ -156,7 +156,7 @@ def test_result_that_cannot_be_sent_leaves_the_others_their_time():
     working, unsendable = PlayedRank(0), PlayedRank(1)
     with watching(working, unsendable, on_change=then_ends(unsendable, 1, working, 0)) as (watch, _):
         unsendable.fail(report(is_unsendable=True))
-        outcome = watch.finish_start()
+        outcome = watch.finish()
     assert working.received == []
     assert outcome.ranks[0].exit_code == 0
     assert outcome.root_cause.rank == 1
@@ -167,7 +167,7 @@ def test_failure_outranks_a_result_that_cannot_be_sent():
     with watching(unsendable, failing) as (watch, _):
         unsendable.fail(report("first", is_unsendable=True))
         failing.fail(report("second"))
-        outcome = watch.finish_start()
+        outcome = watch.finish()
     assert outcome.root_cause.rank == 1
 
 
@@ -176,7 +176,7 @@ def test_consequence_never_hides_the_original():
     told_first, original = PlayedRank(0), PlayedRank(1)
     with watching(told_first, original, on_change=then_ends(told_first, 1, original, -signal.SIGSEGV)) as (watch, _):
         told_first.fail(report("RankFailed: rank 1 died", is_consequence=True))
-        outcome = watch.finish_start()
+        outcome = watch.finish()
     assert original.received == []
     assert outcome.root_cause.rank == 1
     assert outcome.exit_code == 128 + signal.SIGSEGV
@@ -195,7 +195,7 @@ def test_sigkill_is_told_apart_from_one_of_the_kernels_for_want_of_memory(monkey
     with watching(hungry, other) as (watch, _):
         hungry.outcome.peak_bytes = 3 << 30
         hungry.end(-signal.SIGKILL)
-        outcome = watch.finish_start()
+        outcome = watch.finish()
     assert "was killed by SIGKILL: the kernel's out-of-memory killer ended it; it had used 3 GB" in (
         outcome.root_cause.describe()
     )
@@ -207,7 +207,7 @@ def test_signal_from_another_thread_ends_the_job(number):
     rank = PlayedRank(0, dies_of=[number])
     with watching(rank) as (watch, signals):
         signals.put(number)
-        outcome = watch.finish_start()
+        outcome = watch.finish()
     assert outcome.signal_number == number
     assert rank.received == [number]
 
@@ -230,7 +230,7 @@ def test_cause_is_awaited_only_from_a_rank_that_may_tell_it(is_timeout, is_pause
         told.fail(report("verdict", is_consequence=True, missed_rank=1, is_timeout=is_timeout))
         if has_nothing_to_tell:
             told.end(1)
-        outcome = watch.finish_start()
+        outcome = watch.finish()
     assert outcome.root_cause is outcome.ranks[0 if has_nothing_to_tell else 1]
     assert culprit.received == ([signal.SIGTERM, signal.SIGKILL] if has_nothing_to_tell else [])
 
@@ -250,7 +250,7 @@ def test_who_is_missed_is_stopped_as_soon_as_all_others_have_ended(monkeypatch):
     with watching(missed, first, second, on_change=on_change) as (watch, _):
         first.fail(report("it did not come", is_consequence=True, missed_rank=0, is_timeout=True))
         first.end(1)
-        watch.finish_start()
+        watch.finish()
     assert time.monotonic() - began < 30.0
     assert told_before_second_ended == []
     assert [missed.received, first.received, second.received] == [[signal.SIGTERM], [], []]
@@ -268,7 +268,7 @@ def test_a_culprit_that_has_ended_well_has_nothing_to_tell():
 
     with watching(culprit, told, waiting, on_change=on_change) as (watch, _):
         culprit.end(0)
-        outcome = watch.finish_start()
+        outcome = watch.finish()
     assert outcome.root_cause is outcome.ranks[1]
     assert waiting.received == [signal.SIGTERM]
 
@@ -278,7 +278,7 @@ def test_a_failure_on_another_machine_ends_the_ranks(monkeypatch):
     ranks = [PlayedRank(0), PlayedRank(1, dies_of=[signal.SIGKILL])]
     with watching(*ranks) as (watch, signals):
         signals.put(FAILED_ELSEWHERE)
-        outcome = watch.finish_start()
+        outcome = watch.finish()
     assert [rank.received for rank in ranks] == [[signal.SIGTERM], [signal.SIGTERM, signal.SIGKILL]]
     assert outcome.signal_number is None
     assert all(rank.was_asked_to_end for rank in outcome.ranks)
@@ -291,7 +291,7 @@ def test_a_failure_on_another_machine_may_have_its_cause_here():
         signals.put(FAILED_ELSEWHERE)
         culprit.fail(report())
         culprit.end(1)
-        outcome = watch.finish_start()
+        outcome = watch.finish()
     assert waiting.received == [signal.SIGTERM]
     assert outcome.root_cause.rank == 1
 
@@ -311,7 +311,7 @@ def test_who_ends_the_ranks_says_so_once(act):
     failing, other = PlayedRank(0), PlayedRank(1)
     with watching(failing, other, on_ending=told.append) as (watch, signals):
         act(failing, signals)
-        watch.finish_start()
+        watch.finish()
     assert len(told) == 1
 
 

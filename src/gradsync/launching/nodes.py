@@ -372,7 +372,7 @@ class _NodeRun:
             cause, report, may_retry = self._run_start()
             if cause is None or not may_retry or self._restart >= self._job.max_restarts:
                 if cause is not None:
-                    self._notices.print_all(report)
+                    self._notices.print(report, wait_seconds=None)
                 if self._server is not None:  # wait until the other launchers have left
                     is_lost = cause is not None and cause.is_lost
                     self._server.wait_until_empty(_LEAVING_AFTER_LOSS_SECONDS if is_lost else _LEAVING_SECONDS)
@@ -408,7 +408,7 @@ class _NodeRun:
             )
             with supervisor:
                 supervisor.start(self._restart)
-                outcome = supervisor.finish_start()
+                outcome = supervisor.finish()
             cause = link.finish(outcome)
         if cause is None:
             return None, "", False

@@ -52,16 +52,15 @@ class Notices:
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
-    def print(self, text: str, *, wait_seconds: float = 0.0) -> None:
-        """Writes lines; drops them if the stream is blocked for longer than `wait_seconds`."""
-        with contextlib.suppress(OSError, ValueError):  # the stream has no reader
-            if self._stream is not None and _takes_text(self._stream, wait_seconds):
-                self.print_all(text)
+    def print(self, text: str, *, wait_seconds: float | None = 0.0) -> None:
+        """Writes lines.
 
-    def print_all(self, text: str) -> None:
-        """Writes lines that must not be lost, and waits for a blocked terminal as long as needed."""
+        Args:
+            text: the lines.
+            wait_seconds: how long to wait for a blocked terminal before the lines are dropped; None means no limit.
+        """
         with contextlib.suppress(OSError, ValueError):  # the stream has no reader
-            if self._stream is not None:
+            if self._stream is not None and (wait_seconds is None or _takes_text(self._stream, wait_seconds)):
                 self._stream.write(f"{text}\n")
                 self._stream.flush()
 

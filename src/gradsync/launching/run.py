@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gradsync import environment
 from gradsync.errors import InvalidArgument
 from gradsync.launching.job import Job, Target, choose_gpus, parse_gpus
-from gradsync.launching.outcome import Outcome, failure_text
+from gradsync.launching.outcome import failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices, OutputForwarder
 from gradsync.launching.supervisor import supervise
 from gradsync.machine import count_gpus, default_process_count
@@ -112,7 +112,10 @@ def run_command(
         else:
             outcome = supervise(job, make_output=make_output, notices=notices)
             exit_code = outcome.exit_code
-            _print_failure(outcome, notices)
+            if text := failure_text(outcome).rstrip("\n"):
+                # After a signal the user wants the job to end, so a blocked terminal must not delay the end.
+                wait_seconds = None if outcome.signal_number is None else REPORT_SECONDS
+                notices.print(text, wait_seconds=wait_seconds)
     if exit_code and dump_dir is not None:
         import shlex  # imported here to keep the start short
 
@@ -120,15 +123,6 @@ def run_command(
         of_others = "" if nodes is None else "; add the folders of the other machines to compare all ranks"
         notices.print(f"gradsync: `{command}` shows what the ranks were doing{of_others}")
     return exit_code
-
-
-def _print_failure(outcome: Outcome, notices: Notices) -> None:
-    """Prints the report of a failed job, after all other output."""
-    text = failure_text(outcome).rstrip("\n")
-    if text and outcome.signal_number is None:
-        notices.print_all(text)
-    elif text:  # the user wants the job to end, so a blocked terminal must not delay this
-        notices.print(text, wait_seconds=REPORT_SECONDS)
 
 
 def _node_options(

@@ -63,7 +63,7 @@ def supervise(
     make_output: MakeOutput | None = None,
     notices: Notices | None = None,
 ) -> Outcome:
-    """Runs a job until all its ranks have ended.
+    """Runs a job until all its ranks have ended; restarts all ranks after a failure, as often as the job allows.
 
     Hosts the rendezvous server of the run, unless the job has the endpoint of a different server. Forwards SIGINT,
     SIGTERM and SIGHUP to the ranks; each of these signals ends the job, and its number is in the outcome.
@@ -83,7 +83,15 @@ def supervise(
     """
     with SignalInbox() as signals, Supervisor(job, signals, make_output=make_output, notices=notices) as supervisor:
         supervisor.start()
-        return supervisor.finish()
+        restarts = 0
+        while (outcome := supervisor.finish()).may_be_tried_again and restarts < job.max_restarts:
+            restarts += 1
+            if notices is not None:
+                notices.print(failure_text(outcome).rstrip("\n"), wait_seconds=REPORT_SECONDS)
+                how_often = f"restart {restarts} of at most {job.max_restarts}"
+                notices.print(f"gradsync: starting all ranks again ({how_often})")
+            supervisor.start(restarts)
+        return outcome
 
 
 class Supervisor:
@@ -198,20 +206,7 @@ class Supervisor:
             log_added_variables(job)  # now, because the ranks start while this process imports logging
 
     def finish(self) -> Outcome:
-        """Waits until all ranks have ended; after a failure restarts all ranks, at most as often as the job allows."""
-        restarts = 0
-        while True:
-            outcome = self.finish_start()
-            if not outcome.may_be_tried_again or restarts == self._job.max_restarts:
-                return outcome
-            restarts += 1
-            self._notices.print(failure_text(outcome).rstrip("\n"), wait_seconds=REPORT_SECONDS)
-            how_often = f"restart {restarts} of at most {self._job.max_restarts}"
-            self._notices.print(f"gradsync: starting all ranks again ({how_often})")
-            self.start(restarts)
-
-    def finish_start(self) -> Outcome:
-        """Waits until the ranks of this start have ended; for a caller that restarts ranks by itself."""
+        """Waits until the ranks of this start have ended. After that, `start` may start all ranks again."""
         self._wait_for_ends()
         if self._n_failures and not self._asked_to_end and self._on_ending is not None:  # no rank was left to end
             self._on_ending(self._outcome())
