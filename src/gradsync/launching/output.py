@@ -366,11 +366,13 @@ class _Writer(threading.Thread):
             self._write(stream, stream.rest.rstrip(b"\r") + b"\n")
         else:
             self._show_rest(stream)
+        if stream not in self._streams:  # the destination was lost just now
+            return
         # Without prefixes, a file or a pipe gets exactly the bytes of the ranks.
         if self._open in (stream, stream.rank) and (self._has_prefix or self._is_terminal):
             self._open = None
             self._put(b"\n")
-        if stream in self._streams:  # otherwise the destination was lost just now
+        if stream in self._streams:
             self._forget(stream)
 
     def _forget(self, stream: _RankStream) -> None:
