@@ -1,7 +1,6 @@
 import pytest
 
 from gradsync.errors import InvalidArgument
-from gradsync.launching import job as rank_environment
 from gradsync.launching.job import choose_gpus, parse_gpus
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
@@ -99,7 +98,7 @@ def test_gpus_outside_of_the_visible_ones_are_refused(given, visible):
 
 
 def test_gpus_that_are_not_there_are_refused(monkeypatch):
-    monkeypatch.setattr(rank_environment, "count_gpus", lambda environ: 2)
+    monkeypatch.setattr("gradsync.launching.job.count_gpus", lambda environ: 2)
     assert choose_gpus("1,0", 2, {}) == ["1", "0"]
     with pytest.raises(InvalidArgument, match="GPU 2, and this machine has GPUs 0 to 1"):
         choose_gpus("1,2", 2, {})

@@ -16,7 +16,6 @@ import pytest
 import rank_functions
 
 import gradsync as gs
-from gradsync.launching import launch as function_call
 from gradsync.launching.launch import MainProcessError, WorkerError
 from process_table import parent_of
 
@@ -126,7 +125,7 @@ def test_launch_inside_a_rank_is_refused_before_any_process_starts(monkeypatch):
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_launch_inside_a_launched_function_is_told_without_gradsync_run(monkeypatch, method):
-    monkeypatch.setattr(function_call, "_default", method)
+    monkeypatch.setattr("gradsync.launching.launch._default", method)
     for text in gs.launch(rank_functions.launch_again, (), 2):
         assert "a rank cannot launch other ranks" in text
         assert "gradsync run" not in text

@@ -8,7 +8,6 @@ import pytest
 import rank_functions
 
 import gradsync as gs
-from gradsync.launching import launch as function_call
 
 
 def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatch):
@@ -122,7 +121,7 @@ def test_world_size_limits_the_processes_of_this_node(monkeypatch):
 
 
 def test_set_start_method_is_the_default(monkeypatch):
-    monkeypatch.setattr(function_call, "_default", "fork")
+    monkeypatch.setattr("gradsync.launching.launch._default", "fork")
     lock = threading.Lock()
     assert gs.launcher(lambda: lock.locked(), n_gpus=1)() == [False]
     assert gs.spawn(lambda: lock.locked(), (), 1).return_queues[0].get() is False

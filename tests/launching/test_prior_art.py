@@ -26,7 +26,6 @@ import pytest
 import rank_functions
 
 import gradsync as gs
-from gradsync.launching import launch as function_call
 
 METHODS = ["spawn", "fork", "forkserver"]
 BY_DEFAULT_AND_BY_NAME = [None, "fork", "forkserver"]  # the default is "spawn"
@@ -47,7 +46,7 @@ def _mark_this_process(monkeypatch):
 
 @pytest.fixture
 def _default_start_method(monkeypatch):
-    monkeypatch.setattr(function_call, "_default", "spawn")
+    monkeypatch.setattr("gradsync.launching.launch._default", "spawn")
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def ended_on_exit(program, **options):
 
 
 def touch_cuda(monkeypatch):
-    monkeypatch.setattr(function_call, "cuda_is_initialised", lambda: True)
+    monkeypatch.setattr("gradsync.launching.launch.cuda_is_initialised", lambda: True)
 
 
 # -- The launcher --------------------------------------------------------------------------------------------
