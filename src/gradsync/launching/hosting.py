@@ -17,8 +17,9 @@ from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, join_address, parse_addr
 from gradsync.environment import SECRET, SECRET_FILE, take_secret
 from gradsync.errors import AuthenticationError, RendezvousTimeout
 from gradsync.launching.signals import own_descriptors
+from gradsync.machine import interface_of
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
-from gradsync.rendezvous.sockets import bind_listener, format_address
+from gradsync.rendezvous.sockets import bind_listener, format_address, look_up
 
 _FIRST_LAUNCHER_SECONDS = DEFAULT_TIMEOUT_SECONDS  # as long as init_process_group() waits
 _PROBE_SECONDS = 1.0
@@ -41,6 +42,15 @@ def own_listener(host: str, port: int, *, if_taken: str = "use port 0 for a free
             yield listener
         finally:
             own_descriptors.discard(descriptor)
+
+
+def own_address(host: str) -> str | None:
+    """Returns the IP address of a host name or address; None if it does not belong to this machine."""
+    try:
+        address = str(look_up(host, 0)[0][4][0])
+    except (OSError, ValueError):  # not a host name or address
+        return None
+    return None if not host or interface_of(address) is None else address
 
 
 @contextlib.contextmanager

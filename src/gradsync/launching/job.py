@@ -86,7 +86,7 @@ class Job:
             machines, or the address is not known.
 
     Raises:
-        InvalidArgument: a number is out of its range, or the start method is unknown.
+        InvalidArgument: a number is out of its range.
         BackendUnavailable: the system is not Linux.
     """
 
@@ -116,27 +116,18 @@ class Job:
                 f"starting ranks needs Linux, this is {sys.platform}: run the script as one rank by itself, with "
                 "GRADSYNC_BACKEND=local"
             )
-        self._check_numbers()
+        # The functions and the command that make a job have checked their other options.
+        self.n_ranks = check_integer(_WHO, "the number of processes", self.n_ranks, 1)
+        if self.master_port is not None:
+            self.master_port = check_port(_WHO, "master_port", self.master_port)
+        check_seconds(_WHO, "the grace period", self.grace_seconds)
         if self.world_size == 0:
             self.world_size = self.rank_start + self.n_ranks
-        if self.start_method not in START_METHODS:
-            raise InvalidArgument(f"the start method needs to be one of {START_METHODS}, got {self.start_method!r}")
 
     @property
     def ranks(self) -> range:
         """The ranks on this machine."""
         return range(self.rank_start, self.rank_start + self.n_ranks)
-
-    def _check_numbers(self) -> None:
-        self.n_ranks = check_integer(_WHO, "the number of processes", self.n_ranks, 1)
-        self.rank_start = check_integer(_WHO, "rank_start", self.rank_start, 0)
-        if self.world_size != 0:
-            self.world_size = check_integer(_WHO, "world_size", self.world_size, self.rank_start + self.n_ranks)
-        if self.master_port is not None:
-            self.master_port = check_port(_WHO, "master_port", self.master_port)
-        self.rendezvous_port = check_port(_WHO, "rendezvous_port", self.rendezvous_port)
-        check_seconds(_WHO, "the grace period", self.grace_seconds)
-        self.max_restarts = check_integer(_WHO, "max_restarts", self.max_restarts, 0)
 
 
 # -- Environment variables ---------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from gradsync.errors import (
     describe,
 )
 from gradsync.launching.free_port import reserved_port
-from gradsync.launching.hosting import own_listener
+from gradsync.launching.hosting import own_address, own_listener
 from gradsync.launching.in_rank.result import from_json, to_json
 from gradsync.launching.job import Job
 from gradsync.launching.outcome import Outcome, cause_text, failure_text, lines_on_others, signal_name
@@ -156,17 +156,6 @@ def _check_particular(option: str, given: str, address: str) -> None:
         raise InvalidArgument(
             f"{option} needs an address of one particular machine, by which the other machines reach it, got {shown}"
         )
-
-
-def _check_own(node_address: str) -> str:
-    """Returns the IP address of --node-address, after checking that it belongs to this machine."""
-    try:
-        address = str(look_up(node_address, 0)[0][4][0])
-    except OSError as error:
-        raise InvalidArgument(f"--node-address {node_address!r} cannot be resolved on this machine: {error}") from None
-    if interface_of(address) is None:
-        raise InvalidArgument(f"--node-address {node_address!r} is no address of this machine; see: ip address")
-    return address
 
 
 # -- Messages between launchers ----------------------------------------------------------------------------------------
@@ -431,14 +420,16 @@ class _NodeRun:
             InvalidArgument: the options of the launchers differ.
         """
         node_address = self._options.node_address
-        own_address = None if node_address is None else _check_own(node_address)
+        address = None if node_address is None else own_address(node_address)
+        if node_address is not None and address is None:
+            raise InvalidArgument(f"--node-address {node_address!r} is no address of this machine; see: ip address")
         while True:
             client = self._connect()
             try:
                 own = NodeRecord(
                     node=self._options.node_rank,
                     host=socket.gethostname(),
-                    address=own_address or client.own_host,
+                    address=address or client.own_host,
                     n_ranks=self._job.n_ranks,
                     restart=self._restart,
                     max_restarts=self._job.max_restarts,
