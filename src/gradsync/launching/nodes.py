@@ -579,7 +579,7 @@ class _Link:
         """
         self._waits = True
         _run_in_thread(lambda: self._wait_for_ends(outcome))
-        interrupted: Cause | None = None
+        is_interrupted = outcome.signal_number is not None
         deadline: float | None = None
         poll = select.poll()
         poll.register(self._signals.descriptor, select.POLLIN)
@@ -594,12 +594,12 @@ class _Link:
             for number in self._signals.read():
                 if number == signal.SIGTSTP:
                     os.kill(os.getpid(), signal.SIGSTOP)
-                elif number != FAILED_ELSEWHERE and (interrupted is not None or outcome.signal_number is not None):
+                elif number != FAILED_ELSEWHERE and is_interrupted:
                     return signal_cause(self._node, number)
                 elif number != FAILED_ELSEWHERE:
-                    interrupted = signal_cause(self._node, number)
+                    is_interrupted = True
                     self._notices.print("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
-                    self._send(interrupted)
+                    self._send(signal_cause(self._node, number))
         # A machine that is cut off is lost; the failures of its ranks, and of ranks here, follow from this.
         return self._loss() or self._cause
 
