@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from gradsync.communicators.agreement import find_call_site
 from gradsync.communicators.lifetime import usable_recorders
 from gradsync.diagnostics import Entry, FlightRecorder, stack_report
-from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError
+from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError, RendezvousTimeout
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.client import RendezvousClient
@@ -24,6 +24,9 @@ WARN_AFTER_SECONDS = 5.0
 # The server's error may arrive this much later than a consequence of the failure: a broken connection, an NCCL error.
 CAUSE_SECONDS = 2.0
 _CHECK_EVERY_SECONDS = 0.02
+_ASK_AGAIN_AFTER_SECONDS = 1.0  # after this time without an answer of the server, a rank checks for failures
+
+T = TypeVar("T")
 _LAST_COLLECTIVES = 8  # of each group, in the report when a collective does not end
 
 
@@ -109,6 +112,29 @@ class FailureMonitor:
         number, what = _number_and_title(entry or self._recorder.last, is_launched=entry is not None)
         self.was_raised = True
         self._client.report_stuck(self._recorder.group, number, what, waited_seconds, missing)
+
+    def await_answer(self, ask: Callable[[float], T], timeout_seconds: float, check: Callable[[], None]) -> T:
+        """Asks the server until it answers; meanwhile checks for failures, and reports a long wait.
+
+        Args:
+            ask: a function; ask(seconds) returns the server's answer, or raises RendezvousTimeout after `seconds`.
+            timeout_seconds: how long this rank waits for the answer.
+            check: a function that raises the reason if no answer will come.
+
+        Raises:
+            CollectiveTimeout, RankFailed, RendezvousError: see time_out.
+        """
+        began = time.monotonic()
+        while True:
+            left_seconds = max(began + timeout_seconds - time.monotonic(), 1e-3)
+            try:
+                return ask(min(left_seconds, _ASK_AGAIN_AFTER_SECONDS))
+            except RendezvousTimeout as error:
+                check()
+                waited_seconds, missing = time.monotonic() - began, error.missing_ranks or None
+                if left_seconds <= _ASK_AGAIN_AFTER_SECONDS:
+                    self.time_out(waited_seconds, missing)
+                self.warn(waited_seconds, missing)
 
 
 def raise_if_left(

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gradsync.errors import InvalidArgument
-
 # This size is calculated for an H200 (132 multiprocessors of 2,048 threads, 4.8 TB/s), and not measured yet. 10 MiB are
 # 320 chunks: more than two for each multiprocessor, all resident at once. Reading at half of 4.8 TB/s with a latency
 # near 1 us needs 18 KB in flight on each multiprocessor; two blocks with four 16-byte loads a thread have 32 KiB.
@@ -287,7 +285,6 @@ class _DeviceTable(NamedTuple):
 
     chunks: Any  # device array
     rows: int  # the number of chunks
-    total_bytes: int
     stream: Any  # while this reference exists, CUDA gives the stream's handle to no other stream
 
 
@@ -325,9 +322,6 @@ class FusedPacker:
             arrays: 1-D contiguous CuPy arrays of any dtypes; the caller keeps the arrays until the copy is done.
             flat: 1-D contiguous CuPy array of uint8, large enough for the layout. The copy is slower if the address of
                 `flat` is not a multiple of ALIGNMENT_BYTES. The bytes of `flat` between two arrays do not change.
-
-        Raises:
-            InvalidArgument: `flat` is too small.
         """
         self._launch(self._pack_kernel, arrays, flat)
 
@@ -336,18 +330,11 @@ class FusedPacker:
 
         Args:
             flat, arrays: the flat buffer and the arrays, as for `pack`.
-
-        Raises:
-            InvalidArgument: `flat` is too small.
         """
         self._launch(self._split_kernel, arrays, flat)
 
     def _launch(self, kernel: Any, arrays: Sequence[Any], flat: Any) -> None:
         table = self._table(arrays)
-        if flat.nbytes < table.total_bytes:
-            raise InvalidArgument(
-                f"{len(arrays)} arrays need a flat buffer of {table.total_bytes} bytes, got {flat.nbytes}"
-            )
         if table.rows:
             kernel((table.rows, 1, 1), (THREADS_PER_BLOCK, 1, 1), (table.chunks, flat))
 
@@ -367,7 +354,7 @@ class FusedPacker:
             # CuPy copies the rows to pinned memory, and keeps this memory until the stream has read it. So the host
             # need not wait.
             chunks = self._cupy.asarray(rows.view(np.uint8))
-            table = _DeviceTable(chunks, rows.size, layout.total_bytes, stream)
+            table = _DeviceTable(chunks, rows.size, stream)
             # The key has the layout's own tuple of sizes, so that all tables of a layout share this tuple.
             self._tables[stream.ptr, addresses, layout.sizes_bytes] = table
             self._tables_bytes += rows.nbytes

@@ -29,7 +29,7 @@ from gradsync.communicators.nccl.launch import Events, Launch, as_stream, refuse
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.nccl.speculative_agreement import (
     TEXTS_WITHIN_SECONDS,
-    Answer,
+    Agreed,
     NcclAgreements,
     Question,
 )
@@ -96,7 +96,6 @@ class NcclBackend(Backend):
         self._plain: dict[tuple[Any, ReduceOp], bool] = {}  # by dtype and operator: a few tens of entries
         self._events = Events()
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
-        self._numbers: Any = None  # the buffer of share_numbers
         self._launch: Launch | None = None  # the launch that is being made, if any
         self._last: Launch | None = None
         self._failure: BaseException | None = None
@@ -331,27 +330,18 @@ class NcclBackend(Backend):
         if receive is not None:
             question = Question(receive.peer, self.rank, receive.agreement)
             launches[question] = partial(self._nccl.receive, receive.flat, receive.peer)
-        mismatch = None
-        for answers in self._agree_on_messages(list(launches)):
+        for agreed in self._agree_on_messages(list(launches)):
             with self._nccl.group():
-                for question, answer in answers.items():
-                    mismatch = mismatch or answer.mismatch
-                    if answer.agreed is not None:  # even if the other message fails, because this peer waits
-                        launches[question]()
-        if mismatch is not None:
-            raise mismatch
+                for question in agreed:
+                    launches[question]()
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         mine = np.array(numbers, np.int64)
         shared = np.empty((self.world_size, mine.size), np.int64)
-        needed_bytes = mine.nbytes + shared.nbytes
-        if self._numbers is None or self._numbers.size < needed_bytes:
-            with self._device, self._stream:  # only this stream uses the memory
-                self._numbers = cupy.empty(needed_bytes, np.uint8)
         # Runs on the communicator's own stream, so that the host need not wait for the work on the caller's stream.
         with self.launching(None, []) as launch:
             self.agree(agreement)
-            source, target = self._numbers[: mine.nbytes], self._numbers[mine.nbytes : needed_bytes]
+            source, target = cupy.empty(mine.nbytes, np.uint8), cupy.empty(shared.nbytes, np.uint8)
             source.set(mine.view(np.uint8))
             self._nccl.all_gather(source, target)
             launch.bring_back(target, shared)
@@ -382,16 +372,16 @@ class NcclBackend(Backend):
         self.all_reduce([token], [token], ReduceOp.SUM, agreement)
         self.bring_back(token, np.zeros(1, np.int32), self._launch)  # makes the host wait
 
-    def _agree_on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Answer]]:
+    def _agree_on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Agreed]]:
         self._raise_failure()
         launch = self._launch
         assert launch is not None
         try:
-            for answers in self._agreements.on_messages(questions):
-                launch.agreed += [answer.agreed for answer in answers.values() if answer.agreed is not None]
+            for agreed in self._agreements.on_messages(questions):
+                launch.agreed += agreed.values()
                 launch.seen_started_at = None  # the time limit begins anew for each group
                 self._watched.call = launch
-                yield answers
+                yield agreed
                 self._watched.call = None
         except GradsyncError as error:
             self._raise_disagreement(error)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from typing import NamedTuple
 
 from gradsync.communicators.agreement import Agreement, CallSite, Description, find_call_site, mismatch, on_behalf
 from gradsync.communicators.failures import FailureMonitor, raise_if_left
-from gradsync.errors import GradsyncError, PlanMismatch, RendezvousTimeout, caller
+from gradsync.errors import GradsyncError, PlanMismatch, caller
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EVENT_BYTES, Decision, LaunchedEvent, event_key
 
@@ -37,7 +36,6 @@ _REMEMBERED_EVENTS = 256  # the number of most recent launches that a rank can s
 _PIECE_BYTES = MAX_EVENT_BYTES
 _LIMIT_BYTES = 64 * 1024 * 1024  # the largest description
 TEXTS_WITHIN_SECONDS = 5.0
-_ASK_AGAIN_AFTER_SECONDS = 1.0  # after this time without an answer, a rank checks for closed ranks
 
 
 class History:
@@ -180,7 +178,14 @@ class SpeculativeAgreement:
             RankFailed, CollectiveTimeout: a rank died, closed the communicator, or did not answer.
         """
         position = self.position
-        decision = self._ask(position, agreement.digest, arrivals)
+        arriving = None if arrivals is None else (arrivals, self)
+
+        def ask(seconds: float) -> Decision:
+            digest = agreement.digest
+            return self._client.agree(self._group, position, digest, timeout_seconds=seconds, arriving=arriving)
+
+        check = partial(self.raise_if_closed, math.inf)
+        decision = self._failures.await_answer(ask, self._timeout_seconds, check)
         with self._lock:
             self.position += 1
             self._launched.append(None)
@@ -248,21 +253,6 @@ class SpeculativeAgreement:
             self._described = position, launched.described(site).to_text(_LIMIT_BYTES)
             return LaunchedEvent(launched.digest, self._described[1])
 
-    def _ask(self, position: int, digest: int, arrivals: list[object] | None) -> Decision:
-        began = time.monotonic()
-        while True:
-            left_seconds = max(began + self._timeout_seconds - time.monotonic(), 1e-3)
-            try:
-                seconds = min(left_seconds, _ASK_AGAIN_AFTER_SECONDS)
-                arriving = None if arrivals is None else (arrivals, self)
-                return self._client.agree(self._group, position, digest, timeout_seconds=seconds, arriving=arriving)
-            except RendezvousTimeout as error:
-                self.raise_if_closed(math.inf)
-                waited_seconds, missing = time.monotonic() - began, error.missing_ranks or None
-                if left_seconds <= _ASK_AGAIN_AFTER_SECONDS:
-                    self._failures.time_out(waited_seconds, missing)
-                self._failures.warn(waited_seconds, missing)
-
     def _disagreement(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
         """Returns the error for an event on which the ranks disagree, or that only this rank has launched."""
         began_at = self._client.launched_position(self._group) if broken else None
@@ -327,13 +317,6 @@ class Question(NamedTuple):
     agreement: Agreement
 
 
-class Answer(NamedTuple):
-    """The answer to a question: the agreed event, or the error for a mismatch."""
-
-    agreed: Agreed | None
-    mismatch: PlanMismatch | None = None
-
-
 class NcclAgreements:
     """The SpeculativeAgreement objects of a communicator: one for collectives, and one for each direction of messages.
 
@@ -360,36 +343,73 @@ class NcclAgreements:
         self._pairs: dict[tuple[int, int], RendezvousClient] = {}
         self._of_messages: dict[tuple[int, int], SpeculativeAgreement] = {}  # the keys are (sender, receiver)
 
-    def on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Answer]]:
-        """Asks about one or two messages, and yields the answers in groups: whether this rank may launch each message.
+    def on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Agreed]]:
+        """Asks about one or two messages, and yields groups of those that this rank may launch.
 
         Both ranks of a message get the same answer. The caller launches the messages of a group together, before it
-        requests the next group. All predicted messages form one group. Every message that was not predicted forms a
-        group of its own. These groups are yielded in the order in which the server decides, which is the same on all
-        ranks, so that ranks do not wait for each other in a circle. The first of them is yielded at once, because the
-        server may decide on the second only after the other rank has received the first message.
+        requests the next group. If the ranks of a message disagree, the method raises the error after the last group,
+        because the peer of the other message waits for that message.
+
+        All predicted messages form one group. Every message that was not predicted forms a group of its own. These
+        groups are yielded in the order in which the server decides, which is the same on all ranks, so that ranks do
+        not wait for each other in a circle. The first of them is yielded at once, because the server may decide on the
+        second only after the other rank has received the first message.
 
         A rank always asks about its first message to another rank. NCCL connects two ranks in the first NCCL group that
         has a message between them, and both ranks must launch the same messages in that group. Source: NCCL,
         src/transport.cc, ncclTransportP2pSetup.
 
         Raises:
-            PlanMismatch: this rank or its peer has launched a message that the other rank did not. The error's
-                attribute `broken` is True, and the communicator must not be used again.
+            PlanMismatch: this rank and its peer disagree on a message. If the error's attribute `broken` is True, one
+                of them has launched its message already, and the communicator must not be used again.
             RankFailed, CollectiveTimeout: as for SpeculativeAgreement.asked.
         """
-        directions = {question: self._of_direction(question.sender, question.receiver) for question in questions}
-        repeated = {}
-        for question, direction in directions.items():
-            if (agreed := direction.repeated(question.agreement)) is not None:
-                repeated[question] = Answer(agreed)
+        repeated: dict[Question, Agreed] = {}
+        for question in questions:
+            if (agreed := self._of_direction(question).repeated(question.agreement)) is not None:
+                repeated[question] = agreed
         if repeated:
             yield repeated
-        asked = [question for question in questions if question not in repeated]
-        if len(asked) == 1:
-            yield {asked[0]: _ask(directions[asked[0]], asked[0], None)}
-        elif asked:
-            yield from _ask_at_once({directions[question]: question for question in asked})
+        mismatch = None
+        for question, answer in self._answers([question for question in questions if question not in repeated]):
+            if isinstance(answer, Agreed):
+                yield {question: answer}
+            else:
+                mismatch = mismatch or answer
+        if mismatch is not None:
+            raise mismatch
+
+    def _answers(self, questions: Sequence[Question]) -> Iterator[tuple[Question, Agreed | PlanMismatch]]:
+        """Asks each question on its own thread, and yields the answers in the order in which the server sends them.
+
+        The questions are asked at the same time, because other ranks may ask them in a different order.
+        """
+        if len(questions) == 1:
+            yield questions[0], self._of_direction(questions[0]).asked(questions[0].agreement)
+            return
+        coming: SimpleQueue[tuple[Question, Agreed | BaseException]] = SimpleQueue()
+        arrivals: list[object] = []  # in the order of the server's answers; the threads may wake in a different order
+        asking = threading.get_ident()
+
+        def ask(question: Question) -> None:
+            on_behalf.thread = asking
+            try:
+                coming.put((question, self._of_direction(question).asked(question.agreement, arrivals)))
+            except BaseException as error:
+                coming.put((question, error))
+
+        for question in questions:
+            threading.Thread(target=ask, args=(question,), name="gradsync-nccl-question", daemon=True).start()
+        answers: dict[object, tuple[Question, Agreed | PlanMismatch]] = {}
+        given = 0
+        while given < len(questions):
+            question, answer = coming.get()
+            if isinstance(answer, BaseException) and not (isinstance(answer, PlanMismatch) and not answer.broken):
+                raise answer  # without waiting for the other answer
+            answers[self._of_direction(question)] = question, answer
+            while given < len(arrivals) and arrivals[given] in answers:
+                yield answers[arrivals[given]]
+                given += 1
 
     def always_ask(self) -> None:
         """Makes this rank ask about every later collective and message, even if predicted.
@@ -436,7 +456,8 @@ class NcclAgreements:
     def _all(self) -> list[SpeculativeAgreement]:
         return [self.of_all, *self._of_messages.values()]
 
-    def _of_direction(self, sender: int, receiver: int) -> SpeculativeAgreement:
+    def _of_direction(self, question: Question) -> SpeculativeAgreement:
+        sender, receiver = question.sender, question.receiver
         direction = self._of_messages.get((sender, receiver))
         if direction is None:
             low, high = sorted((sender, receiver))
@@ -455,42 +476,3 @@ class NcclAgreements:
             )
             direction.asks_always = self.of_all.asks_always
         return direction
-
-
-def _ask(direction: SpeculativeAgreement, question: Question, arrivals: list[object] | None) -> Answer:
-    try:
-        return Answer(direction.asked(question.agreement, arrivals))
-    except PlanMismatch as error:
-        if error.broken:
-            raise
-        return Answer(None, error)
-
-
-def _ask_at_once(questions: dict[SpeculativeAgreement, Question]) -> Iterator[dict[Question, Answer]]:
-    """Asks each question on its own thread, and yields the answers in the order in which the server sends them.
-
-    The questions are asked at the same time, because other ranks may ask them in a different order.
-    """
-    coming: SimpleQueue[tuple[SpeculativeAgreement, Answer | BaseException]] = SimpleQueue()
-    arrivals: list[object] = []  # in the order of the server's answers; the threads may wake in a different order
-    asking = threading.get_ident()
-
-    def ask(direction: SpeculativeAgreement, question: Question) -> None:
-        on_behalf.thread = asking
-        try:
-            coming.put((direction, _ask(direction, question, arrivals)))
-        except BaseException as error:  # the generator raises it, and does not wait for the other question
-            coming.put((direction, error))
-
-    for direction, question in questions.items():
-        threading.Thread(target=ask, args=(direction, question), name="gradsync-nccl-question", daemon=True).start()
-    answers: dict[object, Answer] = {}
-    given = 0
-    while given < len(questions):
-        direction, answer = coming.get()
-        if isinstance(answer, BaseException):
-            raise answer
-        answers[direction] = answer
-        while given < len(arrivals) and (first := arrivals[given]) in answers:
-            yield {questions[first]: answers[first]}  # type: ignore[index]
-            given += 1

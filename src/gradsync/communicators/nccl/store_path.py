@@ -19,14 +19,13 @@ import numpy as np
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Bounds
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
-from gradsync.errors import GradsyncError, RendezvousError, RendezvousTimeout
+from gradsync.errors import GradsyncError, RendezvousError
 from gradsync.reduction import Array
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_VALUE_BYTES
 
 WINDOW_BYTES = 4 * 1024 * 1024  # the size of one window, for all senders together
-_CHECK_EVERY_SECONDS = 0.5
-_FIRST_PAUSE_SECONDS = 0.005  # the pause before the second attempt to store a piece while the store is full
+_PAUSE_SECONDS = 0.02  # between two attempts to store a piece while the store is full
 
 T = TypeVar("T")
 
@@ -121,7 +120,7 @@ class StorePath:
                 for number, room in incoming.items():
                     for key, piece in self._pieces(number, room, begin, window):
                         piece[...] = np.frombuffer(self._get(key), np.uint8)
-                self._await(self._wait_for_all)
+                self._await(lambda seconds: self._client.barrier(self._keys, timeout_seconds=seconds))
             finally:
                 self._remove(stored)
 
@@ -135,7 +134,6 @@ class StorePath:
     def _put(self, key: str, data: bytes) -> None:
         """Stores a piece on the server. Waits while the store, which all communicators use, is full."""
         began = time.monotonic()
-        pause_seconds = _FIRST_PAUSE_SECONDS
         while True:
             try:
                 self._client.set(key, data)
@@ -147,33 +145,18 @@ class StorePath:
                     raise
             self._check()
             self._failures.warn(waited_seconds, None)
-            time.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, _CHECK_EVERY_SECONDS)
+            time.sleep(_PAUSE_SECONDS)
 
     def _get(self, key: str) -> bytes:
         return self._await(lambda seconds: self._client.get(key, timeout_seconds=seconds))
 
-    def _wait_for_all(self, seconds: float) -> None:
-        self._client.barrier(self._keys, timeout_seconds=seconds)
+    def _await(self, ask: Callable[[float], T]) -> T:
+        return self._failures.await_answer(ask, self._timeout_seconds, self._check)
 
     def _remove(self, keys: Sequence[str]) -> None:
         with contextlib.suppress(GradsyncError):  # the next call raises the failure
             for key in keys:
                 self._client.delete(key)
-
-    def _await(self, ask: Callable[[float], T]) -> T:
-        """Calls ask(seconds) until it returns an answer; checks for failures between calls, and reports a long wait."""
-        began = time.monotonic()
-        while True:
-            left_seconds = max(began + self._timeout_seconds - time.monotonic(), 1e-3)
-            try:
-                return ask(min(left_seconds, _CHECK_EVERY_SECONDS))
-            except RendezvousTimeout as error:
-                self._check()
-                waited_seconds, missing = time.monotonic() - began, error.missing_ranks or None
-                if left_seconds <= _CHECK_EVERY_SECONDS:
-                    self._failures.time_out(waited_seconds, missing)
-                self._failures.warn(waited_seconds, missing)
 
 
 def _parts(whole: Array, bounds: Bounds) -> list[Array]:
