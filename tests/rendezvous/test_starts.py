@@ -15,7 +15,7 @@ from gradsync.rendezvous.frames import (
     Received,
 )
 from gradsync.rendezvous.liveness import ProcessState
-from gradsync.rendezvous.starts import LaunchersCore
+from gradsync.rendezvous.protocol import LaunchersCore
 
 LAUNCHERS = (0, 1)  # their connections
 RANKS = (10, 11)  # those of their ranks

@@ -24,8 +24,8 @@ The modules from the bottom up:
 
 - of both sides: `liveness` (silence timers), `frames` (types and schemas), `wire` (sealed frames), `handshake`,
   `sockets`;
-- of the server, without I/O: `roster`, `store`, `agreement_service`, `stuck`, `protocol`, and `starts` for a run on
-  several machines; then `server`, the event loop;
+- of the server, without I/O: `roster`, `store`, `agreement_service`, `stuck`, `protocol`; then `server`, the event
+  loop;
 - of a rank: `connection`, `client`;
 - `secret_files`, and `hosting`, which starts the server, a client, or both.
 """

@@ -30,6 +30,7 @@ from gradsync.rendezvous.connection import (
 )
 from gradsync.rendezvous.frames import (
     MAX_NAME_BYTES,
+    MAX_RANKS,
     NEXT_GENERATION,
     Calls,
     Decision,
@@ -42,7 +43,6 @@ from gradsync.rendezvous.liveness import heartbeat_seconds
 from gradsync.rendezvous.sockets import ConnectionLost
 
 _JOIN_ATTEMPTS = 50
-_MAX_LISTED_RANKS = 16_384
 
 
 class RendezvousClient:
@@ -514,7 +514,7 @@ class RendezvousClient:
         """Returns the fields of a STUCK message, except the last field (`is_over`)."""
         members = self._members
         absent = None if missing is None else sorted({operator.index(rank) for rank in missing})
-        if len(members or ()) + len(absent or ()) > _MAX_LISTED_RANKS:  # both lists might not fit one frame
+        if len(members or ()) + len(absent or ()) > MAX_RANKS:  # both lists might not fit one frame
             members = None
         waited_ms = max(0, math.ceil(waited_seconds * 1000.0))
         what = clip_text(what, MAX_NAME_BYTES)

@@ -131,6 +131,7 @@ class Roster:
         phase: "joining" until the generation forms, then "running".
         members: the members by rank. Before the generation forms, this is the rank that the launcher gave. If the
             generation forms without all ranks, the members are renumbered from 0.
+        left: the ranks that have left, in the order of leaving.
         by_launch_rank: the same members, always by the rank that the launcher gave.
     """
 
@@ -141,7 +142,7 @@ class Roster:
         self.members: dict[int, Member] = {}
         self.by_launch_rank: dict[int, Member] = {}
         self._cancelled: set[int] = set()  # ranks that have cancelled their join
-        self._left: list[int] = []  # in the order of leaving
+        self.left: list[int] = []
         self._present_count = 0
 
     def label(self, rank: int) -> str:
@@ -220,30 +221,17 @@ class Roster:
         self._present_count -= member.state is MemberState.PRESENT
         member.state = state
         if state is MemberState.LEFT:
-            self._left.append(rank)
-
-    @property
-    def any_left(self) -> bool:
-        """Whether any rank has left."""
-        return bool(self._left)
-
-    def has_left(self, rank: int) -> bool:
-        """Whether a member has left."""
-        return bool(self._left) and rank in self._left
+            self.left.append(rank)
 
     def first_left(self, ranks: Iterable[int]) -> int | None:
         """Returns the first of these ranks that has left, or None."""
-        if not self._left:
+        if not self.left:
             return None
         return next((rank for rank in ranks if self.members[rank].state is MemberState.LEFT), None)
 
-    def last_to_leave(self) -> int:
-        """Returns the rank that left last."""
-        return self._left[-1]
-
     def one_remains(self) -> bool:
         """Whether all ranks but one have left a world of two or more."""
-        return self.world_size > 1 and len(self._left) >= self.world_size - 1
+        return self.world_size > 1 and len(self.left) >= self.world_size - 1
 
     # Sentences.
 
@@ -287,10 +275,6 @@ class Roster:
         """Returns the failure of a generation whose silent rank was found stopped (SIGSTOP), gone or unreachable."""
         text = state.lost_text(self.name(rank), evidence, when=self._while_joining())
         return Failure(rank, self.phase, text, SILENCE)
-
-    def slow_text(self, rank: int, state: ProcessState, silent_seconds: float) -> str:
-        """Returns the notice about a rank that is silent although its process has not failed."""
-        return state.slow_text(self.name(rank), silent_seconds)
 
     def _while_joining(self) -> str:
         return " while joining" if self.phase == JOINING_PHASE else ""

@@ -48,7 +48,7 @@ from gradsync.rendezvous.frames import (
 )
 from gradsync.rendezvous.handshake import NONCE_BYTES, ServerHandshake, ServerProcess, check_secret
 from gradsync.rendezvous.liveness import inspect_peer
-from gradsync.rendezvous.protocol import RendezvousCore
+from gradsync.rendezvous.protocol import LaunchersCore, RendezvousCore
 from gradsync.rendezvous.sockets import (
     ConnectionLost,
     bind_listener,
@@ -58,7 +58,6 @@ from gradsync.rendezvous.sockets import (
     send_some,
     tune_stream,
 )
-from gradsync.rendezvous.starts import LaunchersCore
 from gradsync.rendezvous.wire import (
     MAX_FRAME_BYTES,
     MAX_HANDSHAKE_FRAME_BYTES,

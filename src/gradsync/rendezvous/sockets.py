@@ -126,42 +126,25 @@ def send_some(stream: socket.socket, unsent: bytearray) -> None:
 
 
 def _describe_holder(port: int) -> str:
-    """Returns " by process 42 (name)" for the process listening on a port, or "" if it cannot be found."""
-    from pathlib import Path  # imported here because a rank that binds no port does not need it
+    """Returns " by process 42 (name)" for the lowest pid that listens on a port; "" if none can be found here."""
+    import glob  # imported here because a rank that binds no port does not need it
 
+    tables = [table for table in ("/proc/net/tcp", "/proc/net/tcp6") if os.path.exists(table)]
     with contextlib.suppress(OSError, ValueError, IndexError):
-        inodes = _listening_inodes(port)
-        pid = _process_with_socket(inodes)
-        if pid is not None:
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-            return f" by process {pid} ({name})"
+        rows = [line.split() for table in tables for line in _lines(table)[1:]]
+        inodes = {row[9] for row in rows if row[3] == _TCP_LISTEN_STATE and int(row[1].rpartition(":")[2], 16) == port}
+        sockets = {f"socket:[{inode}]" for inode in inodes}
+        by_pid = {link: int(link.split("/")[2]) for link in glob.iglob("/proc/[0-9]*/fd/*")}
+        for link, pid in sorted(by_pid.items(), key=lambda item: item[1]):
+            with contextlib.suppress(OSError):  # the process is another user's, or has just ended
+                if os.readlink(link) in sockets:
+                    return f" by process {pid} ({_lines(f'/proc/{pid}/comm')[0]})"
     return ""
 
 
-def _listening_inodes(port: int) -> set[str]:
-    from pathlib import Path
-
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                columns = line.split()
-                if columns[3] == _TCP_LISTEN_STATE and int(columns[1].rpartition(":")[2], 16) == port:
-                    inodes.add(columns[9])
-    return inodes
-
-
-def _process_with_socket(inodes: set[str]) -> int | None:
-    """Returns the lowest pid that holds one of these sockets, of the processes whose open files are readable here."""
-    targets = {f"socket:[{inode}]" for inode in inodes}
-    for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
-        folder = f"/proc/{pid}/fd"
-        with contextlib.suppress(OSError):  # the process is another user's, or has just ended
-            for descriptor in os.listdir(folder):
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"{folder}/{descriptor}") in targets:
-                        return pid
-    return None
+def _lines(path: str) -> list[str]:
+    with open(path) as file:
+        return file.read().splitlines()
 
 
 def make_room(connections: int) -> None:

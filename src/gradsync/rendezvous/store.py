@@ -189,9 +189,9 @@ class Keys:
 
     def _who_cannot_set(self, from_rank: int | None) -> int | None:
         """If a key can never be set because a rank has left, returns that rank; None if the key may still be set."""
-        if from_rank is not None and self._roster.has_left(from_rank):
+        if from_rank is not None and from_rank in self._roster.left:
             return from_rank
-        return self._roster.last_to_leave() if self._roster.one_remains() else None
+        return self._roster.left[-1] if self._roster.one_remains() else None
 
     def _fail(self, request: Request, key: str, gone: int) -> Send:
         need = f"key {key!r} is not set, and no other rank remains to set it"
@@ -379,7 +379,7 @@ class Departures:
     def _remove_if_empty(self, group: tuple[str, Members]) -> None:
         name, members = group
         left = self._left[group]
-        if len(left) < len(members) and not self._roster.any_left:
+        if len(left) < len(members) and not self._roster.left:
             return
         if any(rank not in left and self._roster.is_present(rank) for rank in members):
             return
