@@ -325,5 +325,11 @@ class Broadcast(Plan):
                 split_words(packed, parts)
 
     def run_one(self, source: Array, _target: Array, agreement: Agreement) -> None:
-        """Broadcasts one array, in place."""
-        self.run([_flat(source, _BYTE)], agreement)
+        """Broadcasts one array that fits into one round, in place: the same as `run` in fewer steps."""
+        flat = _flat(source, _BYTE)
+        packed = self._buffers[self._barrier.round % ROUND_SLOTS][: flat.size]
+        if self._is_root:
+            copy_words(flat, packed)
+        self._barrier.agree(agreement)
+        if not self._is_root:
+            copy_words(packed, flat)
