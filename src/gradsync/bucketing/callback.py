@@ -451,7 +451,8 @@ class AllreduceCallback:
         """A context manager for a loop over batches. Ranks may have different numbers of batches, or no batch.
 
         A rank whose loop has ended takes part in the steps of the other ranks, with zeros, until all loops have ended.
-        The zeros of a rank have the names, shapes and order of the gradients in the rank's last step. The mean is over
+        The zeros of a rank have the names, shapes and order of the gradients in the rank's last step, and as many
+        bytes, until the callback is deleted; gradients that live in buckets need no further memory. The mean is over
         the ranks that handed over gradients. (If some ranks have no gradients, half precision is rounded twice: after
         the sum and after the division.)
 
