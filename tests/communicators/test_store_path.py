@@ -81,6 +81,9 @@ def check_moves(sizes: Sequence[int]) -> None:
             target = np.zeros(bounds[-1], np.uint8)
             path.gather(parts[rank], target if rank == root else None, bounds, root, MOVING)
             np.testing.assert_array_equal(target, whole if rank == root else 0)
+            scattered = np.empty(sizes[rank], np.uint8)
+            path.scatter(whole if rank == root else None, scattered, bounds, root, MOVING)
+            np.testing.assert_array_equal(scattered, parts[rank])
 
     assert run_paths([work] * n) == [None] * n
 

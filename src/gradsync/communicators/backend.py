@@ -437,6 +437,9 @@ class HostPath(Protocol):
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement, /) -> None:
         """Copies the sources of all ranks into the root's target, in rank order."""
 
+    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement, /) -> None:
+        """Copies each rank's part of the root's source into that rank's target."""
+
 
 def checked_rank(backend: Backend, what: str, name: str, rank: object, *, is_self_allowed: bool = True) -> int:
     """Returns the argument called `name` as an int, after checking that it is a rank of the communicator.

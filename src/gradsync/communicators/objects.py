@@ -106,7 +106,7 @@ class Objects:
         return obj if is_root else self._unpickle(data, root, agreement)
 
     def scatter(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
-        """Returns this rank's object from the root's list. Every rank receives the whole pickled list.
+        """Returns this rank's object from the root's list. Each rank receives only its own object.
 
         Args:
             objs: on the root, a list or tuple with one object for each rank; if it is anything else, every rank raises
@@ -117,12 +117,16 @@ class Objects:
         root = checked_rank(backend, "objects.scatter", "root", root)
         agreement = agreement_on("objects.scatter", (), None, f"root {root}")
         mine = self._parcel_for_each(objs) if backend.rank == root else self._parcel([])
-        data, sizes = self._run(agreement, mine, backend.world_size)  # every rank gets the root's whole list
-        begin, end = bounds_of(sizes[root], 1)[backend.rank : backend.rank + 2]
-        return self._unpickle(data[begin:end], root, agreement)
+        data, _ = self._run(agreement, mine, backend.world_size, sender=root)
+        return self._unpickle(data, root, agreement)
 
     def _run(
-        self, agreement: Agreement, mine: _Parcel, count: int = 1, root: int | None = None
+        self,
+        agreement: Agreement,
+        mine: _Parcel,
+        count: int = 1,
+        root: int | None = None,
+        sender: int | None = None,
     ) -> tuple[Array, list[list[int]]]:
         """Runs one collective: exchanges the sizes of the objects, then moves the pickled objects.
 
@@ -131,10 +135,12 @@ class Objects:
             mine: this rank's pickled objects, or the reason why it cannot send them.
             count: how many objects one rank can send in this collective.
             root: the only rank that gets the objects; None if all ranks get them.
+            sender: the only rank that sends objects, one to each rank; None if each rank sends its objects to all
+                ranks, or to the root.
 
         Returns:
-            The bytes of all ranks' pickled objects, in rank order (on ranks that get no objects, nothing); and for each
-            rank the sizes of its pickled objects.
+            The bytes of the pickled objects that this rank gets, in rank order; and for each rank the sizes of its
+            pickled objects.
         """
         with self._backend.lifetime.collective(agreement.describe().what, agreement):
             if self._path is None:
@@ -142,14 +148,18 @@ class Objects:
             shared = self._path.share_numbers(mine.numbers(count), agreement)
             is_refused = any(sizes[0] < 0 for sizes in shared)
             if is_refused:  # all ranks get the reasons instead of the objects
-                sent, root, shared = mine.refusal or b"", None, [[max(0, -sizes[0])] for sizes in shared]
+                sent, root, sender = mine.refusal or b"", None, None
+                shared = [[max(0, -sizes[0])] for sizes in shared]
             else:
                 sent = mine.pickles[0] if len(mine.pickles) == 1 else b"".join(mine.pickles)
-            bounds = bounds_of(list(map(sum, shared)), 1)
-            is_receiver = root is None or root == self._backend.rank
+            bounds = bounds_of(list(map(sum, shared)) if sender is None else shared[sender], 1)
+            rank, source = self._backend.rank, np.frombuffer(sent, np.uint8)
+            is_receiver = root is None or root == rank
             data = np.empty(bounds[-1] if is_receiver else 0, np.uint8)
-            source = np.frombuffer(sent, np.uint8)
-            if root is None:
+            if sender is not None:
+                data = np.empty(shared[sender][rank], np.uint8)
+                self._path.scatter(source if rank == sender else None, data, bounds, sender, agreement)
+            elif root is None:
                 self._path.all_gather(source, data, bounds, agreement)
             else:
                 self._path.gather(source, data if is_receiver else None, bounds, root, agreement)

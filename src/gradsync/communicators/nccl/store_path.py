@@ -81,14 +81,23 @@ class StorePath:
 
     def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
         """See HostPath."""
-        # The root sends nothing to itself.
-        sizes = [end - begin if rank != root else 0 for rank, (begin, end) in enumerate(pairwise(bounds))]
+        sizes = _sizes_without_root(root, bounds)
         if target is None:
             self._move(sizes, {self._client.rank: source}, {})
             return
         parts = _parts(target, bounds)
         parts[root][...] = source
         self._move(sizes, {}, {sender: part for sender, part in enumerate(parts) if sender != root})
+
+    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
+        """See HostPath."""
+        sizes = _sizes_without_root(root, bounds)
+        if source is None:
+            self._move(sizes, {}, {self._client.rank: target})
+            return
+        parts = _parts(source, bounds)
+        self._move(sizes, {reader: part for reader, part in enumerate(parts) if reader != root}, {})
+        target[...] = parts[root]
 
     def _move(self, sizes: Sequence[int], outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:
         """Sends and receives numbered streams of bytes. Every rank must call it, with the same sizes.
@@ -157,6 +166,11 @@ class StorePath:
         with contextlib.suppress(GradsyncError):  # the next call raises the failure
             for key in keys:
                 self._client.delete(key)
+
+
+def _sizes_without_root(root: int, bounds: Bounds) -> list[int]:
+    """Returns the number of bytes of each rank's part; 0 for the root, which sends nothing to itself."""
+    return [end - begin if rank != root else 0 for rank, (begin, end) in enumerate(pairwise(bounds))]
 
 
 def _parts(whole: Array, bounds: Bounds) -> list[Array]:
