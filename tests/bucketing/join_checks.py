@@ -99,6 +99,21 @@ def run_out(comm: Any, kit_name: str, batches: tuple[int, ...]) -> list[int]:
     return last_ranks
 
 
+def leave_after_a_shorter_step(comm: Any, kit_name: str) -> float:
+    """The last step of rank 0 leaves out a gradient; all arrays in this step are known from earlier steps."""
+    kit = make_kit(comm, kit_name)
+    callback = gs.AllreduceCallback("mean", comm)
+    known = kit.put(np.zeros(4, np.float32))
+    with callback.join():
+        for step in range(4 + comm.rank):
+            known[...] = 1 + comm.rank * (step == 4) / 2
+            with callback.backward():
+                callback("known", known)
+                if step < 3:
+                    callback("new", kit.put(np.ones(3, np.float32)))
+    return float(known[0])
+
+
 def leave_without_a_batch(comm: Any, kit_name: str) -> str:
     """Rank 2 has no batch, and does not know what the others reduce."""
     kit = make_kit(comm, kit_name)

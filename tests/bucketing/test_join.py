@@ -46,6 +46,11 @@ def test_a_rank_repeats_the_last_step_that_did_not_fail() -> None:
     assert SHM.run(2, checks.leave_after_a_failed_step, SHM.kit) == [[1.0, 1.0], []]
 
 
+@pytest.mark.parametrize(("place", "world_size"), on(SHM, 2))
+def test_a_rank_repeats_a_shorter_step_of_known_arrays(place: Place, world_size: int) -> None:
+    assert place.run(world_size, checks.leave_after_a_shorter_step, place.kit) == [1.0, 1.5]
+
+
 @pytest.mark.parametrize(("place", "world_size"), [*on(SHM, 2), *on(STAND_IN, 2), *on(GPU, 2)])
 def test_another_order_is_refused(place: Place, world_size: int) -> None:
     told = place.run(world_size, checks.know_another_order, place.kit)

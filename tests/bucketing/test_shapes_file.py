@@ -28,6 +28,17 @@ def test_a_callback_writes_its_last_step_in_arrival_order(tmp_path):
     assert json.loads(path.read_text()) == [["b", [2, 3], "float32"], ["a", [2, 3], "float64"]]
 
 
+def test_a_shorter_step_of_known_arrays_is_the_last_step(tmp_path):
+    callback = gs.AllreduceCallback("sum", local_communicator())
+    known = {name: np.ones(2, np.float32) for name in "ab"}
+    for more in ({"new": np.ones(3)}, {"new": np.ones(3)}, {"new": np.ones(3)}, {}):
+        with callback.backward():
+            for name, array in (known | more).items():
+                callback(name, array)
+    callback.dump_shapes(tmp_path / "shapes.json")
+    assert json.loads((tmp_path / "shapes.json").read_text()) == [["a", [2], "float32"], ["b", [2], "float32"]]
+
+
 @pytest.mark.parametrize("name", ["layer.weight", "'half", "'a'\n + \"b\"", "\\"])
 def test_names_come_back_as_the_program_wrote_them(tmp_path, name):
     callback = gs.AllreduceCallback("sum", local_communicator())

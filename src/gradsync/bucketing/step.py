@@ -462,7 +462,7 @@ class Step:
             if (tracer := tracing.active) is not None and self.count:
                 tracer.end_step(communicator.recorder.group, self.count)
             self.reducer.statistics.steps += self.count > 0
-            if self._new or 0 < self.count < len(self._entries):
+            if self._new or 0 < self.count < len(self.agreed):
                 self._learn()
             self._end_step()
         except BaseException as error:
