@@ -141,9 +141,9 @@ class Peer:
         if not self._is_connected and state is not ProcessState.STOPPED:
             self.note_alive(now)  # if the process has ended, its launcher reports how
             return Judgement.NONE
+        previous, self.last_state = self.last_state, state
         if now < self.last_seen_at + SILENT_AFTER_SECONDS:
             return Judgement.NONE
-        previous, self.last_state = self.last_state, state
         if state.is_fatal:
             return Judgement.LOST if previous is not None and previous.is_fatal else Judgement.NONE
         if self._is_reported or now < self.last_seen_at + SLOW_AFTER_SECONDS:

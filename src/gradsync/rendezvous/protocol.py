@@ -382,7 +382,7 @@ class RendezvousCore:
         return actions
 
     def _judge(self, now: float, event: Inspected) -> list[Action]:
-        """Handles the inspected state of a rank that is silent or has not joined."""
+        """Handles the inspected state of a rank that is silent, has not sent its status, or has not joined."""
         if event.peer < 0:
             return self._judge_process(now, event)
         if event.peer not in self._member_of:

@@ -2,7 +2,8 @@
 
 This module is part of the server's core, without I/O; each generation has one `StuckCollectives`. When the first rank
 reports that its collective has reached its deadline, the server asks every member for its status (an inquiry). After
-the answers, or after 0.4 s, the generation fails with the same report for all ranks.
+the answers, or after 0.4 s, the generation fails with the same report for all ranks. If a rank did not answer, the
+server first inspects its process, which may be stopped (SIGSTOP).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gradsync.rendezvous.frames import (
     Action,
     Calls,
     FrameType,
+    Inspect,
     Notice,
     Send,
     clip_text,
@@ -29,6 +31,7 @@ from gradsync.rendezvous.store import Request, WaitTable
 
 ANSWER_SECONDS = 0.4
 _WARNING_SECONDS = 0.3  # how long after the first report the notice is logged, because waiting ranks report one by one
+_INSPECTION_SECONDS = 0.05
 _MAX_COLLECTIVES = 1024
 _MAX_NOTICED = 4
 _MAX_REPORTS = 32
@@ -77,6 +80,7 @@ class Inquiry:
         due_at: when the inquiry ends, in monotonic seconds.
         unanswered: the ranks that have not answered.
         texts, calls: the answers, by rank.
+        has_inspected: whether the processes of the ranks that did not answer have been inspected.
     """
 
     reports: Reports
@@ -84,6 +88,7 @@ class Inquiry:
     unanswered: set[int]
     texts: dict[int, str] = field(default_factory=dict)
     calls: dict[int, Calls] = field(default_factory=dict)
+    has_inspected: bool = False
 
 
 class StuckCollectives:
@@ -165,19 +170,23 @@ class StuckCollectives:
         return []
 
     def advance(self, now: float, peers: Peers) -> list[Action] | Failure:
-        """Returns the notices that are due, or the failure that ends the generation."""
-        if self._inquiry is not None and now >= self._inquiry.due_at:
-            return self._conclude(self._inquiry, peers)
+        """Returns the notices and inspections that are due, or the failure that ends the generation."""
+        inquiry = self._inquiry
+        if inquiry is not None and now >= inquiry.due_at:
+            silent = [(r, self._roster.members[r]) for r in sorted(inquiry.unanswered) if self._roster.is_present(r)]
+            if not silent or inquiry.has_inspected:
+                states = {rank: peers.last_state(member.connection) for rank, member in silent}
+                return self._conclude(inquiry, {rank: state for rank, state in states.items() if state is not None})
+            # Liveness inspects a process only after a longer silence.
+            inquiry.has_inspected, inquiry.due_at = True, now + _INSPECTION_SECONDS
+            return [Inspect(member.connection, member.local_pid) for _, member in silent]
         notices: list[Action] = []
         for key in [key for key, due_at in self._due.items() if due_at <= now]:
             del self._due[key]
             notices.append(Notice(_notice_text(self._roster, self._all_stuck(self._reports[key]))))
         return notices
 
-    def _conclude(self, inquiry: Inquiry, peers: Peers) -> Failure:
-        silent = [(r, self._roster.members[r]) for r in sorted(inquiry.unanswered) if self._roster.is_present(r)]
-        # The server inspects a silent process already: a rank that did not answer may be known to be stopped.
-        states = {rank: state for rank, member in silent if (state := peers.last_state(member.connection)) is not None}
+    def _conclude(self, inquiry: Inquiry, states: dict[int, ProcessState]) -> Failure:
         for rank, state in states.items():
             if state.is_fatal:
                 return self._roster.silence(rank, state, f"it did not answer for {ANSWER_SECONDS:g} s")
