@@ -112,6 +112,27 @@ def test_a_failure_is_told_by_all_in_the_same_words(nodes, culprit):
         assert report.endswith("ValueError: boom\n")
 
 
+def test_an_error_that_follows_from_another_is_not_the_cause_even_if_it_comes_first(nodes, tmp_path):
+    run = nodes()
+    run.script = command.write_script(
+        tmp_path,
+        """
+        import os, sys, time
+        import gradsync as gs
+        if os.environ["RANK"] == "0":
+            raise gs.RankFailed("rank 1/2 failed: ValueError: boom", rank=1)
+        time.sleep(0.4)
+        raise ValueError("boom")
+        """,
+    )
+    run.start_all()
+    for code, err in run.end_all():
+        assert code == 1
+        assert re.search(r"^gradsync: node 1 \(", err, re.M)
+        assert err.endswith("ValueError: boom\n")
+        assert "because of rank 1" not in err
+
+
 def test_a_terminal_that_stands_still_keeps_no_failure_from_the_others(nodes, tmp_path):
     run = nodes()
     run.script = command.write_script(

@@ -63,6 +63,7 @@ _RETRY_SECONDS = 0.5
 _EXCHANGE_SECONDS = 30.0  # how long to wait for the records of all launchers that have joined
 _LEAVING_SECONDS = 5.0  # how long node 0 waits until the other launchers have left, at the end
 _LEAVING_AFTER_LOSS_SECONDS = 0.5
+_CAUSE_SECONDS = 1.0  # how long a launcher whose ranks failed because of another rank lets others report first
 _ENDS_SECONDS = 60.0  # how long to wait for the other machines after a failure; killing ranks takes less time
 _NO_LIMIT_SECONDS = 1e8  # no limit is needed: heartbeats detect a launcher that is gone
 _MAX_CAUSE_BYTES = 60 * 1024  # the largest value on the server
@@ -564,7 +565,7 @@ class _Link:
     def report(self, outcome: Outcome) -> None:
         """Reports to the other launchers why the ranks on this machine will end; returns at once."""
         if self._cause is None:
-            self._send(cause_of(self._node, outcome))
+            _run_in_thread(lambda: self._set_cause_of(outcome))
 
     def finish(self, outcome: Outcome) -> Cause | None:
         """Waits until the ranks of all machines have ended; after a failure for a minute at most.
@@ -618,14 +619,22 @@ class _Link:
 
     def _send(self, cause: Cause) -> None:
         """Sets the cause, unless another launcher was first; returns at once."""
-
-        def send() -> None:
-            with contextlib.suppress(GradsyncError):  # `_wait_for_cause` gets the same error, and handles it
-                self._client.set("cause", cause.to_bytes(), replace=False)
-
-        _run_in_thread(send)
+        _run_in_thread(lambda: self._set(cause))
 
     # The following methods run in threads.
+
+    def _set(self, cause: Cause) -> None:
+        with contextlib.suppress(GradsyncError):  # `_wait_for_cause` gets the same error, and handles it
+            self._client.set("cause", cause.to_bytes(), replace=False)
+
+    def _set_cause_of(self, outcome: Outcome) -> None:
+        """Sets the cause, unless another launcher was first; a mere consequence lets the cause come first."""
+        root = outcome.root_cause
+        error = None if root is None or outcome.signal_number is not None else root.error
+        if error is not None and error.is_consequence and not error.is_timeout:  # a silent rank reports no error
+            with contextlib.suppress(GradsyncError):
+                self._client.get("cause", timeout_seconds=_CAUSE_SECONDS)
+        self._set(cause_of(self._node, outcome))
 
     def _wait_for_cause(self) -> None:
         """Waits until a launcher reports a cause, or until a launcher is lost."""
@@ -643,7 +652,7 @@ class _Link:
         failed = outcome.exit_code != 0
         with contextlib.suppress(GradsyncError):  # `_wait_for_cause` gets the same error, and handles it
             if failed:  # before the report, so that a launcher that reads the report finds the cause
-                self._client.set("cause", cause_of(self._node, outcome).to_bytes(), replace=False)
+                self._set_cause_of(outcome)
             if any(self._client.exchange("ended", b"failed" * failed, timeout_seconds=_NO_LIMIT_SECONDS)):
                 self._cause = decode(Cause, self._client.get("cause"), "the report of another launcher")
         self._waits = False
