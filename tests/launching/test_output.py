@@ -577,6 +577,19 @@ def test_full_disk_is_told_once_for_each_log_and_stops_nobody(tmp_path):
         assert lines == [f"gradsync: warning: log file {log} {why}" for log in logs]
 
 
+def test_log_file_that_cannot_be_opened_is_told_and_stops_nobody(tmp_path):
+    (tmp_path / "rank-0.log").mkdir()
+    with Ranks(2, log_dir=str(tmp_path)) as ranks:
+        ranks.write(0, b"x\n")
+        ranks.write(0, b"x\n")
+        ranks.write(1, b"y\n")
+        assert ranks.close()
+        assert sorted(ranks.stdout.getvalue()) == sorted("[rank 0] x\n" * 2 + "[rank 1] y\n")
+        why = "cannot be written: Is a directory; it is incomplete from here on"
+        assert ranks.stderr.getvalue() == f"gradsync: warning: log file {tmp_path / 'rank-0.log'} {why}\n"
+    assert (tmp_path / "rank-1.log").read_text() == "y\n"
+
+
 def test_log_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InvalidArgument, match="'/.*file/logs' cannot be made, .*: Not a directory"):

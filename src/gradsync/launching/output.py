@@ -162,19 +162,29 @@ class RankOutput:
         self._tail = b""
         self._streams = 2
         self._path = log
-        self._log = -1 if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._log = -1
+        self._problem: str | None = None
+        if log is not None:
+            try:
+                self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            except OSError as error:  # the run does not need the log
+                self._problem = self._describe(error)
 
     def add(self, data: bytes) -> str | None:
         """Adds a chunk of output. Returns the text of the log's first error, or None; after an error the log ends."""
         with self._lock:
             self._tail = (self._tail + data)[-_TAIL_BYTES:]
+            problem, self._problem = self._problem, None
             try:
                 if self._log >= 0:
                     _write_all(self._log, data)
             except OSError as error:
                 self._close_log()
-                return f"log file {self._path} cannot be written: {error.strerror}; it is incomplete from here on"
-            return None
+                problem = self._describe(error)
+            return problem
+
+    def _describe(self, error: OSError) -> str:
+        return f"log file {self._path} cannot be written: {error.strerror}; it is incomplete from here on"
 
     def end_stream(self) -> None:
         """Closes the log file, once both streams have ended."""
