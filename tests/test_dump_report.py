@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,16 @@ def test_what_cannot_be_read_is_exit_code_2(tmp_path: Path, is_damaged: bool) ->
     done = CliRunner().invoke(main, ["trace", str(tmp_path)])
     assert done.exit_code == 2
     assert "a.json" in done.output if is_damaged else "there are no dumps" in done.output
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("by_folder", [False, True])
+def test_a_fifo_is_refused(tmp_path: Path, by_folder: bool) -> None:
+    """Opening it would wait for a writer."""
+    fifo = tmp_path / "fifo.json"
+    os.mkfifo(fifo)
+    done = CliRunner().invoke(main, ["trace", str(tmp_path if by_folder else fifo)])
+    assert (done.exit_code, "it needs to be a regular file" in done.output) == (2, True)
 
 
 def test_a_picture_beside_the_dumps_is_no_dump(tmp_path: Path) -> None:

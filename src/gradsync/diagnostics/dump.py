@@ -294,6 +294,8 @@ def _contents(path: Path) -> Iterator[tuple[Path, Any]]:
 def _content(path: Path) -> Any:
     import json
 
+    if path.exists() and not path.is_file():
+        raise InvalidArgument(f"{path} is not a dump: it needs to be a regular file")  # opening a FIFO would block
     try:
         return json.loads(path.read_text())
     except OSError as error:
