@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -94,4 +95,30 @@ def measure(comm: Any, modes: tuple[str, ...], steps: int) -> list[str]:
         found += stay_as_large_as_they_are(comm, mode, steps)
         peak = allocate_nothing_large(comm, mode)
         found += [f"{mode}: {peak} bytes in a step"] if peak > LARGEST_PEAK_BYTES else []
+    return found
+
+
+def keep_dropped_gradients(comm: Any) -> list[str]:
+    """Returns the modes in which a gradient still exists although the program has dropped it; no garbage is collected.
+
+    In every second step the arrays are those of the step before.
+    """
+    found = []
+    gc.collect()
+    gc.disable()
+    try:
+        for name, options in (MODES | {"compressed": {"compression": "float16", "clip_norm": 1.0}}).items():
+            for size in (100, 200_000):
+                shapes = {"weight": ((size,), "float32"), "bias": ((3,), "float32")}
+                named = {"parameters": shapes} if "parameters" in options else {}
+                callback = gs.AllreduceCallback("mean", comm, **(options | named))
+                for _ in range(3):
+                    arrays = {each: np.ones(*of) for each, of in shapes.items()}
+                    run(callback, arrays, 2)
+                    dropped = [weakref.ref(array) for array in arrays.values()]
+                    del arrays
+                    run(callback, {each: np.ones(*of) for each, of in shapes.items()}, 1)
+                    found += [f"{name} {size}" for reference in dropped if reference() is not None]
+    finally:
+        gc.enable()
     return found

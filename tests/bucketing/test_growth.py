@@ -13,3 +13,8 @@ from places import SHM
 def test_nothing_grows(world_size: int, steps: int) -> None:
     modes = tuple(checks.MODES) if IS_EVERYWHERE else ("views", "watched")  # the most that is kept between steps
     assert SHM.run(world_size, checks.measure, modes, steps) == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_the_program_drops_are_freed_at_once(world_size: int) -> None:
+    assert SHM.run(world_size, checks.keep_dropped_gradients) == [[]] * world_size

@@ -329,6 +329,55 @@ class OneShot(Plan):
         self._quietly(self._reduce, contributions, target)
 
 
+class _ChunkCheck:
+    """Checks the chunks of one list of arrays for non-finite values.
+
+    A rank sets its flag for a slot if it finds a non-finite result in the chunk that uses the slot. It resets the flag
+    when all ranks have published the next chunk in this slot: by then they have delivered the old chunk.
+
+    Args:
+        context: what every collective of the communicator uses.
+        sources: this rank's arrays.
+        chunk_elements: the number of elements of a chunk.
+        is_finite: a function that returns whether all elements of an array are finite.
+    """
+
+    def __init__(
+        self, context: ShmContext, sources: Sequence[Array], chunk_elements: int, is_finite: Callable[[Array], bool]
+    ) -> None:
+        self.is_finite = is_finite
+        self._context = context
+        self._sources = sources
+        self._chunk_elements = chunk_elements
+
+    def set_flag(self, chunk: int, is_nonfinite: bool) -> None:
+        self._context.flags[chunk % CHUNKS_IN_FLIGHT][self._context.rank] = is_nonfinite
+
+    def check_results(self, chunk: int, section: Section, results: Array) -> None:
+        """Checks results that this rank has reduced. If one is not finite, also checks this rank's contribution."""
+        if not self.is_finite(results):
+            self.set_flag(chunk, True)
+            self._context.finder.note_nonfinite_result()
+            self._check_own(chunk, [section])
+
+    def check_contributions(self, chunk: int, sections: Sequence[Section]) -> None:
+        """Checks this rank's contributions to a chunk if any rank has set its flag for the chunk."""
+        if any(self._context.flags[chunk % CHUNKS_IN_FLIGHT]):
+            self._check_own(chunk, sections)
+
+    def _check_own(self, chunk: int, sections: Sequence[Section]) -> None:
+        for begin, _, pieces in sections:
+            at = chunk * self._chunk_elements + begin
+            for values in _pieces_of(self._sources, pieces):
+                self._context.finder.check_contribution(self._context.rank, values, at)
+                at += values.size
+
+
+def _add_squares(squares: SumOfSquares, share: Sequence[Array]) -> None:
+    if share:
+        squares.add(np.concatenate(share))
+
+
 #: The calls of a step, by the names of their phases in a trace, and the wait at the end of the step.
 _StepCalls = tuple[list[tuple[str, list[Call]]], Wait]
 
@@ -341,8 +390,8 @@ class ListAllReduce(Plan):
     ranks use the buffer only between two barriers: the barrier after the chunk was published, and the barrier after it
     was reduced.
 
-    A rank sets its flag for a slot if it finds a non-finite result in the chunk that uses the slot. It resets the flag
-    when all ranks have published the next chunk in this slot: by then they have delivered the old chunk.
+    The kept calls never refer to this object: in a reference cycle, arrays that the program has dropped would stay in
+    memory until the next garbage collection.
 
     Args:
         context: what every collective of the communicator uses.
@@ -372,7 +421,6 @@ class ListAllReduce(Plan):
         self._sizes = sizes = tuple([source.size for source in sources])
         self._size = sum(sizes)
         self._is_one_shot = self._size * dtype.itemsize <= SMALL_BYTES
-        self._is_finite = finite_test(dtype) if Checks.NONFINITE in checks else None
         self._squares = context.squares if Checks.SQUARES in checks else None
         # In the pipeline a mean is computed as a sum, which is divided while it is copied to the targets. This saves
         # one pass over the data. In half precision, one call adds and divides in float32, and rounds the result once.
@@ -382,6 +430,8 @@ class ListAllReduce(Plan):
         published_bytes = _PUBLISHED_BYTES if memcpy_is_slow() else context.chunk_bytes
         bytes_at_a_time = context.chunk_bytes, _REDUCED_BYTES, published_bytes, _GATHERED_BYTES
         self._lengths = Lengths(*[size_bytes // dtype.itemsize for size_bytes in bytes_at_a_time])
+        is_finite = finite_test(dtype) if Checks.NONFINITE in checks else None
+        self._check = None if is_finite is None else _ChunkCheck(context, sources, self._lengths.chunk, is_finite)
         self._kept: list[list[_StepCalls]] = []
 
     def keep(self) -> None:
@@ -445,18 +495,14 @@ class ListAllReduce(Plan):
             if is_packed:
                 delivered += self._copying_out(result[begin:end], pieces)
         reduced: list[Call] = [(self._reduce, (contributions, result))]
-        if self._is_finite is not None:
-            reduced.append((self._context.finder.check_section, (self._is_finite, result, contributions, 0)))
+        if self._check is not None:
+            reduced.append((self._context.finder.check_section, (self._check.is_finite, result, contributions, 0)))
         if self._squares is not None:
             of_target = self._targets[0].dtype.itemsize
             share = share_of(self._sizes, of_target, self._rank, self._context.world_size)
-            delivered.append((self._add_squares_of, (_pieces_of(self._targets, share),)))
+            delivered.append((_add_squares, (self._squares, _pieces_of(self._targets, share))))
         yield [("packing", published)], Wait.AGREEMENT
         yield [("reducing", reduced), ("splitting", delivered)], Wait.NOBODY
-
-    def _add_squares_of(self, share: Sequence[Array]) -> None:
-        if share and self._squares is not None:
-            self._squares.add(np.concatenate(share))
 
     # -- The pipeline: each chunk is published, reduced, and delivered -----------------------------------------
 
@@ -466,8 +512,8 @@ class ListAllReduce(Plan):
 
     def _reducing(self, number: int, chunk: Chunk) -> list[Call]:
         calls: list[Call] = []
-        if self._is_finite is not None:
-            calls.append((self._set_flag, (number, False)))
+        if self._check is not None:
+            calls.append((self._check.set_flag, (number, False)))
         for section in chunk.own:
             calls += self._reducing_section(number, section)
         return calls
@@ -487,8 +533,8 @@ class ListAllReduce(Plan):
             calls += self._collecting(pieces, own)
         contributions[self._rank] = own
         calls.append((self._reduce, (contributions, result)))
-        if self._is_finite is not None:
-            calls.append((self._check_results, (number, section, result)))
+        if self._check is not None:
+            calls.append((self._check.check_results, (number, section, result)))
         calls += [copying(result, other) for other in others]
         calls += self._copying_out(result, pieces)
         if self._squares is not None:
@@ -498,8 +544,8 @@ class ListAllReduce(Plan):
     def _delivering(self, number: int, chunk: Chunk) -> list[Call]:
         own = self._buffers(number)[self._rank]
         calls: list[Call] = []
-        if self._is_finite is not None:
-            calls.append((self._check_contributions, (number, chunk.others)))
+        if self._check is not None:
+            calls.append((self._check.check_contributions, (number, chunk.others)))
         return calls + [
             call for begin, end, pieces in chunk.others for call in self._copying_out(own[begin:end], pieces)
         ]
@@ -541,27 +587,3 @@ class ListAllReduce(Plan):
         if self._divisor == 1 and self._wire is None:
             return results
         return self._context.buffer("converted", self._targets[0].dtype, results.size)
-
-    # -- The check for non-finite values in the pipeline -------------------------------------------------------
-
-    def _set_flag(self, chunk: int, is_nonfinite: bool) -> None:
-        self._context.flags[chunk % CHUNKS_IN_FLIGHT][self._rank] = is_nonfinite
-
-    def _check_results(self, chunk: int, section: Section, results: Array) -> None:
-        """Checks results that this rank has reduced. If one is not finite, also checks this rank's contribution."""
-        if self._is_finite is not None and not self._is_finite(results):
-            self._set_flag(chunk, True)
-            self._context.finder.note_nonfinite_result()
-            self._check_own(chunk, [section])
-
-    def _check_contributions(self, chunk: int, sections: Sequence[Section]) -> None:
-        """Checks this rank's contributions to a chunk if any rank has set its flag for the chunk."""
-        if any(self._context.flags[chunk % CHUNKS_IN_FLIGHT]):
-            self._check_own(chunk, sections)
-
-    def _check_own(self, chunk: int, sections: Sequence[Section]) -> None:
-        for begin, _, pieces in sections:
-            at = chunk * self._lengths.chunk + begin
-            for values in _pieces_of(self._sources, pieces):
-                self._context.finder.check_contribution(self._rank, values, at)
-                at += values.size
