@@ -177,7 +177,7 @@ def test_scalars_of_every_kind_come_back_with_the_same_types_alone(initialised: 
         ({"loss": Exported(np.ones(3))}, r"'loss' is a Exported of shape \(3,\)"),
         ({"loss": 2**70}, "'loss' has dtype object"),
         ({"loss": np.datetime64("2020")}, r"'loss' has dtype datetime64\[Y\]"),
-        (7, "got a int"),
+        (7, "got int"),
     ],
 )
 def test_what_is_no_scalar_is_refused(wrong: Any, text: str) -> None:

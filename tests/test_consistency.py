@@ -101,6 +101,8 @@ def test_misuse_is_told() -> None:
             gs.check_consistency(wrong, comm)
     with pytest.raises(gs.InvalidArgument, match="array 'w' needs a NumPy array.*got a float"):
         gs.check_consistency({"w": 1.0}, comm)
+    with pytest.raises(gs.InvalidArgument, match="got an int: make it an array"):
+        gs.check_consistency({"w": 1}, comm)
     with pytest.raises(gs.InvalidArgument, match="two arrays of the name '1'"):
         gs.check_consistency([("1", np.ones(1)), (1, np.ones(1))], comm)
     with pytest.raises(gs.UnsupportedDtype, match="array 'o'"):

@@ -226,7 +226,7 @@ def _local_group() -> Communicator | None:
 def _contribution(input_dict: Mapping[Any, Any]) -> dict[Any, np.generic] | str:
     """Returns this rank's scalars for reduce_dict, or the reason why they cannot be reduced; never raises."""
     if not isinstance(input_dict, Mapping):
-        return f"got a {type(input_dict).__name__}"
+        return f"got {type(input_dict).__name__}"
     try:
         return {name: _scalar(name, value) for name, value in input_dict.items()}
     except InvalidArgument as error:

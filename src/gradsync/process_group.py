@@ -160,6 +160,8 @@ def init_process_group(
     for name, value in seconds.items():
         if not is_number(value) or not value > 0:
             raise InvalidArgument(f"{name} needs to be a number of seconds above 0, got {value!r}")
+    if debug not in (None, True, False):  # the text "no" would switch the debug mode on
+        raise InvalidArgument(f"debug needs to be True, False or None, got {debug!r}")
     place = _find_place(backend, rank, world_size, address)
     if place.local_rank == 0:  # one warning on each machine is enough
         warn_of_unknown_variables()

@@ -177,7 +177,7 @@ def kind_of(array: Any) -> str:
         return f"a NumPy scalar ({array.dtype}): {_FOR_NUMBERS}"
     name = "None" if array is None else type(array).__name__
     if isinstance(array, (int, float, complex)):
-        return f"a {name}: {_FOR_NUMBERS}"
+        return f"{'an' if name == 'int' else 'a'} {name}: {_FOR_NUMBERS}"
     if isinstance(array, (list, tuple)):
         return f"a {name}: make it an array with numpy.asarray(...)"
     if callable(getattr(array, "result", None)):
