@@ -70,8 +70,8 @@ USUAL = "two ranks"
 METHODS = {
     "all_reduce": (
         USUAL,
-        'In the rows "busy cores", other processes do not run in every round. If such a time is below the time on idle '
-        "cores, the difference is noise",
+        'In the rows "busy cores", one busy process for each core competes with the ranks, and disturbs only some '
+        "rounds. If such a time is below the time on idle cores, the difference is noise",
     ),
     "collectives": (
         USUAL,

@@ -98,14 +98,16 @@ _nprocs = click.option(
     "-n",
     "--nprocs",
     type=click.IntRange(min=1),
-    help="Number of ranks.  [default: one per visible GPU; 2 without a GPU; 1 with local]",
+    help="Number of ranks.  [default: auto: one per visible GPU, at least 2; nccl: one per visible GPU; shm, mpi: 2; "
+    "local: 1]",
 )
 _backend = click.option(
     "--backend",
     type=click.Choice(BACKENDS),
     default="auto",
     show_default=True,
-    help="Communication backend; for mpi, mpiexec starts the ranks.",
+    help="Communication backend. With mpi, this command starts its ranks with mpiexec, unless a launcher has started "
+    "them.",
 )
 _json = click.option(
     "--json", "json_path", metavar="FILE", help="Also writes the results, the machine and the versions to FILE."
@@ -445,7 +447,7 @@ def doctor(**options: Any) -> None:
     sys.exit(examine(**options))
 
 
-@main.command(short_help="Runs a rendezvous server by itself.")
+@main.command(short_help="Runs only a rendezvous server.")
 @click.option("--world-size", type=click.IntRange(min=1), required=True, help="Number of ranks of the run.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the interface to listen on.")
 @click.option("--port", type=click.IntRange(0, LARGEST_PORT), default=0, help="Port; 0 is any free port.  [default: 0]")
@@ -455,7 +457,7 @@ def doctor(**options: Any) -> None:
     help="File of mode 0600 with the secret of the run, or - for a line of standard input.  [required]",
 )
 def serve(world_size: int, host: str, port: int, secret_file: str | None) -> None:
-    """Runs a rendezvous server by itself, for ranks that gradsync did not start.
+    """Runs only a rendezvous server, for ranks that gradsync did not start.
 
     The command prints the address of the server. Set three variables for each rank: GRADSYNC_ADDRESS to this address,
     GRADSYNC_HOSTED to 1, so that rank 0 starts no server of its own, and GRADSYNC_SECRET_FILE to the path of a file

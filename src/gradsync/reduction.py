@@ -131,7 +131,8 @@ def check_operation(op: ReduceOp, dtype: np.dtype[Any]) -> None:
     """Checks that the dtype supports the operator.
 
     Raises:
-        UnsupportedDtype: the dtype is not in the table, is not in native byte order, or does not support the operator.
+        UnsupportedDtype: the dtype is not in OPERATIONS_BY_DTYPE, is not in native byte order, or does not support the
+            operator.
     """
     if not dtype.isnative:
         raise UnsupportedDtype(f"{dtype.name} needs native byte order, got {dtype.str}: convert it with astype first")

@@ -108,7 +108,7 @@ def test_misuse_is_told() -> None:
     callback = gs.AllreduceCallback("mean", local_communicator())
     callback("w", np.ones(2))
     with (
-        pytest.raises(gs.InvalidArgument, match=r"join\(\) is not possible in the middle of a backward pass"),
+        pytest.raises(gs.InvalidArgument, match=r"join\(\) is not possible before handed-over gradients are reduced"),
         callback.join(),
     ):
         pass

@@ -190,7 +190,7 @@ def refuse_another_place(comm: Any) -> None:
         got = {name: on_host(array) for name, array in buffers.items()}
         expect_equal(comm, got, reduced(by_rank(comm.world_size, number, SMALL)), number)
     callback("one", buffers["one"])
-    expect(gs.InvalidArgument, callback.gradient_buffers, "in the middle of a backward pass")
+    expect(gs.InvalidArgument, callback.gradient_buffers, "before handed-over gradients are reduced")
     expect(gs.MissingGradient, callback.flush)
 
 

@@ -557,7 +557,7 @@ def test_log_directory_that_cannot_be_cleared_is_refused(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     monkeypatch.setattr(os, "unlink", refuse)
-    with pytest.raises(InvalidArgument, match="or cleared of an earlier run's logs: Permission denied; choose"):
+    with pytest.raises(InvalidArgument, match="or old logs in it cannot be removed: Permission denied; choose"):
         Ranks(0, log_dir=str(tmp_path))
 
 

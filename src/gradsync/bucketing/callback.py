@@ -319,7 +319,8 @@ class AllreduceCallback:
             path: the path of the file; an existing file is replaced.
 
         Raises:
-            InvalidArgument: the call is in the middle of a step, or no step has succeeded yet.
+            InvalidArgument: the call is in the middle of a step; or no step has succeeded yet, and the callback does
+                not know the gradients from the option `parameters`.
             OSError: the file cannot be written.
         """
         self._check_between_steps("dump_shapes()")
@@ -520,7 +521,9 @@ class AllreduceCallback:
 
     def _check_between_steps(self, what: str) -> None:
         if self._step.count:
-            raise InvalidArgument(f"{what} is not possible in the middle of a backward pass: call flush() first")
+            raise InvalidArgument(
+                f"{what} is not possible before handed-over gradients are reduced: call flush() first"
+            )
 
     def _abandon(self, what: str, error: BaseException) -> None:
         """Cancels the step, and aborts the communicator unless every rank has raised this error."""

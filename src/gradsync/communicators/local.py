@@ -41,8 +41,8 @@ class LocalBackend(Backend):
     """The backend of a world of one rank: the result of every reduction is its input.
 
     Args:
-        timeout_seconds: the time limit of collectives. With one rank, collectives do not wait. The time limit is only
-            for a thread that waits for the future of a gradient which a different thread reduces.
+        timeout_seconds: the time limit of collectives. With one rank, collectives do not wait. The time limit
+            matters in one case: one thread reduces a gradient, and another thread waits for the gradient's future.
         force_packing: whether all_reduce copies the arrays to a flat buffer and back, see Backend.
     """
 

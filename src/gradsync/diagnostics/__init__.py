@@ -2,7 +2,8 @@
 
 recorder.py records the last collectives, tracing.py times their phases, and stacks.py describes the stacks of threads.
 dump.py writes these records to a file and reads the file; triggers.py decides when a dump is written. compare.py finds
-the first collective in which ranks differ: the server uses it while ranks wait, and report.py uses it on dumps.
+the first collective in which ranks differ: the rendezvous server uses compare.py while ranks wait, and report.py uses
+compare.py on dumps.
 chrome_trace.py converts dumps to a Chrome trace.
 """
 

@@ -468,7 +468,7 @@ def prepare_log_directory(directory: str, restart: int = 0, ranks_elsewhere: Con
                     os.unlink(entry.path)
     except OSError as error:
         raise InvalidArgument(
-            f"log directory {directory!r} cannot be made, or cleared of an earlier run's logs: {error.strerror}; "
+            f"log directory {directory!r} cannot be made, or old logs in it cannot be removed: {error.strerror}; "
             "choose another one"
         ) from None
     if not os.access(directory, os.W_OK | os.X_OK):
