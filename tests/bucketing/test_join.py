@@ -113,7 +113,7 @@ def test_misuse_is_told() -> None:
     ):
         pass
     callback.flush()
-    with pytest.raises(gs.InvalidArgument, match=r"the end of join\(\) is not possible before handed-over"), callback.join():
+    with pytest.raises(gs.InvalidArgument, match=r"the end of join\(\) is not possible before"), callback.join():
         future = callback("w", np.ones(2))
     with pytest.raises(gs.GradientCancelled, match=r"join\(\) ended with"):
         future.result()
