@@ -149,7 +149,7 @@ def test_misuse_is_told(sync: Any, misuse: Any, said: str) -> None:
 def test_not_in_the_middle_of_a_step(sync: Any) -> None:
     sync("p", np.ones(3))
     for begin in (sync.accumulate().__enter__, sync.discard):
-        with pytest.raises(gs.InvalidArgument, match="in the middle of a backward pass"):
+        with pytest.raises(gs.InvalidArgument, match="before handed-over gradients are reduced"):
             begin()
     sync.flush()
 
