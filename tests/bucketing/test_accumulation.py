@@ -263,3 +263,12 @@ def test_sums_do_not_lie_in_the_buckets(is_own: bool) -> None:
             future = sync("p", buffer if is_own else np.ones(3))
         assert (future.result() == 2).all()
         assert future.result() is buffer
+
+
+def test_an_array_of_a_reused_pass_is_refused_in_a_pass_that_is_not_reused(sync: Any) -> None:
+    gradient = np.ones(3)
+    for _ in range(3):
+        with sync.accumulate(reused=True):
+            sync("p", gradient)
+    with sync.accumulate(), pytest.raises(gs.InvalidArgument, match="running total"):
+        sync("p", gradient)
