@@ -79,8 +79,8 @@ class PlanMismatch(GradsyncError, RuntimeError):
     detect the mismatch too late. After such a mismatch the communicator is broken.
 
     Attributes:
-        index: the position of the first collective that differs between ranks (for gradients, its position in the
-            step), or None.
+        index: the number in its step, from 0, of the bucket or the end of the step in which the ranks differ. None for
+            other collectives, or if the number is not known.
         descriptions: a description of each rank's collective in words, by rank.
         places: the line of code that called the collective, by rank, such as "train.py:41 in step". For an asynchronous
             collective, it is the line that submitted the collective; if the rank had already continued, it is the

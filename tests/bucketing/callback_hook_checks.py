@@ -78,7 +78,7 @@ def hand_buckets_to_hooks(comm: Any, kit_name: str) -> None:
             with callback.backward():
                 futures = {name: callback(name, gradient) for name, gradient in gradients.items()}
                 if number == 2:
-                    expect(gs.InvalidArgument, lambda c=callback: c.register_hook(None), "in the middle")
+                    expect(gs.InvalidArgument, lambda c=callback: c.register_hook(None), "before handed-over")
             got = {name: on_host(future.result()) for name, future in futures.items()}
             wanted = sent_and_reduced(by_rank(n, number), "mean", options)
             expect_equal(comm, got, wanted, (way, threshold_bytes, is_view, options, number))

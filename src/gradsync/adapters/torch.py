@@ -166,7 +166,8 @@ class Synchronised(torch.nn.Module):
     def join(self) -> Iterator[Join]:
         """Returns a context manager for a loop over batches in which ranks may have different numbers of batches.
 
-        A rank that has left the block takes part in the collectives with zeros until all ranks have left the block.
+        A rank whose loop has ended waits at the end of the block. It takes part in the collectives with zeros until all
+        loops have ended.
         After the block, gradsync copies the parameters and buffers to all ranks from a rank that had a batch in the
         last step. Within the block gradsync does not broadcast buffers. See AllreduceCallback.join.
 

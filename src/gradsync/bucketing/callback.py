@@ -485,7 +485,7 @@ class AllreduceCallback:
         if self._step.reducer.count_present is not None:
             raise InvalidArgument(
                 f"{self._communicator().label}: join() is not possible inside another join() of the same callback: one "
-                "block surrounds the whole loop over batches; leave it before the next begins"
+                "block surrounds the whole loop over batches: leave this block before you call join() again"
             )
         communicator = self._communicator()
         self._step.begin_with(communicator)

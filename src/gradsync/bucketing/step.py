@@ -278,9 +278,9 @@ class Step:
             check_may_call(communicator.label, what)
         if self._is_busy:
             raise InvalidArgument(
-                f"{communicator.label}: {what} was called before an earlier call of this callback had returned, from "
-                "another thread or a signal handler: use one thread at a time, or give each thread its own callback "
-                "and group"
+                f"{communicator.label}: {what} was called while an earlier call of this callback was still running: "
+                "call it from one thread at a time, and not from a hook or a signal handler; or give each thread its "
+                "own callback and group"
             )
 
     def _note(self, entry: GradientEntry, end: CollectiveEnd, communicator: Communicator) -> None:

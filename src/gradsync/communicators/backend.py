@@ -120,7 +120,7 @@ class Backend(ABC):
 
     Args:
         client: this rank's rendezvous client, whose members are the communicator's ranks; None for a world of one rank.
-        group: the communicator's name. No other communicator since the start of the ranks has had this name.
+        group: the communicator's name, unique since the last init_process_group().
         timeout_seconds: how long a collective waits for another rank.
 
     Attributes:

@@ -144,7 +144,7 @@ def await_members(backend: Backend, what: str, members: Sequence[int], name: str
         backend: the backend of the communicator that makes the group.
         what: the name of the public method in errors.
         members: the members' ranks in the communicator of `backend`.
-        name: the name of the new group. No other group since the start of the ranks has had this name.
+        name: the name of the new group, unique since the last init_process_group().
 
     Raises:
         RendezvousTimeout: a member has not called the function before the deadline.

@@ -40,7 +40,7 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
     Args:
         path: the path of a folder, which is made if needed, or of a file that ends in .json. In a folder each rank
             writes a file of its own, because the name of the file contains rank and pid. If several ranks pass the same
-            file, the last rank overwrites the dumps of the other ranks. None means the folder that GRADSYNC_DUMP_DIR
+            file, only the dump of the rank that writes last remains. None means the folder that GRADSYNC_DUMP_DIR
             names, or the current folder if this variable is not set.
 
     Returns:

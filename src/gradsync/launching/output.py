@@ -225,7 +225,7 @@ class _RankStream:
 
 
 class _Writer(threading.Thread):
-    r"""A thread that reads the ranks' pipes and writes to one destination; only this thread waits if it is blocked.
+    r"""A thread that copies the ranks' pipes to one destination; a blocked destination blocks only this thread.
 
     With prefixes, each line is written as its last state: a program overwrites the states of a progress bar with \r.
     Bars of several ranks overwrite each other.

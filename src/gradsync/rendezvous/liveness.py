@@ -104,19 +104,20 @@ class Peer:
             life.
     """
 
-    __slots__ = ("_inspect_at", "_is_connected", "_is_reported", "last_seen_at", "last_state")
+    __slots__ = ("_inspect_at", "_is_connected", "_is_reported", "_judged_state", "last_seen_at", "last_state")
 
     def __init__(self, now: float, *, is_connected: bool = True) -> None:
         self.last_seen_at = now
         self._is_connected = is_connected
         self._inspect_at = now if is_connected else now + INSPECT_EVERY_SECONDS
         self.last_state: ProcessState | None = None
+        self._judged_state: ProcessState | None = None  # the state that the last inspection in a full silence found
         self._is_reported = False
 
     def note_alive(self, now: float) -> bool:
         """Records a sign of life; returns whether that ends a silence that was reported as SLOW."""
         self.last_seen_at = now
-        self.last_state = None
+        self.last_state = self._judged_state = None
         was_reported, self._is_reported = self._is_reported, False
         return was_reported
 
@@ -124,7 +125,7 @@ class Peer:
         """Resets the silence timer, because this process itself was paused and could receive nothing."""
         self.last_seen_at = now
         self._inspect_at = now if self._is_connected else now + INSPECT_EVERY_SECONDS
-        self.last_state = None
+        self.last_state = self._judged_state = None
 
     def due_at(self) -> float:
         """Returns when to inspect the peer if it stays silent, in monotonic seconds."""
@@ -141,9 +142,10 @@ class Peer:
         if not self._is_connected and state is not ProcessState.STOPPED:
             self.note_alive(now)  # if the process has ended, its launcher reports how
             return Judgement.NONE
-        previous, self.last_state = self.last_state, state
+        self.last_state = state
         if now < self.last_seen_at + SILENT_AFTER_SECONDS:
             return Judgement.NONE
+        previous, self._judged_state = self._judged_state, state
         if state.is_fatal:
             return Judgement.LOST if previous is not None and previous.is_fatal else Judgement.NONE
         if self._is_reported or now < self.last_seen_at + SLOW_AFTER_SECONDS:

@@ -371,7 +371,7 @@ def as_stream(stream: Any, device_id: int, who: str) -> Any:
         if handle is None:
             needed = "a CuPy or PyTorch stream, its handle as an integer, or an object with __cuda_stream__"
             given = "an array" if hasattr(stream, "shape") else repr(stream)
-            raise InvalidArgument(f"{who} needs stream= as {needed}, got {given}")
+            raise InvalidArgument(f"{who} needs a stream: {needed}; got {given}")
         stream = _StreamHandle(handle)
     return cupy.cuda.Stream.from_external(stream)
 
