@@ -16,7 +16,7 @@ import numpy as np
 
 from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket, GradientSpec
-from gradsync.communicators.agreement import Agreement, Description, digest_of
+from gradsync.communicators.agreement import Agreement, Description, agreement_on, digest_of
 from gradsync.communicators.backend import ResidentMemory
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.for_bucketing import make_resident_memory
@@ -332,6 +332,7 @@ def _agreement_on_memory(buckets: Sequence[Bucket]) -> Agreement:
 # -- Parameters that are named beforehand ----------------------------------------------------------------------------
 
 _COMPARISON = "the comparison of the parameters' values before the first step"
+_AGREEMENT = agreement_on(_COMPARISON, (), None, "")
 
 
 class KnownParameter(NamedTuple):
@@ -409,6 +410,7 @@ def warn_of_unequal_values(
     parameters: Any,
     gradient: Any,
     communicator: Communicator,
+    agreed: Callable[[Agreement], Agreement],
 ) -> None:
     """Logs a warning, on one rank, if the parameters' values differ between ranks. Every rank must call it.
 
@@ -421,8 +423,10 @@ def warn_of_unequal_values(
         parameters: the option `parameters`, as the program passed it.
         gradient: the first gradient that was handed over, or None.
         communicator: the communicator whose ranks compare their values.
+        agreed: the function StepEvents.of_callback, which includes the callback in an Agreement.
 
     Raises:
+        PlanMismatch: another rank uses another callback, or calls another collective.
         RankFailed, CollectiveTimeout, CommunicatorClosed: the exchange between the ranks has failed.
     """
     by_name = isinstance(parameters, Mapping)
@@ -433,6 +437,7 @@ def warn_of_unequal_values(
         natives = {name: communicator._native_array(array, f"parameter {name}") for name, array in arrays.items()}
         if all(communicator._arrays.writeable(native) for native in natives.values()):
             digests = {name: digest_of_values(communicator._arrays, native) for name, native in natives.items()}
+    communicator._agree(agreed(_AGREEMENT))  # the ranks must not compare the parameters of different callbacks
     by_rank: list[dict[str, str]] = communicator.objects.all_gather_for(_COMPARISON, digests)
     different = [name for name in digests if len({digests_there.get(name) for digests_there in by_rank}) > 1]
     if communicator.rank or not different or not all(by_rank):

@@ -191,7 +191,8 @@ class Step:
         if not self._has_compared and communicator.world_size > 1:
             self.agree_on_callback(communicator)
             with self.noting_errors():
-                warn_of_unequal_values(self._parameters, self._options.parameters, gradient, communicator)
+                agreed = self.reducer.events.of_callback
+                warn_of_unequal_values(self._parameters, self._options.parameters, gradient, communicator, agreed)
             self._has_compared = True  # set only here, so that after PlanMismatch every rank compares again
         self._ensure_memory(communicator)
 
