@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradsync.rendezvous.client import RendezvousClient
@@ -17,6 +20,23 @@ def connect(server: RendezvousServer | str, rank: int, world_size: int, **option
     address = server.address if isinstance(server, RendezvousServer) else server
     options = {"secret": SECRET, "timeout_seconds": JOIN_SECONDS, **options}
     return RendezvousClient.connect(address, rank=rank, world_size=world_size, **options)
+
+
+@contextlib.contextmanager
+def server_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Gives a server of one rank in a process of its own, and its address."""
+    script = (
+        "from gradsync.rendezvous.server import RendezvousServer\n"
+        f"server = RendezvousServer(1, secret={SECRET!r})\n"
+        "print(server.address, flush=True)\n"
+        "server.serve_forever()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
 
 
 def run_threads(functions: list[Callable[[], Any]]) -> list[Any]:

@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from rendezvous_ranks import SECRET, connect, connect_all, run_threads
+from rendezvous_ranks import SECRET, connect, connect_all, run_threads, server_process
 
 from gradsync.errors import (
     CollectiveTimeout,
@@ -528,19 +528,10 @@ def test_a_fork_replaces_locks_and_keeps_no_descriptor() -> None:
         os.kill(child, signal.SIGKILL)
 
 
-SERVER = """
-import sys
-from gradsync.rendezvous.server import RendezvousServer
-server = RendezvousServer(1, secret=bytes.fromhex(sys.argv[1]))
-print(server.address, flush=True)
-server.serve_forever()
-"""
-
-
 def test_a_failure_is_reported_without_a_wait_for_the_server() -> None:
     """Rank 0 may host it in a thread, and hold Python's lock."""
-    with in_a_process(SERVER, SECRET.hex()) as server:
-        client = connect(server.stdout.readline().strip(), 0, 1)
+    with server_process() as (server, address):
+        client = connect(address, 0, 1)
         server.send_signal(signal.SIGSTOP)
         reporting = threading.Thread(target=client.report_failure, args=("ValueError: 7",), daemon=True)
         reporting.start()
@@ -554,7 +545,7 @@ def test_a_failure_is_reported_without_a_wait_for_the_server() -> None:
 
 
 def test_a_server_that_is_stopped_before_it_answers_a_join_is_found_without_the_deadline(monkeypatch) -> None:
-    with in_a_process(SERVER, SECRET.hex()) as server:
+    with server_process() as (server, address):
 
         def dial_and_stop(*args, **keywords):
             dialled = dial(*args, **keywords)
@@ -563,7 +554,7 @@ def test_a_server_that_is_stopped_before_it_answers_a_join_is_found_without_the_
 
         monkeypatch.setattr(client_module, "dial", dial_and_stop)
         with pytest.raises(RendezvousError, match=rf"\(pid {server.pid}\) was stopped") as found:
-            connect(server.stdout.readline().strip(), 0, 1)
+            connect(address, 0, 1)
         assert not isinstance(found.value, RendezvousTimeout)
         server.kill()
 

@@ -8,7 +8,7 @@ import socket
 import time
 
 import pytest
-from rendezvous_ranks import SECRET, connect
+from rendezvous_ranks import SECRET, connect, server_process
 
 from gradsync.errors import RendezvousTimeout
 from gradsync.rendezvous import connection as connection_module
@@ -62,7 +62,10 @@ def test_the_last_address_says_why(head) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_descriptor_that_is_closed_under_the_handshake_is_dialled_again(when, monkeypatch) -> None:
-    """As by a program that closes all descriptors that it does not know."""
+    """As by a program that closes all descriptors that it does not know.
+
+    The server is another process: in this one its next connection could take the number that was closed.
+    """
     shake_hands, streams = connection_module._shake_hands, []
 
     def shake(stream, *arguments):
@@ -75,6 +78,6 @@ def test_a_descriptor_that_is_closed_under_the_handshake_is_dialled_again(when, 
         return result
 
     monkeypatch.setattr(connection_module, "_shake_hands", shake)
-    with RendezvousServer(1, secret=SECRET, host="127.0.0.1") as server:
-        connect(server, 0, 1).close()
+    with server_process() as (_, address):
+        connect(address, 0, 1).close()
     assert len(streams) == 2

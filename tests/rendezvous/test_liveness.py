@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from rendezvous_ranks import SECRET, connect, connect_all
+from rendezvous_ranks import SECRET, connect, connect_all, server_process
 
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 from gradsync.rendezvous.server import RendezvousServer
@@ -32,14 +32,6 @@ else:
     sys.stdin.read()
 """
 
-SERVER = """
-import sys
-from gradsync.rendezvous.server import RendezvousServer
-server = RendezvousServer(1, secret=bytes.fromhex(sys.argv[1]))
-print(server.address, flush=True)
-server.serve_forever()
-"""
-
 
 @contextmanager
 def rank_process(server: RendezvousServer, what: str):
@@ -47,15 +39,6 @@ def rank_process(server: RendezvousServer, what: str):
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         try:
             yield process
-        finally:
-            process.kill()
-
-
-@contextmanager
-def server_process():
-    with subprocess.Popen([sys.executable, "-c", SERVER, SECRET.hex()], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process, process.stdout.readline().strip()
         finally:
             process.kill()
 

@@ -12,10 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
-from rendezvous_ranks import JOIN_SECONDS, SECRET, connect, connect_all, run_ranks, run_threads
+from rendezvous_ranks import JOIN_SECONDS, SECRET, connect, connect_all, run_ranks, run_threads, server_process
 
 from gradsync.errors import InvalidArgument, RankFailed, RendezvousError
 from gradsync.rendezvous import server as server_module
@@ -281,23 +280,6 @@ def test_who_has_reported_a_failure_knows_of_it_at_once() -> None:
         finally:
             for client in clients:
                 client.close()
-
-
-@contextlib.contextmanager
-def server_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Gives a server in a process of its own, and its address."""
-    script = (
-        "from gradsync.rendezvous.server import RendezvousServer\n"
-        f"server = RendezvousServer(1, secret={SECRET!r})\n"
-        "print(server.address, flush=True)\n"
-        "server.serve_forever()\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process, process.stdout.readline().strip()
-        finally:
-            process.kill()
 
 
 def test_killed_server_is_told() -> None:

@@ -352,7 +352,8 @@ class RendezvousServer:
     def _close_descriptors(self, streams: Iterable[socket.socket | ServerConnection]) -> None:
         self._selector.close()
         for closable in (*streams, self._listener, self._wake_receiver, self._wake_sender):
-            closable.close()
+            with contextlib.suppress(OSError):  # the program may have closed the descriptor itself
+                closable.close()
         self._connections.clear()
 
     def _submit(self, event: Event) -> None:
