@@ -111,7 +111,78 @@ class Range(NamedTuple):
     checks: Checks = Checks.NONE
 
 
-class Backend(ABC):
+class ByteCollectives(ABC):
+    """The collectives that move bytes between ranks, without arithmetic. A Backend is one; so is a host path.
+
+    Args:
+        rank: this rank's number in the communicator.
+        world_size: the number of ranks of the communicator.
+
+    Attributes:
+        rank, world_size: see Args.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    @abstractmethod
+    def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
+        """Copies the sources of all ranks into the target of every rank, in rank order.
+
+        The source may be exactly this rank's part of the target.
+        """
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        source: Array,
+        target: Array,
+        send_bounds: Bounds,
+        receive_bounds: Bounds,
+        largest: int,
+        agreement: Agreement,
+    ) -> None:
+        """Sends part i of every rank's source to rank i.
+
+        `largest` is the size in bytes of the largest part that any rank sends to any rank. An empty part is not sent.
+        """
+
+    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
+        """Copies the sources of all ranks into the root's target, in rank order. The other ranks pass None as target.
+
+        The root's source may be exactly the root's part of the target.
+        """
+        sent, received = self.only_part(root, source.size), bounds
+        if target is None:
+            target, received = source[:0], self.only_part(root, 0)
+        self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
+
+    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
+        """Copies each rank's part of the root's source into that rank's target. The other ranks pass None as source."""
+        sent, received = bounds, self.only_part(root, target.size)
+        if source is None:
+            source, sent = target[:0], self.only_part(root, 0)
+        self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
+
+    def only_part(self, rank: int, size: int) -> Bounds:
+        """Returns the bounds of the ranks' parts if all `size` elements are the part of one rank."""
+        return bounds_of([size if other == rank else 0 for other in range(self.world_size)], 1)
+
+    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
+        """Compares the digest, and all-gathers a list of int64 numbers; returns the list of each rank, in rank order.
+
+        All lists have the same length. The method returns when the numbers are in host memory.
+        """
+        mine = np.array(numbers, np.int64)
+        shared = np.empty((self.world_size, mine.size), np.int64)
+        bounds = bounds_of([mine.nbytes] * self.world_size, 1)
+        self.all_gather(mine.view(np.uint8), shared.reshape(-1).view(np.uint8), bounds, agreement)
+        rows: list[list[int]] = shared.tolist()
+        return rows
+
+
+class Backend(ByteCollectives):
     """Moves bytes between the ranks of one communicator.
 
     A method that takes an agreement must compare the agreement's digest between the ranks before it moves any data. If
@@ -158,10 +229,9 @@ class Backend(ABC):
     lifetime: Lifetime
 
     def __init__(self, client: RendezvousClient | None, group: str, timeout_seconds: float) -> None:
+        super().__init__(0 if client is None else client.rank, 1 if client is None else client.world_size)
         self.client = client
         self.timeout_seconds = timeout_seconds
-        self.rank: int = 0 if client is None else client.rank
-        self.world_size: int = 1 if client is None else client.world_size
         self.ranks: tuple[int, ...] = (0,) if client is None else client.world_ranks
         self.label: str = "rank 0/1" if client is None else client.label
         self.recorder = FlightRecorder(group, place=Place(self.rank, self.ranks, self.name))
@@ -228,65 +298,15 @@ class Backend(ABC):
         if part.mean_over is not None:
             self.arrays.divide(values, part.mean_over)
 
-    # -- Collectives without arithmetic: their arrays are bytes ------------------------------------------------
+    # -- Other collectives ---------------------------------------------------------------------------------------
 
     @abstractmethod
     def broadcast(self, flats: Sequence[Array], root: int, agreement: Agreement) -> None:
         """Copies the root's arrays into the writable arrays of the other ranks. There is at least one array."""
 
     @abstractmethod
-    def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
-        """Copies the sources of all ranks into the target of every rank, in rank order.
-
-        The source may be exactly this rank's part of the target.
-        """
-
-    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """Copies the sources of all ranks into the root's target, in rank order. The other ranks pass None as target.
-
-        The root's source may be exactly the root's part of the target.
-        """
-        sent, received = self.only_part(root, source.size), bounds
-        if target is None:
-            target, received = self.arrays.scratch(0, source.dtype), self.only_part(root, 0)
-        self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
-
-    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """Copies each rank's part of the root's source into that rank's target. The other ranks pass None as source."""
-        sent, received = bounds, self.only_part(root, target.size)
-        if source is None:
-            source, sent = target[:0], self.only_part(root, 0)
-        self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
-
-    def only_part(self, rank: int, size: int) -> Bounds:
-        """Returns the bounds of the ranks' parts if all `size` elements are the part of one rank."""
-        return bounds_of([size if other == rank else 0 for other in range(self.world_size)], 1)
-
-    @abstractmethod
-    def all_to_all(
-        self,
-        source: Array,
-        target: Array,
-        send_bounds: Bounds,
-        receive_bounds: Bounds,
-        largest: int,
-        agreement: Agreement,
-    ) -> None:
-        """Sends part i of every rank's source to rank i.
-
-        `largest` is the size in bytes of the largest part that any rank sends to any rank.
-        """
-
-    @abstractmethod
     def exchange(self, send: Message | None, receive: Message | None) -> None:
         """Sends one message, receives one message, or does both at the same time."""
-
-    @abstractmethod
-    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """All-gathers a list of int64 numbers; returns the list of each rank, in rank order.
-
-        All lists have the same length. The method returns when the numbers are in host memory.
-        """
 
     # -- Plans for repeated calls with one whole array and equal parts -----------------------------------------
     # A method returns None if a plan would not be faster than the methods above. In one collective some ranks may run a
@@ -350,7 +370,7 @@ class Backend(ABC):
         server for failures, because the caller does so.
         """
 
-    def make_host_path(self) -> HostPath:
+    def make_host_path(self) -> ByteCollectives:
         """Returns the object that moves pickled Python objects between the ranks in host memory.
 
         All ranks call this method in their first collective on objects. The backend itself is the host path if its
@@ -423,22 +443,6 @@ class Backend(ABC):
 
         The method is called once, while no collective runs. The method must not block.
         """
-
-
-class HostPath(Protocol):
-    """Moves pickled Python objects between ranks, in host memory. Backend documents the methods."""
-
-    def share_numbers(self, numbers: Sequence[int], agreement: Agreement, /) -> list[list[int]]:
-        """Compares the digest, and all-gathers a list of numbers; returns the list of each rank, in rank order."""
-
-    def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement, /) -> None:
-        """Copies the sources of all ranks into the target of every rank, in rank order."""
-
-    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement, /) -> None:
-        """Copies the sources of all ranks into the root's target, in rank order."""
-
-    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement, /) -> None:
-        """Copies each rank's part of the root's source into that rank's target."""
 
 
 def checked_rank(backend: Backend, what: str, name: str, rank: object, *, is_self_allowed: bool = True) -> int:

@@ -93,9 +93,6 @@ class LocalBackend(Backend):
         if send is not None and receive is not None:  # the only rank exchanges with itself
             _copy(send.flat, receive.flat)
 
-    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        return [list(numbers)]
-
     def connect_group(self, members: tuple[int, ...], name: str) -> LocalBackend:
         return LocalBackend(self.timeout_seconds)
 

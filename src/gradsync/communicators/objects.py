@@ -2,7 +2,7 @@
 
 Objects are pickled to be sent. Unpickling can run code of the sender, so all ranks must trust each other: only
 processes that know the run's secret can be ranks. With a GPU backend the pickled bytes stay in host memory, see
-HostPath in backend.py.
+make_host_path in backend.py.
 
 If a rank's object cannot be pickled, that rank still takes part in the collective, and sends the reason instead of the
 object. So all ranks get the error, and none waits for ever.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement, agreement_on
-from gradsync.communicators.backend import Backend, HostPath, bounds_of, checked_rank
+from gradsync.communicators.backend import Backend, ByteCollectives, bounds_of, checked_rank
 from gradsync.errors import InvalidArgument, describe
 from gradsync.reduction import Array
 
@@ -47,7 +47,7 @@ class Objects:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._path: HostPath | None = None
+        self._path: ByteCollectives | None = None
 
     def all_gather(self, obj: Any) -> list[Any]:
         """Returns the objects of all ranks, in rank order.

@@ -241,22 +241,6 @@ class MpiBackend(Backend):
         peers = self._requests.peers
         self._requests.move([(peer, own) for peer in peers], _parts(target, bounds, peers))
 
-    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        self._agree(agreement)
-        if target is None:
-            self._requests.move([(root, source)], [])
-        else:
-            _copy(source, target[part_of(bounds, root)])
-            self._requests.move([], _parts(target, bounds, self._requests.peers))
-
-    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        self._agree(agreement)
-        if source is None:
-            self._requests.move([], [(root, target)])
-        else:
-            _copy(source[part_of(bounds, root)], target)
-            self._requests.move(_parts(source, bounds, self._requests.peers), [])
-
     def all_to_all(
         self,
         source: Array,

@@ -14,7 +14,7 @@ array, which is the minimum.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 from gradsync.communicators.backend import Bounds, largest_part
 from gradsync.communicators.host_copy import cuts
 from gradsync.communicators.mpi.mpi_requests import MpiRequests
-from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into, dtype_name, reduce_into
+from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into, reduce_into
 
 _BYTE = np.dtype(np.uint8)
 
@@ -34,6 +34,15 @@ _NATIVE_ELEMENTS = 2**28  # the most elements in one call of MPI
 # The purposes of the buffers that later calls use again: the contributions to the current chunk, the contributions to
 # the next chunk, and a result that must not overwrite its target yet, because the target contains a contribution.
 _ARRIVING, _ARRIVING_NEXT, _RESULT = range(3)
+
+# MPI's operators. For a mean, the sum is divided afterwards.
+_MPI_OPS = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.MEAN: "SUM",
+    ReduceOp.PROD: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+}
 
 
 class _Chunk(NamedTuple):
@@ -77,11 +86,9 @@ class MpiReduction:
 
     def all_reduce(self, pairs: Sequence[tuple[Array, Array]], op: ReduceOp) -> None:
         """Reduces each source into its target, which may be the source. All arrays are flat and have the same dtype."""
-        dtype, mpi = pairs[0][0].dtype, self._requests.mpi
-        native = None if self._requests.is_direct else _native_reduction(mpi, op, dtype, self._world_size)
-        if native is not None:
+        if not self._requests.is_direct and _is_defined_by_mpi(op, pairs[0][0].dtype):
             for source, target in pairs:
-                self._all_reduce_natively(native, source, target)
+                self._all_reduce_natively(op, source, target)
         elif chunks := [chunk for source, target in pairs for chunk in self._cut(source, target)]:
             self._all_reduce_in_chunks(chunks, op)
 
@@ -172,63 +179,24 @@ class MpiReduction:
 
     # -- By MPI ------------------------------------------------------------------------------------------------
 
-    def _all_reduce_natively(self, native: _Native, source: Array, target: Array) -> None:
+    def _all_reduce_natively(self, op: ReduceOp, source: Array, target: Array) -> None:
         """Reduces with MPI's own reduction, in parts that are small enough for one MPI call."""
+        requests, dtype = self._requests, accumulation_dtype(source.dtype)
+        of_mpi = getattr(requests.mpi, _MPI_OPS[op])
         for low, high in cuts(source.size, _NATIVE_ELEMENTS):
-            wide = source[low:high].astype(native.dtype, copy=False)
-            result = np.empty(high - low, native.dtype)
-            sent, received = [[array.view(native.wire), native.datatype] for array in (wide, result)]
-            self._requests.finish([self._requests.comm.Iallreduce(sent, received, native.op)], (wide, result))
-            if native.divisor:
-                divide_into(result, native.divisor, result)
+            wide = source[low:high].astype(dtype, copy=False)
+            result = np.empty(high - low, dtype)
+            # MPI has no minimum of its bools. mpi4py finds the other datatypes itself.
+            sent, received = (wide.view(_BYTE), result.view(_BYTE)) if dtype.kind == "b" else (wide, result)
+            requests.finish([requests.comm.Iallreduce(sent, received, of_mpi)], (wide, result))
+            if op is ReduceOp.MEAN:
+                divide_into(result, self._world_size, result)
             np.copyto(target[low:high], result, casting="same_kind")  # the target may have a narrower dtype
 
 
-class _Native(NamedTuple):
-    """A reduction by MPI itself.
-
-    Attributes:
-        datatype, op: MPI's datatype and operator.
-        dtype: the dtype of the arithmetic: float32 for half precision.
-        wire: the dtype of the elements that are passed to MPI: uint8 for bool, otherwise `dtype`.
-        divisor: for a mean the number by which the result is divided; 0 for other operators.
-    """
-
-    datatype: Any
-    op: Any
-    dtype: np.dtype[Any]
-    wire: np.dtype[Any]
-    divisor: int
-
-
-@lru_cache(maxsize=256)
-def _native_reduction(mpi: Any, op: ReduceOp, dtype: np.dtype[Any], world_size: int) -> _Native | None:
-    """Returns MPI's reduction for a dtype and operator; None if its results could differ from NumPy's."""
-    wide = accumulation_dtype(dtype)
-    if op in (ReduceOp.MIN, ReduceOp.MAX) and wide.kind == "f":
-        return None  # MPI does not define the result for NaN
-    datatypes = {
-        "float32": mpi.FLOAT,
-        "float64": mpi.DOUBLE,
-        "complex64": mpi.C_FLOAT_COMPLEX,
-        "complex128": mpi.C_DOUBLE_COMPLEX,
-        "bool": mpi.UINT8_T,
-        **{
-            f"{sign}int{bits}": getattr(mpi, f"{sign.upper()}INT{bits}_T")
-            for sign in ("", "u")
-            for bits in (8, 16, 32, 64)
-        },
-    }
-    ops = {
-        ReduceOp.SUM: mpi.SUM,
-        ReduceOp.MEAN: mpi.SUM,
-        ReduceOp.PROD: mpi.PROD,
-        ReduceOp.MIN: mpi.MIN,
-        ReduceOp.MAX: mpi.MAX,
-    }
-    wire = _BYTE if dtype.kind == "b" else wide
-    divisor = world_size if op is ReduceOp.MEAN else 0
-    return _Native(datatypes[dtype_name(wide)], ops[op], wide, wire, divisor)
+def _is_defined_by_mpi(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+    """Whether MPI's own reduction gives the same result as NumPy: for the minimum, MPI does not define that of NaN."""
+    return op not in (ReduceOp.MIN, ReduceOp.MAX) or accumulation_dtype(dtype).kind != "f"
 
 
 def _chunk_elements(dtype: np.dtype[Any]) -> int:

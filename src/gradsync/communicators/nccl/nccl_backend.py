@@ -284,14 +284,6 @@ class NcclBackend(Backend):
         else:
             self._move(dict.fromkeys(range(self.world_size), source), _parts(target, bounds))
 
-    def gather(self, source: Any, target: Any | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        self.agree(agreement)
-        self._move({root: source}, {} if target is None else _parts(target, bounds))
-
-    def scatter(self, source: Any | None, target: Any, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        self.agree(agreement)
-        self._move({} if source is None else _parts(source, bounds), {root: target})
-
     def all_to_all(
         self,
         source: Any,

@@ -12,12 +12,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Bounds
+from gradsync.communicators.backend import Bounds, ByteCollectives, largest_part
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.errors import GradsyncError, RendezvousError
 from gradsync.reduction import Array
@@ -30,8 +30,8 @@ _PAUSE_SECONDS = 0.02  # between two attempts to store a piece while the store i
 T = TypeVar("T")
 
 
-class StorePath:
-    """Implements HostPath (see backend.py) with the store of the rendezvous server.
+class StorePath(ByteCollectives):
+    """Moves bytes with the store of the rendezvous server; see Backend.make_host_path.
 
     Args:
         client: this rank's connection to the rendezvous server; the client's ranks are the communicator's ranks.
@@ -52,6 +52,7 @@ class StorePath:
         agree: Callable[[Agreement], None],
         check: Callable[[], None],
     ) -> None:
+        super().__init__(client.rank, client.world_size)
         self._client = client
         self._keys = f"objects/{group}"
         self._failures = failures
@@ -61,84 +62,79 @@ class StorePath:
         self._moves = 0
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """See HostPath."""
+        """See ByteCollectives. Only this method compares the digest: a collective on objects calls it first."""
         self._agree(agreement)
-        mine = np.array(numbers, np.int64).view(np.uint8)
-        shared = np.empty((self._client.world_size, len(numbers)), np.int64)
-        bounds = range(0, shared.nbytes + mine.size, mine.size)
-        self.all_gather(mine, shared.reshape(-1).view(np.uint8), bounds, agreement)
-        rows: list[list[int]] = shared.tolist()
-        return rows
+        return super().share_numbers(numbers, agreement)
 
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
-        """See HostPath."""
-        parts = _parts(target, bounds)
-        rank = self._client.rank
-        parts[rank][...] = source
-        if self._client.world_size > 1:
-            incoming = {sender: part for sender, part in enumerate(parts) if sender != rank}
-            self._move([part.size for part in parts], {rank: source}, incoming)
+        parts = dict(enumerate(_parts(target, bounds)))
+        streams, largest = sum(part.size > 0 for part in parts.values()), largest_part(bounds)
+        parts.pop(self.rank)[...] = source
+        self._move(streams, largest, {self.rank: source}, parts)
 
-    def gather(self, source: Array, target: Array | None, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """See HostPath."""
-        sizes = _sizes_without_root(root, bounds)
-        if target is None:
-            self._move(sizes, {self._client.rank: source}, {})
-            return
-        parts = _parts(target, bounds)
-        parts[root][...] = source
-        self._move(sizes, {}, {sender: part for sender, part in enumerate(parts) if sender != root})
+    def all_to_all(
+        self,
+        source: Array,
+        target: Array,
+        send_bounds: Bounds,
+        receive_bounds: Bounds,
+        largest: int,
+        agreement: Agreement,
+    ) -> None:
+        rank = self.rank
+        sent, received = _parts(source, send_bounds), _parts(target, receive_bounds)
+        received[rank][...] = sent[rank]
+        self._move(
+            self.world_size,  # `gather` and `scatter` send to one rank, or from one rank
+            largest,
+            {f"{rank}-{peer}": part for peer, part in enumerate(sent) if peer != rank},
+            {f"{peer}-{rank}": part for peer, part in enumerate(received) if peer != rank},
+        )
 
-    def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
-        """See HostPath."""
-        sizes = _sizes_without_root(root, bounds)
-        if source is None:
-            self._move(sizes, {}, {self._client.rank: target})
-            return
-        parts = _parts(source, bounds)
-        self._move(sizes, {reader: part for reader, part in enumerate(parts) if reader != root}, {})
-        target[...] = parts[root]
-
-    def _move(self, sizes: Sequence[int], outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:
-        """Sends and receives numbered streams of bytes. Every rank must call it, with the same sizes.
+    def _move(self, streams: int, largest: int, outgoing: Mapping[Any, Array], incoming: Mapping[Any, Array]) -> None:
+        """Sends and receives named streams of bytes. Every rank must call it, with the same `streams` and `largest`.
 
         Args:
-            sizes: the number of bytes of each stream.
-            outgoing: stream number -> the bytes that this rank sends in that stream.
-            incoming: stream number -> the buffer for the bytes that this rank receives in that stream.
+            streams: the number of streams between all ranks that are not empty.
+            largest: the number of bytes of the longest stream.
+            outgoing: the stream's name -> the bytes that this rank sends in that stream.
+            incoming: the stream's name -> the buffer for the bytes that this rank receives in that stream.
         """
+        if self.world_size == 1:
+            return
         self._moves += 1
+        window = max(1, WINDOW_BYTES // max(1, streams))
         try:
-            self._move_windows(sizes, outgoing, incoming)
+            for begin in range(0, largest, window):
+                self._move_window(begin, window, outgoing, incoming)
         except GradsyncError:
             # If another rank has stopped because of a failure elsewhere, that failure is the reason, and is raised
             # instead.
             await_cause(CAUSE_SECONDS, self._check)
             raise
 
-    def _move_windows(self, sizes: Sequence[int], outgoing: Mapping[int, Array], incoming: Mapping[int, Array]) -> None:
-        senders = max(1, sum(size > 0 for size in sizes))
-        window = max(1, WINDOW_BYTES // senders)
-        for begin in range(0, max(sizes), window):
-            stored: list[str] = []
-            try:
-                for number, data in outgoing.items():
-                    for key, piece in self._pieces(number, data, begin, window):
-                        stored.append(key)
-                        self._put(key, piece.tobytes())
-                for number, room in incoming.items():
-                    for key, piece in self._pieces(number, room, begin, window):
-                        piece[...] = np.frombuffer(self._get(key), np.uint8)
-                self._await(lambda seconds: self._client.barrier(self._keys, timeout_seconds=seconds))
-            finally:
-                self._remove(stored)
+    def _move_window(
+        self, begin: int, window: int, outgoing: Mapping[Any, Array], incoming: Mapping[Any, Array]
+    ) -> None:
+        stored: list[str] = []
+        try:
+            for name, data in outgoing.items():
+                for key, piece in self._pieces(name, data, begin, window):
+                    stored.append(key)
+                    self._put(key, piece.tobytes())
+            for name, room in incoming.items():
+                for key, piece in self._pieces(name, room, begin, window):
+                    piece[...] = np.frombuffer(self._get(key), np.uint8)
+            self._await(lambda seconds: self._client.barrier(self._keys, timeout_seconds=seconds))
+        finally:
+            self._remove(stored)
 
-    def _pieces(self, number: int, stream: Array, begin: int, window: int) -> Iterator[tuple[str, Array]]:
+    def _pieces(self, name: Any, stream: Array, begin: int, window: int) -> Iterator[tuple[str, Array]]:
         """Yields the server's key and the memory of each piece of a stream in one window."""
         end = min(begin + window, stream.size)
         for offset in range(begin, end, MAX_VALUE_BYTES):
             piece = stream[offset : min(offset + MAX_VALUE_BYTES, end)]
-            yield f"{self._keys}/{self._moves}/{number}/{offset}", piece
+            yield f"{self._keys}/{self._moves}/{name}/{offset}", piece
 
     def _put(self, key: str, data: bytes) -> None:
         """Stores a piece on the server. Waits while the store, which all communicators use, is full."""
@@ -166,11 +162,6 @@ class StorePath:
         with contextlib.suppress(GradsyncError):  # the next call raises the failure
             for key in keys:
                 self._client.delete(key)
-
-
-def _sizes_without_root(root: int, bounds: Bounds) -> list[int]:
-    """Returns the number of bytes of each rank's part; 0 for the root, which sends nothing to itself."""
-    return [end - begin if rank != root else 0 for rank, (begin, end) in enumerate(pairwise(bounds))]
 
 
 def _parts(whole: Array, bounds: Bounds) -> list[Array]:

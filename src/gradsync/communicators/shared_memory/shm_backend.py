@@ -155,14 +155,6 @@ class ShmBackend(Backend):
         plan = self._plans.of(all_to_all, tuple(send_bounds), tuple(receive_bounds), largest)
         plan.run(source, target, agreement)
 
-    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        mine = np.array(numbers, np.int64)
-        of_ranks = np.empty((self.world_size, mine.size), np.int64)
-        bounds = bounds_of([mine.nbytes] * self.world_size, 1)
-        self.all_gather(mine.view(np.uint8), of_ranks.ravel().view(np.uint8), bounds, agreement)
-        shared: list[list[int]] = of_ranks.tolist()
-        return shared
-
     def exchange(self, send: Message | None, receive: Message | None) -> None:
         self._channels.move(send, receive)
 
