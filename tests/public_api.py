@@ -88,7 +88,7 @@ def lines_of_class(name: str, cls: type) -> Iterator[str]:
             function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
             if inspect.isfunction(function):
                 members[member] = parameters(function).replace("(self, ", "(").replace("(self)", "()")
-            elif isinstance(value, (str, int, float, bool)):
+            elif isinstance(value, (str, int, float, bool)) and not issubclass(cls, Exception):  # not a default
                 members[member] = f"= {value!r}"
             else:
                 members[member] = "attribute"

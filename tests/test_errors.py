@@ -33,6 +33,12 @@ def test_attributes_survive_pickling() -> None:
     assert (infinite.rank, infinite.parameter, infinite.parameters) == (1, "w", {1: "w"})
 
 
+def test_only_attributes_are_keywords() -> None:
+    assert gs.MissingGradient("x", index=2).index == 2
+    with pytest.raises(TypeError, match="RankFailed has no attribute 'exitcode'"):
+        gs.RankFailed("rank 3 died", exitcode=1)
+
+
 @pytest.mark.parametrize(
     ("kind", "builtin"),
     [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -28,9 +28,16 @@ _earlier_error: BaseException | None = None  # the value of sys.last_value befor
 class GradsyncError(Exception):
     """The base class of all errors that gradsync raises.
 
-    The constructor of a subclass takes the message as its first argument. All its other arguments are keywords with
-    defaults, because pickle calls the class with the message only, and then restores the attributes.
+    The constructor takes the message, and the attributes as keywords. All attributes have defaults, because pickle
+    calls the class with the message only, and then restores the attributes.
     """
+
+    def __init__(self, message: object = "", **attributes: Any) -> None:
+        super().__init__(message)
+        for name, value in attributes.items():
+            if not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__} has no attribute {name!r}")
+            setattr(self, name, value)
 
 
 class InvalidArgument(GradsyncError, ValueError):
@@ -58,13 +65,9 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
         cause: the reason why no rendezvous server answered; "" if a server answered.
     """
 
-    def __init__(
-        self, message: str, *, missing_ranks: tuple[int, ...] = (), missing: str = "", cause: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.missing_ranks = missing_ranks
-        self.missing = missing
-        self.cause = cause
+    missing_ranks: tuple[int, ...] = ()
+    missing: str = ""
+    cause: str = ""
 
 
 class AuthenticationError(RendezvousError):
@@ -89,20 +92,10 @@ class PlanMismatch(GradsyncError, RuntimeError):
             step are undefined.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        index: int | None = None,
-        descriptions: dict[int, str] | None = None,
-        places: dict[int, str] | None = None,
-        broken: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.index = index
-        self.descriptions = descriptions or {}
-        self.places = places or {}
-        self.broken = broken
+    index: int | None = None
+    descriptions: Mapping[int, str] = {}
+    places: Mapping[int, str] = {}
+    broken: bool = False
 
 
 class MissingGradient(PlanMismatch):
@@ -121,9 +114,7 @@ class CollectiveTimeout(GradsyncError, TimeoutError):
             not itself waiting for other ranks.
     """
 
-    def __init__(self, message: str, *, missing_ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.missing_ranks = missing_ranks
+    missing_ranks: tuple[int, ...] = ()
 
 
 class RankFailed(GradsyncError, RuntimeError):
@@ -141,24 +132,12 @@ class RankFailed(GradsyncError, RuntimeError):
             unreachable.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        phase: str = "",
-        exit_code: int | None = None,
-        traceback_text: str = "",
-        results: dict[int, Any] | None = None,
-        was_silent: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.phase = phase
-        self.exit_code = exit_code
-        self.traceback_text = traceback_text
-        self.results = results or {}
-        self.was_silent = was_silent
+    rank: int | None = None
+    phase: str = ""
+    exit_code: int | None = None
+    traceback_text: str = ""
+    results: Mapping[int, Any] = {}
+    was_silent: bool = False
 
 
 class CommunicatorClosed(GradsyncError, RuntimeError):
@@ -173,10 +152,8 @@ class NcclError(GradsyncError, RuntimeError):
         name: the name of the ncclResult_t value, such as "ncclUnhandledCudaError".
     """
 
-    def __init__(self, message: str, *, code: int = 0, name: str = "") -> None:
-        super().__init__(message)
-        self.code = code
-        self.name = name
+    code: int = 0
+    name: str = ""
 
 
 class MpiError(GradsyncError, RuntimeError):
@@ -186,9 +163,7 @@ class MpiError(GradsyncError, RuntimeError):
         code: MPI's error class, such as 15 for MPI_ERR_TRUNCATE in MPICH; 0 if MPI gave none.
     """
 
-    def __init__(self, message: str, *, code: int = 0) -> None:
-        super().__init__(message)
-        self.code = code
+    code: int = 0
 
 
 class NonFiniteGradient(GradsyncError, ArithmeticError):
@@ -202,18 +177,9 @@ class NonFiniteGradient(GradsyncError, ArithmeticError):
         parameters: a dict from rank to the first parameter whose gradient on this rank contains NaN or infinity.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        parameter: str = "",
-        parameters: dict[int, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.parameter = parameter
-        self.parameters = parameters or {}
+    rank: int | None = None
+    parameter: str = ""
+    parameters: Mapping[int, str] = {}
 
 
 class FutureNotReady(GradsyncError, RuntimeError):
@@ -233,11 +199,9 @@ class GradientChanged(GradsyncError, RuntimeError):
         handed_over_at: "file:line" of the call that handed the gradient over.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None, parameter: str = "", handed_over_at: str = "") -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.parameter = parameter
-        self.handed_over_at = handed_over_at
+    rank: int | None = None
+    parameter: str = ""
+    handed_over_at: str = ""
 
 
 class Caller(NamedTuple):
