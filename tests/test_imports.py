@@ -261,12 +261,3 @@ def test_inspection_works_before_anything_is_initialised() -> None:
     assert not hasattr(gs, "WORLD")
     assert loaded_after("from gradsync import *; import gradsync, inspect, pydoc; inspect.getmembers(gradsync)")
     assert loaded_after("import gradsync, pydoc; pydoc.render_doc(gradsync)")
-
-
-def test_type_checkers_see_the_public_names() -> None:
-    """What is imported for type checkers is what loads at run time, from the same place."""
-    seen = {}
-    for node in ast.walk(ast.parse((SOURCE / "__init__.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gradsync."):
-            seen |= {alias.asname: node.module for alias in node.names if alias.asname}
-    assert seen == gs._HOME

@@ -49,6 +49,7 @@ def test_the_wheel_has_the_library_and_nothing_else(built: tuple[Path, Path]) ->
     library = {path.removeprefix("src/") for path in files_of_the_repository() if path.startswith("src/gradsync/")}
     assert inside == library
     assert "gradsync/py.typed" in inside
+    assert "gradsync/__init__.pyi" in inside  # __init__.py reads it
     assert f"\nVersion: {gs.__version__}\n" in metadata
     assert "\nRequires-Python: >=3.10\n" in metadata
     assert {f"3.{minor}" for minor in range(10, 15)} <= set(re.findall(r"Python :: (3\.\d+)", metadata))
