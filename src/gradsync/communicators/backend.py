@@ -155,7 +155,7 @@ class ByteCollectives(ABC):
         """
         sent, received = self.only_part(root, source.size), bounds
         if target is None:
-            target, received = source[:0], self.only_part(root, 0)
+            target, received = np.empty(0, np.uint8), self.only_part(root, 0)  # `source` may be read-only
         self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
