@@ -32,8 +32,8 @@ def made(client: Any, seconds: float = 30.0) -> SpeculativeAgreement:
 
 def go_on(agreements: SpeculativeAgreement, digest: int) -> None:
     """As a backend does it."""
-    if agreements.repeated(agreement(digest)) is None:
-        agreements.asked(agreement(digest))
+    if not agreements.repeats(agreement(digest)):
+        agreements.ask(agreement(digest))
 
 
 # The history.

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
@@ -21,7 +21,6 @@ import numpy as np
 from gradsync.arguments import integer_of
 from gradsync.communicators.backend import Backend
 from gradsync.communicators.nccl.library import Nccl
-from gradsync.communicators.nccl.speculative_agreement import Agreed
 from gradsync.diagnostics import Running, finish
 from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, NcclError, describe
 
@@ -88,7 +87,8 @@ class Launch:
 
     Attributes:
         name: the collective's name in errors and logs.
-        agreed: the events on which the ranks agreed before this launch: one for a collective, or one for each message.
+        has_begun: whether the ranks have agreed on this launch, or on one of its messages, so that NCCL may have begun.
+        peers: the world ranks to which messages are sent, or from which they come; None for a collective.
         memory: the arrays that the GPU reads or writes. Without these references, CuPy's pool would reuse the memory
             while a stream still uses it.
         stream, thread: the stream on which the collective runs, and the id of the thread that launched it.
@@ -112,6 +112,8 @@ class Launch:
 
     # Nearly every launch keeps these defaults. Class attributes hold the defaults, because setting attributes for each
     # launch would take time.
+    has_begun = False
+    peers: Sequence[int] | None = None
     recorded: Running | None = None
     seen_started_at: float | None = None
     is_over = False
@@ -127,7 +129,6 @@ class Launch:
         self.stream = stream
         self.started, self.ended = events.take()
         self.thread = threading.get_ident()
-        self.agreed: list[Agreed] = []
         self.memory: list[Any] = []
         self._host_results: list[tuple[Any, Any]] = []  # (bytes in pinned memory, NumPy array)
         self._functions_before_done: list[Callable[[], None]] = []  # functions to call before is_over is set
@@ -224,16 +225,6 @@ class Launch:
         self._call(function)
 
     # -- Its end -------------------------------------------------------------------------------------------------
-
-    def raise_if_closed(self) -> None:
-        """Raises RankFailed if a rank that this collective needs has closed the communicator before this collective."""
-        for agreement, position in self.agreed:
-            agreement.raise_if_closed(position)
-
-    def peers(self) -> list[int] | None:
-        """Returns the world ranks of the peers if the launch contains only messages; None for a collective."""
-        peers = [agreement.peer for agreement, _ in self.agreed if agreement.peer is not None]
-        return peers if self.agreed and len(peers) == len(self.agreed) else None
 
     def take_memory(self) -> list[Any]:
         """Returns all references of the launch to the memory that the GPU reads or writes, and drops them."""

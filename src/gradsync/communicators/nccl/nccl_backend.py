@@ -29,7 +29,6 @@ from gradsync.communicators.nccl.launch import Events, Launch, as_stream, refuse
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.nccl.speculative_agreement import (
     TEXTS_WITHIN_SECONDS,
-    Agreed,
     NcclAgreements,
     Question,
 )
@@ -303,8 +302,9 @@ class NcclBackend(Backend):
             outgoing: the bytes for each rank to which this rank sends.
             incoming: the memory for the bytes of each rank from which this rank receives.
         """
-        if self.rank in outgoing:
-            _copy_bytes(outgoing.pop(self.rank), incoming.pop(self.rank))
+        own, room = outgoing.pop(self.rank, None), incoming.pop(self.rank, None)
+        if room is not None:
+            _copy_bytes(own, room)
         with self._nccl.group():
             for peer, part in outgoing.items():
                 self._nccl.send(part, peer)
@@ -322,7 +322,9 @@ class NcclBackend(Backend):
         if receive is not None:
             question = Question(receive.peer, self.rank, receive.agreement)
             launches[question] = partial(self._nccl.receive, receive.flat, receive.peer)
-        for agreed in self._agree_on_messages(list(launches)):
+        assert self._launch is not None
+        self._launch.peers = [self.ranks[message.peer] for message in (send, receive) if message is not None]
+        for agreed in self._agree_on_messages(self._launch, list(launches)):
             with self._nccl.group():
                 for question in agreed:
                     launches[question]()
@@ -351,12 +353,12 @@ class NcclBackend(Backend):
             self._watched.call = None  # the agreement has a deadline of its own
             try:
                 of_all = self._agreements.of_all
-                agreed = of_all.repeated(agreement) or of_all.asked(agreement)
+                if not of_all.repeats(agreement):
+                    of_all.ask(agreement)
             except GradsyncError as error:
                 self._raise_disagreement(error)
-            if launch is not None:
-                launch.agreed.append(agreed)
         if launch is not None:  # set before any call of NCCL, because the call may block
+            launch.has_begun = True
             self._watched.call = launch
 
     def barrier(self, agreement: Agreement) -> None:
@@ -364,13 +366,11 @@ class NcclBackend(Backend):
         self.all_reduce([token], [token], ReduceOp.SUM, agreement)
         self.bring_back(token, np.zeros(1, np.int32), self._launch)  # makes the host wait
 
-    def _agree_on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Agreed]]:
+    def _agree_on_messages(self, launch: Launch, questions: Sequence[Question]) -> Iterator[list[Question]]:
         self._raise_failure()
-        launch = self._launch
-        assert launch is not None
         try:
             for agreed in self._agreements.on_messages(questions):
-                launch.agreed += agreed.values()
+                launch.has_begun = True
                 launch.seen_started_at = None  # the time limit begins anew for each group
                 self._watched.call = launch
                 yield agreed
@@ -585,7 +585,7 @@ class _Launching:
         backend, launch = self._backend, self.launch
         try:
             # If there are two messages, one may have been launched before the other message's mismatch.
-            if launch.agreed or not isinstance(error, PlanMismatch):
+            if launch.has_begun or not isinstance(error, PlanMismatch):
                 launch.record_end()
                 if self._outer is None:  # otherwise this launch is part of the outer launch's collective
                     launch.recorded = backend.recorder.hand_over()
@@ -618,8 +618,8 @@ def _is_even(bounds: Bounds) -> bool:
 
 
 def _parts(whole: Any, bounds: Bounds) -> dict[int, Any]:
-    """Returns the part of each rank."""
-    return {rank: whole[begin:end] for rank, (begin, end) in enumerate(pairwise(bounds))}
+    """Returns the part of each rank, except the empty parts."""
+    return {rank: whole[begin:end] for rank, (begin, end) in enumerate(pairwise(bounds)) if begin < end}
 
 
 def _copy_bytes(source: Any, target: Any) -> None:

@@ -70,18 +70,6 @@ class History:
         self.expected = None
 
 
-class Agreed(NamedTuple):
-    """An event on which the ranks have agreed, so that this rank may launch it.
-
-    Attributes:
-        agreement: the SpeculativeAgreement object in which the ranks agreed.
-        position: the event's number among all events of the SpeculativeAgreement.
-    """
-
-    agreement: SpeculativeAgreement
-    position: int
-
-
 class SpeculativeAgreement:
     """Lets ranks agree on their next event.
 
@@ -94,12 +82,10 @@ class SpeculativeAgreement:
         label: this rank's name in errors, e.g. "rank 0/2"; errors name other ranks by their world ranks.
         timeout_seconds: how long a rank that asks waits for the answers of the other ranks.
         failures: the failures that the server reports; read when a rank does not answer.
-        peer: the world rank of the other rank that sends or receives the messages; None for collectives.
-        raise_if_peer_closed: a function that raises RankFailed if the peer closed the communicator before its first
-            message.
+        raise_if_no_answer: a function that raises RankFailed if a rank that has closed the communicator will not answer
+            a question; by default the method raise_if_closed.
 
     Attributes:
-        peer: see Args.
         position: the number of the next event.
         asks_always: whether this rank asks about predicted events too; all ranks have the same value.
         was_overtaken: whether this rank has launched an event that another rank did not launch. The next call of
@@ -114,12 +100,10 @@ class SpeculativeAgreement:
         timeout_seconds: float,
         failures: FailureMonitor,
         *,
-        peer: int | None = None,
-        raise_if_peer_closed: Callable[[], None] | None = None,
+        raise_if_no_answer: Callable[[], None] | None = None,
     ) -> None:
         self._client = client
-        self.peer = peer
-        self._raise_if_peer_closed = raise_if_peer_closed
+        self._raise_if_no_answer = raise_if_no_answer or partial(self.raise_if_closed, math.inf)
         self._failures = failures
         self._group = group
         self._label = label
@@ -140,14 +124,13 @@ class SpeculativeAgreement:
         self._launching_thread = threading.get_ident()
         client.follow(group, self._on_asked)
 
-    def repeated(self, agreement: Agreement) -> Agreed | None:
-        """If an event is the predicted event, adds it to the history without asking, so that this rank may launch it.
+    def repeats(self, agreement: Agreement) -> bool:
+        """Whether an event is the predicted event, so that this rank may launch it. If so, adds it to the history.
+
+        If not, this rank must ask the other ranks, with `ask`.
 
         Args:
             agreement: the digest and the description of this rank's event.
-
-        Returns:
-            The event, which this rank may launch; None if this rank must first ask the other ranks, with `asked`.
 
         Raises:
             RankFailed, CollectiveTimeout: the server has reported a failure.
@@ -157,15 +140,15 @@ class SpeculativeAgreement:
         with self._lock:
             position, digest = self.position, agreement.digest
             if self._history.expected != digest or self.asks_always or self._asked_at == position:
-                return None
+                return False
             self._history.append(digest)
             self._launched.append(agreement)
             self.position = position + 1
             self._launching_thread = threading.get_ident()
-        return Agreed(self, position)
+        return True
 
-    def asked(self, agreement: Agreement, arrivals: list[object] | None = None) -> Agreed:
-        """Asks the other ranks about an event, and returns it when this rank may launch it.
+    def ask(self, agreement: Agreement, arrivals: list[object] | None = None) -> None:
+        """Asks the other ranks about an event, and returns when this rank may launch it.
 
         Args:
             agreement: the digest and the description of this rank's event.
@@ -180,18 +163,17 @@ class SpeculativeAgreement:
         position = self.position
         arriving = None if arrivals is None else (arrivals, self)
 
-        def ask(seconds: float) -> Decision:
+        def ask_server(seconds: float) -> Decision:
             digest = agreement.digest
             return self._client.agree(self._group, position, digest, timeout_seconds=seconds, arriving=arriving)
 
-        check = partial(self.raise_if_closed, math.inf)
-        decision = self._failures.await_answer(ask, self._timeout_seconds, check)
+        decision = self._failures.await_answer(ask_server, self._timeout_seconds, self._raise_if_no_answer)
         with self._lock:
             self.position += 1
             self._launched.append(None)
             if decision is Decision.AGREED:
                 self._history.append(agreement.digest)
-                return Agreed(self, position)
+                return
             self._history.break_off()
         raise self._disagreement(position, agreement, broken=decision is Decision.LAUNCHED)
 
@@ -217,8 +199,6 @@ class SpeculativeAgreement:
             ranks: the world ranks to check; None means all other ranks.
         """
         raise_if_left(self._client, self._departures, self._label, position, ranks)
-        if position == math.inf and self._raise_if_peer_closed is not None:
-            self._raise_if_peer_closed()
 
     def close(self) -> None:
         """Stops the answers to other ranks that ask about an event."""
@@ -343,7 +323,7 @@ class NcclAgreements:
         self._pairs: dict[tuple[int, int], RendezvousClient] = {}
         self._of_messages: dict[tuple[int, int], SpeculativeAgreement] = {}  # the keys are (sender, receiver)
 
-    def on_messages(self, questions: Sequence[Question]) -> Iterator[dict[Question, Agreed]]:
+    def on_messages(self, questions: Sequence[Question]) -> Iterator[list[Question]]:
         """Asks about one or two messages, and yields groups of those that this rank may launch.
 
         Both ranks of a message get the same answer. The caller launches the messages of a group together, before it
@@ -362,51 +342,50 @@ class NcclAgreements:
         Raises:
             PlanMismatch: this rank and its peer disagree on a message. If the error's attribute `broken` is True, one
                 of them has launched its message already, and the communicator must not be used again.
-            RankFailed, CollectiveTimeout: as for SpeculativeAgreement.asked.
+            RankFailed, CollectiveTimeout: as for SpeculativeAgreement.ask.
         """
-        repeated: dict[Question, Agreed] = {}
-        for question in questions:
-            if (agreed := self._of_direction(question).repeated(question.agreement)) is not None:
-                repeated[question] = agreed
+        repeated = [question for question in questions if self._of_direction(question).repeats(question.agreement)]
         if repeated:
             yield repeated
         mismatch = None
-        for question, answer in self._answers([question for question in questions if question not in repeated]):
-            if isinstance(answer, Agreed):
-                yield {question: answer}
-            else:
-                mismatch = mismatch or answer
+        for question, error in self._answers([question for question in questions if question not in repeated]):
+            if error is None:
+                yield [question]
+            mismatch = mismatch or error
         if mismatch is not None:
             raise mismatch
 
-    def _answers(self, questions: Sequence[Question]) -> Iterator[tuple[Question, Agreed | PlanMismatch]]:
+    def _answers(self, questions: Sequence[Question]) -> Iterator[tuple[Question, PlanMismatch | None]]:
         """Asks each question on its own thread, and yields the answers in the order in which the server sends them.
 
-        The questions are asked at the same time, because other ranks may ask them in a different order.
+        An answer has the question's mismatch, or None if this rank may launch the message. The questions are asked at
+        the same time, because other ranks may ask them in a different order.
         """
         if len(questions) == 1:
-            yield questions[0], self._of_direction(questions[0]).asked(questions[0].agreement)
+            self._of_direction(questions[0]).ask(questions[0].agreement)
+            yield questions[0], None
             return
-        coming: SimpleQueue[tuple[Question, Agreed | BaseException]] = SimpleQueue()
+        coming: SimpleQueue[tuple[Question, BaseException | None]] = SimpleQueue()
         arrivals: list[object] = []  # in the order of the server's answers; the threads may wake in a different order
         asking = threading.get_ident()
 
         def ask(question: Question) -> None:
             on_behalf.thread = asking
             try:
-                coming.put((question, self._of_direction(question).asked(question.agreement, arrivals)))
+                self._of_direction(question).ask(question.agreement, arrivals)
+                coming.put((question, None))
             except BaseException as error:
                 coming.put((question, error))
 
         for question in questions:
             threading.Thread(target=ask, args=(question,), name="gradsync-nccl-question", daemon=True).start()
-        answers: dict[object, tuple[Question, Agreed | PlanMismatch]] = {}
+        answers: dict[object, tuple[Question, PlanMismatch | None]] = {}
         given = 0
         while given < len(questions):
-            question, answer = coming.get()
-            if isinstance(answer, BaseException) and not (isinstance(answer, PlanMismatch) and not answer.broken):
-                raise answer  # without waiting for the other answer
-            answers[self._of_direction(question)] = question, answer
+            question, error = coming.get()
+            if error is not None and (not isinstance(error, PlanMismatch) or error.broken):
+                raise error  # without waiting for the other answer
+            answers[self._of_direction(question)] = question, error
             while given < len(arrivals) and arrivals[given] in answers:
                 yield answers[arrivals[given]]
                 given += 1
@@ -465,14 +444,15 @@ class NcclAgreements:
             if pair is None:
                 pair = self._pairs[low, high] = self._client.group((low, high), f"{self._group}/{low}-{high}")
             peer = self._client.world_ranks[high if self._client.rank == low else low]
+            # A rank that closes the communicator announces this for the collectives too. For the messages it does so
+            # only if it has sent or received one.
             direction = self._of_messages[sender, receiver] = SpeculativeAgreement(
                 pair,
                 "to the higher" if sender == low else "to the lower",
                 self._label,
                 self._timeout_seconds,
                 self._failures,
-                peer=peer,
-                raise_if_peer_closed=partial(self.of_all.raise_if_closed, math.inf, (peer,)),
+                raise_if_no_answer=partial(self.of_all.raise_if_closed, math.inf, (peer,)),
             )
             direction.asks_always = self.of_all.asks_always
         return direction

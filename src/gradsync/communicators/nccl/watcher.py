@@ -237,17 +237,17 @@ class Watched:
         on_behalf.thread = launch.thread  # a report names the line of the program in this thread
         if waited_seconds > self._timeout_seconds and (launch is self.call if is_call else not launch.done()):
             if several:
-                self._failures.time_out(waited_seconds, launch.peers(), entry)
+                self._failures.time_out(waited_seconds, launch.peers, entry)
             what = "a call has not returned for" if is_call else "has run for"
             raise CollectiveTimeout(
                 f"{launch.name}{':' if is_call else ''} {what} {self._timeout_seconds:g} s on cuda:"
                 f"{self._nccl.device_id}, and there is no other rank: the GPU is stuck"
             )
         if several:
-            self._failures.warn(waited_seconds, launch.peers(), entry)
+            self._failures.warn(waited_seconds, launch.peers, entry)
         if not is_call and waited_seconds >= _SUSPICIOUS_AFTER_SECONDS and now >= self._ask_about_closing_at:
             self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
-            launch.raise_if_closed()
+            self._agreements.raise_if_closed()
 
 
 _all: list[Watched] = []
