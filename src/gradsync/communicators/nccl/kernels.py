@@ -15,9 +15,7 @@ launches these kernels. This file imports CuPy only when a FusedPacker is create
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,22 +133,6 @@ __device__ void clear_unless_finite(const Word* words, u64 count, Word exponent,
     if (found) *finite = false;
 }
 
-extern "C" __global__ void check_float16(const unsigned short* words, u64 count, bool* finite) {
-    clear_unless_finite<unsigned short>(words, count, 0x7c00, finite);
-}
-
-extern "C" __global__ void check_bfloat16(const unsigned short* words, u64 count, bool* finite) {
-    clear_unless_finite<unsigned short>(words, count, 0x7f80, finite);
-}
-
-extern "C" __global__ void check_float32(const unsigned int* words, u64 count, bool* finite) {
-    clear_unless_finite<unsigned int>(words, count, 0x7f800000u, finite);
-}
-
-extern "C" __global__ void check_float64(const u64* words, u64 count, bool* finite) {
-    clear_unless_finite<u64>(words, count, 0x7ff0000000000000ull, finite);
-}
-
 union Float32 {
     unsigned int bits;
     float value;
@@ -200,51 +182,45 @@ __device__ void add_squares(const Value* values, u64 count, double* sums) {
     sums[first_value()] = sum;
 }
 
-extern "C" __global__ void square_float16(const Float16* values, u64 count, double* sums) {
-    add_squares(values, count, sums);
+// The two kernels for one dtype: its values as integers, the bits of the exponent, and the type that widens a value.
+#define VALUE_KERNELS(dtype, Word, exponent, Value) \
+extern "C" __global__ void check_##dtype(const Word* words, u64 count, bool* finite) { \
+    clear_unless_finite<Word>(words, count, exponent, finite); \
+} \
+extern "C" __global__ void square_##dtype(const Value* values, u64 count, double* sums) { \
+    add_squares(values, count, sums); \
 }
 
-extern "C" __global__ void square_bfloat16(const Bfloat16* values, u64 count, double* sums) {
-    add_squares(values, count, sums);
-}
-
-extern "C" __global__ void square_float32(const Wide<float>* values, u64 count, double* sums) {
-    add_squares(values, count, sums);
-}
-
-extern "C" __global__ void square_float64(const Wide<double>* values, u64 count, double* sums) {
-    add_squares(values, count, sums);
-}
+VALUE_KERNELS(float16, unsigned short, 0x7c00, Float16)
+VALUE_KERNELS(bfloat16, unsigned short, 0x7f80, Bfloat16)
+VALUE_KERNELS(float32, unsigned int, 0x7f800000u, Wide<float>)
+VALUE_KERNELS(float64, u64, 0x7ff0000000000000ull, Wide<double>)
 """
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class PackLayout:
+class PackLayout(NamedTuple):
     """The offsets of arrays in a flat buffer, and the chunks (pieces of the arrays) that the kernels copy.
 
     Attributes:
-        sizes_bytes: the size of each array.
         offsets_bytes: the offset of each array in the buffer; each offset is a multiple of ALIGNMENT_BYTES.
         total_bytes: the offset in the buffer at which the last array ends.
+        chunks: a 1-D array with the dtype CHUNK; the address of each chunk is relative to its array.
+        array_of_chunk: for each chunk the index of its array.
     """
 
-    sizes_bytes: tuple[int, ...]
-    offsets_bytes: tuple[int, ...]
+    offsets_bytes: npt.NDArray[np.int64]
     total_bytes: int
-    _chunks: npt.NDArray[np.void] = field(repr=False)  # rows of CHUNK; each address is relative to its array
-    _array_of_chunk: npt.NDArray[np.intp] = field(repr=False)
+    chunks: npt.NDArray[np.void]
+    array_of_chunk: npt.NDArray[np.intp]
 
     def table(self, addresses: Sequence[int]) -> npt.NDArray[np.void]:
-        """Returns the table of chunks for arrays at the given addresses.
+        """Returns the table of chunks, with the dtype CHUNK, for arrays at the given addresses.
 
         Args:
             addresses: the arrays' addresses, in order; an empty array may have any address.
-
-        Returns:
-            A 1-D array with the dtype CHUNK.
         """
-        chunks: npt.NDArray[np.void] = self._chunks.copy()
-        chunks["address"] += np.array(addresses, np.uint64)[self._array_of_chunk]
+        chunks: npt.NDArray[np.void] = self.chunks.copy()
+        chunks["address"] += np.array(addresses, np.uint64)[self.array_of_chunk]
         return chunks
 
 
@@ -255,17 +231,9 @@ def pack_layout(sizes_bytes: tuple[int, ...]) -> PackLayout:
     Args:
         sizes_bytes: the size of each array; 0 is allowed.
     """
-    ends = accumulate([-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes_bytes])
-    offsets_bytes = tuple([0, *ends][: len(sizes_bytes)])
-    total_bytes = offsets_bytes[-1] + sizes_bytes[-1] if sizes_bytes else 0
-    chunks, array_of_chunk = _cut(np.array(sizes_bytes, np.int64), np.array(offsets_bytes, np.int64))
-    return PackLayout(sizes_bytes, offsets_bytes, total_bytes, chunks, array_of_chunk)
-
-
-def _cut(
-    sizes: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp]]:
-    """Returns the chunks, and for each chunk the index of its array; the chunk's address is relative to this array."""
+    sizes = np.array(sizes_bytes, np.int64)
+    rooms = -(-sizes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    offsets = np.cumsum(rooms) - rooms
     counts = -(-sizes // CHUNK_BYTES)
     array_of_chunk = np.repeat(np.arange(sizes.size), counts)
     first_of_array = np.cumsum(counts) - counts
@@ -274,7 +242,8 @@ def _cut(
     chunks["address"] = begins
     chunks["offset"] = offsets[array_of_chunk] + begins
     chunks["size"] = np.minimum(sizes[array_of_chunk] - begins, CHUNK_BYTES)
-    return chunks, array_of_chunk
+    total_bytes = int(offsets[-1] + sizes[-1]) if sizes_bytes else 0
+    return PackLayout(offsets, total_bytes, chunks, array_of_chunk)
 
 
 class _DeviceTable(NamedTuple):
@@ -346,17 +315,14 @@ class FusedPacker:
         key = (stream.ptr, addresses, sizes_bytes)
         table = self._tables.get(key)
         if table is None:
-            layout = pack_layout(sizes_bytes)
-            rows = layout.table(addresses)
+            rows = pack_layout(sizes_bytes).table(addresses)
             if len(self._tables) >= _MAX_TABLES or self._tables_bytes + rows.nbytes > _MAX_TABLE_BYTES:
                 self._tables.clear()  # later calls upload again the tables that they need
                 self._tables_bytes = 0
             # CuPy copies the rows to pinned memory, and keeps this memory until the stream has read it. So the host
             # need not wait.
             chunks = self._cupy.asarray(rows.view(np.uint8))
-            table = _DeviceTable(chunks, rows.size, stream)
-            # The key has the layout's own tuple of sizes, so that all tables of a layout share this tuple.
-            self._tables[stream.ptr, addresses, layout.sizes_bytes] = table
+            table = self._tables[key] = _DeviceTable(chunks, rows.size, stream)
             self._tables_bytes += rows.nbytes
         return table
 
