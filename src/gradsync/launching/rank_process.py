@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn
 
 from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
-from gradsync.launching.in_rank.result import REPORT, ErrorReport, read_report
+from gradsync.launching.in_rank.result import ErrorReport, read_report
 from gradsync.launching.job import Target
 from gradsync.launching.outcome import RankOutcome
 from gradsync.launching.signals import kept_in_fork, no_other_fork, own_descriptors
@@ -120,7 +120,7 @@ class RankProcess:
         given.append(give(command_reader))
         self.report, report_writer = os.pipe()
         given.append(give(report_writer))
-        self._result_file = os.memfd_create("gradsync-result", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._result_file = os.memfd_create("gradsync-result", os.MFD_CLOEXEC)
         given.append(give(os.dup(self._result_file)))
         own_descriptors.update((self.status, self.report, self._command, self._result_file))
         for descriptor in (self.status, self.report, self._command):
@@ -133,7 +133,7 @@ class RankProcess:
         if outcome.result is not None or outcome.error is not None:
             return False
         try:
-            message = os.read(self.report, REPORT.size)  # such a short message arrives in one piece
+            message = os.read(self.report, 64)  # such a short message arrives in one piece
         except BlockingIOError:
             return True
         if message:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import msgpack
 from targets import KEYS, RANKS, REQUESTS, RUN, SECRET, VARIABLES
 
 from gradsync.communicators.agreement import Description, Item
 from gradsync.diagnostics.dump import FORMAT
-from gradsync.launching.in_rank.result import ERROR, REPORT, ErrorReport, to_json
+from gradsync.launching.in_rank.result import ERROR, RESULT, ErrorReport, to_json
 from gradsync.launching.nodes import Cause
 from gradsync.rendezvous.frames import FrameType
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerHandshake
@@ -39,7 +40,7 @@ def seeds() -> dict[str, list[bytes]]:
             Cause(1, "failed", "Traceback", 1).to_bytes(),
             json.dumps(record).encode(),
         ],
-        "report_pipe": [REPORT.pack(ERROR, 0, len(told)) + told, b"R" + bytes(16), b"R" + b"\xff" * 16],
+        "report_pipe": [ERROR + told, RESULT + pickle.dumps(1), ERROR + b"\xff" * 16],
         "secret_file": [b"00" * 32, b"zz", b""],
         "meeting_file": [b"00" * 32 + b"\n127.0.0.1:4000\n", b"00"],
         "shapes_file": [b'[["a", [2, 3], "float32"], ["\'b\'", []]]', b"{}", b"[]"],

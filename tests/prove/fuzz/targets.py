@@ -26,7 +26,7 @@ from gradsync.diagnostics.dump import read_dumps
 from gradsync.diagnostics.report import report
 from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
-from gradsync.launching.in_rank.result import REPORT, ErrorReport, read_report
+from gradsync.launching.in_rank.result import ErrorReport, read_report
 from gradsync.launching.job import parse_gpus
 from gradsync.launching.nodes import Cause, NodeRecord, decode
 from gradsync.rendezvous.frames import (
@@ -183,9 +183,10 @@ def node_words(data: bytes) -> None:
 
 def report_pipe(data: bytes) -> None:
     """What comes from a rank to its launcher."""
-    file = os.memfd_create("gradsync-result", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.write(file, data[REPORT.size :])
-    report = read_report(data[: REPORT.size], file)
+    file = os.memfd_create("gradsync-result", os.MFD_CLOEXEC)
+    message, _, content = data.partition(b"\n")
+    os.write(file, content)
+    report = read_report(message + b"\n", file)
     if isinstance(report, ErrorReport):
         os.close(file)
         assert report.text

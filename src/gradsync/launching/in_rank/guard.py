@@ -42,7 +42,7 @@ class GuardDescriptors(NamedTuple):
         status: the write end of the pipe on which the guard reports the rank's start and end.
         command: the read end of the pipe on which the launcher writes signals, one byte each. If this pipe closes, the
             launcher has died.
-        report: the write end of the pipe on which the rank sends the position of its report in the result file.
+        report: the write end of the pipe on which the rank sends the kind of its report, once it is in the result file.
         result_file: an empty file in memory, for the rank's return value or error.
     """
 
