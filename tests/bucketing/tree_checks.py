@@ -130,7 +130,7 @@ def differ(comm: Any, kit_name: str) -> list[str]:
         assert (kit.get(weights) == comm.rank).all()
         told.append(str(error).partition(":")[2])
     error = expect(
-        gs.PlanMismatch, lambda: gs.broadcast_tree(put(comm.rank + 1)), "the tree itself: float32[2], but float32[1] on"
+        gs.PlanMismatch, lambda: gs.broadcast_tree(put(comm.rank + 1)), "the tree: float32[2], but float32[1] on"
     )
     expect(gs.InvalidArgument, lambda: gs.broadcast_tree([lambda: 0]), "does not pickle")
     expect(gs.InvalidArgument, lambda: gs.broadcast_tree([], comm.world_size), "root must be 0 to")

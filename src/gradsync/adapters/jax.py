@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gradsync.adapters import without
-from gradsync.bucketing.trees import Leaf, average_leaves
+from gradsync.bucketing.trees import average_arrays
 from gradsync.bucketing.trees import broadcast_tree as broadcast_containers
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
@@ -120,8 +120,8 @@ def _name_of(entry: Any) -> str:
 
 def _averaged(paths: Sequence[str], op: ReduceOp, communicator: Communicator, leaves: Sequence[Any]) -> list[Any]:
     """Reduces the leaves, and returns the results as NumPy arrays to which nothing else refers."""
-    given = [Leaf(path, leaf, _read_only(leaf)) for path, leaf in zip(paths, leaves, strict=True)]
-    results = average_leaves(given, op, communicator)
+    arrays = {path: _read_only(leaf) for path, leaf in zip(paths, leaves, strict=True)}
+    results = average_arrays(arrays, op, communicator)
     return [results[path] for path in paths]
 
 

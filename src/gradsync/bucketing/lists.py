@@ -244,8 +244,7 @@ def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: 
         if not writeable or overlaps_itself(native):
             kind = "overlaps itself" if writeable else "is read-only"
             raise InvalidArgument(
-                f"{communicator.label}: {what} writes into the given arrays, but {name or 'the tree'} {kind}: "
-                "pass a copy"
+                f"{communicator.label}: {what} writes into the given arrays, but {name} {kind}: pass a copy"
             )
 
 

@@ -40,7 +40,6 @@ Tree = TypeVar("Tree")
 _WHAT = "average_gradients"
 # The most bytes that one collective packs. A larger pack is not faster, and on a GPU it needs more memory.
 _LIST_BYTES = 64 * 1024**2
-_ALONE = "the gradient"  # the path if the tree is a single array
 
 
 # -- Gradients, averaged ---------------------------------------------------------------------------------------------
@@ -86,55 +85,42 @@ def average_gradients(
     """
     if callback is not None:
         _check_callback(callback, op, communicator)
-        leaves = _leaves_of(tree, _WHAT)
-        return _merged(tree, leaves, _by_callback(leaves, callback))
+        nodes = _nodes_of(tree, _WHAT)
+        return _merged(tree, nodes, _by_callback(_arrays_of(nodes, _WHAT), callback))
     method = parse_reduce_method("mean" if op is None else op)
     communicator = group_or_world(communicator, _WHAT, "communicator")
     if pending:
         check_may_call(communicator.label, _WHAT)
     if communicator.world_size == 1:
         return tree
-    leaves = _leaves_of(tree, f"{communicator.label}: {_WHAT}")
-    return _merged(tree, leaves, average_leaves(leaves, method, communicator))
+    who = f"{communicator.label}: {_WHAT}"
+    nodes = _nodes_of(tree, who)
+    return _merged(tree, nodes, average_arrays(_arrays_of(nodes, who), method, communicator))
 
 
-class Leaf(NamedTuple):
-    """A value of a tree that is not a container.
-
-    Attributes:
-        path: the path of the value in the tree.
-        given: the value as the program passed it.
-        array: the value as an array; None if the value is None.
-    """
-
-    path: str
-    given: Any
-    array: Any
-
-
-def average_leaves(leaves: Sequence[Leaf], op: ReduceOp, communicator: Communicator) -> dict[str, Any]:
+def average_arrays(arrays: Mapping[str, Any], op: ReduceOp, communicator: Communicator) -> dict[str, Any]:
     """Reduces the arrays of a tree; returns the results by path.
 
     Every rank must call it with the same paths, in any order.
+
+    Args:
+        arrays: the arrays by path; None instead of an array has no result.
+        op: the operator of the reduction: sum or mean.
+        communicator: the communicator whose ranks reduce the arrays.
 
     Raises:
         InvalidArgument, UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see
             average_gradients.
     """
-    ordered = sorted(leaves, key=lambda leaf: leaf.path)
-    present = [leaf for leaf in ordered if leaf.array is not None]
-    natives = [_native(leaf, op, communicator) for leaf in present]
-    specs = [
-        GradientSpec(leaf.path, native.shape, dtype_name(native.dtype), native.dtype.itemsize)
-        for leaf, native in zip(present, natives, strict=True)
-    ]
-    overlaps = OverlapCheck()
-    for leaf, native in zip(present, natives, strict=True):
-        overlaps.claim(native, leaf.path, communicator._arrays, f"{communicator.label}: {_WHAT}")
-    destinations = [
-        destination(leaf.array, native, communicator) for leaf, native in zip(present, natives, strict=True)
-    ]
-    plan = _average_plan(op, tuple(specs), tuple([leaf.path for leaf in ordered if leaf.array is None]))
+    overlaps, specs, destinations = OverlapCheck(), [], []
+    for path, array in sorted(arrays.items()):
+        if array is not None:
+            native = _native(path, array, op, communicator)
+            overlaps.claim(native, path, communicator._arrays, f"{communicator.label}: {_WHAT}")
+            specs.append(GradientSpec(path, native.shape, dtype_name(native.dtype), native.dtype.itemsize))
+            destinations.append(destination(array, native, communicator))
+    absent = tuple(sorted([path for path, array in arrays.items() if array is None]))
+    plan = _average_plan(op, tuple(specs), absent)
     if not plan.buckets:
         communicator._agree(plan.agreement)
     for bucket in plan.buckets:
@@ -180,10 +166,9 @@ def _reduce(
         completion.order()
 
 
-def _by_callback(leaves: Sequence[Leaf], callback: AllreduceCallback) -> dict[str, Any]:
-    present = sorted([leaf for leaf in leaves if leaf.array is not None], key=lambda leaf: leaf.path)
+def _by_callback(arrays: Mapping[str, Any], callback: AllreduceCallback) -> dict[str, Any]:
     with callback.backward():
-        futures = {leaf.path: callback(leaf.path, leaf.array) for leaf in present}
+        futures = {path: callback(path, array) for path, array in sorted(arrays.items()) if array is not None}
     return {path: future.result() for path, future in futures.items()}
 
 
@@ -200,62 +185,56 @@ def _check_callback(callback: AllreduceCallback, op: str | None, communicator: C
         )
 
 
-def _leaves_of(tree: Any, who: str) -> list[Leaf]:
-    try:
-        nodes = [node for node in _nodes(tree) if not node.is_container]
-        leaves = [Leaf(node.name or _ALONE, node.value, _as_array(node.value, node.name, who)) for node in nodes]
-    except _Unfit as error:
-        raise InvalidArgument(f"{who}: {error}") from error
-    except RecursionError as error:
-        raise InvalidArgument(f"{who}: the tree is nested too deep") from error
-    paths: set[str] = set()
-    for leaf in leaves:
-        if leaf.path in paths:
-            raise InvalidArgument(f"{who}: two values of the tree have the path {leaf.path}: rename one of their keys")
-        paths.add(leaf.path)
-    return leaves
+def _arrays_of(nodes: Sequence[_Node], who: str) -> dict[str, Any]:
+    """Returns the values of a tree as arrays, or None, by path."""
+    arrays: dict[str, Any] = {}
+    for node in nodes:
+        if node.kind:
+            continue
+        if node.name in arrays:
+            raise InvalidArgument(f"{who}: two values of the tree have the path {node.name}: rename one of their keys")
+        value = node.content
+        if isinstance(value, (np.generic, int, float, complex)):
+            value = np.asarray(value)
+        elif value is not None and not _is_array(value):
+            raise InvalidArgument(
+                f"{who}: {node.name} is {type(value).__name__}, not a gradient: a tree has arrays, numbers or None in "
+                "dicts, lists, tuples, namedtuples and dataclasses"
+            )
+        arrays[node.name] = value
+    return arrays
 
 
-def _as_array(given: Any, path: str, who: str) -> Any:
-    if given is None or _is_array(given):
-        return given
-    if isinstance(given, (np.generic, int, float, complex)):
-        return np.asarray(given)
-    raise InvalidArgument(
-        f"{who}: {path or 'the tree'} is {type(given).__name__}, not a gradient: a tree has arrays, numbers or None "
-        "in dicts, lists, tuples, namedtuples and dataclasses"
-    )
-
-
-def _merged(tree: Tree, leaves: Sequence[Leaf], results: dict[str, Any]) -> Tree:
-    """Returns a copy of a tree in which the results replace the leaves; a leaf that was None stays None."""
-    new = iter([_as_given(leaf, results.get(leaf.path)) for leaf in leaves])
-    whole: Tree = _rebuilt(tree, {node.path: node.keys if node.is_container else next(new) for node in _nodes(tree)})
+def _merged(tree: Tree, nodes: Sequence[_Node], results: Mapping[str, Any]) -> Tree:
+    """Returns a copy of a tree in which the results replace the values; a value that was None stays None."""
+    new = {node.path: node.content if node.kind else _as_given(node.content, results.get(node.name)) for node in nodes}
+    whole: Tree = _rebuilt(tree, new)
     return whole
 
 
-def _as_given(leaf: Leaf, result: Any) -> Any:
+def _as_given(given: Any, result: Any) -> Any:
     """Returns a result in the type of the value that was given."""
-    if result is None or result is leaf.given:
-        return leaf.given
-    if isinstance(leaf.given, np.generic):
+    if result is None or result is given:
+        return given
+    if isinstance(given, np.generic):
         return result[()]
-    if isinstance(leaf.given, (int, float, complex)):
-        return type(leaf.given)(result.item())
-    if isinstance(leaf.given, np.ndarray) or not hasattr(leaf.given, "__array_namespace__"):
+    if isinstance(given, (int, float, complex)):
+        return type(given)(result.item())
+    if isinstance(given, np.ndarray) or not hasattr(given, "__array_namespace__"):
         return result
-    library = leaf.given.__array_namespace__()
+    library = given.__array_namespace__()
     return library.asarray(result) if dtype_name(result.dtype) == "bfloat16" else library.from_dlpack(result)
 
 
-def _native(leaf: Leaf, op: ReduceOp, communicator: Communicator) -> Array:
-    native: Array = communicator._native_array(leaf.array, f"{_WHAT}, {leaf.path}")
+def _native(path: str, array: Any, op: ReduceOp, communicator: Communicator) -> Array:
+    native: Array = communicator._native_array(array, f"{_WHAT}, {path}")
+    who = f"{communicator.label}: {_WHAT}, {path}"
     if isinstance(native, np.ndarray) and not native.flags.writeable:
-        refuse_in_flight(native, f"{communicator.label}: {_WHAT}, {leaf.path}")
+        refuse_in_flight(native, who)
     try:
         check_operation(op, native.dtype)
     except UnsupportedDtype as error:
-        raise UnsupportedDtype(f"{communicator.label}: {_WHAT}, {leaf.path}: {error}") from None
+        raise UnsupportedDtype(f"{who}: {error}") from None
     return native
 
 
@@ -289,33 +268,26 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     """
     communicator, root = communicator_and_root("broadcast_tree", communicator, root)
 
-    label, arrays = communicator.label, communicator._arrays
-    try:
-        nodes = list(_nodes(tree))
-    except _Unfit as error:
-        raise InvalidArgument(f"{label}: broadcast_tree: {error}") from error
-    except RecursionError as error:
-        raise InvalidArgument(f"{label}: broadcast_tree: the tree is nested too deep") from error
-    natives = {
-        node.path: communicator._native_array(node.value, f"broadcast_tree, {node.name or 'the tree'}")
-        for node in nodes
-        if _is_array(node.value)
-    }
+    nodes = _nodes_of(tree, f"{communicator.label}: broadcast_tree")
+    arrays, natives = communicator._arrays, {}
+    for node in nodes:
+        if not node.kind and _is_array(node.content):
+            natives[node.path] = communicator._native_array(node.content, f"broadcast_tree, {node.name}")
     named = [(_name(path), native) for path, native in natives.items()]
     if communicator.rank != root:
         check_writable("broadcast_tree", named, communicator)
-    described = [_described(node, natives.get(node.path)) for node in nodes]
-    theirs = _plan_of_root(_Plan(described, _shared_memory(named, arrays)), root, communicator)
+    described = [_described(node, natives[node.path]) if node.path in natives else node for node in nodes]
+    own_plan = _Plan(described, _shared_memory(named, arrays))
+    data = _pickled_by_root(own_plan, root, communicator)
     whole, difference = tree, None
     try:
-        if isinstance(theirs, str):
-            raise _Difference(theirs)
-        _check_nodes(described, theirs.nodes)
-        named = [(_name(node.path), natives[node.path]) for node in theirs.nodes if node.path in natives]
-        _check_shared_memory(named, theirs.shared, arrays)
-        own = {node.path: node.value for node in nodes}
-        new = {node.path: own[node.path] if node.path in natives else node.content for node in theirs.nodes}
-        whole = _rebuilt(tree, new)
+        plan = own_plan if communicator.rank == root else _unpickled(data)
+        _check_nodes(described, plan.nodes)
+        named = [(node.name, natives[node.path]) for node in plan.nodes if node.path in natives]
+        _check_shared_memory(named, plan.shared, arrays)
+        new = {node.path: node.content for node in plan.nodes}
+        own = {node.path: node.content for node in nodes if node.path in natives}
+        whole = _rebuilt(tree, new | own)
     except _Difference as found:
         difference = str(found)
     except Exception as error:  # from the caller's classes: reported to the other ranks, because they wait
@@ -329,45 +301,22 @@ class _Difference(Exception):
     """Two trees differ. The text names the first different path, and shows the values of this rank and the root."""
 
 
-class _Described(NamedTuple):
-    """A node of a tree without the values of its arrays, as the root sends it to all ranks.
-
-    Attributes:
-        path: the keys that lead to the node.
-        kind: the class of a container, or the dtype and shape of an array; "" for any other value.
-        content: the keys of a container; None for an array; any other value itself.
-    """
-
-    path: tuple[Hashable, ...]
-    kind: str
-    content: Any
-
-    def __str__(self) -> str:
-        if self.kind:
-            return self.kind if self.content is None else f"a {self.kind} of {len(self.content)}"
-        name = type(self.content).__name__
-        return "None" if self.content is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+def _described(node: _Node, native: Array) -> _Node:
+    """Returns the node of an array with the array's dtype and shape in place of the array, as the root sends it."""
+    return _Node(node.path, f"{native.dtype}{list(native.shape)}", None)
 
 
-def _described(node: _Node, native: Array | None) -> _Described:
-    if native is not None:
-        return _Described(node.path, f"{native.dtype}{list(native.shape)}", None)
-    if node.is_container:
-        return _Described(node.path, _kind(node.value), node.keys)
-    return _Described(node.path, "", node.value)
-
-
-def _check_nodes(own: Sequence[_Described], of_root: Sequence[_Described]) -> None:
+def _check_nodes(own: Sequence[_Node], of_root: Sequence[_Node]) -> None:
     """Raises if the tree of this rank has other containers, keys or arrays than the root's tree."""
     by_path = {node.path: node for node in own}
     for node in of_root:
         mine = by_path.pop(node.path, None)
         if mine is None:
-            raise _Difference(f"{_name(node.path)}: missing, but {node} on the root")
+            raise _Difference(f"{node.name}: missing, but {node} on the root")
         if mine.kind != node.kind:
-            raise _Difference(f"{_name(node.path) or 'the tree itself'}: {mine}, but {node} on the root")
+            raise _Difference(f"{node.name}: {mine}, but {node} on the root")
     for node in by_path.values():
-        raise _Difference(f"{_name(node.path)}: {node}, but missing on the root")
+        raise _Difference(f"{node.name}: {node}, but missing on the root")
 
 
 #: For a pair of arrays that share memory: the offset of the second array in bytes, and the strides of both arrays,
@@ -378,42 +327,44 @@ _Shared = dict[tuple[int, int], tuple[Any, ...]]
 class _Plan(NamedTuple):
     """The root's tree without the arrays' values, and the pairs of its arrays that share memory."""
 
-    nodes: list[_Described]
+    nodes: list[_Node]
     shared: _Shared
 
 
-def _plan_of_root(plan: _Plan, root: int, communicator: Communicator) -> _Plan | str:
-    """Returns the root's plan, or the reason why this rank cannot unpickle it.
+def _pickled_by_root(plan: _Plan, root: int, communicator: Communicator) -> bytes:
+    """Sends the root's plan to all ranks; returns the plan in pickled form. Every rank must call it.
 
-    The plan is unpickled here, not in the broadcast of the object, because a rank that cannot unpickle it must still
-    take part in the next collective.
+    The plan is not unpickled in the broadcast of the object, because a rank that cannot unpickle it must still take
+    part in the next collective.
     """
-    data = refusal = None
+    sent: bytes | str = b""
     if communicator.rank == root:
         try:
-            data = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
+            sent = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: the others wait for this rank
-            refusal = describe(error)
-    data, refusal = communicator.objects.broadcast_for("broadcast_tree", (data, refusal), root)
-    if data is None:
+            sent = describe(error)
+    sent = communicator.objects.broadcast_for("broadcast_tree", sent, root)
+    if isinstance(sent, str):
         raise InvalidArgument(
             f"{communicator.label}: broadcast_tree moved nothing: the tree of rank {communicator.ranks[root]}, the "
-            f"root, does not pickle: {refusal}"
+            f"root, does not pickle: {sent}"
         )
-    if communicator.rank == root:
-        return plan
+    return sent
+
+
+def _unpickled(data: bytes) -> _Plan:
     try:
-        theirs: _Plan = pickle.loads(data)
+        plan: _Plan = pickle.loads(data)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return (
+        raise _Difference(
             f"the root's tree does not unpickle on this rank: {describe(error)}; can this rank import all of the "
             "tree's classes?"
-        )
-    return theirs
+        ) from error
+    return plan
 
 
 def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> _Shared:
@@ -458,66 +409,69 @@ def _raise_differences(by_rank: Sequence[str | None], root: int, communicator: C
 # -- Containers ------------------------------------------------------------------------------------------------------
 
 
-class _Unfit(Exception):
-    """A tree has a container that gradsync cannot copy. The error's text names the path of the container."""
-
-
 class _Node(NamedTuple):
     """A container of a tree, or a value that is no container.
 
     Attributes:
         path: the keys, indices and names of fields that lead to the node.
-        value: the container or value itself.
-        keys: the keys, indices or names of fields of a container, in order; None if the value is no container.
+        kind: the class of a container; "" for a value. In a broadcast: the dtype and shape of an array.
+        content: the keys, indices or names of fields of a container, in order; or the value itself. In a broadcast:
+            None for an array.
     """
 
     path: tuple[Hashable, ...]
-    value: Any
-    keys: tuple[Hashable, ...] | None
-
-    @property
-    def is_container(self) -> bool:
-        return self.keys is not None
+    kind: str
+    content: Any
 
     @property
     def name(self) -> str:
         """The path as text."""
         return _name(self.path)
 
+    def __str__(self) -> str:
+        if self.kind:
+            return self.kind if self.content is None else f"a {self.kind} of {len(self.content)}"
+        name = type(self.content).__name__
+        return "None" if self.content is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
 
 def _name(path: tuple[Hashable, ...]) -> str:
-    """Returns a path as text, e.g. "optimizer/momentum/0"; "" for the tree itself."""
-    return "/".join(map(str, path))
+    """Returns a path as text, e.g. "optimizer/momentum/0"."""
+    return "/".join(map(str, path)) or "the tree"
 
 
-def _nodes(tree: Any, path: tuple[Hashable, ...] = (), within: tuple[int, ...] = ()) -> Iterator[_Node]:
-    """Yields the nodes of a tree, each container before its children.
-
-    Args:
-        tree: the caller's tree, or a part of it.
-        path: the path of this part in the caller's tree.
-        within: the ids of the containers around this part.
+def _nodes_of(tree: Any, who: str) -> list[_Node]:
+    """Returns the nodes of a tree, each container before its children.
 
     Raises:
-        _Unfit: a container contains itself, cannot be copied, or has a key that is not equal to itself, such as NaN.
+        InvalidArgument: a container contains itself, cannot be copied, or has a key that is not equal to itself, such
+            as NaN. The text begins with `who`, and names the path of the container.
     """
+    try:
+        return list(_nodes(tree, who, (), ()))
+    except RecursionError as error:
+        raise InvalidArgument(f"{who}: the tree is nested too deep") from error
+
+
+def _nodes(tree: Any, who: str, path: tuple[Hashable, ...], within: tuple[int, ...]) -> Iterator[_Node]:
+    """Yields the nodes of a part of a tree; `within` has the ids of the containers around this part."""
     children = _children(tree)
     if children is None:
-        yield _Node(path, tree, None)
+        yield _Node(path, "", tree)
         return
-    where = _name(path) or "the tree itself"
+    where, kind = f"{who}: {_name(path)}", _kind(tree)
     if id(tree) in within:
-        raise _Unfit(f"{where}: this {_kind(tree)} contains itself")
+        raise InvalidArgument(f"{where}: this {kind} contains itself")
     for key in children:
         if key != key:  # NaN: no other rank could find its value
-            raise _Unfit(f"{where}: a dict has the key {key!r}, which is not equal to itself: use another key")
+            raise InvalidArgument(f"{where}: a dict has the key {key!r}, which is not equal to itself: use another key")
     try:
         _filled(tree, children)
     except Exception as error:
-        raise _Unfit(f"{where}: gradsync cannot copy this {_kind(tree)}: {describe(error)}") from error
-    yield _Node(path, tree, tuple(children))
+        raise InvalidArgument(f"{where}: gradsync cannot copy this {kind}: {describe(error)}") from error
+    yield _Node(path, kind, tuple(children))
     for key, child in children.items():
-        yield from _nodes(child, (*path, key), (*within, id(tree)))
+        yield from _nodes(child, who, (*path, key), (*within, id(tree)))
 
 
 def _rebuilt(tree: Any, new: Mapping[tuple[Hashable, ...], Any], path: tuple[Hashable, ...] = ()) -> Any:

@@ -14,8 +14,10 @@ import logging
 import math
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from gradsync.bucketing.plan import Bucket
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.host_copy import share_of
-from gradsync.communicators.host_values import NOWHERE, Checks, NonFiniteFinder, SumOfSquares
+from gradsync.communicators.host_values import NOWHERE, Checks
 from gradsync.errors import InvalidArgument, NonFiniteGradient
 from gradsync.futures import Completion
 from gradsync.reduction import Array
@@ -37,13 +39,6 @@ _log = logging.getLogger("gradsync")
 _SMALL_ELEMENTS = 2**14
 # As in torch.nn.utils.clip_grad_norm_: keeps the factor finite if the norm is 0.
 _EPSILON = 1e-6
-
-
-class _Names(NamedTuple):
-    """A bucket, in which errors look up a gradient's name; `begin` is the index of its first gradient in the step."""
-
-    begin: int
-    bucket: Bucket
 
 
 class Values:
@@ -72,22 +67,21 @@ class Values:
             self.checks |= Checks.SQUARES
         self._policy = policy
         self._max_norm = max_norm
-        self._begin()
+        self._watches: list[BucketWatch] = []  # one for each bucket of the step, in order
 
-    def watch(self, bucket: Bucket, results: Sequence[Any], communicator: Communicator, checks: Checks) -> BucketWatch:
+    def watch(self, bucket: Bucket, results: Sequence[Any], communicator: Communicator, within: Checks) -> BucketWatch:
         """Returns the BucketWatch that checks a bucket before and after its reduction.
 
         Args:
             bucket: the bucket. All ranks pass the same buckets in the same order.
             results: the native arrays that hold the bucket's reduced values after the reduction.
             communicator: the communicator that reduces the bucket.
-            checks: the checks that the communicator makes during the reduction; the BucketWatch makes the remaining
+            within: the checks that the communicator makes during the reduction; the BucketWatch makes the remaining
                 checks.
         """
-        self._buckets += 1
-        if self._max_norm is not None:
-            self._results += results
-        return BucketWatch(self, bucket, communicator, checks)
+        watch = BucketWatch(bucket, results, communicator, self.checks & ~within, within)
+        self._watches.append(watch)
+        return watch
 
     def end(self, communicator: Communicator, agreement: Agreement) -> Completion | None:
         """Ends a step: compares the Agreements, exchanges the results of the checks, and clips the gradients.
@@ -106,16 +100,16 @@ class Values:
             NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; all ranks raise it.
         """
         self.norm, self.skip_step = None, False
-        if not self._buckets:
+        watches = self._watches
+        if not watches:
             communicator._agree(agreement)
             return None
-        results = self._results
         by_rank = communicator._share_numbers("flush", self._record(communicator), agreement)
         error = self._verdict(by_rank, communicator)
         if self._max_norm is not None:
             # Added up in rank order, so that all ranks round the same way.
             self.norm = math.sqrt(sum([_float_of(numbers[-1]) for numbers in by_rank]))
-        self._begin()
+        self._watches = []
         if error is not None:
             if self._policy == "raise":
                 self.norm = None
@@ -129,69 +123,19 @@ class Values:
         if factor >= 1.0:
             return None
         # Backwards, because the last results may still be in the cache.
-        communicator._arrays.multiply_in_place(results[::-1], factor)
+        results = [result for watch in reversed(watches) for result in reversed(watch.results)]
+        communicator._arrays.multiply_in_place(results, factor)
         return communicator._mark_end()
 
     def fail(self) -> None:
         """Forgets the results of the checks of a step that has failed."""
         self.norm, self.skip_step = None, False
-        self._begin()
-
-    def _begin(self) -> None:
-        self._buckets = 0
-        self._results: list[Any] = []  # arrays that may have to be clipped
-        self._squares: list[Any] = []  # sums of squares of this rank's share of the results
-        self._gradients = 0
-        self._names: list[_Names] = []  # one for each bucket, in order
-        self._own: dict[int, Any] = {}  # by gradient: whether the gradient is finite
-        self._found: dict[int, int] = {}  # by rank: the first gradient that is not finite, found by the finder
-        self._finite_results: list[Any] = []
-        self._knows_bad = False  # whether a gradient is known not to be finite; on a GPU unknown
-
-    def _note_own(self, bucket: Bucket, sources: Sequence[Array], communicator: Communicator) -> None:
-        """Checks this rank's gradients of a bucket, before they are reduced."""
-        first = self._add_names(bucket)
-        for number, source in enumerate(sources):
-            if self._knows_bad:
-                break  # the error names only the first one
-            self._own[first + number] = finite = communicator._arrays.all_finite(source)
-            self._knows_bad = finite is False
-
-    def _note_found(self, bucket: Bucket, finder: NonFiniteFinder) -> None:
-        """Records the gradients of a bucket in which the communicator found NaN or infinity during the reduction."""
-        found, begin = finder.take(), self._add_names(bucket)
-        for rank, element in enumerate(found.firsts):
-            if element != NOWHERE:
-                number = bisect_right([slot.end for slot in bucket.slots], element)
-                self._found.setdefault(rank, begin + number)
-        if found.has_results:
-            self._finite_results.append(False)
-
-    def _note_results(self, results: Sequence[Array], communicator: Communicator, checks: Checks) -> None:
-        """Checks this rank's share of the reduced values; the other ranks check the other shares."""
-        share = packed(own_share(results, communicator))
-        if Checks.NONFINITE in checks:
-            self._finite_results += [communicator._arrays.all_finite(part) for part in share]
-        if Checks.SQUARES in checks:
-            self._squares += [communicator._arrays.sum_of_squares(part) for part in share]
-
-    def _note_squares(self, squares: SumOfSquares) -> None:
-        """Records the sum of the squares of this rank's share, which the communicator computed in the reduction."""
-        self._squares.append(squares.take())
-
-    def _add_names(self, bucket: Bucket) -> int:
-        """Remembers a bucket, so that errors can name its gradients; returns its first gradient's index in the step."""
-        begin = self._gradients
-        self._names.append(_Names(begin, bucket))
-        self._gradients += len(bucket.slots)
-        return begin
+        self._watches = []
 
     def _name(self, number: int) -> str:
-        """Returns a parameter's name. Inside join(), a rank without gradients returns only the parameter's number."""
-        if number >= self._gradients:
-            return f"gradient number {number} of the step"
-        names = self._names[bisect_right(self._names, number, key=lambda names: names.begin) - 1]
-        return names.bucket.slots[number - names.begin].spec.label
+        """Returns the name of the gradient with an index in the step."""
+        slots = [slot for watch in self._watches for slot in watch.bucket.slots]
+        return slots[number].spec.label
 
     def _record(self, communicator: Communicator) -> list[int]:
         """Returns the results of this rank's checks as integers, equally many on all ranks.
@@ -201,20 +145,36 @@ class Values:
         the sum of the squares of this rank's share of the results. Integers of checks that are off are left out. On a
         GPU the host waits until the device has computed the results.
         """
-        numbers = on_host([*self._own.values(), *self._finite_results, *self._squares])
-        own, results = len(self._own), len(self._own) + len(self._finite_results)
+        own = [is_finite for watch in self._watches for is_finite in watch.own]
+        results = [is_finite for watch in self._watches for is_finite in watch.finite_results]
+        squares = [square for watch in self._watches for square in watch.squares]
+        numbers = on_host([*own, *results, *squares])
         record = []
         if Checks.NONFINITE in self.checks:
-            bad = [at for at, is_finite in zip(self._own, numbers[:own], strict=True) if not is_finite]
-            if bad:
-                rank = communicator.rank
-                self._found[rank] = min(bad[0], self._found.get(rank, bad[0]))
+            firsts = self._firsts(iter(numbers[: len(own)]), communicator)
             known_of = [communicator.rank] if communicator._backend.finder is None else range(communicator.world_size)
-            firsts = [self._found.get(rank, NOWHERE) for rank in known_of]
-            record = [int(not all(numbers[own:results])), *firsts]
+            are_finite = all(numbers[len(own) : len(own) + len(results)])
+            record = [int(not are_finite), *[firsts.get(rank, NOWHERE) for rank in known_of]]
         if self._max_norm is not None:
-            record.append(_bits_of(float(sum(numbers[results:]))))
+            record.append(_bits_of(float(sum(numbers[len(own) + len(results) :]))))
         return record
+
+    def _firsts(self, own: Iterator[Any], communicator: Communicator) -> dict[int, int]:
+        """Returns, by rank, the index in the step of its first gradient that this rank knows not to be finite.
+
+        Args:
+            own: for each gradient that this rank has checked, whether the gradient is finite.
+            communicator: the communicator that reduced the gradients.
+        """
+        firsts: dict[int, int] = {}
+        begin = 0
+        for watch in self._watches:
+            are_finite = list(islice(own, len(watch.own)))
+            found = watch.found if all(are_finite) else {communicator.rank: are_finite.index(False)}
+            for rank, at in found.items():
+                firsts.setdefault(rank, begin + at)
+            begin += len(watch.bucket.slots)
+        return firsts
 
     def _verdict(self, by_rank: Sequence[Sequence[int]], communicator: Communicator) -> NonFiniteGradient | None:
         """Returns the error that names the gradients that are not finite; None if gradients and results are finite."""
@@ -234,36 +194,55 @@ class BucketWatch:
     """Checks the values of one bucket before and after its reduction; see the class Stage in for_bucketing.py.
 
     Args:
-        values: the object that collects the results of the checks.
-        bucket, communicator, checks: the arguments of Values.watch.
+        bucket, results, communicator, within: see Values.watch.
+        checks: the checks that the BucketWatch makes.
+
+    Attributes:
+        bucket, results: see Args.
+        own: for each of this rank's gradients, whether it is finite; empty if the communicator makes this check.
+        found: by rank: the index in the bucket of the rank's first gradient that the communicator found not finite.
+        finite_results: whether this rank's share of the results is finite, in parts.
+        squares: the sums of the squares of this rank's share of the results.
     """
 
-    def __init__(self, values: Values, bucket: Bucket, communicator: Communicator, checks: Checks) -> None:
-        self._values = values
-        self._bucket = bucket
+    def __init__(
+        self, bucket: Bucket, results: Sequence[Any], communicator: Communicator, checks: Checks, within: Checks
+    ) -> None:
+        self.bucket = bucket
+        self.results = results
+        self.own: list[Any] = []
+        self.found: dict[int, int] = {}
+        self.finite_results: list[Any] = []
+        self.squares: list[Any] = []
         self._communicator = communicator
-        self._finder = communicator._backend.finder if Checks.NONFINITE in checks else None
-        self._squares = communicator._backend.squares if Checks.SQUARES in checks else None
-        self._checks = values.checks & ~checks
+        self._checks = checks
+        self._within = within
 
     def before(self, given: Sequence[Array]) -> Sequence[Array]:
         """Checks this rank's values, gradient by gradient."""
         if Checks.NONFINITE in self._checks:
-            slots, sources = self._bucket.slots, given
+            slots, sources = self.bucket.slots, given
             if len(sources) < len(slots):
                 sources = [given[0][slot.begin : slot.end] for slot in slots]
-            self._values._note_own(self._bucket, sources, self._communicator)
+            self.own = [self._communicator._arrays.all_finite(source) for source in sources]
         return given
 
     def after(self, results: Sequence[Array]) -> Sequence[Array]:
-        """Checks the reduced values."""
-        values = self._values
-        if self._finder is not None:
-            values._note_found(self._bucket, self._finder)
-        if self._squares is not None:
-            values._note_squares(self._squares)
+        """Checks this rank's share of the reduced values; the other ranks check the other shares."""
+        communicator, backend = self._communicator, self._communicator._backend
+        if backend.finder is not None and Checks.NONFINITE in self._within:
+            found = backend.finder.take()
+            firsts = [(rank, element) for rank, element in enumerate(found.firsts) if element != NOWHERE]
+            self.found = {rank: bisect_right(self.bucket.slots, at, key=attrgetter("end")) for rank, at in firsts}
+            self.finite_results = [not found.has_results]
+        if backend.squares is not None and Checks.SQUARES in self._within:
+            self.squares = [backend.squares.take()]
         if self._checks:
-            values._note_results(results, self._communicator, self._checks)
+            share = packed(own_share(results, communicator))
+            if Checks.NONFINITE in self._checks:
+                self.finite_results += [communicator._arrays.all_finite(part) for part in share]
+            if Checks.SQUARES in self._checks:
+                self.squares += [communicator._arrays.sum_of_squares(part) for part in share]
         return results
 
 
