@@ -11,7 +11,6 @@ from contract import (
     IS_EVERYWHERE,
     KITS,
     Host,
-    assert_close,
     assert_equal_to_reference,
     assert_identical,
     assert_same_bits_everywhere,
@@ -20,8 +19,7 @@ from contract import (
     reductions_of,
 )
 from gradsync.communicators.agreement import Agreement, agreement_on
-from gradsync.communicators.backend import Range
-from gradsync.communicators.for_bucketing import all_reduce_resident, make_resident_memory
+from gradsync.communicators.for_bucketing import ListReduction, make_resident_memory
 from gradsync.reduction import ReduceOp
 
 _SIZES = (1, 77, 20_011)
@@ -40,15 +38,15 @@ def kit_of(comm: Any) -> Any:
     return KITS["cupy" if comm.backend == "nccl" else "numpy"]()
 
 
-def reduce_values(comm: Any, memory: Any, values: Host, op: str, begin: int = 0, **options: Any) -> Host:
+def reduce_values(comm: Any, memory: Any, values: Host, op: str, begin: int = 0) -> Host:
     """Writes values into the memory, reduces them, and returns what is there."""
     kit = kit_of(comm)
     end = begin + values.nbytes
     view = memory.bytes[begin:end].view(values.dtype)
     view[...] = kit.put(values)
     producers = [comm._mark_work()]
-    part = Range(begin, end, values.dtype, ReduceOp(op), **options)
-    end_of_work = all_reduce_resident(comm, memory, part, agreed(values.size), producers=producers)
+    reduction = ListReduction(comm, [view], [view], ReduceOp(op), resident=memory)
+    end_of_work = reduction.run(agreed(values.size), producers=producers)
     if end_of_work is not None:
         end_of_work.wait()
     return np.array(kit.get(view))
@@ -80,18 +78,6 @@ def check_resident_reduction_leaves_the_rest(comm: Any, _kit: Any) -> None:
         assert (whole[end:] == 7 + comm.rank).all()
 
 
-def check_resident_mean_over_some_ranks(comm: Any, _kit: Any) -> None:
-    memory = make(comm, 400_000)
-    for name in ("float32", "float16", "complex64"):
-        for size in (5, 40_000):
-            for count in (1, 2, 3):
-                values = contribution(comm.rank, (size,), name)
-                got = reduce_values(comm, memory, values, "sum", mean_over=count)
-                wide = np.complex128 if name == "complex64" else np.float64
-                want = sum(contribution(rank, (size,), name).astype(wide) for rank in range(comm.world_size)) / count
-                assert_close(got, np.asarray(want), name, comm.world_size + 1)
-
-
 def check_resident_memory_is_aligned_and_zero(comm: Any, _kit: Any) -> None:
     for size_bytes in (0, 1, 64, 4096, 4097, 1_000_000):
         memory = make(comm, size_bytes)
@@ -112,10 +98,10 @@ def check_many_resident_reductions_in_a_row(comm: Any, _kit: Any) -> None:
     ranges = [(0, 10), (64, 20_000), (131_072, 200_000)]
     views = [memory.bytes[begin : begin + 4 * size].view(np.int32) for begin, size in ranges]
     for step in range(200 if IS_EVERYWHERE or comm.backend != "nccl" else 40):  # to save time, on the stand-in
-        for (begin, size), view in zip(ranges, views, strict=True):
+        for (_, size), view in zip(ranges, views, strict=True):
             view[...] = comm.rank + step
-            part = Range(begin, begin + 4 * size, np.dtype(np.int32), ReduceOp.SUM)
-            end = all_reduce_resident(comm, memory, part, agreed(size), producers=[comm._mark_work()])
+            reduction = ListReduction(comm, [view], [view], ReduceOp.SUM, resident=memory)
+            end = reduction.run(agreed(size), producers=[comm._mark_work()])
             if end is not None:
                 end.wait()
         for view in views:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 import gradsync as gs
 from gradsync.bucketing.values import clip_factor
 from gradsync.communicators.agreement import agreement_on
-from gradsync.communicators.backend import Range
-from gradsync.communicators.for_bucketing import ListReduction, all_reduce_resident, make_resident_memory
+from gradsync.communicators.for_bucketing import ListReduction, make_resident_memory
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.host_copy import share_of
 from gradsync.communicators.host_values import Checks, SumOfSquares, tables_of
@@ -117,12 +116,11 @@ def add_squares_while_reducing(comm: Any) -> list[float]:
             reduction.run(agreement)
             expect_norm(arrays)
     memory = make_resident_memory(comm, 4 * 200_000, agreement)
-    values = memory.view(0, 4 * 200_000, np.dtype(np.float32))
+    values = memory.bytes.view(np.float32)
     values[:] = rng.normal(size=values.size)
-    for op, mean_over in ((gs.ReduceOp.MEAN, None), (gs.ReduceOp.SUM, 5)):
+    for op in (gs.ReduceOp.MEAN, gs.ReduceOp.SUM):
         for checks in (Checks.SQUARES, Checks.SQUARES | Checks.NONFINITE):
-            part = Range(0, memory.bytes.size, values.dtype, op, mean_over, checks)
-            all_reduce_resident(comm, memory, part, agreement)
+            ListReduction(comm, [values], [values], op, checks=checks, resident=memory).run(agreement)
             expect_norm([values])
     return sums
 

@@ -14,8 +14,7 @@ import pytest
 import gradsync as gs
 from contract import assert_equal_to_reference, contribution, expect
 from contract_resident import agreed, make, reduce_values
-from gradsync.communicators.backend import Range
-from gradsync.communicators.for_bucketing import all_reduce_resident
+from gradsync.communicators.for_bucketing import ListReduction
 from gradsync.communicators.shared_memory import resident as shared_resident
 from gradsync.communicators.shared_memory import segment
 from gradsync.errors import BackendUnavailable
@@ -27,7 +26,8 @@ SIZE = 300_000
 
 
 def reduce(comm: Any, memory: Any, size: int = SIZE, op: str = "sum", dtype: Any = FLOAT32) -> None:
-    all_reduce_resident(comm, memory, Range(0, size * dtype.itemsize, dtype, ReduceOp(op)), agreed(size))
+    values = memory.bytes[: size * dtype.itemsize].view(dtype)
+    ListReduction(comm, [values], [values], ReduceOp(op), resident=memory).run(agreed(size))
 
 
 def fail_to_allocate(comm: Any, where: str) -> str:

@@ -285,10 +285,6 @@ class BucketMemory:
                 self._names[slot.position] = slot.spec.name
         self._bounds = self._arrays.byte_bounds(self.memory.bytes)
 
-    def byte_range(self, bucket: Bucket) -> tuple[int, int]:
-        """Returns the range [begin, end) of a bucket's bytes in the memory."""
-        return self._ranges[bucket.number]
-
     def flat(self, bucket: Bucket) -> Array:
         """Returns the gradients of a bucket as one 1-D array of the bucket's dtype."""
         begin, end = self._ranges[bucket.number]

@@ -26,9 +26,8 @@ from gradsync.bucketing.lists import array_module, get_offsets, param_pack_split
 from gradsync.bucketing.options import Compressed, Options, Scaled, WireFormat, are_small
 from gradsync.bucketing.plan import Bucket
 from gradsync.bucketing.values import BucketWatch, Values
-from gradsync.communicators.backend import Range
 from gradsync.communicators.communicator import Communicator
-from gradsync.communicators.for_bucketing import ListReduction, Stage, all_reduce_resident
+from gradsync.communicators.for_bucketing import ListReduction, Stage
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.host_values import Checks
 from gradsync.errors import CommunicatorClosed, InvalidArgument
@@ -73,7 +72,7 @@ class Reduction:
         results: the native arrays that hold the reduced values after the reduction.
         locked: the gradients that are read-only until the reduction ends; None if there are none.
         memory: the memory of the buckets, if gradients live in it; else None.
-        run: the function ListReduction.run or all_reduce_resident, with its first arguments. With a hook it is not set.
+        of_list: the reduction of the sources, for the communicator. With a hook it is not set.
         stages: the stages that convert the values.
         checks: the checks that the communicator makes during the reduction.
     """
@@ -85,7 +84,7 @@ class Reduction:
     results: list[Any]
     locked: LockedGradients | None = None
     memory: BucketMemory | None = None
-    run: Callable[..., Completion | None] = field(init=False)
+    of_list: ListReduction = field(init=False)
     stages: list[Stage] = field(init=False)
     checks: Checks = Checks.NONE
 
@@ -202,7 +201,7 @@ class Reducer:
                 self._prepare(reduction, communicator, recurs=False, mean_over=mean_over)
             watch = self._watch(reduction, communicator, reduction.checks)
             stages = reduction.stages if watch is None else [watch, *reduction.stages]
-            completion = reduction.run(agreement, stages=stages, producers=producers)
+            completion = reduction.of_list.run(agreement, stages=stages, producers=producers)
             if completion is not None:
                 self._launched.append(completion)
             if reduction.locked is not None:
@@ -266,25 +265,21 @@ class Reducer:
             within |= Checks.NONFINITE
         if communicator._backend.squares is not None and not reduction.stages:
             within |= Checks.SQUARES
-        reduction.checks = checks = self.values.checks & within  # a BucketWatch makes the remaining checks
-        op, is_packed = self.op if mean_over is None else ReduceOp.SUM, isinstance(conversion, Compressed)
-        if memory is not None and wire is None and not is_packed:
-            part = Range(*memory.byte_range(reduction.bucket), dtype, op, None, checks)
-            reduction.run = partial(all_reduce_resident, communicator, memory.memory, part)
-        else:
-            reduction.run = ListReduction(
-                communicator,
-                reduction.sources,
-                reduction.targets,
-                op,
-                write_backs=reduction.write_backs,
-                checks=checks,
-                wire=wire,
-                recurs=recurs and not is_packed,
-            ).run
-        # This condition is the same on all ranks, even if only some ranks have read-only gradients.
-        if wire is None and self._wire.only_scales(dtype) and not communicator._runs_beside_host:
-            reduction.run = partial(reduction.run, agrees_first=True)
+        reduction.checks = self.values.checks & within  # a BucketWatch makes the remaining checks
+        is_packed = isinstance(conversion, Compressed)
+        reduction.of_list = ListReduction(
+            communicator,
+            reduction.sources,
+            reduction.targets,
+            self.op if mean_over is None else ReduceOp.SUM,
+            write_backs=reduction.write_backs,
+            checks=reduction.checks,
+            wire=wire,
+            recurs=recurs and not is_packed,
+            resident=memory.memory if memory is not None and wire is None and not is_packed else None,
+            # This condition is the same on all ranks, even if only some ranks have read-only gradients.
+            agrees_first=wire is None and self._wire.only_scales(dtype) and not communicator._runs_beside_host,
+        )
 
     def _conversion_of(
         self, reduction: Reduction, communicator: Communicator

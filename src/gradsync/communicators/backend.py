@@ -83,32 +83,15 @@ class ResidentMemory:
     def __init__(self, data: Array) -> None:
         self.bytes = data
 
-    def view(self, begin_bytes: int, end_bytes: int, dtype: np.dtype[Any]) -> Array:
-        """Returns the bytes [begin_bytes, end_bytes) as elements of `dtype`."""
-        values: Array = self.bytes[begin_bytes:end_bytes].view(dtype)
-        return values
+    def prepare(self, values: Array, op: ReduceOp, checks: Checks) -> PreparedList | None:
+        """Returns the all-reduce of a part of this memory in place; None if `Backend.all_reduce` is as fast.
 
-
-class Range(NamedTuple):
-    """A range of resident memory, and how to reduce it.
-
-    Attributes:
-        begin_bytes: the index in `ResidentMemory.bytes` at which the range begins; it must be a multiple of 64.
-        end_bytes: the index at which the range ends. The range has zero or more whole elements.
-        dtype: the dtype of the elements.
-        op: an operator that the dtype supports.
-        mean_over: the number of ranks that contributed values; the sum is divided by it. If `mean_over` is None, the
-            sum is not divided.
-        checks: the checks that the backend makes during the reduction, if it supports them: see `finder` and `squares`
-            of Backend.
-    """
-
-    begin_bytes: int
-    end_bytes: int
-    dtype: np.dtype[Any]
-    op: ReduceOp
-    mean_over: int | None = None
-    checks: Checks = Checks.NONE
+        Args:
+            values: a view of `bytes` that begins at a multiple of 64 bytes.
+            op: an operator that the dtype supports.
+            checks: the checks that the backend makes during the reduction, as in `Backend.prepare`.
+        """
+        return None
 
 
 class ByteCollectives(ABC):
@@ -290,13 +273,6 @@ class Backend(ByteCollectives):
         data = room[begin : begin + size_bytes]
         data[...] = 0
         return ResidentMemory(data)
-
-    def all_reduce_resident(self, memory: ResidentMemory, part: Range, agreement: Agreement) -> None:
-        """Reduces a range of resident memory in place."""
-        values = memory.view(part.begin_bytes, part.end_bytes, part.dtype)
-        self.all_reduce([values], [values], part.op, agreement)
-        if part.mean_over is not None:
-            self.arrays.divide(values, part.mean_over)
 
     # -- Other collectives ---------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import PreparedList, Range, ResidentMemory
+from gradsync.communicators.backend import PreparedList, ResidentMemory
 from gradsync.communicators.communicator import BYTE, Communicator
 from gradsync.communicators.host_values import Checks
 from gradsync.errors import BackendUnavailable
@@ -56,6 +56,10 @@ class ListReduction:
             sources.
         recurs: whether these very arrays will be reduced again. If `recurs` is True, the backend prepares the reduction
             now. `recurs` may differ between ranks.
+        resident: the resident memory, if the only source and target is a view of it, which begins at a multiple of 64
+            bytes.
+        agrees_first: whether the ranks compare their Agreements also before the stages run. This is needed if the
+            stages of any rank write into that rank's sources. `agrees_first` must be equal on all ranks.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class ListReduction:
         checks: Checks = Checks.NONE,
         wire: Wire | None = None,
         recurs: bool = False,
+        resident: ResidentMemory | None = None,
+        agrees_first: bool = False,
     ) -> None:
         self._lifetime = communicator._lifetime
         self._backend = backend = communicator._backend
@@ -78,17 +84,17 @@ class ListReduction:
         self._write_backs = write_backs
         self._checks = checks
         self._wire = wire
+        self._agrees_first = agrees_first
         self._prepared: PreparedList | None = None
-        if recurs and self._lifetime.ended_because is None:
+        if self._lifetime.ended_because is not None:
+            return
+        if resident is not None:
+            self._prepared = resident.prepare(sources[0], op, checks)
+        elif recurs:
             self._prepared = backend.prepare(sources, targets, op, checks=checks, wire=wire)
 
     def run(
-        self,
-        agreement: Agreement,
-        *,
-        stages: Sequence[Stage] = (),
-        producers: Sequence[Any] = (),
-        agrees_first: bool = False,
+        self, agreement: Agreement, *, stages: Sequence[Stage] = (), producers: Sequence[Any] = ()
     ) -> Completion | None:
         """Reduces the arrays' current values.
 
@@ -97,8 +103,6 @@ class ListReduction:
             stages: the work before and after the reduction. The methods `before` are called in the order of the list,
                 and the methods `after` in reverse order.
             producers: marks (see Backend.mark_work) of the work that made the sources.
-            agrees_first: whether the ranks compare their Agreements also before the stages run. This is needed if the
-                stages of any rank write into that rank's sources. `agrees_first` must be equal on all ranks.
 
         Returns:
             On the CPU, None, because the results are complete. On a GPU, the Completion of the launched reduction.
@@ -108,7 +112,7 @@ class ListReduction:
         """
         backend, sources, targets = self._backend, self._sources, self._targets
         with self._lifetime.collective("all_reduce", agreement), backend.launching(None, producers) as launch:
-            if agrees_first:
+            if self._agrees_first:
                 backend.agree(agreement)
             given = sources
             for stage in stages:
@@ -206,46 +210,3 @@ def make_resident_memory(communicator: Communicator, size_bytes: int, agreement:
             "them"
         )
     return memory
-
-
-def all_reduce_resident(
-    communicator: Communicator,
-    memory: ResidentMemory,
-    part: Range,
-    agreement: Agreement,
-    *,
-    stages: Sequence[Stage] = (),
-    producers: Sequence[Any] = (),
-    agrees_first: bool = False,
-) -> Completion | None:
-    """Reduces a range of resident memory in place, on every rank.
-
-    Every rank must call it for the same memory and range. The result has the same bits as that of a ListReduction,
-    except for products of complex numbers. The arguments are not checked. PlanMismatch leaves the range unchanged;
-    after any other error the range's values are undefined.
-
-    Args:
-        communicator: the communicator that runs the reduction.
-        memory: the resident memory, which make_resident_memory has made for this communicator.
-        part: the range, and how to reduce it.
-        agreement, producers, agrees_first: as for ListReduction.run.
-        stages: the work before and after the reduction, as for ListReduction.run; each stage gets the range as one
-            array, and must return this array.
-
-    Returns:
-        On the CPU, None, because the results are complete. On a GPU, the Completion of the launched reduction.
-
-    Raises:
-        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
-    """
-    backend = communicator._backend
-    with communicator._lifetime.collective("all_reduce", agreement), backend.launching(None, producers) as launch:
-        if agrees_first:
-            backend.agree(agreement)
-        values = [memory.view(part.begin_bytes, part.end_bytes, part.dtype)] if stages else []
-        for stage in stages:
-            stage.before(values)
-        backend.all_reduce_resident(memory, part, agreement)
-        for stage in reversed(stages):
-            stage.after(values)
-    return launch

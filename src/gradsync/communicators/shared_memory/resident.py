@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Range, ResidentMemory
+from gradsync.communicators.backend import ResidentMemory
 from gradsync.communicators.host_copy import cuts, line_bounds
 from gradsync.communicators.host_values import Checks, finite_test
 from gradsync.communicators.shared_memory.all_reduce import adding_squares, run_calls
@@ -30,11 +30,10 @@ from gradsync.communicators.shared_memory.segment import (
 )
 from gradsync.diagnostics import tracing
 from gradsync.errors import BackendUnavailable
-from gradsync.reduction import Array, Call, divide_into, reduction_of
+from gradsync.reduction import Array, Call, ReduceOp, reduction_of
 
 # The number of bytes that one call reduces, and the next calls write to the other ranks, while they are in the cache.
 _CHUNK_BYTES = 384 * 1024
-_MAX_PREPARED = 1024
 
 # Parts of at least this size use huge pages, if the kernel provides them in time.
 _HUGE_FROM_BYTES = 4 * HUGE_PAGE_BYTES
@@ -55,67 +54,70 @@ class SharedResidentMemory(ResidentMemory):
         super().__init__(parts[context.rank])
         self._parts = parts
         self._context = context
-        # [range] -> the NumPy calls that reduce it, kept because every training step reduces the same ranges.
-        self._prepared: dict[Range, list[Call]] = {}
 
-    def all_reduce(self, key: Range, agreement: Agreement) -> None:
-        """All-reduces a range in place; see all_reduce_resident in for_bucketing.py."""
+    def prepare(self, values: Array, op: ReduceOp, checks: Checks) -> ResidentAllReduce:
+        begin = values.ctypes.data - self.bytes.ctypes.data if values.size else 0
+        parts = [part[begin : begin + values.nbytes].view(values.dtype) for part in self._parts]
+        return ResidentAllReduce(parts, op, checks, self._context)
+
+
+class ResidentAllReduce:
+    """The all-reduce of a part of resident memory, in place.
+
+    Args:
+        parts: [rank] -> the elements in that rank's part.
+        op: the operator.
+        checks: the checks that are made during the reduction.
+        context: what every collective of the communicator uses.
+    """
+
+    def __init__(self, parts: Sequence[Array], op: ReduceOp, checks: Checks, context: ShmContext) -> None:
+        self._context = context
+        self._op = op
+        self._checks = checks
+        self._calls: list[Call] = []  # the calls that reduce this rank's slice chunk by chunk
+        itemsize, rank = parts[0].itemsize, context.rank
+        low, high = (bound // itemsize for bound in line_bounds(parts[0].nbytes, 1, len(parts))[rank : rank + 2])
+        for begin, end in cuts(high - low, _CHUNK_BYTES // itemsize):
+            self._add_calls([part[low + begin : low + end] for part in parts], low + begin)
+
+    def run(self, agreement: Agreement) -> None:
+        """Reduces the current values; see PreparedList."""
         context = self._context
-        calls = self._prepared.get(key)
-        if calls is None:
-            if len(self._prepared) >= _MAX_PREPARED:
-                self._prepared.clear()
-            calls = self._prepared[key] = self._calls(key)
         laps = tracing.laps_of(context.recorder)
         context.barrier.agree(agreement)
         if laps is not None:
             laps.end("waiting")
-        context.quietly(run_calls, calls)
+        context.quietly(run_calls, self._calls)
         if laps is not None:
             laps.end("reducing")
         context.barrier.agree(agreement)
         if laps is not None:
             laps.end("waiting")
 
-    def _calls(self, key: Range) -> list[Call]:
-        """Returns the calls that reduce this rank's slice chunk by chunk, with the same arithmetic as reduce_into."""
-        itemsize, size_bytes = key.dtype.itemsize, key.end_bytes - key.begin_bytes
-        rank, world_size = self._context.rank, self._context.world_size
-        low, high = line_bounds(size_bytes, 1, world_size)[rank : rank + 2]
-        calls: list[Call] = []
-        first, step = key.begin_bytes + low, _CHUNK_BYTES // itemsize * itemsize
-        for begin, end in cuts(high - low, step):
-            parts = [part[first + begin : first + end].view(key.dtype) for part in self._parts]
-            calls += self._calls_of_chunk(parts, key, (low + begin) // itemsize)
-        return calls
-
-    def _calls_of_chunk(self, parts: Sequence[Array], key: Range, at: int) -> list[Call]:
-        """Returns the calls that reduce one chunk.
+    def _add_calls(self, parts: Sequence[Array], at: int) -> None:
+        """Adds the calls that reduce one chunk, with the same arithmetic as reduce_into.
 
         Args:
             parts: [rank] -> the elements of the chunk in that rank's part.
-            key: the range, and how to reduce it.
-            at: the offset of the chunk in the range, in elements.
+            at: the index of the chunk's first element.
         """
-        context = self._context
-        is_finite = finite_test(key.dtype) if Checks.NONFINITE in key.checks else None
+        context, calls, dtype = self._context, self._calls, parts[0].dtype
+        is_finite = finite_test(dtype) if Checks.NONFINITE in self._checks else None
         if is_finite is None:
             # The result is first written to the part of rank 0 or rank 1, because the reduction reads both parts before
             # it writes the first sum. If this rank is one of the two, the result goes to its own part.
             result = parts[min(context.rank, 1)]
         else:  # the contributions must stay unchanged for the check
-            result = context.buffer("result", key.dtype, parts[0].size)
-        calls: list[Call] = [(reduction_of(key.op, key.dtype, len(parts)), (parts, result))]
+            result = context.buffer("result", dtype, parts[0].size)
+        calls.append((reduction_of(self._op, dtype, len(parts)), (parts, result)))
         if is_finite is not None:
             calls.append((context.finder.check_section, (is_finite, result, parts, at)))
-        if key.mean_over is not None:
-            calls.append((divide_into, (result, key.mean_over, result)))
         # Source and target have the same offset in their pages. In this case NumPy's own copy is the fastest; see
         # host_copy.py.
         calls += [(np.copyto, (part, result)) for part in parts if part is not result]
-        if Checks.SQUARES in key.checks:
+        if Checks.SQUARES in self._checks:
             calls += adding_squares(context.squares, parts[context.rank], stays=True)
-        return calls
 
 
 def make_resident_memory(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.communicators.agreement import Agreement
-from gradsync.communicators.backend import Backend, Bounds, Message, Range, ResidentMemory, Run, bounds_of
+from gradsync.communicators.backend import Backend, Bounds, Message, ResidentMemory, Run, bounds_of
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.host_copy import memcpy_is_slow
 from gradsync.communicators.host_values import Checks
@@ -31,7 +31,7 @@ from gradsync.communicators.shared_memory.collectives import (
     all_to_all,
 )
 from gradsync.communicators.shared_memory.point_to_point import PointToPoint
-from gradsync.communicators.shared_memory.resident import SharedResidentMemory, make_resident_memory
+from gradsync.communicators.shared_memory.resident import make_resident_memory
 from gradsync.communicators.shared_memory.segment import (
     check_platform,
     create_segment,
@@ -123,12 +123,6 @@ class ShmBackend(Backend):
             return box.tobytes().rstrip(b"\0")
 
         return make_resident_memory(self._context, size_bytes, broadcast, self.raise_if_ended, self.timeout_seconds)
-
-    def all_reduce_resident(self, memory: ResidentMemory, part: Range, agreement: Agreement) -> None:
-        if isinstance(memory, SharedResidentMemory):
-            memory.all_reduce(part, agreement)
-        else:  # the world has only one rank
-            super().all_reduce_resident(memory, part, agreement)
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         result = source[:0] if target is None else target
