@@ -9,31 +9,27 @@ import pytest
 
 from gradsync.machine import available_memory_bytes
 
-MOUNT = "30 23 0:26 / {} rw - cgroup2 cgroup2 rw\n"
-
 
 @pytest.fixture
 def machine(tmp_path: Path):
     """Returns a function that writes files below the folder, and asks."""
-    groups = tmp_path / "groups"
 
     def ask(files: dict[str, str], cgroup: str = "0::/slice/leaf\n") -> float:
-        mounted = {"proc/self/cgroup": cgroup, "proc/self/mountinfo": MOUNT.format(groups)}
-        for name, text in (mounted | files).items():
+        for name, text in ({"proc/self/cgroup": cgroup} | files).items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return available_memory_bytes(str(tmp_path / "proc"))
+        return available_memory_bytes(str(tmp_path))
 
     return ask
 
 
 def of_group(path: str, limit: str, used: int, unused: int = 0) -> dict[str, str]:
     return {
-        f"groups/{path}/memory.events": "oom_kill 0\n",
-        f"groups/{path}/memory.max": f"{limit}\n",
-        f"groups/{path}/memory.current": f"{used}\n",
-        f"groups/{path}/memory.stat": f"anon 1\ninactive_file {unused}\n",
+        f"sys/fs/cgroup/{path}/memory.events": "oom_kill 0\n",
+        f"sys/fs/cgroup/{path}/memory.max": f"{limit}\n",
+        f"sys/fs/cgroup/{path}/memory.current": f"{used}\n",
+        f"sys/fs/cgroup/{path}/memory.stat": f"anon 1\ninactive_file {unused}\n",
     }
 
 
@@ -54,7 +50,7 @@ def test_a_group_whose_parent_keeps_the_memory_controller_has_the_parents_limit(
 def test_a_kernel_that_counts_no_kills_has_limits_all_the_same(machine) -> None:
     """Linux before 4.13 counts none, and neither does gVisor."""
     group = of_group("slice", "1000", 900)
-    del group["groups/slice/memory.events"]
+    del group["sys/fs/cgroup/slice/memory.events"]
     assert machine(group) == 100
 
 

@@ -589,18 +589,3 @@ class GradientFuture(CollectiveFuture):
                 "`with callback.backward()` block, before you read the future"
             )
         super()._await_launch(timeout)
-
-    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept these operators
-
-        def _refuse_number(self, *other: Any) -> Any:
-            """Raises an error for an operator without another operand, or with a Python number."""
-            if other and (isinstance(other[0], np.generic) or not isinstance(other[0], (int, float, complex))):
-                return NotImplemented  # an array on the other side computes with __array__()
-            raise TypeError(
-                f"{self.name}: arithmetic needs an array, got a {type(self).__name__}: call result(), which returns "
-                "the reduced gradient"
-            )
-
-        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_number
-        __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse_number
-        __neg__ = __pos__ = __abs__ = _refuse_number

@@ -292,34 +292,35 @@ class MemoryGroup(NamedTuple):
         return max(0, limit - used + (cached or 0))
 
 
-def memory_groups(proc: str = "/proc") -> list[MemoryGroup]:
+def memory_groups(root: str = "") -> list[MemoryGroup]:
     """Returns this process's memory control group and its parents, innermost first.
 
     Args:
-        proc: the mount point of the proc file system.
+        root: a folder that tests use instead of "/".
     """
-    paths = _group_paths(f"{proc}/self/cgroup")
-    for kind, path in (("cgroup", paths.get("memory")), ("cgroup2", paths.get(""))):
-        if path is None:
-            continue
-        for root, mount_point in _mounts(f"{proc}/self/mountinfo", kind):
-            groups = [MemoryGroup(directory, kind == "cgroup") for directory in _upwards(root, mount_point, path)]
-            if groups := [group for group in groups if _lines(group.limit_file)]:
-                return groups
+    paths = _group_paths(f"{root}/proc/self/cgroup")
+    for folder, controller, is_v1 in (("/sys/fs/cgroup/memory", "memory", True), ("/sys/fs/cgroup", "", False)):
+        # In a container, the path may begin with names of the host that the container does not see. Then only the
+        # folder itself has files: they belong to the container's group.
+        names = [name for name in paths.get(controller, "").split("/") if name]
+        parents = ["/".join((root + folder, *names[:depth])) for depth in range(len(names), -1, -1)]
+        groups = [MemoryGroup(parent, is_v1) for parent in parents]
+        if groups := [group for group in groups if _lines(group.limit_file)]:
+            return groups
     return []
 
 
-def available_memory_bytes(proc: str = "/proc") -> float:
+def available_memory_bytes(root: str = "") -> float:
     """Returns an estimate of the bytes that this process can allocate without swapping, within the limits of cgroups.
 
     Returns infinity if there is no estimate. If a process allocates more, the kernel does not refuse the allocation,
     but may kill the process when it uses the memory.
 
     Args:
-        proc: the mount point of the proc file system.
+        root: a folder that tests use instead of "/".
     """
-    sizes = [group.available() for group in memory_groups(proc)]
-    for line in _lines(f"{proc}/meminfo"):
+    sizes = [group.available() for group in memory_groups(root)]
+    for line in _lines(f"{root}/proc/meminfo"):
         name, _, size = line.partition(":")
         if name == "MemAvailable" and (number := size.split()[:1]) and number[0].isdigit():
             sizes.append(int(number[0]) * 1024)
@@ -345,28 +346,6 @@ def _group_paths(file: str) -> dict[str, str]:
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "")
         paths |= dict.fromkeys(controllers.split(","), path)
     return paths
-
-
-def _mounts(file: str, kind: str) -> Iterator[tuple[str, str]]:
-    """Yields root and mount point of each mount with a file system of this kind, from /proc/self/mountinfo."""
-    for line in _lines(file):
-        mount, _, system = line.partition(" - ")
-        fields = mount.split()
-        if len(fields) >= 5 and system.split()[:1] == [kind]:
-            yield _unescaped(fields[3]), _unescaped(fields[4])
-
-
-def _upwards(root: str, mount_point: str, path: str) -> list[str]:
-    """Returns the directories of a control group and of its parents, as far as this process can see them."""
-    # In a container only a part of the hierarchy may be mounted, and the path may be outside of it.
-    is_inside = ".." not in path.split("/") and f"{path}/".startswith(f"{root.rstrip('/')}/")
-    names = [name for name in path[len(root.rstrip("/")) :].split("/") if name] if is_inside else []
-    return ["/".join((mount_point.rstrip("/"), *names[:depth])) for depth in range(len(names), -1, -1)]
-
-
-def _unescaped(field: str) -> str:
-    """Replaces the octal escapes that the kernel writes for blanks in a path."""
-    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
 
 
 def _number(path: str) -> int | None:

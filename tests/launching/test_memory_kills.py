@@ -18,12 +18,9 @@ KILLED = "the kernel's out-of-memory killer ended it"
 class Machine:
     """Made-up /proc and control groups in a directory."""
 
-    def __init__(self, directory, cgroup, *mounts, kills=0):
-        self.proc = directory / "proc"
+    def __init__(self, directory, cgroup, kills=0):
         self.directory = directory
-        (self.proc / "self").mkdir(parents=True)
         self.write("proc/self/cgroup", cgroup)
-        self.write("proc/self/mountinfo", "".join(f"{line}\n" for line in ("garbage", *mounts)))
         self.machine_kills(kills)
 
     def write(self, path, text):
@@ -35,104 +32,86 @@ class Machine:
         self.write("proc/vmstat", f"nr_free_pages 12\noom_kill {count}\nswpin 3\n")
 
     def group_v1(self, path, kills, hits, limit=9223372036854771712):
-        self.write(f"{path}/memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
-        self.write(f"{path}/memory.failcnt", f"{hits}\n")
-        self.write(f"{path}/memory.limit_in_bytes", f"{limit}\n")
+        self.write(f"sys/fs/cgroup/{path}/memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
+        self.write(f"sys/fs/cgroup/{path}/memory.failcnt", f"{hits}\n")
+        self.write(f"sys/fs/cgroup/{path}/memory.limit_in_bytes", f"{limit}\n")
 
     def group_v2(self, path, kills, hits, limit="max"):
-        self.write(f"{path}/memory.events", f"low 0\nhigh 0\nmax 9\noom {hits}\noom_kill {kills}\noom_group_kill 0\n")
-        self.write(f"{path}/memory.max", f"{limit}\n")
-
-
-def mount(kind, point, root="/", options="rw"):
-    return f"35 31 0:32 {root} {str(point).replace(' ', chr(92) + '040')} rw shared:9 - {kind} cgroup {options}"
+        self.write(
+            f"sys/fs/cgroup/{path}/memory.events",
+            f"low 0\nhigh 0\nmax 9\noom {hits}\noom_kill {kills}\noom_group_kill 0\n",
+        )
+        self.write(f"sys/fs/cgroup/{path}/memory.max", f"{limit}\n")
 
 
 @pytest.fixture
 def v2(tmp_path):
-    machine = Machine(tmp_path, "0::/slice/job/ours\n", mount("cgroup2", tmp_path / "with blank"), kills=7)
-    machine.group_v2("with blank/slice", 5, 2, 64 << 30)
-    machine.group_v2("with blank/slice/job", 4, 1, 24 << 30)
-    machine.group_v2("with blank/slice/job/ours", 3, 0)
+    machine = Machine(tmp_path, "0::/slice/job/ours\n", kills=7)
+    machine.group_v2("slice", 5, 2, 64 << 30)
+    machine.group_v2("slice/job", 4, 1, 24 << 30)
+    machine.group_v2("slice/job/ours", 3, 0)
     return machine
 
 
 def test_kill_by_a_limit_above_the_group_names_that_limit(v2):
-    watch = OomWatch(str(v2.proc))
+    watch = OomWatch(str(v2.directory))
     assert (watch.kills(), watch.describe()) == (0, "")
-    v2.group_v2("with blank/slice", 7, 3, 64 << 30)
-    v2.group_v2("with blank/slice/job", 6, 2, 24 << 30)
-    v2.group_v2("with blank/slice/job/ours", 5, 0)
+    v2.group_v2("slice", 7, 3, 64 << 30)
+    v2.group_v2("slice/job", 6, 2, 24 << 30)
+    v2.group_v2("slice/job/ours", 5, 0)
     assert watch.kills() == 2
     assert watch.describe() == f"{KILLED} (memory limit of the control group: 24 GB)"
 
 
 def test_kill_without_a_limit_is_the_machine(v2):
-    watch = OomWatch(str(v2.proc))
-    v2.group_v2("with blank/slice/job/ours", 4, 0)
+    watch = OomWatch(str(v2.directory))
+    v2.group_v2("slice/job/ours", 4, 0)
     v2.machine_kills(8)
     assert watch.describe() == f"{KILLED} (the machine was out of memory)"
 
 
 def test_kills_among_neighbours_are_not_ours(v2):
-    watch = OomWatch(str(v2.proc))
-    v2.group_v2("with blank/slice", 9, 4, 64 << 30)
-    v2.group_v2("with blank/slice/job", 8, 3, 24 << 30)
+    watch = OomWatch(str(v2.directory))
+    v2.group_v2("slice", 9, 4, 64 << 30)
+    v2.group_v2("slice/job", 8, 3, 24 << 30)
     v2.machine_kills(20)
     assert (watch.kills(), watch.describe()) == (0, "")
 
 
 def test_version_1_beside_a_version_2_without_memory(tmp_path):
-    machine = Machine(
-        tmp_path,
-        "9:name=systemd:/\n4:cpu,memory:/ours\n0::/\n",
-        mount("cgroup", tmp_path / "systemd", options="rw,name=systemd"),
-        mount("cgroup2", tmp_path / "unified"),
-        mount("cgroup", tmp_path / "memory", options="rw,cpu,memory"),
-    )
+    machine = Machine(tmp_path, "garbage\n9:name=systemd:/\n4:cpu,memory:/ours\n0::/\n")
     machine.group_v1("memory", 0, 0)
     machine.group_v1("memory/ours", 1, 10, 512 * MIB)
-    watch = OomWatch(str(machine.proc))
+    watch = OomWatch(str(tmp_path))
     machine.group_v1("memory/ours", 2, 30, 512 * MIB)
     assert watch.kills() == 1
     assert watch.describe() == f"{KILLED} (memory limit of the control group: 512 MB)"
 
 
 def test_version_1_limit_above_a_group_without_one(tmp_path):
-    machine = Machine(tmp_path, "4:memory:/job/ours\n", mount("cgroup", tmp_path / "memory"))
+    machine = Machine(tmp_path, "4:memory:/job/ours\n")
     machine.group_v1("memory", 0, 0)
     machine.group_v1("memory/job", 0, 10, 3 << 30)
     machine.group_v1("memory/job/ours", 1, 0)
-    watch = OomWatch(str(machine.proc))
+    watch = OomWatch(str(tmp_path))
     machine.group_v1("memory/job", 0, 20, 3 << 30)
     machine.group_v1("memory/job/ours", 2, 1)
     assert watch.describe() == f"{KILLED} (memory limit of the control group: 3 GB)"
 
 
-@pytest.mark.parametrize(
-    ("path", "root"),
-    [("/docker/abc", "/docker/abc"), ("/", "/"), ("/../../other", "/"), ("/docker/xyz", "/docker/abc")],
-)
-def test_containers_see_their_group_at_the_mount_point(tmp_path, path, root):
-    machine = Machine(tmp_path, f"0::{path}\n", mount("cgroup2", tmp_path / "cgroup", root))
-    machine.group_v2("cgroup", 0, 0, 100 * MIB)
-    watch = OomWatch(str(machine.proc))
-    machine.group_v2("cgroup", 1, 1, 100 * MIB)
+@pytest.mark.parametrize("path", ["/docker/abc", "/", "/../../other", "/docker/abc/inner"])
+def test_containers_see_their_group_at_the_mount_point(tmp_path, path):
+    machine = Machine(tmp_path, f"0::{path}\n")
+    machine.group_v2("", 0, 0, 100 * MIB)
+    watch = OomWatch(str(tmp_path))
+    machine.group_v2("", 1, 1, 100 * MIB)
     assert watch.kills() == 1
     assert "100 MB" in watch.describe()
 
 
-def test_group_inside_a_container(tmp_path):
-    machine = Machine(tmp_path, "0::/docker/abc/inner\n", mount("cgroup2", tmp_path / "cgroup", "/docker/abc"))
-    machine.group_v2("cgroup/inner", 0, 0)
-    watch = OomWatch(str(machine.proc))
-    machine.group_v2("cgroup/inner", 1, 0)
-    assert watch.kills() == 1
-
-
 def test_without_a_group_the_machine_counts_and_the_text_is_careful(tmp_path):
-    machine = Machine(tmp_path, "0::/\n", mount("cgroup2", tmp_path / "cgroup"), kills=4)
-    watch = OomWatch(str(machine.proc))
+    machine = Machine(tmp_path, "0::/\n", kills=4)
+    watch = OomWatch(str(tmp_path))
     machine.machine_kills(5)
     assert watch.kills() == 1
     assert watch.describe() == (
@@ -146,9 +125,9 @@ def test_missing_files_count_as_nothing(tmp_path):
 
 
 def test_group_that_goes_away_counts_as_nothing(v2):
-    watch = OomWatch(str(v2.proc))
+    watch = OomWatch(str(v2.directory))
     for name in ("memory.events", "memory.max"):
-        (v2.directory / "with blank/slice/job/ours" / name).unlink()
+        (v2.directory / "sys/fs/cgroup/slice/job/ours" / name).unlink()
     assert (watch.kills(), watch.describe()) == (0, "")
 
 

@@ -256,12 +256,12 @@ class OomWatch:
     """Counts the processes that the kernel's out-of-memory killer has ended since this object was made.
 
     Args:
-        proc: the directory where the proc file system is mounted.
+        root: a folder that tests use instead of "/".
     """
 
-    def __init__(self, proc: str = "/proc") -> None:
-        self._vmstat = f"{proc}/vmstat"
-        self._groups = memory_groups(proc)
+    def __init__(self, root: str = "") -> None:
+        self._vmstat = f"{root}/proc/vmstat"
+        self._groups = memory_groups(root)
         self._killed_before = self._killed()
         self._hits_before = [group.limit_hits() or 0 for group in self._groups]
 
