@@ -23,7 +23,7 @@ try:
 except ImportError:
     from hashlib import blake2b
 
-_MOST_BYTES_OF_OTHERS = 2048  # because shared memory has little room for the descriptions of all ranks
+_MOST_BYTES_OF_OTHERS = 2048  # most of the text is for the items
 _SHORTENED_TO_CHARACTERS = 100
 
 #: In a shape, replaces a number of rows that may differ between ranks.
@@ -172,15 +172,15 @@ class Description(NamedTuple):
         """Returns the headline, then one line for each item."""
         return [self.headline, *map(str, self.items)]
 
-    def to_lines(self, head_bytes: int) -> list[str]:
+    def to_text(self, limit_bytes: int) -> str:
         """Returns the description as lines of ASCII text, to be sent to the other ranks.
 
         Each line is JSON. The first line has all fields but the items, and each further line has one item. `from_text`
         also reads a text whose end is cut off.
 
         Args:
-            head_bytes: the largest allowed size of the first line, at least 2 KiB. If the line is longer, its fields
-                are shortened.
+            limit_bytes: the largest allowed size of the text, at least 2 KiB. If the first line is longer, its fields
+                are shortened. The last items are left out if they do not fit.
         """
         import json  # imported here to keep the start of a rank short
 
@@ -188,23 +188,18 @@ class Description(NamedTuple):
         item_count = len(self.items) + len(self.others)
         fields = self._replace(items=(), others=others, item_count=item_count)
         head = json.dumps(fields)
-        if len(head) > head_bytes:
+        if len(head) > limit_bytes:
             what, dtype, detail, made_at = map(_shortened, (self.what, self.dtype, self.detail, self.made_at))
             fields = fields._replace(what=what, dtype=dtype, detail=detail, made_at=made_at)
             head = json.dumps(fields._replace(shape=None, settings=(), others=()))
-        return [head, *map(json.dumps, self.items)]
-
-    def to_text(self, limit_bytes: int) -> str:
-        """Returns the lines of `to_lines` as one text of at most `limit_bytes`, for `from_text`."""
-        return "\n".join(self.to_lines(limit_bytes))[:limit_bytes]
+        return "\n".join([head, *map(json.dumps, self.items)])[:limit_bytes]
 
     @classmethod
-    def from_text(cls, text: str, first: int = 0) -> Description:
+    def from_text(cls, text: str) -> Description:
         """Parses the text that another rank has made with `to_text`, and returns that rank's description.
 
         Args:
             text: the other rank's text; the end of the text may be cut off.
-            first: the index of the text's first item among all items of the collective.
         """
         import json  # imported here to keep the start of a rank short
 
@@ -227,10 +222,9 @@ class Description(NamedTuple):
                 bool(has_ended),
                 int(item_count),
                 CallSite(str(line), str(relation)),
-                first,
             )
         except _UNREADABLE:
-            return cls("(a description that cannot be read)", first=first)
+            return cls("(a description that cannot be read)")
 
 
 _UNREADABLE = ValueError, TypeError, OverflowError, RecursionError
@@ -387,14 +381,14 @@ def mismatch(
     Args:
         label: this rank's name in errors, e.g. "rank 0/2".
         agreement: the Agreement that describes this rank's collective; None if this rank no longer has it.
-        descriptions: the description of each rank. The attribute `first` is equal in all descriptions.
+        descriptions: the description of each rank.
         broken: whether a rank had already launched its collective.
     """
     index = None if agreement is None else agreement.event
     where = "" if index is None else f", number {index + 1} of this step"
     alike = first_difference([described.items for described in descriptions.values()])
     differing = {
-        rank: described._replace(items=described.items[alike:], first=described.first + alike)
+        rank: described._replace(items=described.items[alike:], first=alike)
         for rank, described in sorted(descriptions.items())
     }
     shown = _each(differing)

@@ -226,7 +226,7 @@ def dump_files(data: bytes) -> None:
 def plan_texts(data: bytes) -> None:
     """What other ranks say that they were about to do, for the error that names the difference."""
     texts = data.decode("utf-8", "replace").split("\x1e")
-    descriptions = {rank: Description.from_text(text, len(text)) for rank, text in enumerate(texts)}
+    descriptions = {rank: Description.from_text(text) for rank, text in enumerate(texts)}
     assert mismatch("rank 0/2", None, descriptions).descriptions.keys() == descriptions.keys()
 
 

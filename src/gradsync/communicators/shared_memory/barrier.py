@@ -1,6 +1,6 @@
 """The barrier of a shared-memory communicator, which also compares digests and announces close and abort.
 
-Each rank owns one cache line in shared memory, and memory for two texts. A rank writes only to its own cache line and
+Each rank owns one cache line in shared memory, and memory for texts. A rank writes only to its own cache line and
 texts, and reads those of all ranks. A rank's cache line contains the number of the last round at which the rank has
 arrived, the 64-bit digest of the collective that the rank has called, and whether the rank has closed or aborted the
 communicator. So a rank that arrives at the barrier writes to one cache line only, and the digests take no extra time.
@@ -15,9 +15,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
-from zlib import crc32
 
-from gradsync.communicators.agreement import Agreement, Description, first_difference, mismatch
+from gradsync.communicators.agreement import Agreement, Description, mismatch
 from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, closed_failure
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 
@@ -46,7 +45,7 @@ _CHECK_EVERY_SECONDS = 5e-3
 # The words of a rank's cache line that belong to the barrier.
 _ARRIVALS = 0  # the number of the last round that the rank has arrived at
 _DIGESTS = 1  # two words, for even and odd rounds: a fast rank may be one round ahead of a slow reader
-TEXT_BYTES = 16384  # the memory for the description of a collective, for PlanMismatch
+TEXT_BYTES = 1024 * 1024  # the memory for the description of a collective, for PlanMismatch
 
 _NO_DIGEST = 0
 
@@ -140,7 +139,7 @@ class SharedBarrier:
         self.round = 0
         self.words = areas["lines"]
         self._reasons = TextBoard(areas["reasons"], REASON_BYTES)
-        self._texts = TextBoard(areas["texts"], TEXT_BYTES)
+        self._texts = TextBoard(areas["slots"], TEXT_BYTES)
         self._rank = rank
         self._timeout_seconds = timeout_seconds
         self._failures = failures
@@ -223,26 +222,13 @@ class SharedBarrier:
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
         """Exchanges descriptions of the collectives, so that every rank can raise the same error.
 
-        First the ranks exchange checksums of the lines of their descriptions, in batches, to find the first line that
-        differs. Then they exchange their descriptions from the first different line on, because a whole description may
-        be too long.
+        The descriptions are written over the slots, which no rank uses while the ranks disagree.
         """
-        head, *lines = agreement.described().to_lines(TEXT_BYTES - 4)
-        first, at_a_time = 0, (TEXT_BYTES - 4) // 4
-        is_found = False
-        while not is_found:
-            own = [crc32(line.encode()).to_bytes(4, "little") for line in lines[first : first + at_a_time]]
-            self._texts.write(self._rank, b"".join(own))
-            self._arrive(_NO_DIGEST)
-            sums = [self._texts.read(rank) for rank in range(len(self.ranks))]
-            alike = first_difference([[part[i : i + 4] for i in range(0, len(part), 4)] for part in sums])
-            self._arrive(_NO_DIGEST)  # before this round, other ranks may still read this rank's checksums
-            first, is_found = first + alike, alike < at_a_time
-        self._texts.write(self._rank, "\n".join([head, *lines[first:]]).encode())
+        self._texts.write(self._rank, agreement.described().to_text(TEXT_BYTES - 4).encode())
         self._arrive(_NO_DIGEST)
         texts = {number: self._texts.read(rank).decode(errors="replace") for rank, number in enumerate(self.ranks)}
-        descriptions = {number: Description.from_text(text, first) for number, text in texts.items()}
-        raise mismatch(self.label, agreement, descriptions)
+        self._arrive(_NO_DIGEST)  # before this round, other ranks may still read this rank's text
+        raise mismatch(self.label, agreement, {number: Description.from_text(text) for number, text in texts.items()})
 
     # -- Failures ----------------------------------------------------------------------------------------------
 
