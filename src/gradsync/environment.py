@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from gradsync.arguments import LARGEST_PORT, check_address
 from gradsync.backends import BACKENDS, unknown_backend
@@ -110,6 +110,13 @@ def parse_secret(origin: str, text: str) -> bytes:
 
 def _secret_of_file(_name: str, path: str) -> bytes:
     return read_secret_file(path)
+
+
+def _no_tls(name: str, _text: str) -> NoReturn:
+    raise InvalidArgument(
+        f"{name} is set, but the rendezvous has no TLS any more: unset it, and use a private network or an SSH tunnel "
+        "instead (docs/security.md)"
+    )
 
 
 # -- The table --------------------------------------------------------------------------------------------------------
@@ -259,11 +266,9 @@ DEBUG = Variable(
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 #: The variables that describe one run. A launcher sets them for its own ranks, and removes earlier values.
 OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, START, BACKEND, SECRET, SECRET_FILE)
-_NO_TLS = (
-    "the rendezvous has no TLS any more: unset it, and use a private network or an SSH tunnel instead "
-    "(docs/security.md)"
+_REMOVED: tuple[Variable[object], ...] = tuple(
+    [Variable(f"{_PREFIX}TLS_{name}", _no_tls, None, "") for name in ("CERTIFICATE", "KEY", "CA")]
 )
-_REMOVED = {f"{_PREFIX}{name}": _NO_TLS for name in ("TLS_CERTIFICATE", "TLS_KEY", "TLS_CA")}  # name -> advice
 _OF_TESTS = (f"{_PREFIX}STAND_IN_", f"{_PREFIX}TEST_")  # variables of this project's tests
 _warned: set[str] = set()
 
@@ -280,10 +285,7 @@ def refused_variables(
         environ: the environment variables.
         variables: the variables whose values the function checks.
     """
-    for name, advice in _REMOVED.items():
-        if value_of(environ, name) is not None:
-            yield name, InvalidArgument(f"{name} is set, but {advice}")
-    for variable in variables:
+    for variable in (*_REMOVED, *variables):
         try:
             variable.read(environ)
         except InvalidArgument as error:
