@@ -15,7 +15,7 @@ if $(PYTHON) -c 'import cupy, pytest, pytest_timeout, hypothesis, ml_dtypes, msg
 else $(MAKE) --no-print-directory $(VENV)/.dev && $(BIN)/python $(1); fi
 endef
 
-.PHONY: help demo test lint docs peers prove soak test-pythons test-gpu bench bench-training bench-peers \
+.PHONY: help demo test lint docs peers prove soak test-pythons test-gpu bench-training bench-peers \
 	bench-mpi bench-failures bench-rendezvous bench-gpu clean
 help:            ## list the targets, and how long each takes on two cores
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -94,9 +94,6 @@ test-gpu:        ## run the tests that need a GPU, with your CuPy, and write the
 	@$(call with_cupy,benchmarks/gpu_tests.py)
 
 # The benchmarks write JSON under benchmarks/results; `python benchmarks/readme.py` puts it into the pages.
-bench: $(VENV)/.dev  ## time import, start-up, steps of known models and the flight recorder (1 minute)
-	$(BIN)/python benchmarks/basic_costs.py
-
 bench-training: $(VENV)/.dev  ## time training with and without ranks on the same cores (2 minutes)
 	$(BIN)/python benchmarks/training_speed.py
 
@@ -105,6 +102,7 @@ bench-peers: $(VENV)/.dev  ## install PyTorch and MPI, and compare the times wit
 	$(BIN)/python benchmarks/beside_peers.py all_reduce
 	$(BIN)/python benchmarks/beside_peers.py buckets
 	$(BIN)/python benchmarks/beside_peers.py collectives
+	$(BIN)/python benchmarks/start_up.py
 
 bench-mpi: $(VENV)/.dev  ## compare the times of gradsync over MPI and mpi4py (1 minute)
 	$(BIN)/python benchmarks/beside_mpi4py.py

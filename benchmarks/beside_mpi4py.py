@@ -116,10 +116,6 @@ def main() -> int:
         found = json.loads(path.read_text())
     results["versions"]["mpi"] = found["library"]
     results["results"] = found["rows"]
-    print(f"{'work':34} {'gradsync':>10} {'mpi4py':>10}  ratio")
-    for row in found["rows"]:
-        ours, theirs = row["seconds"]["gradsync"], row["seconds"]["mpi4py"]
-        print(f"{row['work']:34} {ours * 1e3:7.3f} ms {theirs * 1e3:7.3f} ms  {ours / theirs:.2f}")
     write_result("beside_mpi4py", options.output, results, is_whole=rounds >= ROUNDS)
     return 0
 

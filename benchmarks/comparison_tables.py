@@ -80,11 +80,14 @@ _OPTIONS = {
 
 def knobs(results: _Found) -> list[str]:
     """Returns the lines of a table with a line for each knob, and its step beside the plain one."""
-    [of_workload] = [rows for rows in _by_workload(results).values() if contenders.KNOBS[0] in rows]
-    plain = of_workload[contenders.GRADSYNC]
     shown = {"default options": contenders.GRADSYNC, **{_OPTIONS.get(knob, knob): knob for knob in contenders.KNOBS}}
     cells = {
-        name: [_milliseconds(of_workload[contender]), f"{_median(of_workload[contender]) / _median(plain):.2f}"]
+        name: [
+            _milliseconds(found[contender]),
+            f"{_median(found[contender]) / _median(found[contenders.GRADSYNC]):.2f}",
+        ]
+        for found in _by_workload(results).values()
+        if contenders.KNOBS[0] in found
         for name, contender in shown.items()
     }
     return _table("ResNet-50 with", ["milliseconds", "divided by default options"], cells)

@@ -1,8 +1,8 @@
 """Predicts the time of an all-reduce from the latency and the bandwidth of the links.
 
-docs/scaling.md and predict_threshold.py are made with it. All times are in seconds, sizes in bytes. A message of
+predict_threshold.py uses it. All times are in seconds, sizes in bytes. A message of
 n bytes over a link takes `latency_seconds + n * seconds_per_byte` (the alpha-beta model); the arithmetic of the
-reduction counts as part of the bytes. What NCCL's own tuning says is in `nccl_cost_model`.
+reduction counts as part of the bytes.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009), for
 the ring and the least bytes.

@@ -44,6 +44,8 @@ def detection_at_a_glance(results: dict[str, Any]) -> list[str]:
     ]
     found = {(one["failure"], one["phase"], one["ranks"]): one for one in results["results"]}
     for failure, name in AT_A_GLANCE.items():
+        if failure not in found:  # some rows were measured alone
+            continue
         measured, (_, phase, _) = found[failure]["measured"], failure
         told, down = slower(measured["raised"], measured["reported"]), measured["down"]
         cells = [f"{told['median_seconds']:.2f} s", f"{_marked(told)} s"] if told else ["", ""]

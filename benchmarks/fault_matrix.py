@@ -17,15 +17,11 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from failure_tables import told
 from failures.matrix import VICTIMS, Cell, cells, row_of, why_not
 from failures.observation import DOWN, RAISED, REPORTED, Result, observe
 from failures.points import FAULTS, PHASES
@@ -35,7 +31,6 @@ FOLDER = Path(__file__).parent
 OUTPUT = FOLDER / "results" / "fault_matrix.json"
 ROUNDS = 2
 AT_A_TIME = 2
-TABLE_WIDTH = 170
 
 
 def sample() -> list[Cell]:
@@ -49,7 +44,7 @@ def sample() -> list[Cell]:
     return chosen
 
 
-def measure(wanted: Sequence[Cell], rounds: int, at_a_time: int, console: Console) -> list[Result]:
+def measure(wanted: Sequence[Cell], rounds: int, at_a_time: int) -> list[Result]:
     """Returns the results of all cells, in their order."""
     pool = ThreadPoolExecutor(at_a_time)
     try:
@@ -57,7 +52,7 @@ def measure(wanted: Sequence[Cell], rounds: int, at_a_time: int, console: Consol
         results = []
         for number, future in enumerate(pending, 1):
             results.append(future.result())
-            console.print(f"{number}/{len(wanted)} {_line_of(results[-1])}", highlight=False, markup=False)
+            print(f"{number}/{len(wanted)} {_line_of(results[-1])}", *results[-1].problems(), sep="\n", flush=True)
         return results
     finally:
         pool.shutdown(cancel_futures=True)  # which matters for Ctrl-C
@@ -70,31 +65,6 @@ def _line_of(result: Result) -> str:
         if (summary := result.summary(what)) is not None
     )
     return f"{result.row.name}: {times or 'no error, as it must be'}"
-
-
-def table_of(wanted: Sequence[Cell], results: Sequence[Result]) -> Table:
-    """Returns a table with a line for each phase and a column for each fault: the worst over all victims."""
-    table = Table(title="From the fault until the last rank and the launcher have told it: seconds, the worst of all")
-    table.add_column("phase", no_wrap=True)
-    for fault in FAULTS:
-        table.add_column(fault, justify="right", no_wrap=True)
-    for phase in PHASES:
-        of_phase = [(cell, result) for cell, result in zip(wanted, results, strict=True) if cell.phase == phase]
-        table.add_row(phase, *(_entry([r for cell, r in of_phase if cell.fault == fault]) for fault in FAULTS))
-    return table
-
-
-def _entry(results: Iterable[Result]) -> str:
-    results = list(results)
-    worst = [
-        summary["worst_seconds"] for result in results if (summary := told(result.as_json()["measured"])) is not None
-    ]
-    if not results:
-        return "-"
-    shown = f"{max(worst):.2f}" if worst else "none"
-    if not all(result.is_good for result in results):
-        return f"[red]{shown} !![/red]"
-    return f"[yellow]{shown} late[/yellow]" if any(result.missed for result in results) else shown
 
 
 def as_dictionary(
@@ -124,17 +94,6 @@ def _without_texts(result: Result) -> dict[str, Any]:
     return {key: found[key] for key in ("measured", "errors", "culprit_named", "complaints", "left_behind")}
 
 
-def tell_what_is_wrong(results: Sequence[Result], console: Console) -> None:
-    for result in results:
-        for text in dict.fromkeys(result.complaints + [f"left {thing}" for thing in result.left_behind]):
-            console.print(f"{result.row.name}: {text}", markup=False, highlight=False, soft_wrap=True)
-        for what in result.missed:
-            summary = result.summary(what)
-            assert summary is not None
-            late = f"{what} after {summary['worst_seconds']:.2f} s, target {summary['target_seconds']:g} s"
-            console.print(f"{result.row.name}: {late}", markup=False, highlight=False)
-
-
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fault by phase by victim, with real processes.")
     parser.add_argument("--quick", action="store_true", help="a sample with each phase and each fault")
@@ -156,14 +115,10 @@ def main() -> int:
     )  # a process that ignores the signal hands that on to its children
     rounds = options.rounds or (1 if options.quick else ROUNDS)
     made = provenance("benchmarks/fault_matrix.py")
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
     began = time.monotonic()
-    results = measure(wanted, rounds, options.at_a_time, console)
-    console.print(table_of(wanted, results))
-    tell_what_is_wrong(results, console)
+    results = measure(wanted, rounds, options.at_a_time)
     bad = sum(not result.is_good for result in results)
-    console.print(f"{len(results)} cells in {time.monotonic() - began:.0f} s: {bad or 'none'} wrong or unclean")
+    print(f"{len(results)} cells in {time.monotonic() - began:.0f} s: {bad or 'none'} wrong or unclean")
     settings = {"rounds": rounds, "cells_at_a_time": options.at_a_time}
     result, whole = as_dictionary(wanted, results, made, settings), not (options.quick or options.only)
     write_result("fault_matrix", options.output, result, is_whole=whole)

@@ -1,4 +1,4 @@
-"""Prints the time at which the first all-reduce returned; basic_costs.py and start_up.py start it."""
+"""Prints the time at which the first all-reduce returned; start_up.py starts it."""
 
 import sys
 import time

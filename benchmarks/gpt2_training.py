@@ -78,10 +78,6 @@ def main() -> int:
         {"what": "weights equal bit by bit", "kept": are_equal},
         {"what": f"step of {OURS} against the quicker {THEIRS}", "limit": 1.0, "ratio": ratio, "kept": ratio <= 1},
     ]
-    for row in rows:
-        step, backward = (row[name]["median"] for name in ("step_seconds", "backward_seconds"))
-        same = "same weights" if row["weights_equal_bit_by_bit"] else "OTHER WEIGHTS"
-        print(f"{row['model']:12} {row['what']:40} step {step:7.3f} s, backward {backward:7.3f} s, {same}")
     print(f"{OURS} against the quicker {THEIRS}: {ratio:.3f}")
     write_result("gpt2_training", options.output, results, is_whole=not options.quick)
     return int(not all(promise["kept"] for promise in results["promises"]))

@@ -15,6 +15,7 @@ from typing import Any
 import gradsync
 from gradsync.bench import report
 from gradsync.bench.report import Seconds
+from page_tables import LAYOUTS
 
 __all__ = [
     "RESULTS",
@@ -96,7 +97,7 @@ def add_output(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def write_result(name: str, output: Path | None, result: dict[str, Any], *, is_whole: bool = True) -> None:
-    """Writes a result as JSON.
+    """Prints a result in the tables of the pages, and writes it as JSON.
 
     Args:
         name: the name of the results.
@@ -104,10 +105,13 @@ def write_result(name: str, output: Path | None, result: dict[str, Any], *, is_w
         result: the result, with its provenance.
         is_whole: whether everything was measured, with all rounds.
     """
+    result["machine"]["load_average_after"] = os.getloadavg()[0]
+    for table, layout in LAYOUTS.items():
+        if table.partition(".")[0] == name:
+            print("", *layout(result), "", sep="\n")
     path = output or (RESULTS / f"{name}.json" if is_whole else None)
     if path is None:
         return
-    result["machine"]["load_average_after"] = os.getloadavg()[0]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {os.path.relpath(path)}")

@@ -11,9 +11,8 @@ thread that calls, until all_reduce returns:
 - "flat out": 50 calls come one after the other, and the stream falls behind.
 
 "seconds" is the time on the clock, "cpu_seconds" the processor time of that thread. Both include the work of the
-stand-in, which a GPU's driver would do in another time; "bare" is NCCL's call alone, on the stand-in. A block counts
-with the median of its calls, and with the slower rank; a ratio is the median over the blocks. "python_calls" counts the
-calls of Python functions in one all_reduce, without those within the stand-in.
+stand-in, which a GPU's driver would do in another time. A block counts with the median of its calls, and with the
+slower rank; a ratio is the median over the blocks.
 
 No GPU takes part: the figures compare two checkouts, and say nothing about NCCL. The exit code is 1 when the new
 checkout takes more than 0.6 of the processor time of the old one, 2 when a rank failed.
@@ -29,7 +28,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +35,7 @@ from typing import Any
 BLOCKS, SEED, LIMIT = 9, 5, 0.6
 WARM_UP, CALLS, BURST = 60, 400, 50
 OLD, NEW = "old", "new"
-IDLE, FLAT_OUT, BARE = "idle", "flat out", "bare"
+IDLE, FLAT_OUT = "idle", "flat out"
 _HERE = Path(__file__).resolve().parent
 _STAND_IN = _HERE.parent / "tests" / "stand_in"
 
@@ -53,62 +51,25 @@ def run_rank(calls: int) -> dict[str, Any]:
     array = cupy.zeros(1000, np.float32)
     stream = cupy.cuda.get_current_stream()
 
-    def all_reduce() -> None:
-        comm.all_reduce(array)
-
     for _ in range(WARM_UP):
-        all_reduce()
-    raw = cupy.cuda.nccl.NcclCommunicator(1, cupy.cuda.nccl.get_unique_id(), 0)
-
-    def bare() -> None:
-        raw.allReduce(array.data.ptr, array.data.ptr, 1000, 7, 0, stream.ptr)
-
+        comm.all_reduce(array)
     gc.collect()
     gc.disable()
     found: dict[str, Any] = {}
-    for name, function, burst in ((IDLE, all_reduce, 1), (FLAT_OUT, all_reduce, BURST), (BARE, bare, 1)):
+    for name, burst in ((IDLE, 1), (FLAT_OUT, BURST)):
         wall, processor = [], []
         for _ in range(max(calls // burst, 1)):
             stream.synchronize()  # no barrier: a loop that repeats all_reduce needs no agreement
             time.sleep(0.001)  # for the threads of the stand-in to come to rest
             wall_began, processor_began = time.perf_counter(), time.thread_time()
             for _ in range(burst):
-                function()
+                comm.all_reduce(array)
             processor.append((time.thread_time() - processor_began) / burst)
             wall.append((time.perf_counter() - wall_began) / burst)
         found[name] = {"seconds": median(wall), "cpu_seconds": median(processor)}
-    counts = []
-    for _ in range(5):
-        stream.synchronize()
-        time.sleep(0.05)  # for the communicator's thread to drop ended work
-        counts.append(_python_calls(all_reduce))
-    found["python_calls"] = median(counts)
-    raw.destroy()
     comm.barrier()
     gs.destroy_process_group()
     return found
-
-
-def _python_calls(function: Callable[[], None]) -> int:
-    """Returns how many Python functions a call runs, without those of the stand-in."""
-    count, depth = 0, 0  # of functions of the stand-in
-    stand_in = str(_STAND_IN)
-
-    def profile(frame: Any, event: str, _: object) -> None:
-        nonlocal count, depth
-        is_its_own = frame.f_code.co_filename.startswith(stand_in)
-        if event == "call":
-            depth += is_its_own
-            count += not depth
-        elif event == "return":
-            depth -= is_its_own
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count - 1  # the function itself
 
 
 def run_block(checkout: Path, calls: int) -> dict[str, Any]:
@@ -128,11 +89,10 @@ def run_block(checkout: Path, calls: int) -> dict[str, Any]:
         timeout=120,
     )
     ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    slower: dict[str, Any] = {
+    return {
         name: {clock: max(rank[name][clock] for rank in ranks) for clock in ("seconds", "cpu_seconds")}
-        for name in (IDLE, FLAT_OUT, BARE)
+        for name in (IDLE, FLAT_OUT)
     }
-    return {**slower, "python_calls": max(rank["python_calls"] for rank in ranks)}
 
 
 def rows_of(blocks: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -147,7 +107,6 @@ def rows_of(blocks: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
                     "case": case,
                     "clock": clock,
                     "step_seconds": {name: median(seconds) for name, seconds in of_block.items()},
-                    "bare_seconds": median(block[BARE][clock] for block in blocks[NEW]),
                     "new_to_old": median(ratios),
                     "range": [min(ratios), max(ratios)],
                     **({"limit": LIMIT, "kept": median(ratios) <= LIMIT} if clock == "cpu_seconds" else {}),
@@ -184,15 +143,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nccl_host_cost: {error}", file=sys.stderr)
         return 2
     rows = rows_of(blocks)
-    python_calls = {name: median(block["python_calls"] for block in of) for name, of in blocks.items()}
-    for row in rows:
-        old, new = (f"{1e6 * row['step_seconds'][name]:.1f} us" for name in (OLD, NEW))
-        low, high = row["range"]
-        print(f"{row['case']:8} {row['clock']:11} {old} -> {new}: {row['new_to_old']:.2f} ({low:.2f} to {high:.2f})")
-    print(f"python calls {python_calls[OLD]:g} -> {python_calls[NEW]:g}")
     commits = {name: commit_of(path) for name, path in checkouts.items()}
     settings = {"blocks": len(blocks[NEW]), "calls": CALLS, "burst": BURST, "warm_up": WARM_UP, "seed": SEED}
-    result = {**made, "commits": commits, "settings": settings, "python_calls": python_calls, "rows": rows}
+    result = {**made, "commits": commits, "settings": settings, "rows": rows}
     write_result("nccl_host_cost", options.output, result, is_whole=not options.quick)
     return int(not all(row.get("kept", True) for row in rows))
 

@@ -26,9 +26,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from measurement import add_output, provenance, write_result
 
 FOLDER = Path(__file__).parent
@@ -111,7 +108,7 @@ def observe_mpi(fault: str) -> tuple[dict[int, float], list[str]]:
         return found, wrong + [f"left behind: {what}" for what in namespaces.left_behind(machines)]
 
 
-def rows_of(fault: str, victim: int, rounds: int, console: Console) -> list[dict[str, Any]]:
+def rows_of(fault: str, victim: int, rounds: int) -> list[dict[str, Any]]:
     """Causes a fault on one machine in each round; returns a row for each side that reports it."""
     times: dict[int, list[float]] = {}
     wrong: list[str] = []
@@ -121,7 +118,7 @@ def rows_of(fault: str, victim: int, rounds: int, console: Console) -> list[dict
         for node, seconds in found.items():
             times.setdefault(node, []).append(seconds)
     for complaint in wrong:
-        console.print(f"{fault} of node {victim}: {complaint}")
+        print(f"{fault} of node {victim}: {complaint}")
     return [
         {
             "fault": fault,
@@ -144,21 +141,13 @@ def main() -> int:
     add_output(parser, "network_partition")
     options = parser.parse_args()
     rounds: int = options.rounds
-    console = Console()
     why_not = namespaces.why_none()
     if why_not is not None:
-        console.print(f"not measured: {why_not}")
+        print(f"not measured: {why_not}")
         return 0
     where = provenance("benchmarks/network_partition.py")
     faults = [(fault, victim) for fault in FAULTS for victim in (0, 1)] + [(fault, 1) for fault in MPI_FAULTS]
-    found = [line for fault, victim in faults for line in rows_of(fault, victim, rounds, console)]
-    table = Table(title="From the fault until it is told: seconds")
-    for heading in ("fault", "of the node that", "side", "median", "worst", "target"):
-        table.add_column(heading)
-    for line in found:
-        times = (f"{line[name]:.2f}" for name in ("median_seconds", "worst_seconds", "target_seconds"))
-        table.add_row(line["fault"], line["victim"], line["side"], *times)
-    console.print(table)
+    found = [line for fault, victim in faults for line in rows_of(fault, victim, rounds)]
     write_result("network_partition", options.output, {**where, "results": found}, is_whole=rounds >= ROUNDS)
     return int(any(line["complaints"] for line in found))
 

@@ -11,10 +11,8 @@ from typing import Any
 from comparison_tables import comparison, knobs, lists, thresholds
 from contract_coverage import coverage
 from failure_tables import detection, detection_at_a_glance, fault_matrix, kills, model_check, restarts, simulation
-from scaling_tables import PREDICTIONS
 from security_tables import hostile, transcripts
 from timing_tables import (
-    adapters,
     first_edition,
     nccl_host_cost,
     over_mpi,
@@ -23,7 +21,6 @@ from timing_tables import (
     rendezvous_scale,
     start_up,
     steady_cost,
-    timings,
     training_speed,
 )
 
@@ -31,7 +28,6 @@ RESULTS = Path(__file__).parent / "results"
 
 #: How the results of each benchmark become a table.
 LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "basic_costs": timings,
     "all_reduce": comparison,
     "collectives": comparison,
     "buckets": lists,
@@ -40,7 +36,6 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "training_speed": training_speed,
     "start_up": start_up,
     "beside_mpi4py": over_mpi,
-    "torch_adapter": adapters,
     "gpt2_training": real_model,
     "first_edition": first_edition,
     "nccl_host_cost": nccl_host_cost,
@@ -91,12 +86,6 @@ METHODS = {
     ),
     "start_up": ("", ""),
     "beside_mpi4py": ("two ranks of MPICH", f"{_MEDIANS}. `make bench-mpi` makes the table"),
-    "torch_adapter": (
-        USUAL,
-        "The table shows the times of the slower rank. The compared programs took turns. The gradients have the shapes "
-        "of ResNet-50 and exist before the pass, so the times are those of the synchronisation alone. "
-        "`python benchmarks/torch_adapter.py` makes the table",
-    ),
     "gpt2_training": (
         USUAL,
         "The table shows medians on the slower rank, without the first step. The compared programs took turns, with "
@@ -164,10 +153,7 @@ def fill_tables(page: str) -> str:
 
     def fill(marker: re.Match[str]) -> str:
         nonlocal machine
-        if marker[2] in PREDICTIONS:
-            content = "\n".join(PREDICTIONS[marker[2]]()) + "\n"
-        else:
-            content, machine = table(marker[2], machine)
+        content, machine = table(marker[2], machine)
         return f"{marker[1]}\n{content}{marker[3]}"
 
     return re.sub(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->\n)", fill, page, flags=re.DOTALL)

@@ -37,8 +37,7 @@ def prediction(size_bytes: int, gpus: int, backward_seconds: float, link: Link) 
         f"Prediction for {gpus:,} GPUs, not a measurement: a threshold of {size_text(max(round(best), 1))} would leave "
         f"{exposed(best)} to wait for after a backward pass of {milliseconds(backward_seconds)}; the default of "
         f"{size_text(DEFAULT_THRESHOLD_BYTES)}, {exposed(min(DEFAULT_THRESHOLD_BYTES, size_bytes))}. "
-        f"By one ring over links of {1e6 * link.latency_seconds:.3g} us and {1e-9 / link.seconds_per_byte:.3g} GB/s; "
-        "see docs/scaling.md for what the model leaves out.",
+        f"By one ring over links of {1e6 * link.latency_seconds:.3g} us and {1e-9 / link.seconds_per_byte:.3g} GB/s.",
         width=79,
         break_on_hyphens=False,
     )

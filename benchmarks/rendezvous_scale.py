@@ -6,9 +6,9 @@
 
 Each server runs in a process of its own. Its ranks are simulated by two processes with a connection for each rank, by
 one event loop for all contenders: gradsync's ranks run the library's own handshake and MACs, TCPStore's speak its wire
-format. The row "its own clients" has TCPStore's client objects in place of these, a thread for each. A run goes through
-join (connect, prove, wait for all), id (rank 0 hands in 128 bytes, all others fetch them) and barrier. Wall time
-includes the simulated ranks', which share the machine's cores with the server; the server's processor time does not.
+format. A run goes through join (connect, prove, wait for all), id (rank 0 hands in 128 bytes, all others fetch them)
+and barrier. Wall time includes the simulated ranks', which share the machine's cores with the server; the server's
+processor time does not.
 Contenders take turns, every second round backwards. The exit code is 1 when a promise is not kept.
 """
 
@@ -28,14 +28,13 @@ from measurement import Seconds, add_output, provenance, write_result
 from peers import systems
 from peers.contenders import TORCH
 from simulated_ranks import run
-from simulated_ranks.contenders import CONTENDERS, GRADSYNC, LEAVE, PHASES, TCPSTORE_OWN
+from simulated_ranks.contenders import CONTENDERS, GRADSYNC, LEAVE, PHASES
 from simulated_ranks.names import can_give_names
 from simulated_ranks.run import LOAD_PROCESSES, Phase, Run
 
 FOLDER = Path(__file__).parent
 play = functools.partial(run.play, torch_python=str(systems.ENVIRONMENTS / TORCH / "bin" / "python"))
 RANKS = (1024, 4096)
-MOST_THREADS = 1024  # for TCPStore's own clients: with more, their scheduling would be measured
 ROUNDS, QUICK_ROUNDS, WARM_UP = 5, 2, 1
 BEAT_SECONDS, QUICK_BEAT_SECONDS = 20.0, 3.0
 BEATING_ROUNDS = 2  # of gradsync's: they take long
@@ -110,17 +109,6 @@ def promises(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**promise, "kept": promise["value"] <= promise["limit"]} for promise in kept]
 
 
-def line_of(found: dict[str, Any]) -> str:
-    """Returns one result for the terminal."""
-    together = found["together"]
-    wall, cpu = (together[key]["median"] for key in ("wall_seconds", "server_cpu_seconds"))
-    line = f"{found['ranks']:5} ranks, {found['contender']:25} wall {wall:.3f} s, server {cpu:.3f} s of a core"
-    line += f", memory + {found['memory_growth_bytes'] / 1e6:.1f} MB"
-    if found["heartbeats"]:
-        line += f", heartbeats {100 * found['heartbeats']['share_of_a_core']['median']:.1f} % of a core"
-    return line
-
-
 def torch_version() -> str:
     """Returns the version of the PyTorch whose store is compared."""
     python = str(systems.ENVIRONMENTS / TORCH / "bin" / "python")
@@ -147,10 +135,8 @@ def main() -> int:
     beat_seconds = QUICK_BEAT_SECONDS if options.quick else BEAT_SECONDS
     results = []
     for ranks in RANKS:
-        contenders = [c for c in present if c != TCPSTORE_OWN or ranks <= MOST_THREADS]
-        for contender, runs in measure(contenders, ranks, rounds, beat_seconds).items():
-            results.append(result(contender, ranks, runs))
-            print(line_of(results[-1]), flush=True)
+        by_contender = measure(present, ranks, rounds, beat_seconds)
+        results += [result(contender, ranks, runs) for contender, runs in by_contender.items()]
         made["results"], made["promises"] = results, promises(results)
         # After each size, because the larger one takes long.
         write_result("rendezvous_scale", options.output, made, is_whole=not options.quick)

@@ -22,13 +22,11 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 import gradsync as gs
 from gradsync import process_group
@@ -91,7 +89,7 @@ def _counted(comm: gs.Communicator, model: Model) -> dict[str, float]:
     def agree() -> None:
         agreements.begin_step()
         for event, _, _ in agreements._known[:-1]:
-            agreements.bucket(event)
+            agreements.next(event)
 
     client = process_group._client
     beat = client._connection._beat
@@ -167,16 +165,6 @@ def measured(plan: Plan) -> tuple[dict[str, Any], list[Cost]]:
     return {**told, "costs": costs_told}, found
 
 
-def table_of(of_models: Iterable[tuple[str, list[Cost]]]) -> Table:
-    """Returns a line for each model and cost."""
-    table = Table("model", "of", "cost", "95 %", "counted", title="what a step costs more")
-    for model, found in of_models:
-        for cost in found:
-            counted = "" if cost.counted is None else f"{cost.counted:.3%}"
-            table.add_row(model, cost.of, f"{cost.excess:.2%}", f"{cost.low:.2%} to {cost.high:.2%}", counted)
-    return table
-
-
 def plans(rounds: int | None, *, is_quick: bool) -> list[Plan]:
     """Returns the measurements; `rounds` None takes as many for each model as its figures need."""
     if is_quick:
@@ -194,7 +182,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     origin = provenance("benchmarks/steady_cost.py")
     of_models = [measured(plan) for plan in plans(options.rounds, is_quick=options.quick)]
-    Console().print(table_of((told["model"], found) for told, found in of_models))
     whole = not options.quick and options.rounds is None
     result = {**origin, "target": TARGET, "results": [told for told, _ in of_models]}
     write_result("steady_cost", options.output, result, is_whole=whole)

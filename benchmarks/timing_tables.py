@@ -6,19 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def timings(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each measurement and its baseline."""
-    lines = ["| measured | median | compared with | ratio |", "| --- | --- | --- | --- |"]
-    for found in results["results"]:
-        if found["what"].endswith("busy cores"):  # shown beside the peers, in another table
-            continue
-        seconds, baseline = found["seconds"]["median"], found["baseline_seconds"]
-        against = f"{found['baseline']}, {1e3 * baseline['median']:.3g} ms" if baseline else ""
-        ratio = f"{found['ratio']:.2f}" if found["ratio"] else ""
-        lines.append(f"| {found['what']} | {1e3 * seconds:.3g} ms | {against} | {ratio} |")
-    return lines
-
-
 def start_up(results: dict[str, Any]) -> list[str]:
     """Returns the lines of a table with a line for each launcher and a column for each number of ranks."""
     medians: dict[str, dict[str, float]] = {}
@@ -39,18 +26,6 @@ def over_mpi(results: dict[str, Any]) -> list[str]:
     for row in results["results"]:
         ours, theirs = (1e3 * row["seconds"][name] for name in ("gradsync", "mpi4py"))
         lines.append(f"| {row['work']} | {ours:.3g} | {theirs:.3g} |")
-    return lines
-
-
-def adapters(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with a line for each wrapper of a PyTorch module, with its quartiles."""
-    lines = ["| backward pass of | wrapped in | median | quartiles |", "| --- | --- | --- | --- |"]
-    for row in results["results"]:
-        median, lower, upper = (1e3 * row["seconds"][key] for key in ("median", "lower_quartile", "upper_quartile"))
-        lines.append(f"| {row['model']} | {row['what']} | {median:.3g} ms | {lower:.3g} to {upper:.3g} |")
-    load, cores = results["machine"]["load_average_before"], results["machine"]["usable_cores"]
-    if load > cores:
-        lines += ["", f"Other programs kept the cores busy (load average {load:.0f}), so compare the ratios only."]
     return lines
 
 

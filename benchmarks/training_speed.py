@@ -88,14 +88,6 @@ def main() -> None:
         results["results"] = measure(["digits"], 1, {"digits": 1})
     else:
         results["results"] = measure(list(MODELS), ROUNDS, EPOCHS)
-    for row in results["results"]:
-        who = f"{row['ranks']} x {row['threads']} threads"
-        seconds = row["step_seconds"]
-        print(
-            f"{row['model']:17} {who:14} {1e3 * seconds['median']:8.3g} ms "
-            f"({1e3 * seconds['lower_quartile']:.3g} to {1e3 * seconds['upper_quartile']:.3g}), "
-            f"communication {100 * row['communication_share']:.0f} %, accuracy {row['accuracy']:.2%}"
-        )
     write_result("training_speed", options.output, results, is_whole=not options.quick)
 
 

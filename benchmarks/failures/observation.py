@@ -108,6 +108,13 @@ class Result:
         summaries = {what: self.summary(what) for what in (RAISED, REPORTED, DOWN)}
         return [what for what, summary in summaries.items() if summary is not None and summary["met"] is False]
 
+    def problems(self) -> list[str]:
+        """Returns lines about what was skipped, late or wrong, and what was left behind."""
+        wrong = dict.fromkeys([*self.complaints, *(f"left {thing}" for thing in self.left_behind)])
+        late = [f"{what} later than its target" for what in self.missed]
+        skipped = [] if self.skipped is None else [f"skipped: {self.skipped}"]
+        return [f"{self.row.name}: {text}" for text in (*skipped, *late, *wrong)]
+
     def samples(self, measured: str) -> list[float]:
         return [round_.seconds[measured] for round_ in self.rounds if measured in round_.seconds]
 

@@ -9,12 +9,8 @@ from failures import rows_of_others, rows_of_ranks
 from failures.observation import Row
 
 
-def rows(*, large: bool = False) -> list[Row]:
-    """Returns all rows, in the order of the table.
-
-    Args:
-        large: whether a rank also returns 1 GiB.
-    """
+def rows() -> list[Row]:
+    """Returns all rows, in the order of the table."""
     return [
         *rows_of_ranks.before_init(),
         *rows_of_ranks.deaths(),
@@ -24,5 +20,5 @@ def rows(*, large: bool = False) -> list[Row]:
         *rows_of_others.signals(),
         *rows_of_others.abandoned(),
         *rows_of_others.refusals(),
-        *rows_of_others.values(large=large),
+        *rows_of_others.values(),
     ]

@@ -161,9 +161,9 @@ def refusals() -> list[Row]:
     ]
 
 
-def values(*, large: bool) -> list[Row]:
+def values() -> list[Row]:
     """Arguments and results between a script and its ranks that cannot be sent, or are very large."""
-    rows = [
+    return [
         Row(
             "unpicklable-function",
             "function that does not pickle",
@@ -184,18 +184,14 @@ def values(*, large: bool) -> list[Row]:
             exit_codes=FAILED,
             told_within=0.3,
         ),
-    ]
-    large_values = [
         Row(
-            f"large-result-{mebibytes}",
-            f"return value of {mebibytes} MB",
+            "large-result-256",
+            "return value of 256 MB",
             "gs.launch",
             2,
-            call("large-result", str(mebibytes)),
-            report=(rf"^returned \[20, {mebibytes << 20}\]",),
+            call("large-result", "256"),
+            report=(rf"^returned \[20, {256 << 20}\]",),
             exit_codes={LAUNCHER: 0},
             ends_run=False,
-        )
-        for mebibytes in ((256, 1024) if large else (256,))
+        ),
     ]
-    return rows + large_values

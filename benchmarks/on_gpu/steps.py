@@ -152,13 +152,14 @@ def _time_model(shapes: Sequence[Shape], scale: Scale, communicator: gs.Communic
     operations = {GRADSYNC: Operation(Step(gradients, communicator, scale.threshold_bytes))}
     passes = _ddp_passes(gradients) if with_ddp else {}
     for name, of_variant in passes.items():
-        operations |= {_whole(name): of_variant.synchronising(), _local(name): of_variant.local()}
+        for title, synchronising in ((_whole(name), True), (_local(name), False)):
+            forward, backward = of_variant.calls(synchronising=synchronising)
+            operations[title] = Operation(backward, forward)
     samples = take_turns(operations, host_clock, scale.rounds, scale.warm_up)
     _check(gradients, 0, GRADSYNC)
     for name, of_variant in passes.items():
-        synchronising = of_variant.synchronising()
-        synchronising.prepare()
-        synchronising.work()
+        for call in of_variant.calls(synchronising=True):
+            call()
         _check([cupy.from_dlpack(gradient) for gradient in of_variant.gradients()], 0, name)
         samples[name] = list(map(_less, samples[_whole(name)], samples[_local(name)]))
     return samples
@@ -167,7 +168,7 @@ def _time_model(shapes: Sequence[Shape], scale: Scale, communicator: gs.Communic
 def _ddp_passes(gradients: Sequence[Any]) -> dict[str, Any]:
     import torch
 
-    from on_gpu.ddp import BackwardPasses
+    from peers.ddp import BackwardPasses
 
     tensors: list[torch.Tensor] = [torch.from_dlpack(gradient) for gradient in gradients]
     return {name: BackwardPasses(tensors, **options) for name, options in _VARIANTS.items()}

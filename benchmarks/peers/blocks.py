@@ -12,9 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from measurement import slowest_rank
-from peers.contenders import GRADSYNC
-from peers.memory_mode import create_probe_memory, mode_of
-from peers.systems import Pair, PairFailed
+from peers.crew import Crew, CrewFailed
 from peers.workload import BUSY, Workload
 
 _PR_SET_PDEATHSIG = 1
@@ -33,46 +31,25 @@ class Block:
     Attributes:
         contender: its name.
         state: of the cores.
-        memory_gb_per_second: how fast, just before, a core rewrote memory that another had read.
         seconds: of each round, its slowest rank.
     """
 
     contender: str
     state: str
-    memory_gb_per_second: float
     seconds: list[float]
 
-    @property
-    def memory_mode(self) -> str:
-        return mode_of(self.memory_gb_per_second)
 
-
-@contextlib.contextmanager
-def started_pairs(systems: list[str], folder: str) -> Iterator[dict[str, Pair]]:
-    """Starts a pair of ranks of each system, with gradsync's, and ends all of them.
-
-    Raises:
-        PairFailed: a pair did not start, or did not end normally.
-    """
-    with contextlib.ExitStack() as stack:
-        pairs = {system: stack.enter_context(Pair(system, folder)) for system in systems}
-        memory = create_probe_memory()
-        stack.callback(os.close, memory)
-        pairs[GRADSYNC].ask("open_probe", f"/proc/{os.getpid()}/fd/{memory}")
-        yield pairs
-
-
-def measure(workload: Workload, pairs: Mapping[str, Pair], block_count: int, order: random.Random) -> list[Block]:
+def measure(workload: Workload, pairs: Mapping[str, Crew], block_count: int, order: random.Random) -> list[Block]:
     """Times a workload with all contenders that the pairs offer.
 
     Args:
         workload: what to time.
-        pairs: by system, gradsync's among them.
+        pairs: by system.
         block_count: how many blocks of each contender.
         order: shuffles the contenders before each turn.
 
     Raises:
-        PairFailed: a rank failed, or a contender's result was wrong.
+        CrewFailed: a rank failed, or a contender's result was wrong.
     """
     contenders: list[str] = []
     for system, pair in pairs.items():
@@ -91,19 +68,18 @@ def measure(workload: Workload, pairs: Mapping[str, Pair], block_count: int, ord
     return blocks
 
 
-def _blocks(pairs: Mapping[str, Pair], workload: Workload, contenders: list[str], state: str) -> list[Block]:
+def _blocks(pairs: Mapping[str, Crew], workload: Workload, contenders: list[str], state: str) -> list[Block]:
     """Times a block of each of some contenders of one system, in turns."""
-    speed = min(pairs[GRADSYNC].ask("probe"))
     by_rank = pairs[workload.contenders[contenders[0]]].ask("time", contenders)
-    return [Block(name, state, speed, slowest_rank([times[name] for times in by_rank])) for name in contenders]
+    return [Block(name, state, slowest_rank([times[name] for times in by_rank])) for name in contenders]
 
 
-def _prepare(pair: Pair, workload: Workload, expected: set[str]) -> list[str]:
+def _prepare(pair: Crew, workload: Workload, expected: set[str]) -> list[str]:
     """Returns the contenders of the pair that it offers."""
     by_rank = pair.ask("prepare", workload)
     for offered in by_rank:
         if set(offered) != expected or offered != by_rank[0]:
-            raise PairFailed(f"{pair.system}: expected the contenders {sorted(expected)}, got {by_rank}")
+            raise CrewFailed(f"{pair.system}: expected the contenders {sorted(expected)}, got {by_rank}")
     return [name for name, is_offered in by_rank[0].items() if is_offered]
 
 

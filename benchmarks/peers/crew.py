@@ -23,7 +23,9 @@ from gradsync.errors import GradsyncError
 
 HELLO, ANSWER, FAILURE = "hello", "answer", "failure"
 
-_END_SECONDS = 20.0
+_START_SECONDS = 120.0  # for all ranks to have met
+_ANSWER_SECONDS = 600.0  # for all answers to a request
+_END_SECONDS = 20.0  # for ranks to end by themselves; then they are killed
 # How long after the first sign of a failure its cause may arrive.
 _LAST_WORDS_SECONDS = 2.0
 _LAST_LINES = 20
@@ -35,15 +37,10 @@ class CrewFailed(GradsyncError, RuntimeError):
     Args:
         trouble: the failure, as the controller saw it.
         last_words: the ranks' last lines of output.
-
-    Attributes:
-        summary: the trouble, and the last line of the ranks, which in a traceback is the error.
     """
 
     def __init__(self, trouble: str, last_words: Sequence[str]) -> None:
         super().__init__("\n".join([trouble, *last_words]))
-        lines = [line for text in last_words for line in text.splitlines() if line.strip()]
-        self.summary = f"{trouble}: {lines[-1].strip()}" if lines else trouble
 
 
 class _Trouble(Exception):
@@ -63,21 +60,6 @@ class Start:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long the controller waits.
-
-    Attributes:
-        start_seconds: for all ranks to have met.
-        answer_seconds: for all answers to a request.
-        end_seconds: for ranks to end by themselves; then they are killed.
-    """
-
-    start_seconds: float = 120.0
-    answer_seconds: float = 600.0
-    end_seconds: float = _END_SECONDS
-
-
 class Crew:
     """The ranks of one system, which sleep between requests. A context: they end with it.
 
@@ -87,8 +69,6 @@ class Crew:
         starts: given the path of the controller's socket, returns the processes to start.
         ranks: how many come.
         working_folder: where the processes start; None is this process's.
-        environ: variables that all processes get; None is this process's.
-        patience: how long to wait for them.
 
     Raises:
         CrewFailed: they did not start.
@@ -104,16 +84,11 @@ class Crew:
         folder: str,
         starts: Callable[[str], Sequence[Start]],
         ranks: int,
-        *,
-        working_folder: str | Path | None = None,
-        environ: Mapping[str, str] | None = None,
-        patience: Patience | None = None,
+        working_folder: Path | None = None,
     ) -> None:
         self.system = system
         self._ranks = ranks
         self._working_folder = working_folder
-        self._environ = os.environ if environ is None else environ
-        self._patience = patience or Patience()
         address = Path(folder) / system.replace("/", "-")
         self._log = address.with_suffix(".log")
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -141,7 +116,7 @@ class Crew:
         try:
             for connection in self._connections:
                 connection.send((method, *arguments))
-            return self._receive(self._patience.answer_seconds, ANSWER)
+            return self._receive(_ANSWER_SECONDS, ANSWER)
         except (_Trouble, OSError) as error:
             raise self._failure(f"asked for {method}: {error}") from error
 
@@ -151,7 +126,7 @@ class Crew:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        exit_codes = self._end(self._patience.end_seconds)
+        exit_codes = self._end(_END_SECONDS)
         if error is None and any(exit_codes):
             raise self._failure(f"ended with exit codes {exit_codes}")
 
@@ -164,7 +139,7 @@ class Crew:
             listener.listen(self._ranks)
             for start in starts(address):
                 self._start(start)
-            deadline = time.monotonic() + self._patience.start_seconds
+            deadline = time.monotonic() + _START_SECONDS
             while len(self._connections) < self._ranks:
                 self._connections.append(self._accept(listener, deadline))
         hellos = self._receive(deadline - time.monotonic(), HELLO)
@@ -179,7 +154,7 @@ class Crew:
                 start.command,
                 cwd=self._working_folder,
                 # Open MPI and PyTorch leave folders among the temporary files.
-                env={**self._environ, "TMPDIR": str(self._log.parent), **start.variables},
+                env={**os.environ, "TMPDIR": str(self._log.parent), **start.variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -259,7 +234,7 @@ class Crew:
                 process.wait(max(0.0, deadline - time.monotonic()))
         self._kill_ranks()
         processes, self._processes = self._processes, []
-        return [_stop(process, self._patience.end_seconds) for process in processes]
+        return [_stop(process) for process in processes]
 
     def _kill_ranks(self) -> None:
         while self._rank_descriptors:
@@ -269,11 +244,11 @@ class Crew:
             os.close(descriptor)
 
 
-def _stop(process: subprocess.Popen[bytes], patience_seconds: float) -> int:
+def _stop(process: subprocess.Popen[bytes]) -> int:
     """Ends a process that started ranks, which ends what is left of them; returns its exit code."""
     process.terminate()  # does nothing if it has ended
     try:
-        return process.wait(patience_seconds)
+        return process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):  # with its session, and so its children
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,14 +1,7 @@
-"""PyTorch's contenders on one rank, over gloo.
-
-How DistributedDataParallel is timed: its hooks run inside a backward pass, and what is wanted is the reduction alone.
-So the backward pass computes nothing. One autograd function hands out gradients that exist already, and autograd takes
-such tensors over as they are, without a copy; what remains beside the reduction is the walk of the engine over the
-parameters. The same backward pass inside no_sync() is timed too, and the reduction counts as the difference.
-"""
+"""PyTorch's contenders on one rank, over gloo."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from peers.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, RANKS, REDUCE_SCATTER, ROOT
 from peers.contenders import DDP, DDP_START_UP, DDP_VIEWS, GLOO, GLOO_BUCKETS, local_backward, whole_backward
+from peers.ddp import BackwardPasses
 from peers.operation import NotOffered, Operation
 from peers.workload import Workload
 
@@ -79,64 +72,14 @@ def _on_one(collective: str, source: torch.Tensor, target: torch.Tensor) -> Call
 # -- DistributedDataParallel ---------------------------------------------------------------------------------
 
 
-class _HandOut(torch.autograd.Function):
-    """A loss of the parameters whose gradients exist already."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[torch.Tensor], *_: torch.Tensor) -> torch.Tensor:
-        ctx.gradients = gradients
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Autograd takes over a tensor that nobody else holds: a fresh one, over the same memory.
-        return (None, *[gradient.detach() for gradient in ctx.gradients])
-
-
-class HandedOut(torch.nn.Module):
-    """Parameters in the shapes of the gradients; a model lists them first to last, a backward pass last to first."""
-
-    def __init__(self, gradients: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.weights = torch.nn.ParameterList(torch.zeros_like(gradient) for gradient in reversed(gradients))
-        self._gradients = gradients
-
-    def forward(self) -> torch.Tensor:
-        return _HandOut.apply(self._gradients, *reversed(list(self.weights)))
-
-
 def _ddp_operations(name: str, gradients: list[torch.Tensor], **options: bool) -> dict[str, Operation]:
-    model = DistributedDataParallel(HandedOut(gradients), **options)
+    passes = BackwardPasses(gradients, **options)
+    forward, backward = passes.calls(synchronising=True)
+    local_forward, local = passes.calls(synchronising=False)
     return {
-        whole_backward(name): _Backward(model, synchronising=True).operation(),
-        local_backward(name): _Backward(model, synchronising=False).operation(),
+        whole_backward(name): Operation(backward, lambda: [each.numpy() for each in passes.gradients()], forward),
+        local_backward(name): Operation(local, None, local_forward),
     }
-
-
-class _Backward:
-    """A backward pass through DistributedDataParallel, alone on the clock; the forward pass comes before it."""
-
-    def __init__(self, model: DistributedDataParallel, *, synchronising: bool) -> None:
-        self._model = model
-        self._synchronising = synchronising
-
-    def operation(self) -> Operation:
-        return Operation(self._backward, self._results if self._synchronising else None, self._forward)
-
-    def _forward(self) -> None:
-        self._model.zero_grad(set_to_none=True)
-        with self._context():
-            self._loss = self._model()
-
-    def _backward(self) -> None:
-        with self._context():
-            self._loss.backward()
-
-    def _context(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._synchronising else self._model.no_sync()
-
-    def _results(self) -> list[np.ndarray]:
-        return [weight.grad.numpy() for weight in reversed(list(self._model.module.weights))]
 
 
 def _start_up(tensors: list[torch.Tensor]) -> None:

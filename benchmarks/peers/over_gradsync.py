@@ -10,7 +10,6 @@ import gradsync as gs
 from peers.callback_settings import SETTINGS, living_in_buckets, through
 from peers.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, ROOT
 from peers.contenders import BY_HAND, GRADSYNC, IN_BUCKETS, LOCAL_COPY
-from peers.memory_mode import MemoryProbe
 from peers.operation import Operation
 from peers.workload import Workload
 
@@ -63,9 +62,6 @@ class Gradsync:
                 np.copyto(gradient, part.reshape(gradient.shape))
 
         return synchronise
-
-    def memory_probe(self, path: str) -> MemoryProbe:
-        return MemoryProbe(path, self.rank, self.barrier)
 
 
 def _local_copy(gradients: list[np.ndarray]) -> Operation:

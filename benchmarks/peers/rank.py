@@ -12,7 +12,6 @@ import platform
 import sys
 import traceback
 from multiprocessing.connection import Client, Connection
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,6 @@ class Requests:
 
     def __init__(self, system: System) -> None:
         self._system = system
-        self._probe: Any = None
         self.release()
 
     def prepare(self, workload: Workload) -> dict[str, bool]:
@@ -71,14 +69,6 @@ class Requests:
     def release(self) -> None:
         """Frees the memory of the workload."""
         self._operations: dict[str, Operation] = {}
-
-    def open_probe(self, path: str) -> None:
-        """Maps the memory of the probe."""
-        self._probe = self._system.memory_probe(path)
-
-    def probe(self) -> float:
-        """Returns how fast this rank rewrites memory that the other has read, in GB/s."""
-        return self._probe.gb_per_second()
 
 
 def connect(name: str) -> System:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from peers.collectives import RANKS
 from peers.contenders import GRADSYNC, MPICH, OPENMPI, TORCH
-from peers.crew import Crew, CrewFailed, Start
+from peers.crew import Crew, Start
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = BENCHMARKS / ".environments"
@@ -53,14 +53,21 @@ def is_installed(system: str) -> bool:
     return system == GRADSYNC or _stamp(system).exists()
 
 
-def starts(system: str, address: str) -> list[Start]:
-    """Returns the processes to start for a pair of ranks, one for both or one for each.
+def started(system: str, folder: str) -> Crew:
+    """Starts two ranks of a system, by one process for both or one for each.
 
     Args:
         system: one of SYSTEMS.
-        address: path of the controller's socket; beside it there is room for files.
+        folder: private to this run, with a path short enough for a socket in it.
+
+    Raises:
+        CrewFailed: they did not start.
     """
-    return [replace(start, variables={**THREADS, **start.variables}) for start in _STARTS[system](address)]
+
+    def starts(address: str) -> list[Start]:
+        return [replace(start, variables={**THREADS, **start.variables}) for start in _STARTS[system](address)]
+
+    return Crew(system, folder, starts, RANKS, BENCHMARKS)
 
 
 def _start_gradsync(address: str) -> list[Start]:
@@ -106,21 +113,3 @@ def _program(system: str, name: str) -> str:
 def _stamp(system: str) -> Path:
     """Returns the file that says that an environment is complete."""
     return ENVIRONMENTS / system / "installed"
-
-
-PairFailed = CrewFailed
-
-
-class Pair(Crew):
-    """Two ranks of one system, which sleep between requests. A context: they end with it.
-
-    Args:
-        system: one of SYSTEMS.
-        folder: private to this run, with a path short enough for a socket in it.
-
-    Raises:
-        PairFailed: they did not start.
-    """
-
-    def __init__(self, system: str, folder: str) -> None:
-        super().__init__(system, folder, lambda address: starts(system, address), RANKS, working_folder=BENCHMARKS)

@@ -6,8 +6,7 @@ from typing import Protocol
 
 GRADSYNC = "gradsync"
 TCPSTORE = "TCPStore"
-TCPSTORE_OWN = "TCPStore, its own clients"  # in threads; the other servers' ranks are simulated
-CONTENDERS = (GRADSYNC, TCPSTORE, TCPSTORE_OWN)
+CONTENDERS = (GRADSYNC, TCPSTORE)
 
 JOIN = "join"  # connect, authenticate, and wait until all have joined
 PUT_ID = "put id"  # rank 0 hands 128 bytes in ...

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from gradsync.machine import BLAS_VARIABLES
 from gradsync.rendezvous.liveness import heartbeat_seconds
-from simulated_ranks.contenders import GET_ID, GRADSYNC, LEAVE, PHASES, PUT_ID, TCPSTORE_OWN
+from simulated_ranks.contenders import GET_ID, GRADSYNC, LEAVE, PHASES, PUT_ID
 from simulated_ranks.names import with_names
 
 _BENCHMARKS = Path(__file__).parents[1]
@@ -71,10 +71,10 @@ def play(contender: str, world_size: int, *, beat_seconds: float, torch_python: 
     secret = secrets.token_hex(32)
     with tempfile.TemporaryDirectory(prefix="rendezvous-scale-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        torch = [torch_python, "-E"]
-        server = stack.enter_context(_process(_server_command(contender, world_size, folder, torch), secret))
+        server = stack.enter_context(_process(_server_command(contender, world_size, folder, torch_python), secret))
         port = int(_line(server))
-        command = [*_load_command(contender, folder, torch), "127.0.0.1", str(port), str(world_size)]
+        load_of = [sys.executable, "-m", "simulated_ranks.load", contender]
+        command = [*load_of, "127.0.0.1", str(port), str(world_size)]
         per_process = -(-world_size // LOAD_PROCESSES)
         starts = range(0, world_size, per_process)
         shares = [(first, min(per_process, world_size - first)) for first in starts]
@@ -119,16 +119,10 @@ def _tell_all(loads: list[subprocess.Popen[str]], commands: list[str]) -> list[d
     return [json.loads(_line(load)) for load in loads]
 
 
-def _server_command(contender: str, world_size: int, folder: Path, torch: list[str]) -> list[str]:
+def _server_command(contender: str, world_size: int, folder: Path, torch_python: str) -> list[str]:
     if contender == GRADSYNC:
         return [sys.executable, "-m", "simulated_ranks.serve_gradsync", str(world_size)]
-    return with_names([*torch, "-m", "simulated_ranks.serve_tcpstore", str(world_size)], folder)
-
-
-def _load_command(contender: str, folder: Path, torch: list[str]) -> list[str]:
-    if contender == TCPSTORE_OWN:
-        return with_names([*torch, "-m", "simulated_ranks.load_tcpstore", contender], folder)
-    return [sys.executable, "-m", "simulated_ranks.load", contender]
+    return with_names([torch_python, "-E", "-m", "simulated_ranks.serve_tcpstore", str(world_size)], folder)
 
 
 @contextlib.contextmanager

@@ -3,9 +3,8 @@
 Its reducer runs in hooks of the backward pass, so a backward pass there must be, but it computes nothing: one autograd
 function hands out finished gradients, and autograd takes over such tensors as they are, without a copy. What remains
 beside the reducer is the engine's walk over the parameters. The same pass inside no_sync() is that walk alone: the
-hooks then return at once. The two take turns, and the reducer counts as their difference, round by round: what it adds
-to a backward pass that a user has anyway. Python has no part in it: the hooks, the copies into the buckets and back,
-and the collectives are C++.
+hooks then return at once. The reducer counts as their difference: what it adds to a backward pass that a user has
+anyway. Python has no part in it: the hooks, the copies into the buckets and back, and the collectives are C++.
 
 Source: torch/csrc/distributed/c10d/reducer.cpp, autograd_hook and mark_variable_ready_dense;
 torch/csrc/autograd/functions/accumulate_grad.h, accumulateGrad.
@@ -14,13 +13,11 @@ torch/csrc/autograd/functions/accumulate_grad.h, accumulateGrad.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-
-from on_gpu.clock import Operation
 
 
 class _HandOut(torch.autograd.Function):
@@ -62,23 +59,21 @@ class BackwardPasses:
     def __init__(self, gradients: Sequence[torch.Tensor], **options: bool) -> None:
         self._model = DistributedDataParallel(_Model(gradients), **options)
 
-    def synchronising(self) -> Operation:
-        """A pass that reduces; the forward pass comes before it, off the clock."""
-        return Operation(lambda: self._loss.backward(), lambda: self._forward(contextlib.nullcontext()))
+    def calls(self, *, synchronising: bool) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Returns the forward pass, which is not timed, and the backward pass, with or without the reducer."""
+        context = contextlib.nullcontext if synchronising else self._model.no_sync
 
-    def local(self) -> Operation:
-        """The same without the reducer."""
-        return Operation(self._local_backward, lambda: self._forward(self._model.no_sync()))
+        def forward() -> None:
+            self._model.zero_grad(set_to_none=True)
+            with context():
+                self._loss = self._model()
+
+        def backward() -> None:
+            with context():
+                self._loss.backward()
+
+        return forward, backward
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns what the last pass left, in the order of the gradients handed out."""
         return [weight.grad for weight in reversed(list(self._model.module.weights))]
-
-    def _forward(self, context: contextlib.AbstractContextManager[None]) -> None:
-        self._model.zero_grad(set_to_none=True)
-        with context:
-            self._loss = self._model()
-
-    def _local_backward(self) -> None:
-        with self._model.no_sync():
-            self._loss.backward()
