@@ -47,7 +47,7 @@ class GradsyncRank:
             if self._session is None:
                 proof, self._session = self._handshake.receive(frame)
                 self._reader.limit_bytes = MAX_FRAME_BYTES
-                fields = self._rank, self._world_size, NEXT_GENERATION, _MACHINE, "node", os.getpid(), None, 0, None
+                fields = self._rank, self._world_size, NEXT_GENERATION, _MACHINE, "node", os.getpid(), None
                 answer += proof + self._session.seal(FrameType.JOIN, *fields)
             else:
                 self._take(self._session.open(frame))
@@ -62,7 +62,7 @@ class GradsyncRank:
         if phase == GET_ID:
             return self._seal(FrameType.GET, "id", 0)
         if phase == BARRIER:
-            return self._seal(FrameType.BARRIER, "all ready", None)
+            return self._seal(FrameType.EXCHANGE, "all ready", None, b"")
         if phase == LEAVE:
             return self._seal(FrameType.LEAVE, THE_WORLD, None, 0)
         raise ValueError(phase)

@@ -69,12 +69,10 @@ class Bench:
         *,
         pid: int = 0,  # a process that nobody looks at
         machine: str = SERVER,
-        min_ranks: int | None = None,
-        steps: int = 0,
         start: str | None = None,
     ) -> int:
         size = world_size or self.world_size
-        who = machine, "node7", pid, min_ranks, steps, start
+        who = machine, "node7", pid, start
         return self.send(connection, FrameType.JOIN, rank, size, generation, *who)
 
     def cancel(self, connection: int, sequence: int) -> None:

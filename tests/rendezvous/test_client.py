@@ -334,26 +334,3 @@ def test_repr_and_messages_hold_no_secret(pair) -> None:
     for text in (repr(pair[0]), repr(vars(pair[0])), repr(vars(pair[0]._connection))):
         assert SECRET.decode() not in text
         assert "capability" not in text
-
-
-def test_a_generation_of_some_follows_a_failure() -> None:
-    """What gs.rebuild needs: the survivors join by number, with how many steps they have completed."""
-    with RendezvousServer(3, secret=SECRET) as server:
-        clients = connect_all(server, 3)
-        clients[1].abandon()
-        server.note_end(1, "ended with exit code 1")
-
-        def rebuild(rank: int):
-            with pytest.raises(RankFailed):
-                clients[rank].get("never")
-            new = connect(server, rank, 3, generation=clients[rank].generation + 1, min_ranks=2, steps=10 + rank)
-            clients[rank].close()
-            values = new.exchange("who", b"%d" % rank)
-            new.close()
-            return new.rank, new.world_size, new.generation, new.most_advanced, new.label, values
-
-        results = run_threads([lambda: rebuild(0), lambda: rebuild(2)])
-        values = [b"0", b"2"]
-        assert results == [(0, 2, 2, 1, "rank 0/2", values), (1, 2, 2, 1, "rank 1/2", values)]
-        with pytest.raises(RendezvousError, match="rank 1 wants to join generation 2, but the next one is 3"):
-            connect(server, 1, 3, generation=2, min_ranks=2)

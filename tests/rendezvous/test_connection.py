@@ -77,7 +77,7 @@ class Wire:
         return self.connection.run_once(has_input=True)
 
     def join(self) -> None:
-        self.connection.post(FrameType.JOIN, 0, 2, 0, "machine", "node7", 7, None, 0, None)
+        self.connection.post(FrameType.JOIN, 0, 2, 0, "machine", "node7", 7, None)
         assert self.received() == [FrameType.JOIN]
 
     def beat(self, times: int, seconds: float = 0.5) -> list[FrameType]:

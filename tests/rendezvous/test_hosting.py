@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
+from rendezvous_ranks import run_threads
 
 from gradsync.environment import RankEnvironment
-from gradsync.errors import AuthenticationError, InvalidArgument
+from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousTimeout
 from gradsync.rendezvous.hosting import RendezvousPoint, _is_here, _rendezvous_point, join
 
 
@@ -53,3 +56,18 @@ def test_a_process_that_a_rank_started_is_told_that_it_is_none() -> None:
     inherited = rank(address="127.0.0.1:4000", hosted=True, source="gradsync")
     with pytest.raises(AuthenticationError, match="inherited the rank.s variables.*begin with GRADSYNC_"):
         join(inherited, None, 1.0)
+
+
+def test_when_the_hosting_rank_reaches_its_deadline_the_others_get_the_missing_ranks() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    whole = {"world_size": 3, "secret": bytes(32), "source": "by hand"}
+    hosting, other = run_threads(
+        [lambda: join(rank(rank=0, **whole), address, 2.0), lambda: join(rank(rank=1, **whole), address, 60.0)]
+    )
+    for error in (hosting, other):
+        assert isinstance(error, RendezvousTimeout)
+        assert error.missing_ranks == (2,)
+    assert "joining reached its deadline of 2 s; missing: rank 2 (not joined)" in str(hosting)
+    assert "joining ended, because the rank or node that hosts the server reached its deadline; missing" in str(other)

@@ -10,7 +10,6 @@ from core_bench import Bench
 from rendezvous_ranks import SECRET, connect_all, run_ranks
 
 from gradsync.errors import CollectiveTimeout, InvalidArgument, RankFailed, RendezvousTimeout
-from gradsync.rendezvous import store
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import Decision, FrameType, LaunchedEvent, event_key
 from gradsync.rendezvous.server import RendezvousServer
@@ -24,7 +23,7 @@ def stored(core: Any) -> list[int]:
     return [
         len(generation.keys._values),
         generation.keys._stored_bytes,
-        len(generation.barriers._barriers),
+        len(generation.exchanges._open),
         len(generation.agreements._groups),
         len(generation.departures._left),
     ]
@@ -208,7 +207,6 @@ class ForgettingBench(Bench):
     def fill(self, scope: str) -> None:
         self.send(0, FrameType.SET, f"{scope}/key", b"value", True)
         self.send(0, FrameType.SET, f"{scope}/agree/0/1", b"1", True)
-        self.send(0, FrameType.BARRIER, f"{scope}/ready", [0])
         self.send(0, FrameType.EXCHANGE, f"{scope}/ready", [0], b"")
         self.send(0, FrameType.AGREE, scope, 0, 1, [0])
 
@@ -230,44 +228,18 @@ def test_the_last_word_counts() -> None:
     assert stored(bench.core) == kept  # a longer number is another name
 
 
-def test_who_has_left_is_done() -> None:
-    bench = ForgettingBench(3)
-    bench.fill("g")
-    bench.forget(0, "g", [0, 1])
-    bench.leave(1)
-    assert stored(bench.core) == [0] * 5
-    bench.fill("h")
-    bench.forget(0, "h", [0, 1])  # who had left before, too
-    assert stored(bench.core) == [0] * 5
-    bench.fill("all")
-    bench.forget(0, "all")
-    assert stored(bench.core)[-1] == 1
-    bench.forget(2, "all")
-    assert stored(bench.core) == [0] * 5
-
-
 def test_who_waits_for_what_is_forgotten_still_has_its_deadline() -> None:
     bench = ForgettingBench(2)
     waits = [
-        bench.send(0, FrameType.BARRIER, "g/b", [0, 1]),
+        bench.send(0, FrameType.EXCHANGE, "g/b", [0, 1], b""),
         bench.send(0, FrameType.AGREE, "g", 0, 1, [0, 1]),
         bench.send(0, FrameType.GET, "g/key", None),
     ]
     bench.forget(0, "g")
     bench.forget(1, "g")
-    assert stored(bench.core) == [0] * 5
     bench.take(0)
     for wait in waits:
         bench.cancel(0, wait)
+    assert stored(bench.core) == [0] * 5
     answers = {message[1]: message[0] for message in bench.take(0)}
     assert answers == dict.fromkeys(waits, FrameType.TIMED_OUT)
-
-
-def test_half_forgotten_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_MAX_NAMES_LEFT", 5)
-    bench = ForgettingBench(2)
-    for number in range(20):
-        bench.forget(0, f"g{number}")
-    assert stored(bench.core)[-1] == 5
-    bench.forget(1, "g0")
-    assert stored(bench.core)[-1] == 4

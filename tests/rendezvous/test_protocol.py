@@ -9,13 +9,12 @@ from gradsync.rendezvous.frames import (
     DEATH,
     INVALID,
     REFUSED,
-    THE_WORLD,
     FrameType,
 )
 
 
-def joined(sequence: int, generation: int, rank: int, world_size: int, most_advanced: int = 0) -> tuple:
-    return (FrameType.REPLY, sequence, (generation, rank, world_size, most_advanced))
+def joined(sequence: int, generation: int) -> tuple:
+    return (FrameType.REPLY, sequence, (generation,))
 
 
 def test_generation_forms_when_all_have_joined() -> None:
@@ -23,8 +22,8 @@ def test_generation_forms_when_all_have_joined() -> None:
     first = bench.join(10, 1)
     assert bench.take(10) == [(FrameType.PULSE,)]
     second = bench.join(11, 0)
-    assert bench.take(10) == [joined(first, 1, 1, 2)]
-    assert bench.take(11) == [(FrameType.PULSE,), joined(second, 1, 0, 2)]
+    assert bench.take(10) == [joined(first, 1)]
+    assert bench.take(11) == [(FrameType.PULSE,), joined(second, 1)]
 
 
 def test_who_waits_no_longer_to_join_is_told_the_rank_that_never_came() -> None:
@@ -62,7 +61,7 @@ def test_when_the_host_waits_no_longer_all_hear_who_is_missing() -> None:
 def test_a_deadline_of_the_host_in_a_barrier_is_its_own() -> None:
     bench = Bench(3, host=0)
     bench.join_all()
-    waits = [bench.send(rank, FrameType.BARRIER, "b", None) for rank in range(2)]
+    waits = [bench.send(rank, FrameType.EXCHANGE, "b", None, b"") for rank in range(2)]
     bench.cancel(0, waits[0])
     assert bench.take(0) == [(FrameType.TIMED_OUT, waits[0], (2,), "rank 2 (running)")]
     assert bench.take(1) == []
@@ -83,17 +82,6 @@ def test_who_has_left_a_group_is_told_with_its_position_until_all_have() -> None
     read = bench.send(0, FrameType.GET, "group/key", None)  # dropped with the group
     bench.cancel(0, read)
     assert bench.take(0) == [(FrameType.TIMED_OUT, read, (), "")]
-
-
-def test_who_leaves_the_world_has_left_every_group() -> None:
-    bench = Bench(2)
-    bench.join_all()
-    bench.send(0, FrameType.SET, "group/key", b"value", True)
-    bench.send(0, FrameType.LEAVE, "group", None, 3)
-    bench.leave(1)
-    generation, _ = bench.core._member_of[0]
-    assert generation.keys._values == {}
-    assert generation.departures._left == {}
 
 
 def test_a_group_of_ranks_that_do_not_exist_cannot_be_left() -> None:
@@ -134,7 +122,7 @@ def test_wrong_joins_are_refused_and_harm_nobody(rank, world_size, generation, t
     assert bench.closed == [9]
     bench.lose(9)
     bench.join(0, 0)
-    assert bench.take(1) == [joined(first, 1, 1, 2)]
+    assert bench.take(1) == [joined(first, 1)]
 
 
 def test_who_has_ended_is_not_waited_for() -> None:
@@ -179,13 +167,13 @@ def test_death_while_others_wait_to_join() -> None:
     bench.lose(2)
     for rank in range(3):
         last = bench.join(10 + rank, rank)
-    assert bench.take(12)[-1] == joined(last, 1, 2, 3)
+    assert bench.take(12)[-1] == joined(last, 1)
 
 
 def test_death_fails_waiting_and_later_requests() -> None:
     bench = Bench(3)
     bench.join_all()
-    bench.send(0, FrameType.BARRIER, "b", None)
+    bench.send(0, FrameType.EXCHANGE, "b", None, b"")
     bench.lose(2)
     for connection in (0, 1):
         [(kind, *failure, _)] = bench.take(connection)
@@ -201,7 +189,7 @@ def test_death_fails_waiting_and_later_requests() -> None:
 def test_reported_failure_reaches_all_and_answers_what_the_reporter_waits_for() -> None:
     bench = Bench(2)
     bench.join_all()
-    bench.send(1, FrameType.BARRIER, "b", None)
+    bench.send(1, FrameType.EXCHANGE, "b", None, b"")
     bench.send(1, FrameType.REPORT_FAILURE, "ValueError: 7", None)
     for rank in range(2):
         [(kind, *failure, text)] = bench.take(rank)
@@ -232,8 +220,8 @@ def test_goodbye_leads_to_the_next_generation() -> None:
     bench.leave(1)
     assert bench.take(10) == []
     other = bench.join(12, 1)
-    assert bench.take(10) == [joined(held, 2, 0, 2)]
-    assert bench.take(12)[-1] == joined(other, 2, 1, 2)
+    assert bench.take(10) == [joined(held, 2)]
+    assert bench.take(12)[-1] == joined(other, 2)
 
 
 def test_held_joins_form_as_soon_as_the_generation_before_has_ended() -> None:
@@ -326,15 +314,15 @@ def test_exchange_of_much_comes_in_frames_of_their_size() -> None:
 def test_barrier_deadline_withdraws_the_waiter_and_later_ones_hold() -> None:
     bench = Bench(3)
     bench.join_all()
-    first = bench.send(0, FrameType.BARRIER, "b", None)
-    second = bench.send(1, FrameType.BARRIER, "b", None)
+    first = bench.send(0, FrameType.EXCHANGE, "b", None, b"")
+    second = bench.send(1, FrameType.EXCHANGE, "b", None, b"")
     bench.cancel(0, first)
     bench.cancel(1, second)
     where = "rank 2 (running)"
     assert bench.take(0) == [(FrameType.TIMED_OUT, first, (2,), where)]
     assert bench.take(1) == [(FrameType.TIMED_OUT, second, (2,), where)]
     for _ in range(2):
-        sent = [bench.send(rank, FrameType.BARRIER, "b", None) for rank in (2, 0, 1)]
+        sent = [bench.send(rank, FrameType.EXCHANGE, "b", None, b"") for rank in (2, 0, 1)]
         assert [bench.take(c) for c in (2, 0, 1)] == [[(FrameType.REPLY, s, None)] for s in sent]
     bench.cancel(0, sent[1])  # it crossed the answer, and means nothing
     assert bench.inbox == {}
@@ -343,26 +331,26 @@ def test_barrier_deadline_withdraws_the_waiter_and_later_ones_hold() -> None:
 def test_barriers_of_different_ranks_are_different() -> None:
     bench = Bench(3)
     bench.join_all()
-    pair = bench.send(0, FrameType.BARRIER, "b", [0, 1])
-    bench.send(2, FrameType.BARRIER, "b", None)
-    bench.send(1, FrameType.BARRIER, "b", [0, 1])
+    pair = bench.send(0, FrameType.EXCHANGE, "b", [0, 1], b"")
+    bench.send(2, FrameType.EXCHANGE, "b", None, b"")
+    bench.send(1, FrameType.EXCHANGE, "b", [0, 1], b"")
     assert bench.take(0) == [(FrameType.REPLY, pair, None)]
     assert bench.take(2) == []
     for ranks in ([1, 2], [0, 7], []):
-        bad = bench.send(0, FrameType.BARRIER, "b", ranks)
+        bad = bench.send(0, FrameType.EXCHANGE, "b", ranks, b"")
         assert bench.take(0)[0][:3] == (FrameType.REFUSED, bad, INVALID)
 
 
 def test_goodbye_fails_those_who_need_the_rank() -> None:
     bench = Bench(3)
     bench.join_all()
-    barrier = bench.send(0, FrameType.BARRIER, "b", None)
+    barrier = bench.send(0, FrameType.EXCHANGE, "b", None, b"")
     bench.leave(2)
     assert bench.take(0)[0][:5] == (FrameType.FAILED, barrier, DEATH, 2, "left")
-    late = bench.send(1, FrameType.BARRIER, "b", None)
+    late = bench.send(1, FrameType.EXCHANGE, "b", None, b"")
     assert bench.take(1)[0][:5] == (FrameType.FAILED, late, DEATH, 2, "left")
-    pair = bench.send(0, FrameType.BARRIER, "b", [0, 1])
-    bench.send(1, FrameType.BARRIER, "b", [0, 1])
+    pair = bench.send(0, FrameType.EXCHANGE, "b", [0, 1], b"")
+    bench.send(1, FrameType.EXCHANGE, "b", [0, 1], b"")
     assert bench.take(0) == [(FrameType.REPLY, pair, None)]
     # A read fails once nobody else remains.
     bench.take(1)
@@ -395,93 +383,3 @@ def test_one_connection_cannot_wait_for_everything() -> None:
         bench.send(0, FrameType.GET, f"k{number}", None)
     too_many = bench.send(0, FrameType.GET, "one more", None)
     assert bench.take(0)[-1][:3] == (FrameType.REFUSED, too_many, REFUSED)
-
-
-# The next generation of those that come (gs.rebuild).
-
-
-def failed_bench(world_size: int = 4, dead: int = 1) -> Bench:
-    """All have joined, and one has died; its launcher has said so."""
-    bench = Bench(world_size)
-    bench.join_all()
-    bench.lose(dead, "killed")
-    bench.inbox.clear()
-    return bench
-
-
-def rebuild(bench: Bench, rank: int, *, min_ranks: int = 2, steps: int = 0) -> int:
-    """Joins anew beside the old connection, as a survivor does."""
-    sequence = bench.join(10 + rank, rank, 2, pid=1000 + rank, min_ranks=min_ranks, steps=steps)
-    assert bench.inbox[10 + rank].pop(0)[0] is FrameType.PULSE
-    return sequence
-
-
-def test_survivors_form_a_generation_numbered_anew_at_the_first_deadline() -> None:
-    bench = failed_bench()
-    sent = {rank: rebuild(bench, rank, steps=rank) for rank in (3, 0)}
-    assert bench.take(10) == bench.take(13) == []
-    bench.cancel(10, sent[0])  # its deadline
-    assert bench.take(10) == [joined(sent[0], 2, 0, 2, most_advanced=1)]
-    assert bench.take(13) == [joined(sent[3], 2, 1, 2, most_advanced=1)]
-    barrier = [bench.send(c, FrameType.BARRIER, "b", None) for c in (13, 10)]
-    assert bench.take(13) == [(FrameType.REPLY, barrier[0], None)]
-    late = bench.join(12, 2, generation=2)
-    assert bench.take(12)[0] == (
-        FrameType.REFUSED,
-        late,
-        REFUSED,
-        "rank 2 wants to join generation 2, but the next one is 3: "
-        "the others have formed a generation without this rank",
-    )
-
-
-def test_survivors_form_at_once_when_all_others_are_known_to_have_ended() -> None:
-    bench = failed_bench(3)
-    bench.end(1)
-    sent = {rank: rebuild(bench, rank) for rank in (0, 2)}
-    assert bench.take(10) == [joined(sent[0], 2, 0, 2)]
-    assert bench.take(12) == [joined(sent[2], 2, 1, 2)]
-
-
-def test_a_rank_started_anew_waits_for_the_survivors_and_is_one_of_them() -> None:
-    bench = failed_bench(3)
-    bench.end(1)
-    bench.start(1, 77)
-    anew = bench.join(21, 1)
-    assert [message[0] for message in bench.take(21)] == [FrameType.PULSE]
-    sent = {rank: rebuild(bench, rank, steps=5 + rank) for rank in (0, 2)}
-    assert bench.take(21) == [joined(anew, 2, 1, 3, most_advanced=2)]
-    assert bench.take(12) == [joined(sent[2], 2, 2, 3, most_advanced=2)]
-
-
-def test_fewer_survivors_than_needed_are_told_who_is_missing() -> None:
-    bench = failed_bench(3)
-    sent = rebuild(bench, 0, min_ranks=2)
-    bench.cancel(10, sent)
-    [(kind, sequence, missing, _)] = bench.take(10)
-    assert (kind, sequence, missing) == (FrameType.TIMED_OUT, sent, (1, 2))
-
-
-def test_who_does_not_come_keeps_nobody_from_going_on_and_hears_of_it() -> None:
-    """Rank 2 still sits in the failed generation: it handles its error."""
-    bench = failed_bench(3)
-    bench.lose(0)
-    sent = rebuild(bench, 0, min_ranks=1)
-    bench.cancel(10, sent)
-    assert bench.take(10) == [joined(sent, 2, 0, 1)]
-    later = bench.send(2, FrameType.SET, "k", b"", True)
-    assert bench.take(2)[0][:2] == (FrameType.FAILED, later)
-    bench.send(2, FrameType.LEAVE, THE_WORLD, None, 0)
-    assert bench.core._generations[0].number == 2
-
-
-def test_a_generation_after_one_of_some_needs_all_that_were_launched() -> None:
-    bench = failed_bench(3)
-    bench.end(1)
-    for rank in (0, 2):
-        rebuild(bench, rank)
-    for connection in (0, 2, 10, 12):
-        bench.leave(connection)
-    bench.start(1, 78)
-    bench.join_all(30)
-    assert bench.core.formed_count == 3

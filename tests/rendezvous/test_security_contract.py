@@ -184,8 +184,8 @@ def test_strangers_are_bounded_and_cost_no_threads() -> None:
         assert set(threading.enumerate()) <= threads
 
 
-#: The end of a JOIN: machine, host, pid, min_ranks, steps, start.
-PROCESS = ("m", "node7", 7, None, 0, None)
+#: The end of a JOIN: machine, host, pid, start.
+PROCESS = ("m", "node7", 7, None)
 
 
 def test_an_id_is_given_only_when_every_rank_has_authenticated_and_joined() -> None:

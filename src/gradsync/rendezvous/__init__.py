@@ -16,9 +16,9 @@ The rest of gradsync imports only these names:
 - `hosting.join`: decides which process hosts the server and at which address, joins, and returns this rank's client.
 - `secret_files`: how processes of one machine find a server and its secret.
 
-A generation is a set of ranks that have joined together. A generation forms when all launched ranks have joined or,
-after a failure, from the ranks that join again (`connect(min_ranks=)`). The first failure ends the generation: every
-rank gets the same error, at once and at every later call. The keys and barriers of a generation are removed at its end.
+A generation is a set of ranks that have joined together. It forms when all launched ranks have joined. The first
+failure ends the generation: every rank gets the same error, at once and at every later call. The keys and exchanges of
+a generation are removed at its end.
 
 The modules from the bottom up:
 

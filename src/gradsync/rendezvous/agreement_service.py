@@ -20,12 +20,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gradsync.rendezvous.frames import REFUSED, Decision, FrameType, Send, event_key, is_under
+from gradsync.rendezvous.frames import Decision, FrameType, Send, is_under
 from gradsync.rendezvous.roster import Members, Roster, list_members
-from gradsync.rendezvous.store import Gathering, Keys, Request, Wait, WaitTable, members_with
+from gradsync.rendezvous.store import Gathering, Request, WaitTable, members_with
 
-MAX_GROUPS = 16_384
-MAX_OPEN_POSITIONS = 16_384  # in one group
 _REMEMBERED_DECISIONS = 16  # in one group, for members that had cancelled their question before the decision
 
 
@@ -42,36 +40,14 @@ class Agreement(Gathering):
     Args:
         group: the group of the members. Its `positions` holds this agreement from the first report to the decision.
         position: the number of the collective.
-        waits: the server's table of open waits.
+        waits: the server's table of waiting requests.
     """
 
     def __init__(self, group: Group, position: int, waits: WaitTable) -> None:
-        super().__init__(group.ranks, waits)
+        super().__init__(group.ranks, waits, group.positions, position)
         self.group = group
         self.position = position
         self.is_forwarded = False  # whether a question was forwarded to the other members
-        self._digests: set[int] = set()  # the different values
-
-    def arrive(self, request: Request, value: int) -> None:
-        """Records a member that waits for the decision."""
-        super().arrive(request, value)
-        self._digests.add(value)
-
-    def launch(self, rank: int, digest: int) -> None:
-        """Records a member that has launched its collective."""
-        self.values[rank] = digest
-        self._digests.add(digest)
-
-    def withdraw(self, wait: Wait) -> None:
-        """Removes a member's question, as if the member had not asked yet."""
-        super().withdraw(wait)
-        self._digests = set(self.values.values())
-        if not self.values:
-            del self.group.positions[self.position]
-
-    def launched_ranks(self) -> tuple[int, ...]:
-        """Returns the members that have launched already."""
-        return tuple(rank for rank in self.values if rank not in self.waits)
 
     def decision(self) -> Decision | None:
         """Returns the decision, or None while it is open.
@@ -79,8 +55,11 @@ class Agreement(Gathering):
         MISMATCH needs the reports of all members, because a member that has not reported yet may have launched its
         collective; the decision is then LAUNCHED.
         """
-        differ = len(self._digests) > 1
-        if differ and len(self.values) > len(self.waits):
+        has_launched = len(self.values) > len(self.waits)
+        if not has_launched and not self.is_complete:
+            return None
+        differ = len(set(self.values.values())) > 1
+        if differ and has_launched:
             return Decision.LAUNCHED
         if not self.is_complete:
             return None
@@ -103,12 +82,10 @@ class Group:
         if len(self.decided) > _REMEMBERED_DECISIONS:
             del self.decided[next(iter(self.decided))]
 
-    def open(self, position: int, waits: WaitTable) -> Agreement | None:
-        """Returns the open agreement on a position, or a new one; None if too many are open."""
+    def open(self, position: int, waits: WaitTable) -> Agreement:
+        """Returns the open agreement on a position, or a new one."""
         agreement = self.positions.get(position)
-        if agreement is None and len(self.positions) < MAX_OPEN_POSITIONS:
-            agreement = self.positions[position] = Agreement(self, position, waits)
-        return agreement
+        return Agreement(self, position, waits) if agreement is None else agreement
 
 
 class AgreementService:
@@ -117,13 +94,11 @@ class AgreementService:
     Args:
         roster: the members.
         waits: the server's table of open waits.
-        keys: the key-value store, in which the service puts the descriptions of launched collectives.
     """
 
-    def __init__(self, roster: Roster, waits: WaitTable, keys: Keys) -> None:
+    def __init__(self, roster: Roster, waits: WaitTable) -> None:
         self._roster = roster
         self._waits = waits
-        self._keys = keys
         self._groups: dict[str, Group] = {}
 
     def ask(self, request: Request, name: str, position: int, digest: int, ranks: list[int] | None) -> list[Send]:
@@ -136,15 +111,12 @@ class AgreementService:
         if position in group.decided:
             return [_decide(request, group.decided[position], position)]
         agreement = group.open(position, self._waits)
-        if agreement is None:
-            text = f"group {name!r} has more than {MAX_OPEN_POSITIONS} positions that are not agreed on yet"
-            return [request.refuse(text, REFUSED)]
         if request.rank in agreement.values:
             return [self._refuse_second(request, agreement)]
         agreement.arrive(request, digest)
         return [*self._forward(agreement), *self._conclude(agreement)]
 
-    def report_launched(self, request: Request, name: str, position: int, digest: int, description: str) -> list[Send]:
+    def report_launched(self, request: Request, name: str, position: int, digest: int) -> list[Send]:
         """Records the collective that a member has launched already, from a LAUNCHED frame, which gets no answer.
 
         A report is ignored if the rank is not a member, or has reported for this position before.
@@ -152,15 +124,13 @@ class AgreementService:
         group, rank = self._groups.get(name), request.rank
         if group is None or rank not in group.ranks or position in group.decided:
             return []
-        is_open = group.launched_from is None or position < group.launched_from
-        agreement = group.open(position, self._waits) if is_open else None
-        if agreement is not None and rank in agreement.values:
+        if group.launched_from is not None and position >= group.launched_from:
             return []
-        sends = self._keys.publish(event_key(name, position, rank), description.encode())
-        if agreement is not None:
-            agreement.launch(rank, digest)
-            sends += self._conclude(agreement)
-        return sends
+        agreement = group.open(position, self._waits)
+        if rank in agreement.values:
+            return []
+        agreement.values[rank] = digest
+        return self._conclude(agreement)
 
     def forget(self, prefix: str) -> None:
         """Removes the groups that all members have left."""
@@ -180,8 +150,6 @@ class AgreementService:
             return members
         group = self._groups.get(name)
         if group is None:
-            if len(self._groups) >= MAX_GROUPS:
-                return request.refuse(f"more than {MAX_GROUPS} groups in one generation", REFUSED)
             group = self._groups[name] = Group(name, members)
         if group.ranks != members:
             who, listed = self._roster.label(request.rank), list_members(group.ranks)
@@ -220,19 +188,10 @@ class AgreementService:
         return [send for agreement in agreements for send in self._finish(agreement, Decision.LAUNCHED, position)]
 
     def _finish(self, agreement: Agreement, decision: Decision, position: int) -> list[Send]:
-        del agreement.group.positions[agreement.position]
         if decision is not Decision.LAUNCHED:
             agreement.group.remember(agreement.position, decision)
-        if decision is Decision.AGREED:  # descriptions are needed only after a mismatch
-            for rank in agreement.launched_ranks():
-                self._keys.discard(event_key(agreement.group.name, agreement.position, rank))
         return [_decide(request, decision, position) for request in agreement.close()]
 
     def _fail(self, agreement: Agreement, left: int) -> list[Send]:
         need = f"the agreement on position {agreement.position} of group {agreement.group.name!r} needs this rank"
-        failure = self._roster.left_failure(left, need)
-        waits = list(agreement.waits.values())
-        for wait in waits:
-            self._waits.close(wait)
-            agreement.withdraw(wait)
-        return [wait.request.fail(failure) for wait in waits]
+        return agreement.fail(self._roster.left_failure(left, need))

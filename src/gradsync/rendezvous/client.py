@@ -58,7 +58,6 @@ class RendezvousClient:
         name: the group's name; "" is the world.
         label: this rank in messages, e.g. "rank 1/4", or "rank 1/2 of group 'pair' (rank 2 of the world)".
         generation: the generation's number, counted by the server from 1.
-        most_advanced: the rank that passed the largest `steps` to `connect`.
         address: the server's address.
         own_host: this machine's own address on its connection to the server.
         has_failed: a function that returns whether the generation has failed or this rank has reported a failure. A
@@ -74,14 +73,12 @@ class RendezvousClient:
         generation: int,
         world: RendezvousClient | None = None,
         name: str = "",
-        most_advanced: int = 0,
     ) -> None:
         self.rank = rank
         self.world_size = len(world_ranks)
         self.world_ranks = world_ranks
         self.name = name
         self.generation = generation
-        self.most_advanced = most_advanced
         self.address = connection.address
         self.own_host = connection.own_host
         self.has_failed = connection.has_failed
@@ -106,15 +103,11 @@ class RendezvousClient:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         noun: str = "rank",
         generation: int = NEXT_GENERATION,
-        min_ranks: int | None = None,
-        steps: int = 0,
         start: str | None = None,
     ) -> RendezvousClient:
         """Joins the next generation: connects, authenticates, and waits until all ranks have joined.
 
-        Every rank must call `connect` once per generation. After a failure, `min_ranks` lets the next generation form
-        without the missing ranks: once these are known to have ended, or when the first waiting rank reaches its
-        deadline. The ranks that have joined are then renumbered from 0, in their old order.
+        Every rank must call `connect` once per generation.
 
         Args:
             address: the server's address, "host:port" or "[IPv6]:port".
@@ -125,8 +118,6 @@ class RendezvousClient:
             noun: the word for a member in messages, "rank" or "node"; the server must use the same word.
             generation: the number of the generation to join; 0 is the one that forms next. The server refuses this
                 rank if the generation has already formed without this rank.
-            min_ranks: the smallest number of ranks to form a generation with; None: all ranks. Requires `generation`.
-            steps: the number of training steps that this rank has completed.
             start: the name of the start or restart to which this rank belongs, if several launchers share the server;
                 see `begin_start`.
 
@@ -142,8 +133,6 @@ class RendezvousClient:
         rank, world_size = operator.index(rank), operator.index(world_size)
         if not 0 <= rank < world_size:
             raise InvalidArgument(f"connect needs a rank from 0 to world_size - 1 = {world_size - 1}, got {rank}")
-        if min_ranks is not None and generation == NEXT_GENERATION:
-            raise InvalidArgument("connect with min_ranks needs generation=, the number after the failed generation's")
         secret = check_secret(secret)
         label = f"{noun} {rank}/{world_size}"
         host = clip_text(socket.gethostname(), MAX_NAME_BYTES)
@@ -154,11 +143,11 @@ class RendezvousClient:
             connection = dial(address, secret=secret, deadline=deadline, label=label, generation=generation)
             try:
                 connection.start(heartbeat_seconds(world_size))
-                joined = connection.ask(
+                [number] = connection.ask(
                     "joining",
                     max(deadline - time.monotonic(), 0.0),
                     FrameType.JOIN,
-                    *(rank, world_size, generation, *process, min_ranks, steps, start),
+                    *(rank, world_size, generation, *process, start),
                     shown_seconds=timeout_seconds,
                 )
             except BaseException as error:
@@ -167,9 +156,7 @@ class RendezvousClient:
                 if not isinstance(error.__cause__, ConnectionLost) or connection.is_accepted or not attempts_left:
                     raise
                 continue
-            number, own_rank, size, most_advanced = joined
-            connection.label = f"{noun} {own_rank}/{size}"
-            return cls(connection, tuple(range(size)), own_rank, generation=number, most_advanced=most_advanced)
+            return cls(connection, tuple(range(world_size)), rank, generation=number)
 
     def group(self, members: Sequence[int], name: str) -> RendezvousClient:
         """Returns this rank's client for a group of these members. All members must call `group` with equal arguments.
@@ -262,17 +249,20 @@ class RendezvousClient:
         """
         fields = self._scoped(name), self._members, bytes(value)
         values = self._connection.ask(f"exchange {name!r}", timeout_seconds, FrameType.EXCHANGE, *fields)
+        if values is None:  # all values are empty
+            return [b""] * self.world_size
         by_world_rank = dict(zip(sorted(self.world_ranks), values, strict=True))
         return [by_world_rank[rank] for rank in self.world_ranks]
 
     def barrier(self, name: str = "", *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         """Waits until every member has called `barrier` with the same name. A name can be used again.
 
-        A rank that reaches its deadline no longer counts as arrived, and may call `barrier` again. Raises the errors
-        of `exchange`.
+        A barrier is an exchange of empty values: do not use one name for a barrier and an exchange at the same time. A
+        rank that reaches its deadline no longer counts as arrived, and may call `barrier` again. Raises the errors of
+        `exchange`.
         """
-        operation = f"barrier {name!r}"
-        self._connection.ask(operation, timeout_seconds, FrameType.BARRIER, self._scoped(name), self._members)
+        fields = self._scoped(name), self._members, b""
+        self._connection.ask(f"barrier {name!r}", timeout_seconds, FrameType.EXCHANGE, *fields)
 
     # Agreement on the next collective.
 
@@ -338,7 +328,7 @@ class RendezvousClient:
         Raises:
             InvalidArgument: the group has a callback already.
         """
-        self._connection.follow(self._scoped(group), on_asked)
+        self._connection.follow(self._scoped(group), self.world_ranks[self.rank], on_asked)
 
     def unfollow(self, group: str) -> None:
         """Removes the callback that `follow` set; a call that is running still finishes. Idempotent."""

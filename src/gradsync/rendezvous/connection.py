@@ -64,6 +64,7 @@ from gradsync.rendezvous.frames import (
     LaunchedEvent,
     Message,
     clip_text,
+    event_key,
 )
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerProcess
 from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, inspect_peer, inspect_process
@@ -190,7 +191,7 @@ class Connection:
         # Questions of other ranks.
         self._pushes: deque[Message] = deque()
         self._answering: threading.Thread | None = None
-        self._on_asked: dict[str, OnAsked] = {}
+        self._followed: dict[str, tuple[int, OnAsked]] = {}
         self.callbacks = Callbacks()
         _connections.add(self)
 
@@ -247,12 +248,14 @@ class Connection:
             raise
         finally:
             self._pending.pop(pending.sequence, None)
+        how_ended = f"reached its deadline of {shown:.3g} s"
+        if time.monotonic() < deadline:
+            how_ended = "ended, because the rank or node that hosts the server reached its deadline"
         if pending.answer is not None:
-            return _result(pending, self.label, operation, shown)
+            return _result(pending, self.label, operation, how_ended)
         self.raise_failure()
         raise RendezvousTimeout(
-            f"{self.label}: {operation} reached its deadline of {shown:.3g} s, "
-            f"and the rendezvous server at {self.address} did not answer"
+            f"{self.label}: {operation} {how_ended}, and the rendezvous server at {self.address} did not answer"
         )
 
     def post(self, frame_type: FrameType, *fields: Any) -> None:
@@ -479,14 +482,15 @@ class Connection:
 
     # Questions of other ranks.
 
-    def follow(self, group: str, on_asked: OnAsked) -> None:
-        """Sets the callback for the questions that other members of a group ask about its positions."""
-        if self._on_asked.setdefault(group, on_asked) is not on_asked:
+    def follow(self, group: str, rank: int, on_asked: OnAsked) -> None:
+        """Sets the callback for the questions that other members of a group ask this rank about its positions."""
+        if group in self._followed:
             raise InvalidArgument(f"{self.label}: group {group!r} is followed already; unfollow it first")
+        self._followed[group] = rank, on_asked
 
     def unfollow(self, group: str) -> None:
         """Removes the callback; a call that is running still finishes. Idempotent."""
-        self._on_asked.pop(group, None)
+        self._followed.pop(group, None)
 
     def _push(self, message: Message) -> None:
         """Queues a message for the answering thread; starts this thread if it is not running."""
@@ -519,14 +523,15 @@ class Connection:
 
     def _answer_question(self, group: str, position: int) -> None:
         """Reports the collective that this rank has launched at a position, if there is one."""
-        on_asked = self._on_asked.get(group)
-        if on_asked is None:
+        if group not in self._followed:
             return
+        rank, on_asked = self._followed[group]
         try:
             event = on_asked(position)
             if event is not None:
                 text = clip_text(event.description, MAX_EVENT_BYTES)
-                self.post(FrameType.LAUNCHED, group, position, operator.index(event.digest), text)
+                self.post(FrameType.SET, event_key(group, position, rank), text.encode(), True)
+                self.post(FrameType.LAUNCHED, group, position, operator.index(event.digest))
         except ConnectionLost:
             raise
         except Exception:  # the asking rank cannot handle it
@@ -681,7 +686,7 @@ def failure_of(message: Message, label: str, operation: str = "") -> GradsyncErr
     return RankFailed(f"{label}: {operation}{text}", rank=rank, phase=phase, was_silent=kind == SILENCE)
 
 
-def _result(pending: _Pending, label: str, operation: str, shown_seconds: float) -> Any:
+def _result(pending: _Pending, label: str, operation: str, how_ended: str) -> Any:
     """Returns the value of an answer, or raises its error."""
     message = pending.answer
     assert message is not None
@@ -694,8 +699,7 @@ def _result(pending: _Pending, label: str, operation: str, shown_seconds: float)
     if message.type is FrameType.TIMED_OUT:
         _, missing, where = message.fields
         raise RendezvousTimeout(
-            f"{label}: {operation} reached its deadline of {shown_seconds:.3g} s; "
-            + (f"missing: {where}" if missing else "no rank has set the key"),
+            f"{label}: {operation} {how_ended}; " + (f"missing: {where}" if missing else "no rank has set the key"),
             missing_ranks=tuple(missing),
             missing=where if missing else "",
         )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gradsync.rendezvous.liveness import ProcessState
 
-PROTOCOL_VERSION = 11  # below 256: HELLO and CHALLENGE have one byte for it
+PROTOCOL_VERSION = 12  # below 256: HELLO and CHALLENGE have one byte for it
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key
 MAX_EXCHANGED_BYTES = 512 * 1024  # all members' values together: each member receives all of them
@@ -60,7 +60,6 @@ class FrameType(enum.IntEnum):
     SET = 17
     GET = 18
     DELETE = 20
-    BARRIER = 21
     EXCHANGE = 22
     REPORT_FAILURE = 25
     CANCEL = 26
@@ -198,8 +197,6 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
         _text("machine"),
         _text("host"),
         _PID,
-        _optional(_integer("min_ranks", 1, MAX_RANKS)),
-        _integer("steps", 0, 2**63 - 1),
         _optional(_text("start")),
     ),
     FrameType.BEGIN_START: (_text("start"), _SIZE),
@@ -212,7 +209,6 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.SET: (_KEY, _VALUE, _flag("replaces")),
     FrameType.GET: (_KEY, _optional(_integer("from_rank", 0, MAX_RANKS - 1))),
     FrameType.DELETE: (_KEY,),
-    FrameType.BARRIER: (_NAME, _MEMBERS),
     FrameType.EXCHANGE: (_NAME, _MEMBERS, _VALUE),
     FrameType.REPORT_FAILURE: (
         _text("reason", MAX_REASON_BYTES),
@@ -222,7 +218,7 @@ SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.LEAVE: (_NAME, _MEMBERS, _POSITION),
     FrameType.LEFT_RANKS: (_NAME, _MEMBERS),
     FrameType.AGREE: (_GROUP, _POSITION, _DIGEST, _MEMBERS),
-    FrameType.LAUNCHED: (_GROUP, _POSITION, _DIGEST, _text("description", MAX_EVENT_BYTES)),
+    FrameType.LAUNCHED: (_GROUP, _POSITION, _DIGEST),
     FrameType.HEARTBEAT: (PROGRESS,),
     FrameType.STUCK: (
         _GROUP,
@@ -277,7 +273,7 @@ class LaunchedEvent(NamedTuple):
 def event_key(group: str, position: int, rank: int) -> str:
     """Returns the key for the description of a rank's collective, which the ranks read if their collectives differ.
 
-    A rank that has asked the server sets its own key. For a rank that has launched already, the server sets the key.
+    Each rank sets its own key. For a rank that has launched already, the thread that answers questions sets the key.
     """
     return f"{group}/agree/{position}/{rank}"
 

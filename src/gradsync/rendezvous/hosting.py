@@ -264,7 +264,7 @@ def _start_hosting(
     secret = secret or secrets.token_bytes(32)
     host, port = (free_port_of, 0) if point.address is None else parse_address(point.address)
     # The port is bound before the secret is written: only the port's owner may publish a secret for it.
-    server = RendezvousServer(own.world_size, secret=secret, host=host, port=port)
+    server = RendezvousServer(own.world_size, secret=secret, host=host, port=port, host_rank=0)
     joined = JoinedRendezvous(point, own.world_size, Endpoint(point.address or server.address, secret), server)
     with _closing_at_failure(joined, None):
         if is_found_by_file:

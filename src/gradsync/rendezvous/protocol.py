@@ -9,9 +9,6 @@ A generation fails when a connection ends without a LEAVE, when a member reports
 found stopped (SIGSTOP), gone or unreachable, or when a member does not arrive at a collective in time. A
 generation that has not formed yet also fails when the process of a missing rank has ended or is stopped. Every member
 gets the failure at once, and again as the answer to every later request.
-
-After a failure the next generation can form from some of the ranks, if its members accept that (`min_ranks`). This
-generation forms once all missing ranks are known to have ended, or when a waiting member reaches its deadline.
 """
 
 from __future__ import annotations
@@ -41,8 +38,8 @@ from gradsync.rendezvous.frames import (
     Started,
 )
 from gradsync.rendezvous.liveness import Judgement, Peers, ProcessState, process_key
-from gradsync.rendezvous.roster import Failure, Member, MemberState, Roster, join_refusal
-from gradsync.rendezvous.store import Barriers, Departures, Keys, Request, Wait, WaitTable
+from gradsync.rendezvous.roster import RUNNING_PHASE, Failure, Member, MemberState, Roster, join_refusal
+from gradsync.rendezvous.store import Departures, Exchanges, Keys, Request, WaitTable
 from gradsync.rendezvous.stuck import StuckCollectives
 
 MAX_WAITS_PER_CONNECTION = 64
@@ -57,10 +54,9 @@ class Generation:
         self.number: int | None = None  # None until it forms
         self.failure: Failure | None = None
         self.keys = Keys(self.roster, waits)
-        self.barriers = Barriers(self.roster, waits)
-        self.agreements = AgreementService(self.roster, waits, self.keys)
-        self.least_ranks: int | None = None  # the smallest number of ranks that it may form with; None: all
-        self.departures = Departures(self.roster, (self.keys.forget, self.barriers.forget, self.agreements.forget))
+        self.exchanges = Exchanges(self.roster, waits)
+        self.agreements = AgreementService(self.roster, waits)
+        self.departures = Departures(self.roster, (self.keys.forget, self.agreements.forget))
         self.stuck = StuckCollectives(self.roster, waits)
 
     @property
@@ -73,20 +69,17 @@ class Generation:
         """Whether the generation has neither formed nor failed."""
         return self.number is None and self.failure is None
 
-    def withdraw(self, wait: Wait) -> None:
+    def withdraw(self, request: Request) -> None:
         """Removes a rank that has cancelled its join."""
-        self.roster.cancel(wait.request.rank)
-        if self.least_ranks is not None:
-            self.least_ranks = self.roster.least_ranks()
+        self.roster.cancel(request.rank)
 
-    def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
+    def missing_ranks(self, _request: Request) -> tuple[int, ...]:
         """Returns the ranks that have not joined."""
         return self.roster.missing_ranks()
 
     def rank_left(self, rank: int) -> list[Send]:
         """Fails the waits that need a rank that has left."""
-        self.departures.rank_left(rank)
-        return [*self.barriers.rank_left(rank), *self.agreements.rank_left(rank), *self.keys.rank_left()]
+        return [*self.exchanges.rank_left(rank), *self.agreements.rank_left(rank), *self.keys.rank_left()]
 
 
 class RendezvousCore:
@@ -193,7 +186,7 @@ class RendezvousCore:
     # Joining, leaving, failing.
 
     def _join(self, now: float, connection: int, message: Message) -> list[Action]:
-        rank, world_size, number, machine, host, pid, min_ranks, steps, _ = message.fields
+        rank, world_size, number, machine, host, pid, _ = message.fields
         request = Request(connection, rank, message.sequence, now)
         refusal = join_refusal(self._world_size, rank, world_size, self._noun)
         if not refusal and number not in (NEXT_GENERATION, self.formed_count + 1):
@@ -201,13 +194,12 @@ class RendezvousCore:
                 f"{self._noun} {rank} wants to join generation {number}, but the next one is {self.formed_count + 1}: "
                 f"the others have formed a generation without this {self._noun}"
             )
-        is_any = number == NEXT_GENERATION  # a rank that names a generation has seen the previous one fail
         for generation in self._generations:
-            member = generation.roster.by_launch_rank.get(rank)
+            member = generation.roster.members.get(rank)
             if member is None:
-                if generation.number is None and (generation.failure is None or is_any):
+                if generation.number is None:
                     break
-            elif member.state is MemberState.PRESENT and (generation.failure is None or is_any):
+            elif member.state is MemberState.PRESENT:
                 roster = generation.roster
                 alive = f"{roster.label(rank)} has joined already and is alive ({roster.phase})"
                 refusal = refusal or f"{alive}; each {self._noun} joins once"
@@ -220,11 +212,9 @@ class RendezvousCore:
         if generation not in self._generations:
             self._generations.append(generation)
         host = "" if machine and machine == self._machine else host or "another machine"
-        generation.roster.add(rank, Member(connection, pid or None, host, min_ranks, steps))
-        if min_ranks is not None:
-            generation.least_ranks = max(min_ranks, generation.least_ranks or 0)
+        generation.roster.add(rank, Member(connection, pid or None, host))
         self._member_of[connection] = (generation, rank)
-        self._waits.add(Wait(request, generation))
+        self._waits.add(request, generation)
         self._peers.end(process_key(rank))
         if pid:
             self._peers.begin(connection, now)
@@ -270,16 +260,15 @@ class RendezvousCore:
 
     def _cancel(self, generation: Generation, request: Request, sequence: int) -> list[Action]:
         """Ends a wait whose caller has reached its deadline; the answer names the missing ranks."""
-        wait = self._waits.find(request.connection, sequence)
-        if wait is None:  # the request's answer is already on its way
+        cancelled = self._waits.find(request.connection, sequence)
+        if cancelled is None:  # the request's answer is already on its way
             return []
-        if wait.target is generation and self._may_form_of_some(generation):
-            return self._form(generation)
-        missing = wait.target.missing_ranks(wait)
+        is_join = cancelled.target is generation
+        missing = cancelled.target.missing_ranks(cancelled)
         where = generation.roster.states_text(missing)
-        ended = [wait]
-        self._waits.close(wait)
-        if wait.target is generation and request.rank == self._host:
+        ended = [cancelled]
+        self._waits.close(cancelled)
+        if is_join and request.rank == self._host:
             # The server ends after the host has cancelled its join. Before that every other rank gets the names of the
             # missing ranks.
             for _, member in generation.roster.present():
@@ -287,26 +276,27 @@ class RendezvousCore:
         actions: list[Action] = []
         for each in ended:
             each.target.withdraw(each)
-            actions.append(each.request.time_out(missing, where))
-            if each.target is generation:
-                self._remove_connection(each.request.connection)
-                actions.append(Close(each.request.connection))
-                self._watch(request.now, each.request.rank)
+            actions.append(each.time_out(missing, where))
+            if is_join:
+                self._remove_connection(each.connection)
+                actions.append(Close(each.connection))
+                self._watch(request.now, each.rank)
         return actions
 
     def _remove_connection(self, connection: int) -> None:
         """Removes a connection from its generation, and withdraws its waits."""
         del self._member_of[connection]
         self._peers.end(connection)
-        for wait in self._waits.close_all(connection):
-            wait.target.withdraw(wait)
+        for request in self._waits.close_all(connection):
+            request.target.withdraw(request)
 
     # Generations.
 
     def _advance_generations(self, now: float) -> list[Action]:
         """Drops ended generations; forms the next one once it is complete, or fails it if it cannot become complete."""
         self._generations = [g for g in self._generations if not g.roster.is_empty()]
-        forming = self._next_to_form()
+        first = self._generations[0] if self._generations else None
+        forming = first if first is not None and first.is_forming else None
         if forming is not self._forming:
             self._forming = forming
             self._peers.end_processes()
@@ -318,40 +308,20 @@ class RendezvousCore:
         roster = forming.roster
         if roster.is_complete():
             return self._form(forming)
-        if forming.least_ranks is None:
-            for rank, how in self._ended.items():
-                if rank not in roster.members:
-                    return self._fail_generation(forming, roster.ended(rank, how)) + self._advance_generations(now)
-        elif self._may_form_of_some(forming) and all(rank in self._ended for rank in roster.missing_ranks()):
-            return self._form(forming)
+        for rank, how in self._ended.items():
+            if rank not in roster.members:
+                return self._fail_generation(forming, roster.ended(rank, how)) + self._advance_generations(now)
         return []
 
-    def _next_to_form(self) -> Generation | None:
-        """Returns the generation that forms next: the first, or after a failure a later one with `min_ranks`."""
-        for index, generation in enumerate(self._generations):
-            if generation.is_forming:
-                return generation if index == 0 or generation.least_ranks is not None else None
-            if generation.failure is None:
-                return None
-        return None
-
-    def _may_form_of_some(self, generation: Generation) -> bool:
-        """Whether a generation has reached the smallest size that its members accept."""
-        least = generation.least_ranks
-        return least is not None and generation is self._next_to_form() and len(generation.roster.members) >= least
-
     def _form(self, generation: Generation) -> list[Action]:
-        roster = generation.roster
         generation.number = self.formed_count = self.formed_count + 1
-        roster.form()
+        generation.roster.phase = RUNNING_PHASE
         self._forming = self._notice_at = None
         self._peers.end_processes()
-        most_advanced = roster.most_advanced()
         actions: list[Action] = []
-        for rank, member in roster.present():
-            self._member_of[member.connection] = (generation, rank)
-            [wait] = self._waits.close_all(member.connection)
-            actions.append(wait.request.reply((generation.number, rank, roster.world_size, most_advanced)))
+        for _, member in generation.roster.present():
+            [request] = self._waits.close_all(member.connection)
+            actions.append(request.reply((generation.number,)))
         return actions
 
     def _name_missing(self, now: float) -> list[Action]:
@@ -401,8 +371,6 @@ class RendezvousCore:
     def _judge_process(self, now: float, event: Inspected) -> list[Action]:
         if self._forming is None or self._peers.judge(event.peer, now, event.state) is not Judgement.LOST:
             return []
-        if self._forming.least_ranks is not None:  # the generation needs no particular rank
-            return []
         rank = process_key(event.peer)
         seconds = self._peers.silent_seconds(event.peer, now)
         failure = self._forming.roster.stopped_before_joining(rank, self._pids[rank], event.state, seconds)
@@ -451,8 +419,7 @@ _ANSWERED: dict[FrameType, Service] = {
     FrameType.SET: lambda generation: generation.keys.set,
     FrameType.GET: lambda generation: generation.keys.get,
     FrameType.DELETE: lambda generation: generation.keys.delete,
-    FrameType.BARRIER: lambda generation: generation.barriers.arrive,
-    FrameType.EXCHANGE: lambda generation: generation.barriers.arrive,
+    FrameType.EXCHANGE: lambda generation: generation.exchanges.arrive,
     FrameType.AGREE: lambda generation: generation.agreements.ask,
     FrameType.LEFT_RANKS: lambda generation: generation.departures.left_ranks,
 }

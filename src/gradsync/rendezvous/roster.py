@@ -100,8 +100,6 @@ class Member:
         connection: the number of the rank's connection.
         pid: the rank's process id; None if unknown.
         host: the name of the rank's machine; "" if the rank runs on the server's machine.
-        min_ranks: the smallest number of ranks with which this rank accepts a generation; None if it needs all ranks.
-        steps: the number of training steps that the rank has completed.
         state: whether the rank is connected, has left or has failed.
         positions: the number of collectives that the rank has begun, by group.
     """
@@ -109,8 +107,6 @@ class Member:
     connection: int
     pid: int | None
     host: str
-    min_ranks: int | None
-    steps: int
     state: MemberState = MemberState.PRESENT
     positions: dict[str, int] = field(default_factory=dict)
 
@@ -129,10 +125,8 @@ class Roster:
 
     Attributes:
         phase: "joining" until the generation forms, then "running".
-        members: the members by rank. Before the generation forms, this is the rank that the launcher gave. If the
-            generation forms without all ranks, the members are renumbered from 0.
+        members: the members by rank.
         left: the ranks that have left, in the order of leaving.
-        by_launch_rank: the same members, always by the rank that the launcher gave.
     """
 
     def __init__(self, world_size: int, noun: str = "rank") -> None:
@@ -140,7 +134,6 @@ class Roster:
         self.noun = noun
         self.phase = JOINING_PHASE
         self.members: dict[int, Member] = {}
-        self.by_launch_rank: dict[int, Member] = {}
         self._cancelled: set[int] = set()  # ranks that have cancelled their join
         self.left: list[int] = []
         self._present_count = 0
@@ -165,7 +158,7 @@ class Roster:
 
     def add(self, rank: int, member: Member) -> None:
         """Adds a rank that joins."""
-        self.members[rank] = self.by_launch_rank[rank] = member
+        self.members[rank] = member
         self._present_count += 1
         self._cancelled.discard(rank)
 
@@ -173,29 +166,12 @@ class Roster:
         """Removes a joining rank, unless it has failed; it may join again."""
         if self.members[rank].state is MemberState.PRESENT:
             self._present_count -= 1
-            del self.members[rank], self.by_launch_rank[rank]
+            del self.members[rank]
             self._cancelled.add(rank)
 
     def is_complete(self) -> bool:
         """Whether every launched rank has joined."""
         return len(self.members) == self.world_size
-
-    def form(self) -> None:
-        """Forms the generation from the ranks that have joined; renumbers them from 0 in their old order."""
-        self.members = {rank: self.members[launched] for rank, launched in enumerate(sorted(self.members))}
-        self.world_size = len(self.members)
-        self.phase = RUNNING_PHASE
-
-    def least_ranks(self) -> int | None:
-        """Returns the smallest number of ranks that the generation may form with; None if it needs all ranks.
-
-        The result is the largest `min_ranks` that a member gave.
-        """
-        return max((m.min_ranks for m in self.members.values() if m.min_ranks is not None), default=None)
-
-    def most_advanced(self) -> int:
-        """Returns the rank that has completed the most steps; if several ranks have, the lowest of them."""
-        return max(sorted(self.members), key=lambda rank: self.members[rank].steps)
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Returns the ranks that have never joined; if there are none, the ranks that cancelled their join."""

@@ -172,6 +172,7 @@ class RendezvousServer:
         listener: a listening socket from `bind_listener` to use instead of host and port; the server closes it.
         of_launchers: whether the members are launchers, which announce each start of their ranks to this server, see
             `LaunchersCore`.
+        host_rank: the rank whose process runs the server, see `RendezvousCore`; None if no rank does.
 
     Attributes:
         address: the address for clients, e.g. "127.0.0.1:43211" or "[::1]:4000".
@@ -192,6 +193,7 @@ class RendezvousServer:
         port: int = 0,
         listener: socket.socket | None = None,
         of_launchers: bool = False,
+        host_rank: int | None = None,
     ) -> None:
         size = integer_of(world_size)
         if size is None or not 1 <= size <= MAX_RANKS:
@@ -201,7 +203,12 @@ class RendezvousServer:
         check_removed_variables()
         listener = listener or bind_listener(host, port)
         self.address = format_address(listener)
-        self._core = (LaunchersCore if of_launchers else RendezvousCore)(world_size, machine=machine_identity())
+        machine = machine_identity()
+        self._core = (
+            LaunchersCore(world_size, machine=machine)
+            if of_launchers
+            else RendezvousCore(world_size, machine=machine, host=host_rank)
+        )
         self._secret = secret
         self._listener = listener
         self._run_id = os.urandom(8).hex()  # the keys of every session are derived from it too

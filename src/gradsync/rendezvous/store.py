@@ -8,7 +8,7 @@ deadline, and the answer names the missing ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gradsync.rendezvous.frames import (
@@ -24,18 +24,23 @@ from gradsync.rendezvous.frames import (
 from gradsync.rendezvous.roster import Failure, Members, Roster, list_members, members_of, never_arrived
 
 MAX_STORED_BYTES = 64 * 1024**2
-MAX_BARRIERS = 65_536
-_MAX_NAMES_LEFT = 16_384  # groups that some members have left; others keep their entries until the generation ends
 
 
-@dataclass(slots=True)  # not frozen: every message makes one, and a frozen object takes three times as long to make
+@dataclass(eq=False, slots=True)
 class Request:
-    """One request of one rank, with methods that make the answer to it; treat it as immutable."""
+    """One request of one rank, with methods that make the answer to it.
+
+    Attributes:
+        connection, rank, sequence: the connection and the rank that asked, and the number of the message.
+        now: when the request arrived, in monotonic seconds.
+        target: what the request waits for, while it is in the `WaitTable`.
+    """
 
     connection: int
     rank: int
     sequence: int
     now: float
+    target: WaitTarget = field(init=False)
 
     def reply(self, value: bool | bytes | Sequence[int] | None = None) -> Send:
         """Answers with a value."""
@@ -55,58 +60,44 @@ class Request:
 
 
 class WaitTarget(Protocol):
-    """An object that requests wait for: a key, a barrier, an agreement, or a generation that forms."""
+    """An object that requests wait for: the keys, a barrier, an agreement, or a generation that forms."""
 
-    def withdraw(self, wait: Wait) -> None:
-        """Removes this wait, as if the request had never arrived."""
+    def withdraw(self, request: Request) -> None:
+        """Removes this request, as if it had never arrived."""
 
-    def missing_ranks(self, wait: Wait) -> tuple[int, ...]:
-        """Returns the ranks that an open wait waits for, as far as they are known.
+    def missing_ranks(self, request: Request) -> tuple[int, ...]:
+        """Returns the ranks that a request waits for, as far as they are known.
 
         Ranks that arrived and then cancelled their wait are named only if no others are missing. Otherwise, when
         several waits reach the same deadline one after the other, a later wait would name the rank of an earlier one.
         """
 
 
-@dataclass(eq=False, slots=True)
-class Wait:
-    """A request that waits for its target; for a key that is not set, also the key and the rank that should set it."""
-
-    request: Request
-    target: WaitTarget
-    key: str = ""
-    from_rank: int | None = None
-
-
 class WaitTable:
-    """All open waits, by connection and sequence."""
+    """All requests that wait, by connection and sequence."""
 
     def __init__(self) -> None:
-        self._by_connection: dict[int, dict[int, Wait]] = {}
+        self._by_connection: dict[int, dict[int, Request]] = {}
 
-    def add(self, wait: Wait) -> Wait:
-        """Opens a wait, and returns it."""
-        self._by_connection.setdefault(wait.request.connection, {})[wait.request.sequence] = wait
-        return wait
+    def add(self, request: Request, target: WaitTarget) -> None:
+        """Lets a request wait for its target."""
+        request.target = target
+        self._by_connection.setdefault(request.connection, {})[request.sequence] = request
 
-    def close(self, wait: Wait) -> None:
-        """Removes a wait from this table, because it is answered or withdrawn. Idempotent."""
-        waits = self._by_connection.get(wait.request.connection)
-        if waits is not None and waits.get(wait.request.sequence) is wait:
-            del waits[wait.request.sequence]
-            if not waits:
-                del self._by_connection[wait.request.connection]
+    def close(self, request: Request) -> None:
+        """Removes a request from this table, because it is answered or withdrawn. Idempotent."""
+        self._by_connection.get(request.connection, {}).pop(request.sequence, None)
 
-    def find(self, connection: int, sequence: int) -> Wait | None:
-        """Returns the open wait of a request, or None."""
+    def find(self, connection: int, sequence: int) -> Request | None:
+        """Returns the waiting request with this sequence, or None."""
         return self._by_connection.get(connection, {}).get(sequence)
 
-    def close_all(self, connection: int) -> list[Wait]:
-        """Ends the open waits of one connection and returns them, in the order of their requests."""
+    def close_all(self, connection: int) -> list[Request]:
+        """Ends the waits of one connection and returns its requests, in their order."""
         return list(self._by_connection.pop(connection, {}).values())
 
     def count(self, connection: int) -> int:
-        """Returns the number of a connection's open waits."""
+        """Returns the number of a connection's waiting requests."""
         return len(self._by_connection.get(connection, ()))
 
 
@@ -117,20 +108,27 @@ class Keys:
         self._roster = roster
         self._waits = waits
         self._values: dict[str, bytes] = {}
-        self._reads: dict[str, list[Wait]] = {}
+        self._reads: dict[str, dict[Request, int | None]] = {}  # the waiting reads, and who sets the key, if known
         self._stored_bytes = 0
 
     def set(self, request: Request, key: str, value: bytes, replaces: bool) -> list[Send]:
         """Stores a value, unless `replaces` is False and the key has one; answers whether it was stored."""
-        if not replaces and key in self._values:
+        old = self._values.get(key)
+        if old is not None and not replaces:
             return [request.reply(False)]
-        if not self._store(key, value):
+        growth = len(value) - len(old) if old is not None else len(key) + len(value)
+        if self._stored_bytes + growth > MAX_STORED_BYTES:
             text = (
                 f"no room for key {key!r} ({len(value)} bytes): the rendezvous stores at most {MAX_STORED_BYTES} bytes "
                 "in one generation; delete keys that are no longer needed"
             )
             return [request.refuse(text, REFUSED)]
-        return [request.reply(True), *self._answer_reads(key)]
+        self._stored_bytes += growth
+        self._values[key] = value
+        reads = self._reads.pop(key, {})
+        for read in reads:
+            self._waits.close(read)
+        return [request.reply(True), *(read.reply(value) for read in reads)]
 
     def get(self, request: Request, key: str, from_rank: int | None) -> list[Send]:
         """Answers with the value, now or when the key is set."""
@@ -142,50 +140,45 @@ class Keys:
         gone = self._who_cannot_set(from_rank)
         if gone is not None:
             return [self._fail(request, key, gone)]
-        self._reads.setdefault(key, []).append(self._waits.add(Wait(request, self, key, from_rank)))
+        self._reads.setdefault(key, {})[request] = from_rank
+        self._waits.add(request, self)
         return []
 
-    def withdraw(self, wait: Wait) -> None:
+    def withdraw(self, request: Request) -> None:
         """Removes a read."""
-        self._reads[wait.key].remove(wait)
-        if not self._reads[wait.key]:
-            del self._reads[wait.key]
+        key = self._key_of(request)
+        del self._reads[key][request]
+        if not self._reads[key]:
+            del self._reads[key]
 
-    def missing_ranks(self, wait: Wait) -> tuple[int, ...]:
+    def missing_ranks(self, request: Request) -> tuple[int, ...]:
         """Returns the rank that should set the key, if the reader gave one."""
-        return () if wait.from_rank is None else (wait.from_rank,)
+        from_rank = self._reads[self._key_of(request)][request]
+        return () if from_rank is None else (from_rank,)
 
     def delete(self, request: Request, key: str) -> list[Send]:
         """Removes a key, and answers whether the key was set."""
-        return [request.reply(self.discard(key))]
-
-    def publish(self, key: str, value: bytes) -> list[Send]:
-        """Stores a value that the server itself sets, and answers the waiting reads; drops it if there is no space."""
-        return self._answer_reads(key) if self._store(key, value) else []
-
-    def discard(self, key: str) -> bool:
-        """Removes a key; returns whether the key was set."""
-        value = self._values.pop(key, None)
-        if value is None:
-            return False
-        self._stored_bytes -= len(key) + len(value)
-        return True
+        return [request.reply(self._discard(key))]
 
     def forget(self, prefix: str) -> None:
         """Removes the keys of a group that all members have left."""
         for key in [key for key in self._values if is_under(key, prefix)]:
-            self.discard(key)
+            self._discard(key)
 
     def rank_left(self) -> list[Send]:
         """Fails the reads of keys that no remaining rank will set."""
         sends = []
-        for wait in [wait for reads in self._reads.values() for wait in reads]:
-            gone = self._who_cannot_set(wait.from_rank)
+        waiting = [(key, read, setter) for key, reads in self._reads.items() for read, setter in reads.items()]
+        for key, read, setter in waiting:
+            gone = self._who_cannot_set(setter)
             if gone is not None:
-                self._waits.close(wait)
-                self.withdraw(wait)
-                sends.append(self._fail(wait.request, wait.key, gone))
+                self._waits.close(read)
+                self.withdraw(read)
+                sends.append(self._fail(read, key, gone))
         return sends
+
+    def _key_of(self, request: Request) -> str:
+        return next(key for key, reads in self._reads.items() if request in reads)
 
     def _who_cannot_set(self, from_rank: int | None) -> int | None:
         """If a key can never be set because a rank has left, returns that rank; None if the key may still be set."""
@@ -199,41 +192,39 @@ class Keys:
             need = f"key {key!r} is not set, and only this rank sets it"
         return request.fail(self._roster.left_failure(gone, need))
 
-    def _store(self, key: str, value: bytes) -> bool:
-        old = self._values.get(key)
-        growth = len(value) - len(old) if old is not None else len(key) + len(value)
-        if self._stored_bytes + growth > MAX_STORED_BYTES:
+    def _discard(self, key: str) -> bool:
+        value = self._values.pop(key, None)
+        if value is None:
             return False
-        self._stored_bytes += growth
-        self._values[key] = value
+        self._stored_bytes -= len(key) + len(value)
         return True
-
-    def _answer_reads(self, key: str) -> list[Send]:
-        reads = self._reads.pop(key, [])
-        for wait in reads:
-            self._waits.close(wait)
-        return [wait.request.reply(self._values[key]) for wait in reads]
 
 
 class Gathering:
-    """Members that wait until all of them have arrived, each with a value: at a barrier, exchange or agreement.
+    """Members that wait until all of them have arrived, each with a value: at an exchange or agreement.
 
     Args:
         ranks: the members.
-        waits: the server's table of open waits.
+        waits: the server's table of waiting requests.
+        open_ones, key: the gatherings that are open, and the key of this one among them. It is removed there when it
+            ends, and when its last member withdraws.
 
     Attributes:
         ranks: the members.
-        waits: the waits of the members that have arrived, by rank.
+        key: see Args.
+        waits: the requests of the members that have arrived, by rank.
         values: the values of the members that have arrived, by rank.
     """
 
-    def __init__(self, ranks: Members, waits: WaitTable) -> None:
+    def __init__(self, ranks: Members, waits: WaitTable, open_ones: dict[Any, Any], key: Any) -> None:
         self.ranks = ranks
-        self.waits: dict[int, Wait] = {}
+        self.key = key
+        self.waits: dict[int, Request] = {}
         self.values: dict[int, Any] = {}
         self._table = waits
+        self._open_ones = open_ones
         self._cancelled: set[int] = set()  # ranks that have arrived and then cancelled their wait
+        open_ones[key] = self
 
     @property
     def is_complete(self) -> bool:
@@ -241,85 +232,82 @@ class Gathering:
         return len(self.values) == len(self.ranks)
 
     def arrive(self, request: Request, value: Any) -> None:
-        """Records an arrival, and opens the member's wait."""
-        self.waits[request.rank] = self._table.add(Wait(request, self))
+        """Records an arrival; the request waits."""
+        self.waits[request.rank] = request
         self.values[request.rank] = value
+        self._table.add(request, self)
         self._cancelled.discard(request.rank)
 
-    def withdraw(self, wait: Wait) -> None:
+    def withdraw(self, request: Request) -> None:
         """Removes a member's arrival, as if the member had not arrived yet."""
-        del self.waits[wait.request.rank], self.values[wait.request.rank]
-        self._cancelled.add(wait.request.rank)
+        del self.waits[request.rank], self.values[request.rank]
+        self._cancelled.add(request.rank)
+        if not self.values:
+            del self._open_ones[self.key]
 
     def absent_ranks(self) -> Iterator[int]:
         """Iterates over the members that have not arrived."""
         return (rank for rank in self.ranks if rank not in self.values)
 
-    def missing_ranks(self, _wait: Wait) -> tuple[int, ...]:
+    def missing_ranks(self, _request: Request) -> tuple[int, ...]:
         """Returns the members that never arrived; if there are none, the members that cancelled their wait."""
         return never_arrived(self.absent_ranks(), self._cancelled)
 
     def close(self) -> list[Request]:
-        """Ends all waits; returns their requests."""
-        waits, self.waits = list(self.waits.values()), {}
-        for wait in waits:
-            self._table.close(wait)
-        return [wait.request for wait in waits]
+        """Ends the gathering; returns the requests that waited."""
+        del self._open_ones[self.key]
+        requests, self.waits = list(self.waits.values()), {}  # no reference cycle stays: each request has its target
+        for request in requests:
+            self._table.close(request)
+        return requests
+
+    def fail(self, failure: Failure) -> list[Send]:
+        """Ends the gathering with a failure."""
+        return [request.fail(failure) for request in self.close()]
 
 
-class Barriers:
-    """The open barriers and exchanges of a generation, by name, members, and whether it is an exchange."""
+class Exchanges:
+    """The open exchanges of a generation, by name and members. A barrier is an exchange of empty values."""
 
     def __init__(self, roster: Roster, waits: WaitTable) -> None:
         self._roster = roster
         self._waits = waits
-        self._barriers: dict[tuple[str, Members, bool], Gathering] = {}
+        self._open: dict[tuple[str, Members], Gathering] = {}
 
-    def arrive(self, request: Request, name: str, ranks: list[int] | None, value: bytes | None = None) -> list[Send]:
-        """Records a rank's arrival, and its value in an exchange; the last arrival releases all ranks."""
-        what = "barrier" if value is None else "exchange"
-        members = members_with(request, ranks, self._roster, f"{what} {name!r}")
+    def arrive(self, request: Request, name: str, ranks: list[int] | None, value: bytes) -> list[Send]:
+        """Records a rank's arrival and value; the last arrival releases all ranks."""
+        members = members_with(request, ranks, self._roster, repr(name))
         if isinstance(members, Send):
             return [members]
-        if value is not None and len(value) * len(members) > MAX_EXCHANGED_BYTES:
+        if len(value) * len(members) > MAX_EXCHANGED_BYTES:
             limit = MAX_EXCHANGED_BYTES // len(members)
             needed = f"with {len(members)} ranks needs values of at most {limit} bytes each, got {len(value)} bytes"
-            return [request.refuse(f"{what} {name!r} {needed}")]
-        key = name, members, value is not None
-        barrier = self._barriers.get(key)
-        if barrier is None:
-            if len(self._barriers) >= MAX_BARRIERS:
-                return [request.refuse(f"more than {MAX_BARRIERS} barriers are open at the same time", REFUSED)]
-            barrier = self._barriers[key] = Gathering(members, self._waits)
-        if request.rank in barrier.waits:
-            return [request.refuse(f"{self._roster.label(request.rank)} already waits in {what} {name!r}")]
-        barrier.arrive(request, value)
-        if barrier.is_complete:
-            del self._barriers[key]
-            return _release(barrier)
-        left = self._roster.first_left(barrier.absent_ranks())
-        return [] if left is None else self._fail(key, left)
-
-    def forget(self, prefix: str) -> None:
-        """Removes the barriers of a group that all members have left."""
-        for key in [key for key in self._barriers if is_under(key[0], prefix)]:
-            del self._barriers[key]
+            return [request.refuse(f"exchange {name!r} {needed}")]
+        exchange = self._open.get((name, members))
+        if exchange is None:
+            exchange = Gathering(members, self._waits, self._open, (name, members))
+        if request.rank in exchange.waits:
+            return [request.refuse(f"{self._roster.label(request.rank)} already waits in {name!r}")]
+        exchange.arrive(request, value)
+        if exchange.is_complete:
+            return _release(exchange)
+        left = self._roster.first_left(exchange.absent_ranks())
+        return [] if left is None else self._fail(exchange, left)
 
     def rank_left(self, rank: int) -> list[Send]:
-        """Fails the barriers that still need a rank that has left."""
-        waiting = [key for key, barrier in self._barriers.items() if barrier.waits and rank in barrier.ranks]
-        return [send for key in waiting for send in self._fail(key, rank)]
+        """Fails the exchanges that still need a rank that has left."""
+        waiting = [exchange for exchange in self._open.values() if rank in exchange.ranks]
+        return [send for exchange in waiting for send in self._fail(exchange, rank)]
 
-    def _fail(self, key: tuple[str, Members, bool], left: int) -> list[Send]:
-        failure = self._roster.left_failure(left, f"barrier {key[0]!r} needs this rank")
-        return [request.fail(failure) for request in self._barriers.pop(key).close()]
+    def _fail(self, exchange: Gathering, left: int) -> list[Send]:
+        return exchange.fail(self._roster.left_failure(left, f"{exchange.key[0]!r} needs this rank"))
 
 
-def _release(barrier: Gathering) -> list[Send]:
-    """Answers the members of a barrier, or with all values the members of an exchange."""
-    values = [value for _, value in sorted(barrier.values.items())]
-    requests = barrier.close()
-    if values[0] is None:
+def _release(exchange: Gathering) -> list[Send]:
+    """Answers the members with all values; without a list if all values are empty, as at a barrier."""
+    values = [value for _, value in sorted(exchange.values.items())]
+    requests = exchange.close()
+    if not any(values):
         return [request.reply() for request in requests]
     pieces = _pieces(values)
     return [
@@ -346,10 +334,10 @@ class Departures:
     """The ranks that have left each group, and the number of collectives that each of them had begun in it.
 
     A member whose wait for other members takes too long asks which of them have left. Once every member has left the
-    group or the world, the server removes the group's entries, because a run may make many groups.
+    group, the server removes the group's entries, because a run may make many groups.
 
     Args:
-        roster: the members of the generation; a rank that has left the world has left every group.
+        roster: the members of the generation.
         removers: functions that take a group's name; each removes one kind of the group's entries.
     """
 
@@ -360,32 +348,20 @@ class Departures:
 
     def leave(self, request: Request, name: str, ranks: list[int] | None, position: int) -> None:
         """Records that a member has left a group. A LEAVE frame gets no answer, so a wrong one is ignored."""
-        group = name, members_of(ranks, self._roster.world_size) or ()
-        if request.rank not in group[1] or (group not in self._left and len(self._left) >= _MAX_NAMES_LEFT):
+        members = members_of(ranks, self._roster.world_size) or ()
+        if request.rank not in members:
             return
-        self._left.setdefault(group, {}).setdefault(request.rank, position)
-        self._remove_if_empty(group)
+        left = self._left.setdefault((name, members), {})
+        left.setdefault(request.rank, position)
+        if len(left) == len(members):
+            del self._left[name, members]
+            for remove in self._removers:
+                remove(name)
 
     def left_ranks(self, request: Request, name: str, ranks: list[int] | None) -> list[Send]:
         """Answers with the members that have left a group, and the number of collectives that each had begun in it."""
         left = sorted(self._left.get((name, members_of(ranks, self._roster.world_size) or ()), {}).items())
         return [request.reply([number for rank_and_position in left for number in rank_and_position])]
-
-    def rank_left(self, rank: int) -> None:
-        """Records that a rank has left the world."""
-        for group in [group for group in self._left if rank in group[1]]:
-            self._remove_if_empty(group)
-
-    def _remove_if_empty(self, group: tuple[str, Members]) -> None:
-        name, members = group
-        left = self._left[group]
-        if len(left) < len(members) and not self._roster.left:
-            return
-        if any(rank not in left and self._roster.is_present(rank) for rank in members):
-            return
-        del self._left[group]
-        for remove in self._removers:
-            remove(name)
 
 
 def members_with(request: Request, ranks: list[int] | None, roster: Roster, what: str) -> Members | Send:

@@ -68,8 +68,8 @@ def seeds() -> dict[str, list[bytes]]:
 def _samples() -> list[list[object]]:
     """A message of most kinds."""
     return [
-        [FrameType.JOIN, 0, 3, 0, "m", "h", 7, None, 0, None],
-        [FrameType.JOIN, 0, 3, 0, "m", "h", 7, 2, 5, "00ff"],
+        [FrameType.JOIN, 0, 3, 0, "m", "h", 7, None],
+        [FrameType.JOIN, 0, 3, 0, "m", "h", 7, "00ff"],
         [FrameType.BEGIN_START, "00ff", 3],
         [FrameType.STARTED, 1, 7],
         [FrameType.ENDED, 1, "ended with exit code 0"],
@@ -77,11 +77,11 @@ def _samples() -> list[list[object]]:
         [FrameType.INSPECT, 1, 7],
         [FrameType.SET, "k", b"v", True],
         [FrameType.GET, "k", 1],
-        [FrameType.BARRIER, "b", [0, 1]],
+        [FrameType.EXCHANGE, "b", [0, 1], b""],
         [FrameType.EXCHANGE, "x", [0, 1], b"v"],
         [FrameType.CANCEL, 2],
         [FrameType.AGREE, "g", 0, 7, None],
-        [FrameType.LAUNCHED, "g", 0, 7, "text"],
+        [FrameType.LAUNCHED, "g", 0, 7],
         [FrameType.HEARTBEAT, {"g": 1}],
         [FrameType.STUCK, "g", None, 1, "all_reduce", 5000, [1], True],
         [FrameType.STATUS, {"g": [1, [[1, 7, "all_reduce", True]]]}, "report"],

@@ -142,9 +142,9 @@ def _requests(generation: int, rng: random.Random) -> list[tuple[Any, ...]]:
     """What a rank sends from joining to leaving; the same message twice, so that only its place tells them apart."""
     delete = (FrameType.DELETE, "steps")
     return [
-        (FrameType.JOIN, 0, 2, generation, "machine", "host", 4200, None, 0, None),
+        (FrameType.JOIN, 0, 2, generation, "machine", "host", 4200, None),
         (FrameType.SET, "key", rng.randbytes(rng.randrange(100)), True),
-        (FrameType.BARRIER, "begin", None),
+        (FrameType.EXCHANGE, "begin", None, b""),
         delete,
         delete,
         (FrameType.HEARTBEAT, {"world": rng.randrange(1000)}),
@@ -156,7 +156,7 @@ def _requests(generation: int, rng: random.Random) -> list[tuple[Any, ...]]:
 def _answers(generation: int, rng: random.Random) -> list[tuple[Any, ...]]:
     return [
         (FrameType.PULSE,),
-        (FrameType.REPLY, 2, (generation, 0, 2, 0)),
+        (FrameType.REPLY, 2, (generation,)),
         (FrameType.REPLY, 4, None),
         (FrameType.PULSE,),
         (FrameType.PULSE,),

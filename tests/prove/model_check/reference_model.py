@@ -192,5 +192,5 @@ class ReferenceModel:
         self.number += 1
         for rank, wait in self.joining.items():
             self.present[rank] = wait.connection
-            self._tell(wait, FrameType.REPLY, (self.number, rank, WORLD_SIZE, 0))
+            self._tell(wait, FrameType.REPLY, (self.number,))
         self.joining.clear()

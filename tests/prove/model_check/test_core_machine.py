@@ -78,7 +78,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(rank=RANKS, name=KEYS)
     def barrier(self, rank: int, name: str) -> None:
         if rank in self.model.present:
-            self.model.barrier(rank, self._send(rank, FrameType.BARRIER, name, None), name)
+            self.model.barrier(rank, self._send(rank, FrameType.EXCHANGE, name, None, b""), name)
 
     @rule(name=KEYS)
     def barrier_of_all(self, name: str) -> None:
@@ -172,7 +172,7 @@ def _the_barrier_forgets_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_deleted_key_is_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Keys, "discard", lambda self, key: key in self._values)
+    patch.setattr(Keys, "_discard", lambda self, key: key in self._values)
 
 
 def _a_second_failure_is_told(patch: pytest.MonkeyPatch) -> None:

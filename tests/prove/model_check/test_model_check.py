@@ -123,7 +123,7 @@ def _clocks_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rounds_are_kept_open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Gathering, "close", lambda self: [wait.request for wait in self.waits.values()])
+    patch.setattr(Gathering, "close", lambda self: list(self.waits.values()))
 
 
 def _who_differs_is_told_the_same(patch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,10 @@ def _who_differs_is_told_the_same(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_first_value_stays(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Keys, "_store", lambda self, key, value: bool(self._values.setdefault(key, value)) or True)
+    original = Keys.set
+    patch.setattr(
+        Keys, "set", lambda self, r, key, value, rule: original(self, r, key, self._values.get(key, value), rule)
+    )
 
 
 def _who_waits_is_missed(patch: pytest.MonkeyPatch) -> None:

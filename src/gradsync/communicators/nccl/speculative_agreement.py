@@ -275,7 +275,7 @@ class SpeculativeAgreement:
         return b"".join(pieces).decode(errors="replace")
 
     def _piece_key(self, position: int, rank: int, number: int) -> str:
-        # If a rank has already launched the event, the server itself has stored the first piece of its description.
+        # If a rank has already launched the event, its client has stored the first piece of its description.
         key = event_key(self._group, position, rank)
         return key if number == 0 else f"{key}/{number}"
 

@@ -139,8 +139,8 @@ def a_barrier_releases_all_or_none(turn: Turn) -> str | None:
     ended: dict[tuple[str, tuple[int, ...] | None], list[int | None]] = {}
     for answer in turn.answers:
         asked = turn.asked(answer)
-        if answer.type is FrameType.REPLY and asked is not None and asked.type is FrameType.BARRIER:
-            name, ranks = asked.fields
+        if answer.type is FrameType.REPLY and asked is not None and asked.type is FrameType.EXCHANGE:
+            name, ranks, _ = asked.fields
             released = ended.setdefault((name, None if ranks is None else tuple(ranks)), [])
             released.append(turn.rank_at(answer.connection))
     for (name, ranks), released in ended.items():
@@ -181,7 +181,7 @@ def values_are_those_that_were_set(turn: Turn) -> str | None:
             continue
         if answer.type is FrameType.VALUES:
             brought, expected = answer.fields[2], _brought(turn, era)
-        elif answer.type is FrameType.REPLY:
+        elif answer.type is FrameType.REPLY and asked.type is not FrameType.EXCHANGE:
             key = asked.fields[0]
             brought = answer.fields[1]
             expected = _value_after(turn, era, key) if asked.type is FrameType.GET else key in era.values

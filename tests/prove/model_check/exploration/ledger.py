@@ -25,7 +25,7 @@ from gradsync.rendezvous.roster import LEFT_PHASE
 
 ANSWERS = (*(FrameType.REPLY, FrameType.REFUSED, FrameType.TIMED_OUT, FrameType.FAILED, FrameType.VALUES),)
 ASKS = (
-    *(FrameType.JOIN, FrameType.SET, FrameType.GET, FrameType.DELETE, FrameType.BARRIER, FrameType.EXCHANGE),
+    *(FrameType.JOIN, FrameType.SET, FrameType.GET, FrameType.DELETE, FrameType.EXCHANGE),
     *(FrameType.AGREE, FrameType.LEFT_RANKS),
 )
 

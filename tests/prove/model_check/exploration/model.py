@@ -115,7 +115,7 @@ class Model:
         model = world.ranks[rank]
         place = model.unread.pop(0)
         if place in model.launched:
-            self._say(world, model, FrameType.LAUNCHED, (*place, model.launched[place], "what it did"))
+            self._say(world, model, FrameType.LAUNCHED, (*place, model.launched[place]))
         else:
             model.asked.add(place)
 

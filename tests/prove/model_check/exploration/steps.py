@@ -40,11 +40,11 @@ LEAVE = Leave()
 
 
 def join(rank: int, world_size: int, pid: int = 0) -> Ask:
-    return Ask(FrameType.JOIN, (rank, world_size, NEXT_GENERATION, "machine", "host", pid, None, 0, None))
+    return Ask(FrameType.JOIN, (rank, world_size, NEXT_GENERATION, "machine", "host", pid, None))
 
 
 def barrier(name: str = "b", *, ranks: tuple[int, ...] | None = None) -> Ask:
-    return Ask(FrameType.BARRIER, (name, _listed(ranks)))
+    return Ask(FrameType.EXCHANGE, (name, _listed(ranks), b""))
 
 
 def exchange(value: bytes) -> Ask:
