@@ -95,7 +95,9 @@ class RawModule:
 
     def get_function(self, name: str) -> Callable[..., None]:
         """Returns a kernel by its name."""
-        if name not in self.code or name not in _KERNELS:
+        kind, _, dtype = name.partition("_")
+        is_made_by_macro = f"{kind}_##dtype" in self.code and f"VALUE_KERNELS({dtype}," in self.code
+        if name not in _KERNELS or not (name in self.code or is_made_by_macro):
             raise CUDARuntimeError(SYMBOL_NOT_FOUND)
         return _Kernel(_KERNELS[name])
 
