@@ -460,10 +460,27 @@ def _advice(descriptions: Mapping[int, Description]) -> str:
     elif len(firsts) == len(each) and len({item.name for item in firsts.values()}) == 1 < len(set(firsts.values())):
         # The ranks' lists of arrays, e.g. for the memory of buckets, differ in one array.
         advice = _difference(firsts)
-    if not advice and len(descriptions) > 2:
-        odd, others = _split({rank: d.headline for rank, d in descriptions.items()})
-        advice = f"{name_ranks(odd)} {_verb(odd, 'differs', 'differ')} from {name_ranks(others)}" if others else ""
-    return advice
+    if advice:
+        return advice
+    odd, others = _split({rank: d.headline for rank, d in descriptions.items()})
+    is_clear = len(descriptions) > 2 and bool(others)
+    where = f"{name_ranks(odd)} {_verb(odd, 'differs', 'differ')} from {name_ranks(others)}" if is_clear else ""
+    return ": ".join(filter(None, [where, _action(each)]))
+
+
+def _action(each: Sequence[Description]) -> str:
+    """Returns what the program must change; "" if the ranks run the same kind of collective on lists of arrays."""
+    if len({d.kind for d in each}) == 1 and any(d.items for d in each):
+        return ""
+    for differing, action in (
+        ({(d.kind, d.what) for d in each}, "call the same collectives in the same order on all ranks"),
+        ({d.dtype for d in each}, "pass arrays of the same dtype on all ranks, for example with astype"),
+        ({d.shape for d in each}, "pass arrays of the same shape on all ranks"),
+        ({d.detail for d in each}, "pass the same arguments on all ranks"),
+    ):
+        if len(differing) > 1:
+            return action
+    return ""
 
 
 def _advice_on_settings(descriptions: Mapping[int, Description], *, are_sizes: bool = False) -> str:
