@@ -24,18 +24,13 @@ from itertools import count
 from typing import NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakValueDictionary, ref
 
-from gradsync.bucketing.plan import Bucket, GradientSpec, list_of_names
+from gradsync.bucketing.plan import Bucket, list_of_names
 from gradsync.communicators.agreement import Agreement, Description, Item, StepSoFar, digest_of
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import get_world
 from gradsync.diagnostics import names_text
 from gradsync.errors import InvalidArgument, callers, shown, size_text
 from gradsync.reduction import ReduceOp
-
-#: A function that returns three values: this rank's gradients that are not reduced yet; whether this rank has handed
-#: over all gradients of the step; and the options for the size of a bucket, by name.
-Arrived = Callable[[], tuple[list[GradientSpec], bool, dict[str, str]]]
-
 
 _Settings = tuple[tuple[str, str], ...]
 
@@ -50,11 +45,11 @@ class StepEvents:
 
     Attributes:
         local_passes: the number of local passes (backward passes without communication) before this step.
-        arrived: a weak reference to the method of Step that returns the state of the step, for errors; see Arrived.
+        state_of: a weak reference to the method of Step that returns the state of the step at an event, for errors.
             None: the errors do not show this state.
     """
 
-    arrived: WeakMethod[Arrived] | None = None
+    state_of: WeakMethod[Callable[[Bucket | Flush], StepSoFar]] | None = None
 
     def __init__(self, op: ReduceOp, settings: Mapping[str, str] | None = None) -> None:
         self._reduce_op = op
@@ -115,7 +110,7 @@ class StepEvents:
             partial(_describe, event, self._op, passes, settings),
             index,
             partial(_summarise, event, self._op),
-            so_far=None if self.arrived is None else partial(_so_far, self.arrived, event),
+            so_far=None if self.state_of is None else partial(_so_far, self.state_of, event),
         )
         return agreement if self._callback is None else self._callback.include_in(agreement)
 
@@ -132,14 +127,10 @@ class Flush(NamedTuple):
     missing: tuple[str, ...] = ()
 
 
-def _so_far(arrived: WeakMethod[Arrived], event: Bucket | Flush) -> StepSoFar:
+def _so_far(state_of: WeakMethod[Callable[[Bucket | Flush], StepSoFar]], event: Bucket | Flush) -> StepSoFar:
     """Returns the state of this rank's step at an event, for the error of a mismatch."""
-    method = arrived()
-    if method is None:
-        return StepSoFar()
-    specs, has_ended, sizes = method()
-    own = {spec.name for spec in event.specs} if isinstance(event, Bucket) else set()
-    return StepSoFar(tuple([spec.item for spec in specs if spec.name not in own]), has_ended, tuple(sizes.items()))
+    method = state_of()
+    return StepSoFar() if method is None else method(event)
 
 
 def _describe(event: Bucket | Flush, op: str, passes: int, settings: _Settings) -> Description:

@@ -30,6 +30,24 @@ _log = logging.getLogger("gradsync")
 _PLAIN_NAMES = (str, int)  # the types of nearly all names, always hashable
 
 
+class Destination(NamedTuple):
+    """Where a gradient's values are read, and where the reduced values go.
+
+    Attributes:
+        source: a flat array of the values to reduce, on the communicator's device.
+        target: a flat array for the reduced values, on the same device. If the results may overwrite the source, the
+            target is the source itself.
+        write_back: the native array into which the target is copied after the reduction; None if no copy is needed. A
+            copy is needed if the native array is not contiguous, or is not on the communicator's device.
+        result: the result of the gradient's future.
+    """
+
+    source: Array
+    target: Array
+    write_back: Array | None
+    result: Any
+
+
 @dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot twice as fast
 class GradientEntry:
     """One gradient of a step: its array and its bucket. The next step uses the entry again if the same array arrives.
@@ -49,11 +67,7 @@ class GradientEntry:
         position: the gradient's index in the order of arrival. If the callback has the option `parameters`: the
             parameter's index in this option.
         native: the gradient as a native array (see ArrayKind). If the gradient is locked: a view that stays writeable.
-        source: a flat array of the values to reduce, on the communicator's device.
-        target: a flat array for the reduced values, on the same device. If the results may overwrite the source, the
-            target is the source itself.
-        write_back: the native array into which the target is copied after the reduction; None if no copy is needed. A
-            copy is needed if the native array is not contiguous, or is not on the communicator's device.
+        out: where the gradient's values are read, and where the reduced values go.
         recurs: whether the next step may use the entry again: the last step had the same array at this position, and
             the array is reduced in place.
         arrived_in: the number of the step in which the gradient arrived last.
@@ -74,20 +88,9 @@ class GradientEntry:
     spec: GradientSpec
     position: int
     native: Any
-    source: Any
-    target: Any
-    write_back: Any
+    out: Destination
     recurs: bool
     arrived_in: int = -1
-
-
-class Destination(NamedTuple):
-    """Where a gradient's values are read, and where the reduced values go; see GradientEntry."""
-
-    source: Array
-    target: Array
-    write_back: Array | None
-    result: Any
 
 
 def accept(name: str, grad: Any, communicator: Communicator, options: Options) -> Array:
@@ -344,11 +347,6 @@ class KnownParameter(NamedTuple):
     parameter: Any
     key: Hashable
     spec: GradientSpec
-
-    @property
-    def label(self) -> Any:
-        """The key of the parameter's result in `filled`: the name, or the array's index among the parameters ("#3")."""
-        return self.spec.name if hasattr(self.parameter, "dtype") else self.parameter
 
 
 def known_parameters(parameters: Any, what: str, op: ReduceOp, communicator: Communicator) -> list[KnownParameter]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Protocol
 from zlib import crc32
@@ -184,17 +185,23 @@ def _owner(array: Array) -> Array | None:
     return array
 
 
+@dataclass(slots=True, eq=False)
 class _Watched:
-    """A watched gradient of the step, with its digest and the line of the program that handed it over."""
+    """A watched gradient of the step.
 
-    __slots__ = ("array", "digest", "end", "entry", "line")
+    Attributes:
+        entry: the gradient.
+        end: the CollectiveEnd of the gradient's bucket.
+        line: the line of the program that handed the gradient over.
+        array: the array that is watched: the gradient, or its result.
+        digest: the digest of the array's elements.
+    """
 
-    def __init__(self, entry: GradientEntry, end: CollectiveEnd, digest: int, line: str) -> None:
-        self.entry = entry
-        self.end = end
-        self.array = _watched_array(entry)
-        self.digest = digest
-        self.line = line
+    entry: GradientEntry
+    end: CollectiveEnd
+    line: str
+    array: Any
+    digest: int
 
 
 class GradientGuard:
@@ -211,10 +218,12 @@ class GradientGuard:
 
     def take(self, entry: GradientEntry, end: CollectiveEnd) -> None:
         """Begins to watch a gradient at its hand-over. `end` is the CollectiveEnd of the gradient's bucket."""
-        digest = self._digest(_watched_array(entry))
-        found = caller()
+        # The program could write to the host array, even if the communicator has a copy on a GPU.
+        is_copied = isinstance(entry.gradient, np.ndarray) and not isinstance(entry.native, np.ndarray)
+        array = entry.gradient if is_copied else entry.native
+        digest, found = self._digest(array), caller()
         line = "an unknown line" if found is None else f"{found.code.co_filename}:{found.line}"
-        self._given[entry.position] = _Watched(entry, end, digest, line)
+        self._given[entry.position] = _Watched(entry, end, line, array, digest)
 
     def check_handed_over(self, bucket: Bucket) -> None:
         """Checks that the gradients of a bucket are unchanged since their hand-over.
@@ -234,7 +243,8 @@ class GradientGuard:
         for slot in bucket.slots:
             watched = self._given.pop(slot.position, None)
             if watched is not None:
-                watched.array = watched.entry.native if watched.entry.write_back is None else watched.entry.write_back
+                out = watched.entry.out
+                watched.array = watched.entry.native if out.write_back is None else out.write_back
                 watched.digest = self._digest(watched.array)
                 self._results.append(watched)
 
@@ -268,9 +278,3 @@ class GradientGuard:
             parameter=watched.entry.spec.label,
             handed_over_at=watched.line,
         )
-
-
-def _watched_array(entry: GradientEntry) -> Any:
-    """Returns the array to which the program could write: the host array, if the communicator has a copy on a GPU."""
-    is_copied = isinstance(entry.gradient, np.ndarray) and not isinstance(entry.native, np.ndarray)
-    return entry.gradient if is_copied else entry.native

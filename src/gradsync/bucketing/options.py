@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from gradsync.arguments import is_number
 from gradsync.bucketing.lists import array_module
-from gradsync.bucketing.values import POLICIES, clip_factor
+from gradsync.bucketing.values import POLICIES
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.errors import BackendUnavailable, InvalidArgument, UnsupportedDtype
 from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, Wire, check_operation, dtype_name
@@ -107,8 +108,8 @@ class WireFormat:
         """Forgets the memory of packed values, because a new communicator may need memory on a different device."""
         self._memory.clear()
 
-    def encode(self, sources: Sequence[Array], arrays: ArrayKind) -> Array:
-        """Scales and rounds gradients, and packs them one after the other into memory that later calls use again.
+    def encode(self, sources: Sequence[Array], arrays: ArrayKind, memory: Array | None = None) -> Array:
+        """Scales and rounds gradients, and packs them one after the other.
 
         On a GPU this work is queued on the current stream. Encode, the reduction and decode must use the same stream,
         because the next list of the same dtype is packed into the same memory.
@@ -116,18 +117,18 @@ class WireFormat:
         Args:
             sources: at least one 1-D array; all are of one dtype and on the communicator's device.
             arrays: the communicator's functions for arrays.
+            memory: an array of the size of all sources together, in the dtype in which they are sent; or the only
+                source itself. None takes memory that later calls use again.
 
         Returns:
-            A 1-D contiguous array of all elements, in the dtype in which they are sent. The array is valid until the
-            next call of encode.
+            A 1-D contiguous array of all elements, in the dtype in which they are sent: `memory` or, if it is None, an
+            array that is valid until the next call of encode.
         """
         dtype = sources[0].dtype
         wire = self.wire_dtype(dtype)
-        total = sum([source.size for source in sources])
-        memory = self._memory.get(wire)
-        if memory is None or memory.size < total:
-            memory = self._memory[wire] = arrays.scratch(total, wire)
-        flat: Array = memory[:total]
+        flat = self._own_memory(sum([source.size for source in sources]), wire, arrays) if memory is None else memory
+        if flat is sources[0] and self.prescale == 1.0:
+            return flat
         if are_small(sources):
             same = flat if wire == dtype else None
             together = array_module(flat).concatenate(sources, out=same)
@@ -140,15 +141,24 @@ class WireFormat:
             begin = end
         return flat
 
+    def _own_memory(self, size: int, wire: np.dtype[Any], arrays: ArrayKind) -> Array:
+        memory = self._memory.get(wire)
+        if memory is None or memory.size < size:
+            memory = self._memory[wire] = arrays.scratch(size, wire)
+        own: Array = memory[:size]
+        return own
+
     def decode(self, flat: Array, targets: Sequence[Array], arrays: ArrayKind) -> None:
         """Splits a reduced flat array into the gradients' own arrays; converts the dtype and multiplies by postscale.
 
         Args:
-            flat: the array that encode returned, after its reduction.
+            flat: the reduced values, in the dtype in which they were sent; it may be the only target itself.
             targets: 1-D arrays with the sizes of the sources; they may be the sources themselves.
             arrays: the communicator's functions for arrays.
         """
         scale, begin = self.postscale, 0
+        if flat is targets[0] and scale == 1.0:
+            return
         if are_small(targets):
             whole = flat if flat.dtype == targets[0].dtype else arrays.scratch(flat.size, targets[0].dtype)
             arrays.multiply(flat, scale, whole)
@@ -231,9 +241,8 @@ def are_small(flats: Sequence[Array]) -> bool:
 
 
 def _checked_scale(name: str, value: Any) -> float:
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     try:
-        scale = float(value) if is_number else math.nan
+        scale = float(value) if is_number(value) else math.nan
     except OverflowError:  # an integer too large for float64
         scale = math.inf
     if not math.isfinite(scale) or scale == 0.0:
@@ -284,13 +293,10 @@ class Options:
         _check_word("nonfinite", self.nonfinite, POLICIES)
         if not isinstance(self.lock_gradients, bool):
             raise InvalidArgument(f"lock_gradients must be True or False, got {self.lock_gradients!r}")
-        if self.clip_norm is not None:
-            try:
-                clip_factor(1.0, self.clip_norm)
-            except InvalidArgument:
-                raise InvalidArgument(
-                    f"clip_norm must be a number above 0, or None for no clipping, got {self.clip_norm!r}"
-                ) from None
+        if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
+            raise InvalidArgument(
+                f"clip_norm must be a number above 0, or None for no clipping, got {self.clip_norm!r}"
+            )
         if isinstance(self.threshold_bytes, str) and self.threshold_bytes == "auto":
             raise InvalidArgument(
                 'threshold_bytes="auto" was removed, because it gained 2.5 % at most: leave it out, or pass the size '

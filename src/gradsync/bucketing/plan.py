@@ -282,34 +282,28 @@ class Planner:
             self._fill(assignment.spec, position)
 
     def _fill(self, spec: GradientSpec, position: int) -> Assignment:
-        """Puts a gradient into the open bucket of its dtype, or into a new one."""
-        size_bytes = spec.size_bytes
-        filling = self._open.get(spec.dtype)
-        if size_bytes > self.threshold_bytes:
-            return self._alone(position, spec, [])
+        """Puts a gradient into the open bucket of its dtype, or into a new one.
+
+        A gradient above the threshold gets a bucket of its own, and the open bucket stays open.
+        """
         complete: list[Bucket] = []
-        if filling is not None and filling.size_bytes + size_bytes > filling.limit_bytes:
-            complete.append(self._open.pop(spec.dtype).finished())
+        filling = None if spec.size_bytes > self.threshold_bytes else self._open.pop(spec.dtype, None)
+        if filling is not None and filling.size_bytes + spec.size_bytes > filling.limit_bytes:
+            complete.append(filling.finished())
             filling = None
         if filling is None:
             limit_bytes = self.threshold_bytes
             if self._opened == 0 and self.first_bucket_bytes is not None:
                 limit_bytes = self.first_bucket_bytes
-            if size_bytes > limit_bytes:  # too large for the first bucket
-                return self._alone(position, spec, complete)
-            filling = self._open[spec.dtype] = _Filling(self._opened, limit_bytes, [])
+            filling = _Filling(self._opened, limit_bytes, [])
             self._opened += 1
         begin = filling.slots[-1].end if filling.slots else 0
         filling.slots.append(Slot(position, spec, begin, begin + spec.size_elements))
-        if filling.size_bytes == filling.limit_bytes:
-            complete.append(self._open.pop(spec.dtype).finished())
+        if filling.size_bytes >= filling.limit_bytes:
+            complete.append(filling.finished())
+        else:
+            self._open[spec.dtype] = filling
         return Assignment(spec, filling.number, complete)
-
-    def _alone(self, position: int, spec: GradientSpec, before: list[Bucket]) -> Assignment:
-        """Puts a gradient into a bucket of its own, after the buckets `before`, into which the gradient did not fit."""
-        number, self._opened = self._opened, self._opened + 1
-        bucket = Bucket(spec.dtype, (Slot(position, spec, 0, spec.size_elements),), number)
-        return Assignment(spec, number, [*before, bucket])
 
 
 def plan_buckets(

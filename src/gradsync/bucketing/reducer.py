@@ -22,7 +22,7 @@ from typing import Any
 from gradsync.bucketing.agreements import Flush, KnownCallback, StepEvents
 from gradsync.bucketing.gradient import BucketMemory, GradientEntry
 from gradsync.bucketing.guard import Holder, LockedGradients
-from gradsync.bucketing.lists import array_module, get_offsets, param_pack_split
+from gradsync.bucketing.lists import get_offsets, param_pack_split
 from gradsync.bucketing.options import Compressed, Options, Scaled, WireFormat, are_small
 from gradsync.bucketing.plan import Bucket
 from gradsync.bucketing.values import BucketWatch, Values
@@ -226,12 +226,13 @@ class Reducer:
         """Makes the Reduction of a complete bucket; the next step uses this object again if all arrays arrive again."""
         if memory is None:
             own = [entries[slot.position] for slot in bucket.slots]
+            outs = [entry.out for entry in own]
             reduction = Reduction(
                 bucket,
-                [entry.source for entry in own],
-                [entry.target for entry in own],
-                [(entry.target, entry.write_back) for entry in own if entry.write_back is not None],
-                [entry.target if entry.write_back is None else entry.write_back for entry in own],
+                [out.source for out in outs],
+                [out.target for out in outs],
+                [(out.target, out.write_back) for out in outs if out.write_back is not None],
+                [out.target if out.write_back is None else out.write_back for out in outs],
                 LockedGradients(own, holder) or None,
             )
             recurs = all(entry.recurs for entry in own)
@@ -509,7 +510,7 @@ class _HookedBuckets:
         communicator._follow_work(producers)
         if watch is not None:
             watch.before(reduction.sources)
-        flat = self._packed(reduction, communicator)
+        flat = self._wire.encode(reduction.sources, communicator._arrays, self._memory_of(reduction, communicator))
         specs = reduction.bucket.specs
         names, shapes = tuple([spec.label for spec in specs]), tuple([spec.shape for spec in specs])
         bucket = GradientBucket(reduction.bucket.number, names, shapes, flat, communicator, op)
@@ -521,7 +522,9 @@ class _HookedBuckets:
             reduced = result_of(value, bucket)
             if mean_over is not None:
                 communicator._arrays.divide(reduced, mean_over)
-            self._deliver(reduced, reduction, communicator)
+            self._wire.decode(reduced, reduction.targets, communicator._arrays)
+            for target, native in reduction.write_backs:
+                communicator._arrays.write_back(target, native)
             if watch is not None:
                 watch.after(reduction.targets)
             if reduction.locked is not None:
@@ -541,28 +544,12 @@ class _HookedBuckets:
         self._under_way.clear()
         self._flats.clear()
 
-    def _packed(self, reduction: Reduction, communicator: Communicator) -> Array:
-        arrays, sources = communicator._arrays, reduction.sources
-        size = reduction.bucket.size_elements
+    def _memory_of(self, reduction: Reduction, communicator: Communicator) -> Array:
+        """Returns the memory in which a bucket is packed; gradients that live in their bucket are packed already."""
+        bucket, source = reduction.bucket, reduction.sources[0]
         if reduction.memory is not None:
-            flat = sources[0]
-        else:
-            known = self._flats.get(reduction.bucket.number)
-            if known is None or known.size != size or known.dtype != sources[0].dtype:
-                known = arrays.scratch(size, sources[0].dtype)
-                self._flats[reduction.bucket.number] = known
-            flat = known
-            array_module(flat).concatenate(sources, out=flat)
-        if self._wire.prescale != 1.0:
-            arrays.multiply(flat, self._wire.prescale, flat)
-        return flat
-
-    def _deliver(self, reduced: Array, reduction: Reduction, communicator: Communicator) -> None:
-        arrays, postscale, begin = communicator._arrays, self._wire.postscale, 0
-        for target in reduction.targets:
-            end = begin + target.size
-            if target is not reduced or postscale != 1.0:
-                arrays.multiply(reduced[begin:end], postscale, target)
-            begin = end
-        for target, native in reduction.write_backs:
-            arrays.write_back(target, native)
+            return source
+        known = self._flats.get(bucket.number)
+        if known is None or known.size != bucket.size_elements or known.dtype != source.dtype:
+            known = self._flats[bucket.number] = communicator._arrays.scratch(bucket.size_elements, source.dtype)
+        return known

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gradsync.bucketing.accumulation import Accumulation
-from gradsync.bucketing.agreements import CallbackIdentity
+from gradsync.bucketing.agreements import CallbackIdentity, Flush
 from gradsync.bucketing.gradient import (
     BucketMemory,
     Destination,
@@ -48,6 +48,7 @@ from gradsync.bucketing.plan import (
     list_of_names,
 )
 from gradsync.bucketing.reducer import Reducer
+from gradsync.communicators.agreement import StepSoFar
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import Lifetime
 from gradsync.diagnostics import tracing
@@ -82,7 +83,7 @@ class Step:
     def __init__(self, options: Options, identity: CallbackIdentity) -> None:
         self.planner = Planner(options.threshold_or(DEFAULT_THRESHOLD_BYTES), options.first_bucket_bytes)
         self.reducer = Reducer(options)
-        self.reducer.events.arrived = weakref.WeakMethod(self._arrived)
+        self.reducer.events.state_of = weakref.WeakMethod(self._so_far)
         self.memory: BucketMemory | None = None
         self.count = 0
         self.ended = 0
@@ -344,9 +345,7 @@ class Step:
             spec=spec,
             position=position,
             native=native,
-            source=out.source,
-            target=out.target,
-            write_back=out.write_back,
+            out=out,
             recurs=recurs,
         )
         self._new.append(entry)
@@ -516,8 +515,7 @@ class Step:
         futures = {}
         for param, total in self.sums.take_rest(communicator):
             position = self.count if self._positions is None else self._positions[key_of(param)]
-            name = display_name(param, position) if hasattr(param, "dtype") else param
-            futures[name] = self.take(param, total, communicator)
+            futures[_key_in_filled(param, position)] = self.take(param, total, communicator)
         return futures
 
     def _complete(self, communicator: Communicator) -> None:
@@ -539,9 +537,12 @@ class Step:
             )
         self.prepare(None, communicator)
         for position in missing:
-            parameter, zeros = self._parameters[position], self._zeros_at(position, self.agreed[position], communicator)
-            self.take(parameter.parameter, zeros, communicator)
-            self.filled[parameter.label] = zeros
+            param, zeros = (
+                self._parameters[position].parameter,
+                self._zeros_at(position, self.agreed[position], communicator),
+            )
+            self.take(param, zeros, communicator)
+            self.filled[_key_in_filled(param, position)] = zeros
 
     def shadow(self, specs: Sequence[GradientSpec], communicator: Communicator, *, present: int, passes: int) -> None:
         """Takes part in a whole step of the other ranks, with zeros. The step does not count in the statistics.
@@ -727,13 +728,13 @@ class Step:
                 names,
             )
 
-    def _arrived(self) -> tuple[list[GradientSpec], bool, dict[str, str]]:
-        """Returns the state of this step, for PlanMismatch; see Arrived in agreements.py."""
-        planner = self.planner
-        sizes = {"threshold_bytes": str(planner.threshold_bytes)}
-        if planner.first_bucket_bytes is not None:
-            sizes["first_bucket_bytes"] = str(planner.first_bucket_bytes)
-        return [entry.spec for entry in self._waiting()], self._has_ended, sizes
+    def _so_far(self, event: Bucket | Flush) -> StepSoFar:
+        """Returns the state of this step at an event, for PlanMismatch."""
+        own = set(event.specs) if isinstance(event, Bucket) else set()
+        others = tuple([entry.spec.item for entry in self._waiting() if entry.spec not in own])
+        sizes = {"threshold_bytes": self.planner.threshold_bytes, "first_bucket_bytes": self.planner.first_bucket_bytes}
+        shown = tuple([(name, str(size)) for name, size in sizes.items() if size is not None])
+        return StepSoFar(others, self._has_ended, shown)
 
     def _of_step(self) -> list[GradientEntry]:
         """Returns the gradients of this step, by position."""
@@ -751,6 +752,11 @@ class Step:
 
 
 _position = attrgetter("position")
+
+
+def _key_in_filled(param: Any, position: int) -> Any:
+    """Returns the key of a parameter's result in `filled`: its name, or the index of an array, such as "#3"."""
+    return display_name(param, position) if hasattr(param, "dtype") else param
 
 
 def _twice(name: str, communicator: Communicator) -> InvalidArgument:
