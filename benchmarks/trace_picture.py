@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+
+from gradsync.bench.report import picture
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {
@@ -55,15 +55,14 @@ def draw(events: list[dict[str, Any]], path: Path) -> None:
     """Draws the last step: for each rank its gradients, its collectives, and the phases of these."""
     seen, begin = _last_step(events)
     bases = {rank: _ROWS_OF_RANK * -number for number, rank in enumerate(sorted({event["pid"] for event in seen}))}
-    figure = Figure(figsize=(11, 1.9 * len(bases) + 0.8), layout="constrained")
-    axes = figure.subplots()
-    for event in seen:
-        _draw_event(axes, event, bases[event["pid"]], begin)
-    for rank, base in bases.items():
-        _draw_gradients(axes, [event for event in seen if event["pid"] == rank and event["ph"] == "i"], base, begin)
-    _draw_arrows(axes, seen, bases, begin)
-    _label(axes, bases)
-    figure.savefig(path, format="png", dpi=110)
+    with picture(path, 11, 1.9 * len(bases) + 0.8, 110) as figure:
+        axes = figure.subplots()
+        for event in seen:
+            _draw_event(axes, event, bases[event["pid"]], begin)
+        for rank, base in bases.items():
+            _draw_gradients(axes, [event for event in seen if event["pid"] == rank and event["ph"] == "i"], base, begin)
+        _draw_arrows(axes, seen, bases, begin)
+        _label(axes, bases)
 
 
 def _last_step(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], float]:
@@ -88,6 +87,8 @@ def _draw_arrows(axes: Any, seen: list[dict[str, Any]], bases: dict[int, float],
 
 
 def _label(axes: Any, bases: dict[int, float]) -> None:
+    from matplotlib.patches import Patch
+
     labels = [
         label
         for rank, base in bases.items()

@@ -33,7 +33,6 @@ _PREDICT = (
     "leave this option out to measure thresholds, or run benchmarks/predict_threshold.py of the repository to predict "
     "the best one"
 )
-_PLOT = "--json writes the measured values to a file, which any program can draw"
 #: The words of the command line that version 0.2 has removed, with what to do instead.
 _REMOVED = {
     "bench rendezvous": "run benchmarks/rendezvous_scale.py of the repository",
@@ -41,8 +40,6 @@ _REMOVED = {
     "bench thresholds --backward-ms": _PREDICT,
     "bench thresholds --latency-us": _PREDICT,
     "bench thresholds --bandwidth-gbs": _PREDICT,
-    "bench thresholds --plot": _PLOT,
-    "bench collectives --plot": _PLOT,
     "bench collectives -w": "the command makes as many calls as --iters, at most 5, before the timed ones",
     "bench collectives --warm-up": "the command makes as many calls as --iters, at most 5, before the timed ones",
     "bench collectives --blocks": "the command always times 3 blocks; --iters is the number of calls in a block",
@@ -115,6 +112,9 @@ _backend = click.option(
 _json = click.option(
     "--json", "json_path", metavar="FILE", help="Also writes the results, the machine and the versions to FILE."
 )
+_plot = click.option(
+    "--plot", "plot_path", metavar="FILE", help="Also draws the results as a PNG; needs gradsync[plot]."
+)
 
 
 @main.group(cls=_Commands)
@@ -159,6 +159,7 @@ Thresholds are in MB; 1 MB is 1024**2 bytes.
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also shows quartiles.")
 @_json
+@_plot
 def thresholds(**options: Any) -> None:
     """Measures which threshold_bytes synchronises a model's gradients fastest, and how reliable this result is.
 
@@ -176,7 +177,7 @@ def thresholds(**options: Any) -> None:
 Examples:
   gradsync bench collectives                                    all_reduce, two ranks, 1 KB to 16 MB
   gradsync bench collectives -c all -n 4 -b 64K -e 64M -f 8
-  gradsync bench collectives -c all_reduce,broadcast --json out.json
+  gradsync bench collectives -c all_reduce,broadcast --plot out.png --json out.json
   srun -n 16 gradsync bench collectives -e 256M                 ranks that a launcher has started
 
 \b
@@ -217,6 +218,7 @@ columns show "-". The exit code is 1 if elements of a result differ from NumPy's
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also show counts, bus bandwidths and quartiles.")
 @_json
+@_plot
 def collectives(**options: Any) -> None:
     """Times collectives over a range of sizes, checks every result, and shows times and bandwidths.
 

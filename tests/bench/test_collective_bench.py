@@ -19,11 +19,12 @@ from gradsync.bench.collectives import (
     FormResult,
     Row,
     as_dictionary,
+    panels,
     parse_size,
     sizes_between,
     table,
 )
-from gradsync.bench.report import Seconds
+from gradsync.bench.report import Seconds, plot
 from gradsync.cli import collectives, main
 from gradsync.errors import size_text
 
@@ -122,6 +123,12 @@ def test_the_bandwidths_are_those_of_nccl_tests():
     found = as_dictionary(row())["forms"][SEPARATE]
     assert found["algorithm_bytes_per_second"] == pytest.approx(1048576 / 100e-6)
     assert found["bus_bytes_per_second"] == pytest.approx(1.5 * 1048576 / 100e-6)
+
+
+def test_a_picture_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot(panels([row(), row("broadcast", op="")]), "2 ranks", "size", str(tmp_path / "out.png"))
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_rank_alone_and_an_integer_product():

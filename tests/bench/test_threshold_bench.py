@@ -1,5 +1,6 @@
 """`gradsync bench thresholds` end to end on tiny gradients, and its mistakes, told before anything runs."""
 
+import importlib.util
 import json
 import os
 import re
@@ -91,9 +92,13 @@ def test_a_terminal_sees_the_table_grow(shapes):
         (("--model", "bert", "--backend", "nccl"), 1, "backend 'nccl' cannot run here: no GPU is visible"),
         (("--model", "bert", "--json", "no/such/out.json"), 2, "there is no folder 'no/such'"),
         (("--model", "bert", "--json", "."), 2, "'.' cannot be written"),
+        (("--model", "bert", "--plot", "out.png"), 1, "pip install 'gradsync[plot]'"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(monkeypatch, tmp_path, arguments, code, text):
+    find_spec = importlib.util.find_spec
+    without = lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest)  # noqa: E731
+    monkeypatch.setattr("importlib.util.find_spec", without)
     monkeypatch.setattr("gradsync.bench.program.launcher", None)
     monkeypatch.setattr("gradsync.bench.program.count_gpus", lambda: 0)
     monkeypatch.chdir(tmp_path)

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.bench.models import gradients_of, itemsize_of
-from gradsync.bench.report import Seconds
+from gradsync.bench.report import Seconds, plot
 from gradsync.bench.thresholds import (
     DEFAULT_MEGABYTES,
     MEGABYTE,
     Candidate,
     Row,
     Sweep,
+    panel,
     parse_megabytes,
     plan_sweep,
     recommendation,
@@ -164,6 +165,13 @@ def test_counts_do_rise_and_fall():
     """ResNet-50's gradients make more buckets of 1 MB than of 0.5 MB."""
     gradients = gradients_of("resnet50")
     assert len(plan_buckets(gradients, MEGABYTE)) > len(plan_buckets(gradients, MEGABYTE // 2))
+
+
+def test_a_picture_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = [panel([row(MEGABYTE, 10.0), row(DEFAULT, 9.0)])]
+    plot(picture, "resnet50: 2 ranks over shm", "threshold", str(tmp_path / "out.png"))
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 # The ranks' program, where it is not the command's: on a GPU (here the stand-in's), and over all dtypes.

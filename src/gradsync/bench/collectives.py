@@ -24,9 +24,11 @@ from rich.table import Table
 
 from gradsync.bench.program import array_module, count_ranks, run_as_ranks
 from gradsync.bench.report import (
+    Panel,
     Seconds,
     busy_machine,
-    check_output,
+    check_outputs,
+    plot,
     print_table,
     provenance,
     write_json,
@@ -530,8 +532,9 @@ def bench_collectives(
     dtype: str,
     verbose: bool,
     json_path: str | None,
+    plot_path: str | None,
 ) -> None:
-    """Runs `gradsync bench collectives`; the arguments are the options that cli.py declares.
+    """Runs `gradsync bench collectives`; the arguments are the options that command.py declares.
 
     Raises:
         InvalidArgument, BackendUnavailable: an option is wrong, or the backend cannot run here. No rank has started.
@@ -543,7 +546,7 @@ def bench_collectives(
     if name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
         raise InvalidArgument("bfloat16 needs the package ml_dtypes: pip install ml_dtypes")
     ranks = count_ranks(nprocs, backend)
-    check_output(json_path)
+    check_outputs(json_path, plot_path)
     if any(kind.reduces for kind in kinds):
         check_operation(operation, dtype_of(name))
     template = Case("", 0, name, operation.value, ranks, iterations)
@@ -556,6 +559,11 @@ def bench_collectives(
     rows = measured.rows
     wrong = sum(form.wrong for row in rows for form in row.forms.values())
     print(f"\n{f'{wrong} elements are wrong' if wrong else 'All results are right.'}")
+    if plot_path is not None:
+        operator = f", {op}" if any(kind.reduces for kind in kinds) else ""
+        what = f"gradsync/{measured.backend}, {ranks} ranks, {name}{operator}"
+        plot(panels(rows), f"{what}; the faster of out of place and in place; bars are quartiles", "size", plot_path)
+        print(f"drawn in {plot_path}")
     if measured.cupy:
         made["versions"]["cupy"] = measured.cupy
     settings |= {"ranks": ranks, "measured_backend": measured.backend}
@@ -567,7 +575,7 @@ def bench_collectives(
         )
 
 
-# The table.
+# The table and the picture.
 
 
 def table(rows: Sequence[Row], *, verbose: bool) -> Table:
@@ -588,4 +596,15 @@ def table(rows: Sequence[Row], *, verbose: bool) -> Table:
                 quartiles = f"{seconds_text(seconds.lower_quartile)} to {seconds_text(seconds.upper_quartile)}"
                 cells += [f"{row.bus_bytes_per_second(form) / 1e9:.2f}", quartiles]
         found.add_row(*cells)
+    return found
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """Returns a plot panel per collective with the times of the faster way: in place or out of place."""
+    found = []
+    for collective in dict.fromkeys(row.case.collective for row in rows):
+        of_collective = [row for row in rows if row.case.collective == collective]
+        times = [min((f.seconds for f in row.forms.values()), key=lambda s: s.median) for row in of_collective]
+        sizes = [row.case.size_bytes for row in of_collective]
+        found.append(Panel(collective, sizes, times, is_logarithmic=True))
     return found

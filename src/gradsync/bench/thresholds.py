@@ -23,9 +23,11 @@ from rich.text import Text
 from gradsync.bench.models import gradients_of, total_bytes
 from gradsync.bench.program import array_module, count_ranks, run_as_ranks
 from gradsync.bench.report import (
+    Panel,
     Seconds,
-    check_output,
+    check_outputs,
     milliseconds,
+    plot,
     print_table,
     provenance,
     write_json,
@@ -258,8 +260,9 @@ def bench_thresholds(
     limit_seconds: float,
     verbose: bool,
     json_path: str | None,
+    plot_path: str | None,
 ) -> None:
-    """Runs `gradsync bench thresholds`; the arguments are the options that cli.py declares.
+    """Runs `gradsync bench thresholds`; the arguments are the options that command.py declares.
 
     Raises:
         InvalidArgument, BackendUnavailable: an option is wrong, or the backend cannot run here. No rank has started.
@@ -267,7 +270,7 @@ def bench_thresholds(
     """
     settings = dict(locals())
     ranks = count_ranks(nprocs, backend)
-    check_output(json_path)
+    check_outputs(json_path, plot_path)
     made = provenance(["gradsync", *sys.argv[1:]])
     specs = gradients_of(model)
     candidates = plan_sweep(specs, parse_megabytes(DEFAULT_MEGABYTES if thresholds is None else thresholds))
@@ -286,6 +289,9 @@ def bench_thresholds(
     print(f"{where}{on}; median times of the slowest rank, {number} steps with each threshold\n")
     print_table(table(rows, verbose=verbose))
     print("\n" + "\n".join(filter(None, (same_buckets(rows), rising_counts(rows), recommendation(rows, steps)))))
+    if plot_path is not None:
+        plot([panel(rows)], f"{name}: {where}", "threshold of a bucket", plot_path)
+        print(f"drawn in {plot_path}")
     settings |= {"gradients": len(specs), "total_bytes": total_bytes(specs), "ranks": ranks}
     settings |= {"rounds": rounds, "measured_backend": measured.backend, "device": measured.device}
     chosen = recommended(rows).candidate.threshold_bytes
@@ -414,3 +420,10 @@ def _as_code(size_bytes: int) -> str:
         if size_bytes % factor == 0:
             return f"{size_bytes // factor} * {unit}"
     return str(size_bytes)
+
+
+def panel(rows: Sequence[Row]) -> Panel:
+    """Returns a plot panel with the thresholds on the horizontal axis and the times of a step on the vertical axis."""
+    thresholds = [row.candidate.threshold_bytes for row in rows]
+    chosen = recommended(rows).candidate.threshold_bytes
+    return Panel("time per step; bars are quartiles", thresholds, [row.seconds for row in rows], chosen=chosen)

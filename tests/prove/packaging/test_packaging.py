@@ -91,6 +91,12 @@ def test_the_demo_without_its_data_says_how_to_get_them(empty: Environment, tmp_
     assert (code, shown) == (1, "the digits are part of scikit-learn: pip install scikit-learn\n")
 
 
+def test_a_picture_without_matplotlib_says_how_to_get_it(empty: Environment, tmp_path: Path) -> None:
+    words = "bench", "thresholds", "--model", "resnet50", "--plot", "x.png"
+    code, shown = empty.run("gradsync", *words, cwd=tmp_path)
+    assert (code, shown) == (1, "gradsync: error: --plot needs matplotlib: pip install 'gradsync[plot]'\n")
+
+
 def test_a_users_typed_program(empty: Environment, tmp_path: Path) -> None:
     """And its mistakes are found: it says where they are, and mypy complains where there is none."""
     pytest.importorskip("mypy", reason="the extra `dev` brings it")

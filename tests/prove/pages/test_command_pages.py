@@ -36,7 +36,7 @@ def test_every_command_runs(line: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", *shlex.split(line)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=110)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    for written in re.findall(r"--json (\S+\.\w+)", line):
+    for written in re.findall(r"(?:--json|--plot) (\S+\.\w+)", line):
         assert (tmp_path / written).stat().st_size > 0
 
 
