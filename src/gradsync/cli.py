@@ -348,8 +348,8 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--dump-dir",
     metavar="DIR",
-    help="Directory where each rank writes its last collectives when a collective fails or waits too long, at Ctrl-C, "
-    "or on SIGUSR2; for gradsync trace.",
+    help="Directory where each rank writes its last collectives when a collective fails or waits too long, when a rank "
+    "raises an exception, at Ctrl-C, or on SIGUSR2; for gradsync trace.",
 )
 @click.option(
     "--trace",
