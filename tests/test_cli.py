@@ -68,7 +68,8 @@ def absolute_path_environment():
     ("arguments", "text"),
     [
         (("run", "-n", "0", "x.py"), "0 is not in the range x>=1"),
-        (("run", "-n", "two", "x.py"), "'two' is not a valid integer"),
+        (("run", "-n", "two", "x.py"), "'two' is not a valid integer."),
+        (("run", "-n", "0.1", "x.py"), "'0.1' is not a valid integer."),
         (("run", "--backend", "gloo", "x.py"), "'gloo' is not one of"),
         (("run", "--bakend", "shm", "x.py"), "--bakend"),
         (

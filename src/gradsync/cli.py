@@ -87,6 +87,13 @@ class _Commands(click.Group):
             sys.exit(128 + signal.SIGINT)
 
 
+class _Integer(click.IntRange):
+    """An integer in a range. Of text that is no integer, click would say that it is "not a valid integer range"."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(click.INT.convert(value, param, ctx), param, ctx)
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gradsync")
 def main() -> None:
@@ -97,7 +104,7 @@ def main() -> None:
 _nprocs = click.option(
     "-n",
     "--nprocs",
-    type=click.IntRange(min=1),
+    type=_Integer(min=1),
     help="Number of ranks.  [default: auto: one per visible GPU, at least 2; nccl: one per visible GPU; shm, mpi: 2; "
     "local: 1]",
 )
@@ -144,7 +151,7 @@ Thresholds are in MB; 1 MB is 1024**2 bytes.
 )
 @click.option(
     "--steps",
-    type=click.IntRange(min=1),
+    type=_Integer(min=1),
     default=20,
     show_default=True,
     help="Number of timed steps of each threshold.",
@@ -205,7 +212,7 @@ columns show "-". The exit code is 1 if elements of a result differ from NumPy's
 @click.option(
     "--iters",
     "iterations",
-    type=click.IntRange(min=1),
+    type=_Integer(min=1),
     default=20,
     show_default=True,
     help="Number of timed calls in each of 3 blocks of calls.",
@@ -257,7 +264,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     "-n",
     "--nprocs",
     "--nproc-per-node",
-    type=click.IntRange(min=1),
+    type=_Integer(min=1),
     help="Number of ranks on this machine.  [default: one per GPU in --gpus; without --gpus, one per visible GPU; "
     "without a GPU, one per usable core]",
 )
@@ -277,7 +284,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 )
 @click.option(
     "--max-restarts",
-    type=click.IntRange(min=0),
+    type=_Integer(min=0),
     default=0,
     show_default=True,
     help="Largest number of times to restart all ranks after a rank has failed.",
@@ -313,11 +320,11 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     "--prefix/--no-prefix", default=None, help="Show the rank before each line.  [default: with 2 or more ranks]"
 )
 @click.option(
-    "--nnodes", type=click.IntRange(min=1), help="Number of machines. Start one gradsync run on each.  [default: 1]"
+    "--nnodes", type=_Integer(min=1), help="Number of machines. Start one gradsync run on each.  [default: 1]"
 )
 @click.option(
     "--node-rank",
-    type=click.IntRange(min=0),
+    type=_Integer(min=0),
     help="This machine's number, from 0. The ranks of machine 0 have the lowest numbers, then the ranks of machine 1, "
     "and so on.",
 )
@@ -448,9 +455,9 @@ def doctor(**options: Any) -> None:
 
 
 @main.command(short_help="Runs only a rendezvous server.")
-@click.option("--world-size", type=click.IntRange(min=1), required=True, help="Number of ranks of the run.")
+@click.option("--world-size", type=_Integer(min=1), required=True, help="Number of ranks of the run.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the interface to listen on.")
-@click.option("--port", type=click.IntRange(0, LARGEST_PORT), default=0, help="Port; 0 is any free port.  [default: 0]")
+@click.option("--port", type=_Integer(0, LARGEST_PORT), default=0, help="Port; 0 is any free port.  [default: 0]")
 @click.option(
     "--secret-file",
     metavar="FILE",
