@@ -8,6 +8,7 @@ the caller.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
 import logging
@@ -18,11 +19,11 @@ import sys
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import ProcessError
+from multiprocessing import ProcessError, popen_spawn_posix
 from multiprocessing.reduction import ForkingPickler
 from pickle import PicklingError
 from types import FunctionType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from gradsync import environment
 from gradsync.errors import GradsyncError, InvalidArgument, RankFailed
@@ -125,7 +126,10 @@ def launch(
         )
     root = outcome.root_cause
     if root is not None:
-        raise _worker_error(outcome, root)
+        error = failure(
+            outcome, root, f"worker[{root.rank}] failed with exitcode={root.exit_code}\n{outcome.describe_cause()}"
+        )
+        raise WorkerError(str(error), exitcode=root.exit_code, worker_id=root.rank, results=dict(error.results))
     return take_results(outcome, stacklevel=2)
 
 
@@ -156,17 +160,6 @@ def _count_required(func: Callable[..., Any]) -> int:
         return 0
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(each.kind in positional and each.default is each.empty for each in parameters)
-
-
-def _worker_error(outcome: Outcome, root: RankOutcome) -> WorkerError:
-    trace = traceback_of(root)
-    message = f"worker[{root.rank}] failed with exitcode={root.exit_code}\n{outcome.describe_cause()}"
-    return WorkerError(
-        f"{message}\n\n{trace}" if trace else message,
-        exitcode=root.exit_code,
-        worker_id=root.rank,
-        results=returned_values(outcome),
-    )
 
 
 # -- The start method --------------------------------------------------------------------------------------------------
@@ -273,7 +266,7 @@ def _pickled_target(call: Call, name: str) -> Target:
         preparation.pop("init_main_from_path", None)
     # Queues and locks of multiprocessing can be pickled only while multiprocessing spawns a process, so pretend that it
     # does.
-    context.set_spawning_popen(inherited)  # type: ignore[arg-type]
+    context.set_spawning_popen(inherited)
     try:
         record = {
             "kind": "function",
@@ -301,27 +294,15 @@ def _refuse_inside_rank(name: str) -> None:
         raise InvalidArgument(f"{name} was launched inside rank {rank}: {advice}")
 
 
-class _InheritedDescriptors:
+class _InheritedDescriptors(popen_spawn_posix.Popen):
     """Replaces multiprocessing's process object during pickling; collects the descriptors that ranks must inherit."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
 
-    def duplicate_for_child(self, descriptor: int) -> int:
-        self.descriptors.append(descriptor)
-        return descriptor
-
-    def DupFd(self, descriptor: int) -> _InheritedDescriptor:  # noqa: N802 - multiprocessing's name
-        return _InheritedDescriptor(descriptor)
-
-
-class _InheritedDescriptor(NamedTuple):
-    """A file descriptor that has the same number in the ranks as in this process."""
-
-    descriptor: int
-
-    def detach(self) -> int:
-        return self.descriptor
+    def duplicate_for_child(self, fd: int) -> int:
+        self.descriptors.append(fd)
+        return fd
 
 
 def _resource_tracker_descriptor(inherited: _InheritedDescriptors) -> int | None:
@@ -486,44 +467,28 @@ def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
     return results
 
 
-def returned_values(outcome: Outcome) -> dict[int, Any]:
-    """Returns a dictionary from rank to return value, for the error about a failed rank.
-
-    The dictionary holds the values that have arrived. A value that cannot be unpickled in this process is left out: an
-    error about that value would hide the failure of the rank.
-    """
-    values = {}
-    for rank in outcome.ranks:
-        if rank.result is not None:
-            try:
-                values[rank.rank] = rank.result.load()
-            except Exception:
-                continue
-    return values
-
-
 def failure(outcome: Outcome, root: RankOutcome, message: str) -> RankFailed:
-    """Returns the error for a run with a failed rank.
+    """Returns the error for a run with a failed rank; it has the return values that have arrived from other ranks.
 
     Args:
         outcome: the outcome of the run.
         root: the rank whose failure came first.
         message: the error's first line; the rank's traceback follows.
     """
-    text = traceback_of(root)
+    text = root.error.text.rstrip() if root.error else ""
+    values = {}
+    for rank in outcome.ranks:
+        if rank.result is not None:
+            with contextlib.suppress(Exception):  # an error about a value would hide the failure of the rank
+                values[rank.rank] = rank.result.load()
     return RankFailed(
         f"{message}\n\n{text}" if text else message,
         rank=root.rank,
         phase="function",
         exit_code=root.exit_code,
         traceback_text=text,
-        results=returned_values(outcome),
+        results=values,
     )
-
-
-def traceback_of(rank: RankOutcome) -> str:
-    """Returns a rank's traceback, or "" if it has reported none."""
-    return rank.error.text.rstrip() if rank.error else ""
 
 
 def raise_for_signal(outcome: Outcome) -> None:

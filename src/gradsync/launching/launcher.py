@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from gradsync.arguments import check_integer, check_port, integer_of, parse_address, port_beside
 from gradsync.backends import BACKENDS
@@ -99,9 +100,8 @@ def launcher(
         call raises InvalidArgument if the function or an argument cannot be pickled, or if forked ranks could not use
         CUDA. It raises RankFailed if a rank fails; the attributes of this error are the rank, its exit code and
         traceback, and the return values of the ranks that had finished. The call raises AuthenticationError if the
-        secret is missing, RendezvousError if the port is taken, and RendezvousTimeout if the machine with rank_start 0
-        does not host the server in time. Ctrl-C raises KeyboardInterrupt. SIGTERM and SIGHUP raise SystemExit(128 + n),
-        where n is the signal's number.
+        secret is missing, and RendezvousError if the port is taken. Ctrl-C raises KeyboardInterrupt. SIGTERM and SIGHUP
+        raise SystemExit(128 + n), where n is the signal's number.
 
     Raises:
         InvalidArgument: an argument is out of its range, or contradicts another argument.
@@ -221,70 +221,57 @@ def _run_on_ranks(
     return launch.take_results(outcome, stacklevel=3)
 
 
-def _reference(function: Callable[..., Any]) -> NamedFunction | Callable[..., Any]:
-    """Returns the name by which a rank can import the function; the function itself if it has no such name."""
-    from gradsync.launching.launch import ranks_can_import_main
-
-    named = NamedFunction(getattr(function, "__module__", ""), getattr(function, "__qualname__", ""))
-    if named.module == "__main__" and not ranks_can_import_main():
-        return function
-    return named if named.is_found_as(function) else function
-
-
-class NamedFunction(NamedTuple):
-    """The name by which a rank finds a function, even if the name is bound to a decorated version of the function.
+def _reference(function: Callable[..., Any]) -> str | Callable[..., Any]:
+    """Returns the name by which a rank can import the function; the function itself if it has no such name.
 
     A decorator binds the function's name to the decorated version, so pickle cannot find the original function by this
     name. A rank imports the decorated version and takes the original function from it.
-
-    Attributes:
-        module: the name of the function's module.
-        name: the function's name in the module, with dots for members of a class.
     """
+    from gradsync.launching.launch import ranks_can_import_main
 
-    module: str
-    name: str
-
-    def find(self) -> Callable[..., Any]:
-        """Imports the module, and returns the function that `launcher` decorates there.
-
-        Raises:
-            InvalidArgument: the module has no such name in this rank.
-        """
-        importlib.import_module(self.module)
-        try:
-            return self._look_up()
-        except AttributeError:
-            from gradsync.launching.in_rank.rank_main import HOW_TO_DEFINE
-
-            raise InvalidArgument(f"this rank finds no {self.name} in {self.module}; {HOW_TO_DEFINE}") from None
-
-    def is_found_as(self, function: Callable[..., Any]) -> bool:
-        """Returns whether this name refers to the given function in this process."""
-        try:
-            return self._look_up() is function
-        except (AttributeError, KeyError):
-            return False
-
-    def _look_up(self) -> Callable[..., Any]:
-        found: Any = sys.modules[self.module]
-        for part in self.name.split("."):
-            found = getattr(found, part)
-        layer = found
-        while layer is not None and _DECORATED not in getattr(layer, "__dict__", {}):
-            layer = getattr(layer, "__wrapped__", None)
-        # After `run = launcher(function)` the name `function` refers to the plain function, which lacks the attribute.
-        function: Callable[..., Any] = found if layer is None else layer.__wrapped__
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if module == "__main__" and not ranks_can_import_main():
         return function
+    try:
+        is_found = _undecorated(operator.attrgetter(name)(sys.modules[module])) is function
+    except (AttributeError, KeyError):
+        return function
+    return f"{module}:{name}" if is_found else function
+
+
+def _find(reference: str) -> Callable[..., Any]:
+    """In a rank: imports the function that `launcher` decorates.
+
+    Raises:
+        InvalidArgument: the module has no such name in this rank.
+    """
+    module, _, name = reference.partition(":")
+    imported = importlib.import_module(module)
+    try:
+        return _undecorated(operator.attrgetter(name)(imported))
+    except AttributeError:
+        from gradsync.launching.in_rank.rank_main import HOW_TO_DEFINE
+
+        raise InvalidArgument(f"this rank finds no {name} in {module}; {HOW_TO_DEFINE}") from None
+
+
+def _undecorated(found: Any) -> Callable[..., Any]:
+    """Returns the function that `launcher` has decorated, perhaps below other decorators."""
+    layer = found
+    while layer is not None and _DECORATED not in getattr(layer, "__dict__", {}):
+        layer = getattr(layer, "__wrapped__", None)
+    # After `run = launcher(function)` the name `function` refers to the plain function, which lacks the attribute.
+    function: Callable[..., Any] = found if layer is None else layer.__wrapped__
+    return function
 
 
 def call_in_group(
-    function: NamedFunction | Callable[..., Any], backend: str, has_others: bool, /, *args: Any, **kwargs: Any
+    function: str | Callable[..., Any], backend: str, has_others: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
     """In a rank: initialises the process group, calls the function, and destroys the group.
 
     Args:
-        function: the function, or the name by which to find it.
+        function: the function, or its name as `_reference` returns it.
         backend: the backend for `init_process_group`.
         has_others: whether other machines have ranks too. Then no rank calls the function before all ranks have joined
             the group, and no rank leaves the group before the function has returned in all ranks.
@@ -295,8 +282,8 @@ def call_in_group(
     """
     from gradsync.process_group import destroy_process_group, group_barrier, init_process_group, is_initialized
 
-    if isinstance(function, NamedFunction):
-        function = function.find()
+    if isinstance(function, str):
+        function = _find(function)
     try:
         with init_process_group(backend):
             if has_others:

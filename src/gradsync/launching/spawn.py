@@ -11,7 +11,6 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from gradsync.arguments import check_integer, check_port, did_you_mean, integer_
 from gradsync.backends import BACKENDS
 from gradsync.errors import InvalidArgument
 from gradsync.launching.hosting import own_address
+from gradsync.launching.in_rank.result import ReturnValue
 from gradsync.launching.job import Job, choose_gpus, parse_gpus
 from gradsync.launching.launch import (
     chosen_start_method,
@@ -37,13 +37,13 @@ from gradsync.machine import Latch, default_process_count
 _PROXIES = ("http_proxy", "https_proxy")
 
 _KNOWN = ("start_method", "gpus", "ips", "backend", "print_config")
-# For each deprecated option, the option that replaces it, or None.
+# For each deprecated option, the option that gets its value, and what a warning adds.
 _DEPRECATED = {
-    "selected_devices": "gpus",
-    "cluster_node_ips": "ips",
-    "node_ip": "ips",
-    "started_port": None,
-    "use_paddlecloud": None,
+    "selected_devices": ("gpus", "; use gpus"),
+    "cluster_node_ips": ("ips", "; use ips"),
+    "node_ip": ("ips", "; use ips"),
+    "started_port": ("started_port", "; without it the rendezvous server takes a free port"),
+    "use_paddlecloud": ("use_paddlecloud", " and does nothing: PaddleCloud is out of scope"),
 }
 
 
@@ -131,22 +131,15 @@ def _translate(options: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
     given = {name: value for name, value in options.items() if name in _KNOWN and value is not None}
     for name, value in options.items():
         if name in _DEPRECATED:
-            new_name = _DEPRECATED[name]
-            warnings.warn(f"spawn: {_what_to_do(name, new_name)}", DeprecationWarning, stacklevel=stacklevel + 1)
+            new_name, advice = _DEPRECATED[name]
+            text = f"spawn: the option {name} is deprecated{advice}"
+            warnings.warn(text, DeprecationWarning, stacklevel=stacklevel + 1)
             if value is not None:
-                given.setdefault(new_name or name, value)
+                given.setdefault(new_name, value)
         elif name not in _KNOWN:
             known = f"(it has {', '.join(_KNOWN)})"
             raise InvalidArgument(f"spawn has no option {name!r}{did_you_mean(name, (*_KNOWN, *_DEPRECATED))} {known}")
     return given
-
-
-def _what_to_do(name: str, new_name: str | None) -> str:
-    if new_name is not None:
-        return f"the option {name} is deprecated; use {new_name}"
-    if name == "started_port":
-        return "the option started_port is deprecated; without it the rendezvous server takes a free port"
-    return f"the option {name} is deprecated and does nothing: PaddleCloud is out of scope"
 
 
 def _count_processes(nprocs: int, gpus: str | Sequence[int | str] | None, backend: str) -> int:
@@ -330,13 +323,15 @@ class RankQueue:
     the object, or if an earlier call has returned the object.
 
     Args:
+        objects: the list to which the object is appended when it arrives.
+        is_settled: set when the object has arrived, or cannot arrive.
         convert: a function that makes the result of `get` from the object.
     """
 
-    def __init__(self, convert: Callable[[Any], Any]) -> None:
+    def __init__(self, objects: list[Any], is_settled: Latch, convert: Callable[[Any], Any]) -> None:
+        self._objects = objects
+        self._is_settled = is_settled
         self._convert = convert
-        self._objects: deque[Any] = deque()
-        self._is_settled = Latch()  # set when the object has arrived, or cannot arrive
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Removes and returns the object that the rank has sent.
@@ -351,7 +346,7 @@ class RankQueue:
         if block:
             self._is_settled.wait(timeout)
         try:
-            thing = self._objects.popleft()
+            thing = self._objects.pop()
         except IndexError:
             raise queue.Empty from None
         return self._convert(thing)
@@ -359,16 +354,6 @@ class RankQueue:
     def empty(self) -> bool:
         """Whether the queue is empty now."""
         return not self._objects
-
-    def put(self, thing: Any) -> None:
-        """Adds the object; later calls do nothing. Only the thread that watches the rank calls this method."""
-        if not self._is_settled.is_set:
-            self._objects.append(thing)
-            self._is_settled.set()
-
-    def end(self) -> None:
-        """Wakes all threads that wait in `get`, because nothing more will arrive."""
-        self._is_settled.set()
 
 
 class SpawnedProcess:
@@ -392,8 +377,11 @@ class SpawnedProcess:
         # An eventfd stays readable for any number of readers, and a copy in a forked process does no harm.
         self.sentinel = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self.sentinel).atexit = False
-        self.return_queue = RankQueue(lambda value: load_result(rank.rank, value))
-        self.error_queue = RankQueue(str)
+        self._results: list[ReturnValue] = []
+        self._errors: list[str] = []
+        self._has_reported = Latch()  # set when the rank has sent its result or error, or has ended
+        self.return_queue = RankQueue(self._results, self._has_reported, lambda value: load_result(rank.rank, value))
+        self.error_queue = RankQueue(self._errors, self._has_reported, str)
         self._begun = Latch()
         self._ended = Latch()
 
@@ -435,21 +423,21 @@ class SpawnedProcess:
         self._rank.send_signal(signal.SIGKILL)
 
     def update(self, *, has_ended: bool = False) -> None:
-        """Puts the rank's new reports into the queues. Only the thread that watches the rank calls this method.
+        """Puts the rank's report into its queue. Only the thread that watches the rank calls this method.
 
         Args:
             has_ended: whether the rank has ended for sure, or cannot be killed.
         """
         outcome = self._rank.outcome
-        if outcome.result is not None:
-            self.return_queue.put(outcome.result)
-        if outcome.error is not None:
-            self.error_queue.put(outcome.error.text)
         has_ended = has_ended or self._rank.is_reaped
         if outcome.pid or has_ended:
             self._begun.set()
+        if not self._has_reported.is_set and (has_ended or outcome.result is not None or outcome.error is not None):
+            if outcome.result is not None:
+                self._results.append(outcome.result)
+            if outcome.error is not None:
+                self._errors.append(outcome.error.text)
+            self._has_reported.set()
         if has_ended and not self._ended.is_set:
-            self.return_queue.end()
-            self.error_queue.end()
             self._ended.set()
             os.eventfd_write(self.sentinel, 1)
