@@ -9,6 +9,7 @@ import rank_functions
 
 import gradsync as gs
 from gradsync import environment
+from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path
 
 SECRET = secrets.token_hex(32)
 
@@ -46,8 +47,11 @@ NODE = """
 """
 
 
-def test_a_failure_on_one_machine_ends_the_ranks_of_the_other(tmp_path):
+@pytest.mark.parametrize("has_old_file", [False, True])
+def test_a_failure_on_one_machine_ends_the_ranks_of_the_other(tmp_path, has_old_file):
     script, port = command.write_script(tmp_path, NODE), str(gs.free_port())
+    if has_old_file:  # of a launcher that was killed
+        publish(secret_path(f"127.0.0.1:{port}"), Endpoint(f"127.0.0.1:{port}", b"s" * 32))
     with contextlib.ExitStack() as stack:
         nodes = [
             stack.enter_context(

@@ -6,7 +6,7 @@ import pytest
 
 from gradsync.errors import RendezvousError
 from gradsync.launching.in_rank.result import ErrorReport
-from gradsync.launching.nodes import Cause, NodeRecord, cause_of, decode, signal_cause
+from gradsync.launching.nodes import Cause, cause_of, decode_record, signal_cause
 from gradsync.launching.outcome import Outcome, RankOutcome
 
 
@@ -21,7 +21,7 @@ def outcome(*ranks, signal_number=None):
 def test_a_cause_survives_the_way():
     cause = cause_of(3, outcome(failed(7)))
     assert cause.text.endswith(" failed with exit code 1:\nTraceback\nValueError: x\n")
-    assert decode(Cause, cause.to_bytes(), "a cause") == cause
+    assert Cause.from_bytes(cause.to_bytes(), 0) == cause
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,12 @@ def test_a_cause_survives_the_way():
     [b"", b"\xff", b"[" * 100_000, b"[]", b"{}", b'{"node": 1}', b'{"node": true}', b'{"node": 1, "how": 2}'],
 )
 def test_what_no_launcher_of_this_version_would_tell_is_refused_in_words(told):
-    with pytest.raises(RendezvousError, match="a record cannot be read: .*; run the same version"):
-        decode(NodeRecord, told, "a record")
-    with pytest.raises(RendezvousError, match="cannot be read: .*; run the same version of gradsync on every machine"):
-        decode(Cause, told, "a cause")
+    with pytest.raises(RendezvousError, match="the record of node 1 cannot be read: .*; run the same version"):
+        decode_record(1, told)
+    cause = Cause.from_bytes(told, 2)
+    assert (cause.node, cause.exit_code, cause.may_retry) == (2, 1, False)
+    assert cause.how.startswith("cannot read why another node ended the run: ")
+    assert cause.how.endswith("; run the same version of gradsync on every machine")
 
 
 @pytest.mark.parametrize("wrong", [{"node": "1"}, {"n_ranks": True}, {"start": 1}, {"more": 1}])
@@ -41,16 +43,16 @@ def test_a_node_that_cannot_be_is_refused(wrong):
         "node": 1, "host": "h", "address": "10.0.0.1", "n_ranks": 2,
         "restart": 0, "max_restarts": 0, "master_port": 4000, "start": "00ff",
     }  # fmt: skip
-    assert decode(NodeRecord, json.dumps(good).encode(), "a record").n_ranks == 2
-    with pytest.raises(RendezvousError, match="a record cannot be read"):
-        decode(NodeRecord, json.dumps(good | wrong).encode(), "a record")
+    assert decode_record(1, json.dumps(good).encode()).n_ranks == 2
+    with pytest.raises(RendezvousError, match="the record of node 1 cannot be read"):
+        decode_record(1, json.dumps(good | wrong).encode())
 
 
 @pytest.mark.parametrize("line", ["é\x00 line\n", "x", "\N{PILE OF POO}"])
 def test_the_end_of_a_long_text_is_kept(line):
     data = Cause(0, "failed", line * 100_000 + "\nValueError: the last\n", 1).to_bytes()
     assert len(data) <= 60 * 1024
-    text = decode(Cause, data, "a cause").text
+    text = Cause.from_bytes(data, 0).text
     assert text.startswith("gradsync: (the beginning of this report is left out)\n")
     assert text.endswith("ValueError: the last\n")
 

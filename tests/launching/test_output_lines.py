@@ -36,6 +36,16 @@ def test_tail_of_an_endless_line_is_short():
     assert len(output.last_lines()[0]) == 16384
 
 
+@pytest.mark.parametrize("separator", ["\n", ""])
+@pytest.mark.parametrize("extra", range(3))
+def test_the_tail_begins_with_a_whole_line_or_at_least_a_whole_character(separator, extra):
+    output = RankOutput(None)
+    line = "\N{EURO SIGN}" * 100
+    output.add((f"{line}{separator}" * 1000 + "x" * extra).encode())
+    first = output.last_lines()[0]
+    assert first == line if separator else set(first) <= {"\N{EURO SIGN}", "x"}
+
+
 def luminance(number):
     """Relative luminance, by the formula of WCAG, of one of the 216 colours of the cube."""
     levels = (0, 95, 135, 175, 215, 255)

@@ -159,7 +159,6 @@ def rank_environment(
         environment.LOCAL_RANK: str(local_rank),
         environment.LOCAL_WORLD_SIZE: str(job.n_ranks),
         environment.ADDRESS: endpoint.address,
-        environment.HOSTED: "1",
         environment.BACKEND: job.backend,
         environment.RESTART_COUNT: str(restart),
         environment.MAX_RESTARTS: str(job.max_restarts),
@@ -170,6 +169,8 @@ def rank_environment(
         "MASTER_ADDR": job.master_addr,
         "MASTER_PORT": str(master_port),
     }
+    if endpoint.secret:
+        own[environment.HOSTED] = "1"
     if endpoint.start is not None:
         own[environment.START] = endpoint.start
     if job.state_dir is not None:
@@ -178,7 +179,13 @@ def rank_environment(
         own["CUDA_VISIBLE_DEVICES"] = job.gpus[local_rank]
     # Ranks do not inherit these variables: a secret of this process belongs to a different run, and the variables of
     # mpiexec describe this process.
-    of_gradsync = {environment.SECRET, environment.SECRET_FILE, environment.STATE_DIR, environment.START}
+    of_gradsync = {
+        environment.SECRET,
+        environment.SECRET_FILE,
+        environment.HOSTED,
+        environment.STATE_DIR,
+        environment.START,
+    }
     removed = job.removed_variables | of_gradsync | variables_of_mpi(environ)
     kept = {name: value for name, value in environ.items() if name not in removed}
     blas = blas_thread_variables(job.n_ranks, environ)

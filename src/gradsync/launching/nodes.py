@@ -20,7 +20,6 @@ import contextlib
 import errno
 import ipaddress
 import os
-import select
 import signal
 import socket
 import threading
@@ -28,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn
 
 from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, check_seconds, parse_address
 from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, SECRET_FILE, read_secret_option, take_secret
@@ -43,7 +42,7 @@ from gradsync.errors import (
     describe,
 )
 from gradsync.launching.free_port import reserved_port
-from gradsync.launching.hosting import own_address, own_listener
+from gradsync.launching.hosting import own_address
 from gradsync.launching.in_rank.result import from_json, to_json
 from gradsync.launching.job import Job
 from gradsync.launching.outcome import Outcome, cause_text, failure_text, lines_on_others, signal_name
@@ -55,7 +54,7 @@ from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_RANKS
 from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.server import RendezvousServer
-from gradsync.rendezvous.sockets import ConnectionLost, look_up
+from gradsync.rendezvous.sockets import ConnectionLost, bind_listener, look_up
 
 # Less than the 5 s between the server's notices, which could otherwise name a launcher that is about to connect again.
 _JOIN_NOTICE_SECONDS = 4.0
@@ -64,12 +63,10 @@ _EXCHANGE_SECONDS = 30.0  # how long to wait for the records of all launchers th
 _LEAVING_SECONDS = 5.0  # how long node 0 waits until the other launchers have left, at the end
 _LEAVING_AFTER_LOSS_SECONDS = 0.5
 _CAUSE_SECONDS = 1.0  # how long a launcher whose ranks failed because of another rank lets others report first
-_ENDS_SECONDS = 60.0  # how long to wait for the other machines after a failure; killing ranks takes less time
 _NO_LIMIT_SECONDS = 1e8  # no limit is needed: heartbeats detect a launcher that is gone
 _MAX_CAUSE_BYTES = 60 * 1024  # the largest value on the server
 _START_BYTES = 8
-
-_Message = TypeVar("_Message")
+_SAME_VERSION = "run the same version of gradsync on every machine"
 
 
 # -- Options -----------------------------------------------------------------------------------------------------------
@@ -102,18 +99,32 @@ class NodeOptions:
 
 
 def check_node_options(
-    nnodes: int,
+    nnodes: int | None,
     node_rank: int | None,
     rendezvous: str | None,
     secret_file: str | None,
     join_timeout_seconds: float,
     node_address: str | None,
-) -> NodeOptions:
-    """Checks the options of a run on several machines.
+) -> NodeOptions | None:
+    """Returns the options of a run on several machines; None for a run on one machine.
 
     Raises:
-        InvalidArgument: an option is missing, malformed or out of its range, or the secret cannot be read.
+        InvalidArgument: an option is missing, malformed or out of its range, or allowed only for several machines; or
+            the secret cannot be read.
     """
+    if nnodes is None:
+        given = {
+            "--node-rank": node_rank,
+            "--rendezvous": rendezvous,
+            "--secret-file": secret_file,
+            "--node-address": node_address,
+        }
+        option = next(option for option, value in given.items() if value is not None)
+        raise InvalidArgument(f"{option} needs --nnodes, the number of machines")
+    if node_rank is not None and node_rank >= nnodes:
+        raise InvalidArgument(f"--node-rank needs to be from 0 to {nnodes - 1} with --nnodes {nnodes}, got {node_rank}")
+    if nnodes == 1:
+        return None
     check_seconds("gradsync run", "--join-timeout", join_timeout_seconds)
     if nnodes > MAX_RANKS:
         raise InvalidArgument(f"--nnodes needs to be at most {MAX_RANKS}, got {nnodes}")
@@ -218,6 +229,20 @@ class Cause(NamedTuple):
             cause = cause._replace(text=f"gradsync: (the beginning of this report is left out)\n{rest}")
         return data
 
+    @classmethod
+    def from_bytes(cls, data: bytes, reader: int) -> Cause:
+        """Returns the cause that a launcher has sent; if it cannot be read, a cause on the reader's node that says so.
+
+        Args:
+            data: the cause as bytes.
+            reader: the number of the machine that reads the cause.
+        """
+        try:
+            return from_json(cls, data)
+        except ValueError as error:
+            how = f"cannot read why another node ended the run: {error}; {_SAME_VERSION}"
+            return cls(reader, how, "", 1, may_retry=False)
+
 
 def cause_of(node: int, outcome: Outcome) -> Cause:
     """Returns the cause that a machine reports when its ranks fail, or when its launcher gets a signal."""
@@ -231,18 +256,16 @@ def signal_cause(node: int, number: int) -> Cause:
     return Cause(node, f"was ended by {signal_name(number)}", "", 128 + number, may_retry=False)
 
 
-def decode(kind: type[_Message], data: bytes, what: str) -> _Message:
-    """Decodes a record or cause that another launcher has sent.
+def decode_record(node: int, data: bytes) -> NodeRecord:
+    """Decodes the record that another launcher has sent.
 
     Raises:
-        RendezvousError: the bytes are not a message of this kind.
+        RendezvousError: the bytes are no record.
     """
     try:
-        return from_json(kind, data)
+        return from_json(NodeRecord, data)
     except ValueError as error:
-        raise RendezvousError(
-            f"{what} cannot be read: {error}; run the same version of gradsync on every machine"
-        ) from None
+        raise RendezvousError(f"the record of node {node} cannot be read: {error}; {_SAME_VERSION}") from None
 
 
 # -- The run -----------------------------------------------------------------------------------------------------------
@@ -264,31 +287,17 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
         InvalidArgument: the options do not fit this machine, or differ from the options on another machine.
         AuthenticationError, RendezvousError, RendezvousTimeout: the launchers could not join each other.
     """
-    with _ended_by_signals(), _hosting(options, notices) as server:
+    # By default these signals would end the launcher at once while it waits for other launchers, and its files, such as
+    # the state directory, would stay behind.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # the signal is not ignored, as it is under nohup
+            signal.signal(number, _exit)
+    with _hosting(options, notices) as server:
         return _NodeRun(options, job, make_output, notices, server).run()
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise SystemExit in this launcher, also while it waits for the other launchers.
-
-    By default such a signal would end the launcher at once, and its files, such as the state directory, would stay
-    behind.
-    """
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    previous = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # Not if the signal is ignored or has a handler, and only the main thread may set a handler.
-        if signal.getsignal(number) == signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-            previous[number] = signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _exit(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
@@ -307,7 +316,7 @@ def _hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServe
         try:
             another = "name another port in --rendezvous, on every machine"
             bound_host = options.node_address or _resolve(host, port, notices)
-            listener = stack.enter_context(own_listener(bound_host, port, if_taken=another))
+            listener = stack.enter_context(bind_listener(bound_host, port, if_taken=another))
         except RendezvousError as error:
             is_taken = isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE
             advice = (
@@ -386,20 +395,28 @@ class _NodeRun:
             own = nodes[self._options.node_rank]
             # A launcher that was lost starts again from 0.
             self._restart = max(record.restart for record in nodes)
-            signals = stack.enter_context(SignalInbox())
-            link = stack.enter_context(_Link(client, own.node, signals, self._notices))
-            supervisor = Supervisor(
-                self._job_of(own, nodes),
-                signals,
-                make_output=self._make_output,
-                notices=self._notices,
-                server=client,
-                on_ending=link.report,
-            )
-            with supervisor:
-                supervisor.start(self._restart)
-                outcome = supervisor.finish()
-            cause = link.finish(outcome)
+            link = stack.enter_context(_Link(client, own.node))
+            job = self._job_of(own, nodes)
+            outcome = None
+            try:
+                with SignalInbox() as signals:
+                    link.watch(signals)
+                    with Supervisor(
+                        job,
+                        signals,
+                        make_output=self._make_output,
+                        notices=self._notices,
+                        restart=self._restart,
+                        server=client,
+                        on_ending=link.report,
+                    ) as supervisor:
+                        supervisor.start()
+                        outcome = supervisor.finish()
+                cause = link.wait_for_ends(outcome)
+            except (KeyboardInterrupt, SystemExit) as error:  # a signal, while the ranks of the other nodes still run
+                if outcome is None:
+                    raise
+                cause = self._interrupt(link, own.node, outcome, error)
         if cause is None:
             return None, "", False
         is_here = cause.node == own.node and not cause.is_lost
@@ -407,6 +424,18 @@ class _NodeRun:
         before = "" if is_here else lines_on_others(outcome.ranks)
         report = f"{before}gradsync: {nodes[cause.node].name} {cause.how}{':' if text else ''}\n{text}".rstrip("\n")
         return cause, report, cause.may_retry and all(rank.exit_code is not None for rank in outcome.ranks)
+
+    def _interrupt(self, link: _Link, node: int, outcome: Outcome, error: KeyboardInterrupt | SystemExit) -> Cause:
+        """Ends the ranks of the other nodes after a signal, and waits for their end; a second signal ends the wait."""
+        cause = _cause_of_exit(node, error)
+        if outcome.signal_number is not None:  # this is the second signal
+            return cause
+        self._notices.print("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
+        try:
+            link.set_cause(cause)
+            return link.wait_for_ends(outcome) or cause
+        except (KeyboardInterrupt, SystemExit) as again:
+            return _cause_of_exit(node, again)
 
     def _join(self, master_port: int) -> tuple[RendezvousClient, tuple[NodeRecord, ...]]:
         """Waits until all launchers have joined, exchanges their records, and begins a start of the ranks.
@@ -438,7 +467,7 @@ class _NodeRun:
                     start=os.urandom(_START_BYTES).hex(),
                 )
                 records = client.exchange("nodes", to_json(own), timeout_seconds=_EXCHANGE_SECONDS)
-                nodes = tuple(decode(NodeRecord, data, f"the record of node {i}") for i, data in enumerate(records))
+                nodes = tuple(decode_record(i, data) for i, data in enumerate(records))
                 self._check_nodes(nodes)
                 client.begin_start(nodes[0].start, sum(record.n_ranks for record in nodes))
                 return client, nodes
@@ -536,20 +565,14 @@ class _Link:
     Args:
         client: the connection to the server.
         node: the number of this machine.
-        signals: this launcher's `SignalInbox`, inside its `with` block.
-        notices: the object that prints a notice after Ctrl-C.
     """
 
-    def __init__(self, client: RendezvousClient, node: int, signals: SignalInbox, notices: Notices) -> None:
+    def __init__(self, client: RendezvousClient, node: int) -> None:
         self._client = client
         self._node = node
-        self._signals = signals
-        self._notices = notices
         self._cause: Cause | None = None
-        self._waits = False  # whether the thread of `_wait_for_ends` runs
 
     def __enter__(self) -> _Link:
-        _run_in_thread(self._wait_for_cause)
         return self
 
     def __exit__(
@@ -562,15 +585,17 @@ class _Link:
         else:
             self._client.close()
 
+    def watch(self, signals: SignalInbox) -> None:
+        """Makes the supervisor end the ranks when a launcher reports a cause, or is lost; returns at once."""
+        _run_in_thread(lambda: self._wait_for_cause(signals))
+
     def report(self, outcome: Outcome) -> None:
         """Reports to the other launchers why the ranks on this machine will end; returns at once."""
         if self._cause is None:
             _run_in_thread(lambda: self._set_cause_of(outcome))
 
-    def finish(self, outcome: Outcome) -> Cause | None:
-        """Waits until the ranks of all machines have ended; after a failure for a minute at most.
-
-        A signal during the wait ends the ranks on the other machines; a second signal ends the wait.
+    def wait_for_ends(self, outcome: Outcome) -> Cause | None:
+        """Waits until the ranks of all machines have ended.
 
         Args:
             outcome: how the ranks of this machine ended.
@@ -578,31 +603,14 @@ class _Link:
         Returns:
             Why the ranks ended; None if all ranks ended well.
         """
-        self._waits = True
-        _run_in_thread(lambda: self._wait_for_ends(outcome))
-        is_interrupted = outcome.signal_number is not None
-        deadline: float | None = None
-        poll = select.poll()
-        poll.register(self._signals.descriptor, select.POLLIN)
-        while self._waits:
-            if self._cause is not None and deadline is None:
-                deadline = time.monotonic() + _ENDS_SECONDS
-            if not poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000.0):
-                self._notices.print(
-                    "gradsync: the ranks of the other nodes have not ended; this launcher waits no longer"
-                )
-                break
-            for number in self._signals.read():
-                if number == signal.SIGTSTP:
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                elif number != FAILED_ELSEWHERE and is_interrupted:
-                    return signal_cause(self._node, number)
-                elif number != FAILED_ELSEWHERE:
-                    is_interrupted = True
-                    self._notices.print("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
-                    self._send(signal_cause(self._node, number))
+        failed = outcome.exit_code != 0
+        with contextlib.suppress(GradsyncError):  # `_loss` returns a failure
+            if failed:  # before the report, so that a launcher that reads the report finds the cause
+                self._set_cause_of(outcome)
+            if any(self._client.exchange("ended", b"failed" * failed, timeout_seconds=_NO_LIMIT_SECONDS)):
+                self._cause = Cause.from_bytes(self._client.get("cause"), self._node)
         # A machine that is cut off is lost; the failures of its ranks, and of ranks here, follow from this.
-        return self._loss() or self._cause
+        return self._loss() or self._cause or (cause_of(self._node, outcome) if failed else None)
 
     def _loss(self) -> Cause | None:
         """Returns the cause if a launcher is lost: the one that the server names, or node 0 if the server is lost."""
@@ -617,14 +625,9 @@ class _Link:
             why = f"{why}: {error}"
         return Cause(node, f"was lost at {time.strftime('%H:%M:%S')}: {why}", "", 1, is_lost=True)
 
-    def _send(self, cause: Cause) -> None:
-        """Sets the cause, unless another launcher was first; returns at once."""
-        _run_in_thread(lambda: self._set(cause))
-
-    # The following methods run in threads.
-
-    def _set(self, cause: Cause) -> None:
-        with contextlib.suppress(GradsyncError):  # `_wait_for_cause` gets the same error, and handles it
+    def set_cause(self, cause: Cause) -> None:
+        """Sets the cause, unless another launcher was first."""
+        with contextlib.suppress(GradsyncError):  # `_loss` returns a failure
             self._client.set("cause", cause.to_bytes(), replace=False)
 
     def _set_cause_of(self, outcome: Outcome) -> None:
@@ -634,29 +637,22 @@ class _Link:
         if error is not None and error.is_consequence and not error.is_timeout:  # a silent rank reports no error
             with contextlib.suppress(GradsyncError):
                 self._client.get("cause", timeout_seconds=_CAUSE_SECONDS)
-        self._set(cause_of(self._node, outcome))
+        self.set_cause(cause_of(self._node, outcome))
 
-    def _wait_for_cause(self) -> None:
-        """Waits until a launcher reports a cause, or until a launcher is lost."""
+    def _wait_for_cause(self, signals: SignalInbox) -> None:
         try:
             data = self._client.get("cause", timeout_seconds=_NO_LIMIT_SECONDS)
-            self._cause = decode(Cause, data, "the report of another launcher")
+            self._cause = Cause.from_bytes(data, self._node)
         except CommunicatorClosed:
             return
         except GradsyncError:
             self._cause = self._loss()  # None if the other launchers have finished and left
-        self._signals.put(FAILED_ELSEWHERE)
+        signals.put(FAILED_ELSEWHERE)
 
-    def _wait_for_ends(self, outcome: Outcome) -> None:
-        """Reports to the other launchers that the ranks of this machine have ended, and waits for their reports."""
-        failed = outcome.exit_code != 0
-        with contextlib.suppress(GradsyncError):  # `_wait_for_cause` gets the same error, and handles it
-            if failed:  # before the report, so that a launcher that reads the report finds the cause
-                self._set_cause_of(outcome)
-            if any(self._client.exchange("ended", b"failed" * failed, timeout_seconds=_NO_LIMIT_SECONDS)):
-                self._cause = decode(Cause, self._client.get("cause"), "the report of another launcher")
-        self._waits = False
-        self._signals.put(FAILED_ELSEWHERE)  # to end the poll of `finish`
+
+def _cause_of_exit(node: int, error: KeyboardInterrupt | SystemExit) -> Cause:
+    """Returns the cause for a signal that raised this exception, see `_exit`."""
+    return signal_cause(node, signal.SIGINT if isinstance(error, KeyboardInterrupt) else int(error.code or 0) - 128)
 
 
 def _run_in_thread(work: Callable[[], None]) -> None:

@@ -19,12 +19,12 @@ from collections.abc import Container, Mapping
 from typing import TextIO
 
 from gradsync.errors import InvalidArgument
-from gradsync.launching.signals import own_descriptors
 
 #: How long the report of a failure waits for a blocked terminal, if the launcher has more to do after it.
 REPORT_SECONDS = 1.0
 _READ_BYTES = 64 * 1024
 _TAIL_BYTES = 16 * 1024
+_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # the bytes of UTF-8 that begin no character
 # An incomplete line is shown if it is not complete after this long: it may be a question to the user.
 _PARTIAL_LINE_SECONDS = 0.1
 
@@ -201,7 +201,13 @@ class RankOutput:
     def last_lines(self) -> list[str]:
         """Returns the last lines as text, each as a terminal shows it."""
         with self._lock:
-            lines = self._tail.replace(b"\r\n", b"\n").decode("utf-8", "replace").split("\n")
+            tail = self._tail
+        if (
+            len(tail) == _TAIL_BYTES
+        ):  # begins within a line; of a longer line, the end from a whole character on is left
+            first, _, rest = tail.partition(b"\n")
+            tail = rest or first.lstrip(_CONTINUATION_BYTES)
+        lines = tail.replace(b"\r\n", b"\n").decode("utf-8", "replace").split("\n")
         return [line.rstrip("\r").rpartition("\r")[2] for line in (lines if lines[-1] else lines[:-1])]
 
 
@@ -210,7 +216,6 @@ class _RankStream:
 
     def __init__(self, rank: int, descriptor: int, output: RankOutput) -> None:
         os.set_blocking(descriptor, False)
-        own_descriptors.add(descriptor)
         self.rank = rank
         self.descriptor = descriptor
         self.output = output
@@ -219,7 +224,6 @@ class _RankStream:
 
     def close(self) -> None:
         """Closes the read end of the pipe, so that the rank's next write fails."""
-        own_descriptors.discard(self.descriptor)
         os.close(self.descriptor)
         self.output.end_stream()
 
@@ -256,7 +260,6 @@ class _Writer(threading.Thread):
         self._selector = selectors.PollSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_ending = False
-        own_descriptors.add(self._wake)
         self._selector.register(self._wake, selectors.EVENT_READ)
 
     def add(self, stream: _RankStream) -> None:
@@ -278,7 +281,6 @@ class _Writer(threading.Thread):
         self.join(wait_seconds)
         if not self.is_alive() and self._wake >= 0:
             self._selector.close()
-            own_descriptors.discard(self._wake)
             os.close(self._wake)
             self._wake = -1
         return not self.is_alive()

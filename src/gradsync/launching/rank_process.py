@@ -2,7 +2,7 @@
 
 A rank starts in one of two ways: as a fresh interpreter ("spawn", and "forkserver") or as a fork of this process
 ("fork"). A fresh interpreter gets the rank's environment variables at its start, and calls `rank_main.main`. A forked
-process replaces its environment variables in `_enter`, and calls `rank_main.enter`. In both functions the process forks
+process replaces its environment variables in `_fork`, and calls `rank_main.enter`. In both functions the process forks
 again: the parent guards the child, which is the rank.
 """
 
@@ -16,13 +16,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, NoReturn
 
 from gradsync.launching.in_rank.guard import ENDED, GAVE_UP, STARTED, STARTED_KIND, GuardDescriptors
 from gradsync.launching.in_rank.result import ErrorReport, read_report
 from gradsync.launching.job import Target
 from gradsync.launching.outcome import RankOutcome
-from gradsync.launching.signals import kept_in_fork, no_other_fork, own_descriptors
+from gradsync.launching.signals import no_other_fork
 from gradsync.machine import read_stat
 
 # The rank must import the launcher's own gradsync, even if the current directory has a different one.
@@ -44,7 +43,7 @@ def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> Iterato
 
     Args:
         target: the program of the ranks.
-        secret: the secret of the run.
+        secret: the secret of the run; b"" if the ranks find it themselves.
         shows_lines: whether the launcher shows the ranks' output line by line.
     """
     record = target.record | {"secret": secret, "shows_lines": shows_lines}
@@ -97,21 +96,19 @@ class RankProcess:
         with contextlib.ExitStack() as theirs:
             try:
                 descriptors = self._open(theirs)
-                start = RankStart(self.rank, target, record, environ, descriptors, streams)
-                self._guard_pid, self._reap_guard = _fork(start) if method == "fork" else _spawn(start)
+                begin = self._fork if method == "fork" else self._spawn
+                self._guard_pid, self._reap_guard = begin(target, record, environ, descriptors, streams)
             except BaseException:
                 self._close()
                 raise
         with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
             self.sentinel = os.pidfd_open(self._guard_pid)
-            own_descriptors.add(self.sentinel)
 
     def _open(self, theirs: contextlib.ExitStack) -> GuardDescriptors:
         """Opens the pipes and the result file. When `theirs` ends, this process closes the ends that the rank uses."""
 
         def give(descriptor: int) -> int:
-            own_descriptors.add(descriptor)
-            theirs.callback(_close_own, descriptor)
+            theirs.callback(os.close, descriptor)
             return descriptor
 
         self.status, status_writer = os.pipe()
@@ -122,7 +119,6 @@ class RankProcess:
         given.append(give(report_writer))
         self._result_file = os.memfd_create("gradsync-result", os.MFD_CLOEXEC)
         given.append(give(os.dup(self._result_file)))
-        own_descriptors.update((self.status, self.report, self._command, self._result_file))
         for descriptor in (self.status, self.report, self._command):
             os.set_blocking(descriptor, False)
         return GuardDescriptors(*given)
@@ -141,9 +137,7 @@ class RankProcess:
             if isinstance(report, ErrorReport):
                 outcome.error, outcome.exit_code = report, 1
             else:
-                outcome.result = report
-                own_descriptors.discard(self._result_file)
-                self._result_file = -1
+                outcome.result, self._result_file = report, -1
         return False
 
     def read_status(self) -> bool:
@@ -211,76 +205,77 @@ class RankProcess:
         with self._command_lock:
             for descriptor in (self.report, self.status, self.sentinel, self._command, self._result_file):
                 if descriptor >= 0:
-                    _close_own(descriptor)
+                    os.close(descriptor)
             self.report = self.status = self.sentinel = self._command = self._result_file = -1
 
+    def _spawn(
+        self,
+        target: Target,
+        record: int,
+        environ: dict[str, str],
+        descriptors: GuardDescriptors,
+        streams: tuple[int, ...],
+    ) -> tuple[int, Callable[[], int]]:
+        """Starts a fresh interpreter; returns its process id, and a function that waits for its exit code."""
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        numbers = ",".join(map(str, (self.rank, os.getpid(), record, *descriptors)))
+        standard_input, output, error = streams
+        with _interrupts_blocked():
+            process = subprocess.Popen(
+                [sys.executable, *flags, "-c", _SHIM, numbers, *target.command_line],
+                env=environ,
+                stdin=standard_input,
+                stdout=output,
+                stderr=error,
+                pass_fds=(record, *descriptors, *target.descriptors),
+                # In a new session the rank does not get a Ctrl-C from the terminal, but only from the launcher.
+                start_new_session=True,
+            )
+        return process.pid, process.wait
 
-def _close_own(descriptor: int) -> None:
-    own_descriptors.discard(descriptor)
-    os.close(descriptor)
+    def _fork(
+        self,
+        target: Target,
+        record: int,
+        environ: dict[str, str],
+        descriptors: GuardDescriptors,
+        streams: tuple[int, ...],
+    ) -> tuple[int, Callable[[], int]]:
+        """Forks this process; returns the child's process id, and a function that waits for its exit code."""
+        from gradsync.launching.in_rank import rank_main
 
-
-class RankStart(NamedTuple):
-    """The arguments that start a rank's process.
-
-    Attributes:
-        rank: the number of the rank.
-        target: the program of the rank.
-        record: the descriptor of the start record, see `rank_process.start_record`.
-        environ: the environment variables of the rank.
-        descriptors: the rank's ends of the pipes, and its result file.
-        streams: the descriptors that become the rank's standard input, output and error.
-    """
-
-    rank: int
-    target: Target
-    record: int
-    environ: dict[str, str]
-    descriptors: GuardDescriptors
-    streams: tuple[int, ...]
-
-
-def _spawn(start: RankStart) -> tuple[int, Callable[[], int]]:
-    """Starts a fresh interpreter; returns its process id, and a function that waits for its exit code."""
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    numbers = ",".join(map(str, (start.rank, os.getpid(), start.record, *start.descriptors)))
-    standard_input, output, error = start.streams
-    # The rank inherits the signal mask, and unblocks SIGINT when it can handle this signal.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        process = subprocess.Popen(
-            [sys.executable, *flags, "-c", _SHIM, numbers, *start.target.command_line],
-            env=start.environ,
-            stdin=standard_input,
-            stdout=output,
-            stderr=error,
-            pass_fds=(start.record, *start.descriptors, *start.target.descriptors),
-            # In a new session the rank does not get a Ctrl-C from the terminal, but only from the launcher.
-            start_new_session=True,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return process.pid, process.wait
-
-
-def _fork(start: RankStart) -> tuple[int, Callable[[], int]]:
-    """Forks this process; returns the child's process id, and a function that waits for its exit code."""
-    launcher_pid = os.getpid()
-    for stream in (sys.stdout, sys.stderr):  # otherwise each rank would write its copy of the buffered output
-        with contextlib.suppress(Exception):
-            stream.flush()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with kept_in_fork(start.descriptors):
+        launcher_pid = os.getpid()
+        for stream in (sys.stdout, sys.stderr):  # otherwise each rank would write its copy of the buffered output
+            with contextlib.suppress(Exception):
+                stream.flush()
+        with _interrupts_blocked():
             pid = os.fork()
-        if pid == 0:
+            if pid:
+                return pid, lambda: _reap_child(pid)
             try:
-                _enter(start, launcher_pid)
+                self._close()  # the guard learns from the end of the command pipe that the launcher has died
+                signal.set_wakeup_fd(-1)  # signals to the rank must not wake asyncio in the launcher
+                os.setsid()
+                for number, descriptor in enumerate(streams):
+                    os.dup2(descriptor, number)
+                for descriptor in streams:
+                    if descriptor >= len(streams):
+                        os.close(descriptor)
+                os.environ.clear()
+                os.environ.update(environ)
+                rank_main.enter(self.rank, launcher_pid, descriptors, record, target.call)
             finally:
                 os._exit(70)
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Blocks SIGINT; a rank that starts meanwhile inherits this, and unblocks SIGINT when it can handle it."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return pid, lambda: _reap_child(pid)
 
 
 def _reap_child(pid: int) -> int:
@@ -288,18 +283,3 @@ def _reap_child(pid: int) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:  # the program itself waits for all its children, or ignores SIGCHLD
         return 0
-
-
-def _enter(start: RankStart, launcher_pid: int) -> NoReturn:
-    """In a forked child: sets the session, streams and environment, and continues as the rank."""
-    from gradsync.launching.in_rank import rank_main
-
-    os.setsid()
-    for number, descriptor in enumerate(start.streams):
-        os.dup2(descriptor, number)
-    for descriptor in start.streams:
-        if descriptor >= len(start.streams):
-            os.close(descriptor)
-    os.environ.clear()
-    os.environ.update(start.environ)
-    rank_main.enter(start.rank, launcher_pid, start.descriptors, start.record, start.target.call)

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING
 
 from gradsync import environment
 from gradsync.errors import InvalidArgument
@@ -17,9 +16,6 @@ from gradsync.launching.outcome import failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices, OutputForwarder
 from gradsync.launching.supervisor import supervise
 from gradsync.machine import count_gpus, default_process_count
-
-if TYPE_CHECKING:
-    from gradsync.launching.nodes import NodeOptions
 
 _MANY_RANKS = 8  # a user who gives no number may not expect more ranks than this
 
@@ -62,7 +58,11 @@ def run_command(
         InvalidArgument: an option does not fit this machine, the script, or the other options.
     """
     notices = Notices(sys.stderr)
-    nodes = _node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
+    nodes = None
+    if any(option is not None for option in (nnodes, node_rank, rendezvous, secret_file, node_address)):
+        from gradsync.launching.nodes import check_node_options
+
+        nodes = check_node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
     misplaced = arguments[0].partition("=")[0] if arguments else ""
     if nprocs is None and misplaced.startswith("-") and misplaced in own_options:
         text = f"{misplaced} comes after {script}, so it goes to the script; options for gradsync come before it"
@@ -125,39 +125,6 @@ def run_command(
     return exit_code
 
 
-def _node_options(
-    nnodes: int | None,
-    node_rank: int | None,
-    rendezvous: str | None,
-    secret_file: str | None,
-    join_timeout_seconds: float,
-    node_address: str | None,
-) -> NodeOptions | None:
-    """Returns the options of a run on several machines; None for a run on this machine alone.
-
-    Raises:
-        InvalidArgument: an option is missing, wrong, or allowed only for several machines.
-    """
-    if nnodes is None:
-        given = {
-            "--node-rank": node_rank,
-            "--rendezvous": rendezvous,
-            "--secret-file": secret_file,
-            "--node-address": node_address,
-        }
-        for option, value in given.items():
-            if value is not None:
-                raise InvalidArgument(f"{option} needs --nnodes, the number of machines")
-        return None
-    if node_rank is not None and node_rank >= nnodes:
-        raise InvalidArgument(f"--node-rank needs to be from 0 to {nnodes - 1} with --nnodes {nnodes}, got {node_rank}")
-    if nnodes == 1:
-        return None
-    from gradsync.launching.nodes import check_node_options
-
-    return check_node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
-
-
 def _stdin_rank(text: str, n_ranks: int | None) -> int | None:
     """Returns the rank that reads standard input. `n_ranks` is None if the number of ranks is not known yet."""
     if text == "none":
@@ -180,14 +147,10 @@ def _state_dir(state_dir: str | None, max_restarts: int) -> Iterator[str | None]
     elif max_restarts == 0:
         yield None
     else:
-        import shutil
         import tempfile
 
-        path = tempfile.mkdtemp(prefix="gradsync-state-")
-        try:
+        with tempfile.TemporaryDirectory(prefix="gradsync-state-", ignore_cleanup_errors=True) as path:
             yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def script_target(path: str, arguments: Sequence[str] = ()) -> Target:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,9 +21,6 @@ _LAST_STANDARD_DESCRIPTOR = 2
 
 #: A number in the pipe of signals that means: the run has failed on another machine. No signal has this number.
 FAILED_ELSEWHERE = 254
-
-#: Descriptors that a forked child must close: other processes learn from their closing that this process has ended.
-own_descriptors: set[int] = set()
 
 
 class SignalInbox:
@@ -49,7 +46,6 @@ class SignalInbox:
     def __enter__(self) -> SignalInbox:
         _occupy_standard_descriptors()
         self.descriptor, self._writer = os.pipe()
-        own_descriptors.update((self.descriptor, self._writer))
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._writer, False)
         _entered.append(self)
@@ -86,9 +82,8 @@ class SignalInbox:
             unread = [number for number in self.read() if number in self._previous]
             with self._writing:
                 writer, self._writer = self._writer, -1
-            for descriptor in (self.descriptor, writer):
-                own_descriptors.discard(descriptor)
-                os.close(descriptor)
+            os.close(self.descriptor)
+            os.close(writer)
             for number in unread:
                 signal.raise_signal(number)
 
@@ -126,24 +121,12 @@ def _do_nothing(_number: int, _frame: FrameType | None) -> None:
 def no_other_fork() -> Iterator[None]:
     """Makes forks of other threads wait while this thread starts a process.
 
-    The children of such forks would keep copies of descriptors that this thread is about to close. One of these
-    descriptors belongs to a pipe that `subprocess.Popen` reads until the pipe is closed everywhere, so Popen would wait
-    until such a child ends.
+    The children of such forks would keep copies of descriptors that this thread is about to close: of the rank's ends
+    of its pipes, from whose closing the launcher learns that the rank has ended, and of a pipe that `subprocess.Popen`
+    reads until the pipe is closed everywhere.
     """
     with _fork_lock:
         yield
-
-
-@contextlib.contextmanager
-def kept_in_fork(descriptors: Iterable[int]) -> Iterator[None]:
-    """Keeps these descriptors open in a child that this thread forks; children that other threads fork close them."""
-    global _kept
-    with _fork_lock:
-        _kept = threading.get_ident(), frozenset(descriptors)
-        try:
-            yield
-        finally:
-            _kept = 0, frozenset()
 
 
 def _before_fork() -> None:
@@ -156,30 +139,19 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Runs in the child of every fork, also in user code: restores signal handling, and closes `own_descriptors`.
+    """Runs in the child of every fork, also in user code: restores signal handling.
 
-    If a child kept these descriptors open, other processes would not notice the end of the run.
+    Otherwise a signal to the child would be written to the inbox of its parent.
     """
     global _fork_lock
     _fork_lock = threading.RLock()
     for inbox in reversed(_entered):
         inbox._restore()
     _entered.clear()
-    thread, kept = _kept
-    # If the child becomes a rank, its signals must not wake asyncio in the parent.
-    if thread == threading.get_ident():
-        signal.set_wakeup_fd(-1)
-    else:
-        kept = frozenset()
-    for descriptor in own_descriptors - kept:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    own_descriptors.clear()
 
 
-# Reentrant, because `kept_in_fork` holds this lock around a fork, and a signal handler may fork too.
+# Reentrant, because a thread that holds this lock may fork a rank, and a signal handler may fork too.
 _fork_lock = threading.RLock()
-_kept: tuple[int, frozenset[int]] = (0, frozenset())
 _entered: list[SignalInbox] = []
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 

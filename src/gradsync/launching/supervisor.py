@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING
 from gradsync.environment import check_variables
 from gradsync.errors import BackendUnavailable
 from gradsync.launching.free_port import reserved_port
-from gradsync.launching.hosting import own_listener
 from gradsync.launching.job import Job, log_added_variables, rank_environment
 from gradsync.launching.outcome import OomWatch, Outcome, failure_text
 from gradsync.launching.output import REPORT_SECONDS, Notices
 from gradsync.launching.rank_process import RankProcess, start_record
 from gradsync.launching.signals import FAILED_ELSEWHERE, SignalInbox
 from gradsync.rendezvous.secret_files import Endpoint
-from gradsync.rendezvous.sockets import format_address, raise_limit
+from gradsync.rendezvous.sockets import bind_listener, format_address, raise_limit
 
 if TYPE_CHECKING:
     from gradsync.launching.output import OutputForwarder
@@ -38,7 +37,6 @@ _LEAVING_SECONDS = 5.0  # how long a server waits until the ranks of other launc
 _LAST_OUTPUT_SECONDS = 2.0  # how long to wait for a blocked terminal at the end of the run
 _CHECK_SIGNALS_SECONDS = 0.2
 _FILES_OF_A_RANK = 9  # pipes for status, report, commands and output; the result; the connection to the server
-_RANKS_BEFORE_SERVER = 8  # these ranks start while the server starts
 
 # After a failure the launcher first waits: the rendezvous server reports the failure to the other ranks, which may end
 # by themselves. If a failure only follows from the failure of another rank, the launcher waits longer, so that the
@@ -81,27 +79,30 @@ def supervise(
         BackendUnavailable: the system allows no more processes or open files.
         RendezvousError: the job's rendezvous port is taken.
     """
-    with SignalInbox() as signals, Supervisor(job, signals, make_output=make_output, notices=notices) as supervisor:
-        supervisor.start()
-        restarts = 0
-        while (outcome := supervisor.finish()).may_be_tried_again and restarts < job.max_restarts:
-            restarts += 1
-            if notices is not None:
-                notices.print(failure_text(outcome).rstrip("\n"), wait_seconds=REPORT_SECONDS)
-                how_often = f"restart {restarts} of at most {job.max_restarts}"
-                notices.print(f"gradsync: starting all ranks again ({how_often})")
-            supervisor.start(restarts)
-        return outcome
+    notices = notices or Notices(None)
+    with SignalInbox() as signals:
+        restart = 0
+        while True:
+            with Supervisor(job, signals, make_output=make_output, notices=notices, restart=restart) as supervisor:
+                supervisor.start()
+                outcome = supervisor.finish()
+            if not outcome.may_be_tried_again or restart >= job.max_restarts:
+                return outcome
+            restart += 1
+            notices.print(failure_text(outcome).rstrip("\n"), wait_seconds=REPORT_SECONDS)
+            how_often = f"restart {restart} of at most {job.max_restarts}"
+            notices.print(f"gradsync: starting all ranks again ({how_often})")
 
 
 class Supervisor:
-    """Runs a job in two steps, `start` and `finish`, so that the caller can do other work in between.
+    """Runs the ranks of a job once, in two steps: `start` and `finish`. The caller can do other work in between.
 
     No process is left when the context ends.
 
     Args:
         job, make_output, notices: see `supervise`.
         signals: the signals to this process, in a `SignalInbox` whose `with` block has begun. Each signal ends the job.
+        restart: the number of times that the ranks have been started before.
         server: the connection to a server that the launchers of several machines share. The supervisor reports the
             start and end of each rank to this server; by default to the server that this process hosts.
         on_change: a function that `finish` calls with a rank when this rank has begun, reported or ended.
@@ -109,7 +110,7 @@ class Supervisor:
             asks the ranks to end. If a failure leaves no rank to ask, the function is called when all ranks have ended.
 
     Attributes:
-        ranks: the rank processes of the last start.
+        ranks: the rank processes.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Supervisor:
         *,
         make_output: MakeOutput | None = None,
         notices: Notices | None = None,
+        restart: int = 0,
         server: RendezvousClient | None = None,
         on_change: Callable[[RankProcess], None] | None = None,
         on_ending: Callable[[Outcome], None] | None = None,
@@ -127,15 +129,12 @@ class Supervisor:
         self._signals = signals
         self._make_output = make_output
         self._notices = notices or Notices(None)
+        self._restart = restart
         self._on_change = on_change
         self._on_ending = on_ending
         self._stack = contextlib.ExitStack()
         self._output: OutputForwarder | None = None
         self._server: RendezvousServer | RendezvousClient | None = server
-        self._begin()
-
-    def _begin(self) -> None:
-        """Resets the state of an earlier start."""
         self.ranks: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
         self._named_to_server: set[int] = set()  # ranks whose start the server knows
@@ -152,14 +151,9 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-        if self._output is not None:  # an exception came before the output was closed
-            self._output.finish(_LAST_OUTPUT_SECONDS)
 
-    def start(self, restart: int = 0) -> None:
+    def start(self) -> None:
         """Starts all rank processes; does not wait until their interpreters run.
-
-        Args:
-            restart: the number of times that the ranks have been started before this start.
 
         Raises:
             BackendUnavailable: the system allows no more processes, or open files.
@@ -168,24 +162,22 @@ class Supervisor:
         """
         check_variables()
         job = self._job
-        if job.n_ranks > _RANKS_BEFORE_SERVER:
-            raise_limit(_FILES_OF_A_RANK * job.n_ranks)
-        self._begin()
+        raise_limit(_FILES_OF_A_RANK * job.n_ranks)
         # The server's socket is bound now, so that ranks can start before the server does.
         endpoint, listener = job.endpoint, job.listener
         if endpoint is None:
-            listener = self._stack.enter_context(own_listener("127.0.0.1", job.rendezvous_port))
+            listener = self._stack.enter_context(bind_listener("127.0.0.1", job.rendezvous_port))
             # Ranks of an earlier start cannot join, because they do not know this secret.
             endpoint = Endpoint(format_address(listener), os.urandom(32))
         port = job.master_port or self._stack.enter_context(reserved_port())
-        environs = [rank_environment(job, i, endpoint, port, restart) for i in range(job.n_ranks)]
+        environs = [rank_environment(job, i, endpoint, port, self._restart) for i in range(job.n_ranks)]
         self._memory = OomWatch()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._signals.descriptor, selectors.EVENT_READ)
+        if self._make_output is not None:
+            self._output = self._make_output(job, self._restart)
+            self._stack.callback(self._output.finish, _LAST_OUTPUT_SECONDS)
         self._stack.callback(self._end_watching)
-        self._output = None if self._make_output is None else self._make_output(job, restart)
-        # Forked ranks start before the server, because a fork would copy the locks of the server's threads.
-        ranks_before_server = job.n_ranks if job.start_method == "fork" else min(job.n_ranks, _RANKS_BEFORE_SERVER)
         with start_record(job.target, endpoint.secret, shows_lines=self._output is not None) as record:
             for local_rank, environ in enumerate(environs):
                 rank = RankProcess(job.rank_start + local_rank)
@@ -194,27 +186,28 @@ class Supervisor:
                 except OSError as error:
                     raise BackendUnavailable(_refusal(rank.rank, error)) from error
                 self._watch(rank)
-                # The first ranks start while the server starts. A connection that comes before the server runs waits
-                # in the listener's backlog.
-                if len(self.ranks) == ranks_before_server and listener is not None:
-                    self._stack.enter_context(self._serving(endpoint, listener))
                 if self._is_asked_to_end():
                     break
+        # The server starts after the ranks: their interpreters start meanwhile, and a fork would copy the locks of the
+        # server's threads. A connection that comes before the server runs waits in the listener's backlog.
+        if listener is not None:
+            self._stack.enter_context(self._serving(endpoint, listener))
         if self._output is not None:
             self._output.start()
-        if restart == 0:
+        if self._restart == 0:
             log_added_variables(job)  # now, because the ranks start while this process imports logging
 
     def finish(self) -> Outcome:
-        """Waits until the ranks of this start have ended. After that, `start` may start all ranks again."""
+        """Waits until the ranks have ended, and shows the rest of their output."""
         self._wait_for_ends()
         if self._n_failures and not self._asked_to_end and self._on_ending is not None:  # no rank was left to end
             self._on_ending(self._outcome())
-        self._show_last_output()
-        outcome = self._outcome()
-        self._output = None
-        self._stack.close()
-        return outcome
+        # Wait for a slow reader of the output, but only until a signal comes.
+        while self._output is not None and self._signal_number is None:
+            if self._output.finish(_CHECK_SIGNALS_SECONDS):
+                break
+            self._is_asked_to_end()
+        return self._outcome()
 
     def _outcome(self) -> Outcome:
         """Returns how the ranks have ended so far."""
@@ -351,15 +344,6 @@ class Supervisor:
                 other.outcome.was_paused = other.outcome.was_paused or other.is_paused()
         if not outcome.is_unsendable:  # after an unsendable result the other ranks may finish their work
             self._end_after(self._settle_seconds(rank))
-
-    def _show_last_output(self) -> None:
-        """Shows the rest of the ranks' output."""
-        if self._output is None:
-            return
-        # Wait for a slow reader of the output, but only until a signal comes.
-        while self._signal_number is None and not self._output.finish(_CHECK_SIGNALS_SECONDS):
-            self._is_asked_to_end()
-        self._output.finish(_LAST_OUTPUT_SECONDS)
 
     # -- Ending the ranks --------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from gradsync.environment import read_environment, read_secret_file
 from gradsync.errors import GradsyncError, InvalidArgument, RendezvousError
 from gradsync.launching.in_rank.result import ErrorReport, read_report
 from gradsync.launching.job import parse_gpus
-from gradsync.launching.nodes import Cause, NodeRecord, decode
+from gradsync.launching.nodes import Cause, decode_record
 from gradsync.rendezvous.frames import (
     SCHEMAS,
     Close,
@@ -176,9 +176,9 @@ def message_fields(data: bytes) -> None:
 
 def node_words(data: bytes) -> None:
     """What one launcher tells another."""
-    for read in (lambda told: decode(Cause, told, "a report"), lambda told: decode(NodeRecord, told, "a record")):
-        with contextlib.suppress(RendezvousError):
-            read(data)
+    assert Cause.from_bytes(data, 0).exit_code is not None
+    with contextlib.suppress(RendezvousError):
+        decode_record(1, data)
 
 
 def report_pipe(data: bytes) -> None:

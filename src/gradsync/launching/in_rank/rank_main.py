@@ -108,9 +108,10 @@ def _run(record: int, descriptors: GuardDescriptors, call: Call | None) -> NoRet
         _accept_interrupts()
         if start["shows_lines"] and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # else Python would buffer lines for a pipe
-        from gradsync.environment import hold_secret
+        if start["secret"]:
+            from gradsync.environment import hold_secret
 
-        hold_secret(start["secret"])
+            hold_secret(start["secret"])
         _runs_function = start["kind"] == "function"
         result = _RUNNERS[start["kind"]](start) if call is None else _run_forked(call)
         if _runs_function and os.getpid() == process_id:
