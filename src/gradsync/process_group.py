@@ -516,14 +516,9 @@ def _leave_at_exit() -> None:
 
 
 def _forget_after_fork() -> None:
-    """Closes the copies of connections in a forked child: they would hide the parent's death from other ranks."""
+    """Forgets the parent's connections in a forked child, in which the rendezvous has closed its copies."""
     global _client, _rendezvous
-    client, _client = _client, None
-    rendezvous, _rendezvous = _rendezvous, None
-    if client is not None:
-        client.abandon()
-    if rendezvous is not None and rendezvous.server is not None:
-        rendezvous.server.abandon()
+    _client = _rendezvous = None
 
 
 atexit.register(_leave_at_exit)

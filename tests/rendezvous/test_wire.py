@@ -276,25 +276,22 @@ def test_fields_outside_their_schema_are_refused(frame_type: FrameType, fields: 
 
 def test_a_frame_that_is_never_complete_is_noticed() -> None:
     reader = FrameReader()
-    assert not reader.is_stuck(99.0)
     reader.feed(b"\0\0\0\x50", 10.0)
     assert reader.next_frame() is None
-    reader.feed(b"some of it", 14.0)
-    assert reader.next_frame() is None
-    assert [reader.is_stuck(now) for now in (15.0, 15.1)] == [False, True]
-    reader.feed(bytes(0x50 - 10) + b"\0\0\0\x50", 16.0)
+    reader.feed(bytes(0x50) + b"\0\0\0\x50", 16.0)
     assert reader.next_frame() is not None
     assert reader.next_frame() is None  # another has begun
-    assert [reader.is_stuck(now) for now in (21.0, 21.1)] == [False, True]
-    reader.feed(bytes(0x50), 21.0)
-    assert reader.next_frame() is not None
-    assert not reader.is_stuck(99.0)
+    reader.feed(b"some of it", 21.0)
+    assert reader.next_frame() is None
+    reader.feed(b"more of it", 21.1)
+    with pytest.raises(FrameError, match="incomplete for 5 s: the data was altered on the way"):
+        reader.next_frame()
 
 
 def test_types_of_the_wrong_side_are_refused() -> None:
     client, server = make_sessions()
     sealed = client.seal(FrameType.REPLY, 2, None)
-    with pytest.raises(FrameError, match="the peer may not send frame type REPLY"):
+    with pytest.raises(FrameError, match="the peer may not send frame type 64"):
         open_bytes(server, sealed)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS
+from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, check_seconds
 from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, name_ranks
 from gradsync.machine import machine_identity
 from gradsync.rendezvous.connection import (
@@ -25,7 +25,6 @@ from gradsync.rendezvous.connection import (
     Callbacks,
     Connection,
     OnAsked,
-    check_timeout,
     dial,
 )
 from gradsync.rendezvous.frames import (
@@ -129,7 +128,8 @@ class RendezvousClient:
             RendezvousError: the server refused this rank, or another service holds the port.
             RankFailed: another rank died while the generation was forming.
         """
-        deadline = time.monotonic() + check_timeout(timeout_seconds)
+        check_seconds("connect", "timeout_seconds", timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
         rank, world_size = operator.index(rank), operator.index(world_size)
         if not 0 <= rank < world_size:
             raise InvalidArgument(f"connect needs a rank from 0 to world_size - 1 = {world_size - 1}, got {rank}")

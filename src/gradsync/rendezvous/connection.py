@@ -12,9 +12,7 @@ and each has a test:
 - If a process's own timer fires late, this process was paused (by SIGSTOP, for example). So it does not report its peer
   as silent.
 - After a fork the child closes its copy of the descriptor, replaces the locks and acquires none.
-- The reader is a daemon thread, and holds no reference to the connection while it waits. So the
-  connection is closed when the last reference to its client goes away, and LEAVE can be sent at exit, while daemon
-  threads still run.
+- The reader is a daemon thread, so LEAVE can be sent at exit, while daemon threads still run.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from gradsync.arguments import parse_address
+from gradsync.arguments import check_seconds, parse_address
 from gradsync.environment import check_removed_variables
 from gradsync.errors import (
     AuthenticationError,
@@ -69,7 +67,7 @@ from gradsync.rendezvous.frames import (
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake, ServerProcess
 from gradsync.rendezvous.liveness import LATE_AFTER_SECONDS, Judgement, Peer, inspect_peer, inspect_process
 from gradsync.rendezvous.sockets import ConnectionLost, receive_some, send_some, tune_stream
-from gradsync.rendezvous.wire import MAX_FRAME_BYTES, UNFINISHED, FrameError, FrameReader, Session
+from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameError, FrameReader, Session
 
 AT_ONCE_SECONDS = 30.0  # the deadline of requests that do not wait for other ranks
 FAILURE_WITHIN_SECONDS = 1.0  # the longest wait for the failure after this rank has reported a stuck collective
@@ -88,25 +86,12 @@ _LAST_BACKOFF_SECONDS = 0.5
 _POLL_SECONDS = 0.25  # a poll does not notice when the program closes our descriptor, so each poll is short
 _THREAD_END_SECONDS = 0.2
 _CALLBACKS_END_SECONDS = 2.0  # enough to finish a dump that is being written
-_MAX_TIMEOUT_SECONDS = 1e9
 
 NO_REPORT = "(it reports nothing)"
 
 OnAsked = Callable[[int], "LaunchedEvent | None"]
 
 _log = logging.getLogger("gradsync.rendezvous")
-
-
-def check_timeout(timeout_seconds: float) -> float:
-    """Returns the timeout, in seconds.
-
-    Raises:
-        InvalidArgument: the timeout is not a finite number from 0.
-    """
-    valid = isinstance(timeout_seconds, (int, float)) and 0 <= timeout_seconds <= _MAX_TIMEOUT_SECONDS
-    if not valid:  # NaN and infinity fail the comparison too
-        raise InvalidArgument(f"timeout_seconds needs a finite number from 0, got {timeout_seconds!r}")
-    return timeout_seconds
 
 
 class _Pending:
@@ -171,7 +156,6 @@ class Connection:
         self.failure: GradsyncError | None = None
         self.is_accepted = False
         self._server = server
-        self._ended_by: ConnectionLost | None = None
         self._stream = stream
         self._session = session
         self._reader = reader
@@ -181,8 +165,6 @@ class Connection:
         self._has_asked = False
         self._has_reported = False
         self._is_closed = False
-        self._pid = os.getpid()
-        self._has_ended = False  # whether the stream has ended
         self._thread: threading.Thread | None = None
         # Heartbeats; only the reader uses these.
         self._interval_seconds = math.inf
@@ -221,12 +203,13 @@ class Connection:
             InvalidArgument, RendezvousError, RendezvousTimeout, RankFailed, CollectiveTimeout, CommunicatorClosed: see
                 the methods of `RendezvousClient`.
         """
-        deadline = time.monotonic() + check_timeout(timeout_seconds)
+        check_seconds(f"{self.label}: {operation}", "timeout_seconds", timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
         shown = timeout_seconds if shown_seconds is None else shown_seconds
         pending = _Pending(arriving)
         self.raise_failure()
         try:
-            self._send(frame_type, fields, pending)
+            self.post(frame_type, *fields, pending=pending)
             self.raise_failure()  # a failure from before the request was registered does not end the wait below
             if not self._wait(pending, deadline):
                 self.post(FrameType.CANCEL, pending.sequence)
@@ -258,15 +241,6 @@ class Connection:
             f"{self.label}: {operation} {how_ended}, and the rendezvous server at {self.address} did not answer"
         )
 
-    def post(self, frame_type: FrameType, *fields: Any) -> None:
-        """Sends a message that needs no answer; never waits. Bytes that do not fit the socket's buffer are sent later.
-
-        Raises:
-            FieldError: a field does not fit its schema; nothing was sent.
-            ConnectionLost: the server is gone.
-        """
-        self._send(frame_type, fields)
-
     def has_failed(self) -> bool:
         """Returns whether the generation has failed, or this rank has reported a failure. Takes about 0.1 us."""
         return self.failure is not None or self._has_reported
@@ -274,7 +248,7 @@ class Connection:
     def raise_failure(self) -> None:
         """Raises `failure`, if there is one."""
         if self.failure is not None:
-            raise copy.copy(self.failure) from self._ended_by
+            raise copy.copy(self.failure) from self.failure.__cause__
 
     def report_failure(self, reason: str, culprit: int | None) -> None:
         """Fails the generation; does not wait for an answer, because the caller is handling an error."""
@@ -292,15 +266,15 @@ class Connection:
         pending = _Pending()  # gets no answer: the failure ends it
         try:
             with contextlib.suppress(ConnectionLost):
-                self._send(frame_type, fields, pending)
+                self.post(frame_type, *fields, pending=pending)
             if self.failure is None:  # a failure from before the message was registered does not end the wait
                 self._wait(pending, time.monotonic() + FAILURE_WITHIN_SECONDS)
         finally:
             self._pending.pop(pending.sequence, None)
         self.raise_failure()
 
-    def _send(self, frame_type: FrameType, fields: tuple[Any, ...], pending: _Pending | None = None) -> None:
-        """Seals a message and writes as much as the socket takes now.
+    def post(self, frame_type: FrameType, *fields: Any, pending: _Pending | None = None) -> None:
+        """Sends a message; never waits. Bytes that do not fit the socket's buffer are sent later.
 
         Raises:
             FieldError: a field does not fit its schema; nothing was sent.
@@ -343,11 +317,16 @@ class Connection:
         """Starts the reader's thread, which also sends heartbeats once this rank has asked to join."""
         self._interval_seconds = interval_seconds
         self.beat_at = time.monotonic() + interval_seconds
-        waiter = select.poll()
-        args = (weakref.ref(self), waiter, self._stream, interval_seconds)
-        waiter.register(self._stream, select.POLLIN)
-        self._thread = threading.Thread(target=_read_until_the_end, args=args, name="gradsync-reader", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gradsync-reader", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        waiter = select.poll()
+        has_input = False
+        while self.run_once(has_input=has_input):
+            waiter.register(self._stream, select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN)
+            wait_seconds = min(max(self.beat_at - time.monotonic(), 0.0), _POLL_SECONDS)
+            has_input = bool(waiter.poll(wait_seconds * 1000.0 + 1.0))
 
     def run_once(self, *, has_input: bool) -> bool:
         """Reads new bytes, writes unsent ones, and sends a heartbeat when it is due.
@@ -374,11 +353,6 @@ class Connection:
         else:
             return True
         return False
-
-    @property
-    def events(self) -> int:
-        """The poll events that the reader waits for."""
-        return select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
 
     def _read(self) -> None:
         now = time.monotonic()
@@ -432,15 +406,12 @@ class Connection:
 
     def _lose(self, error: RendezvousError) -> None:
         """Ends all requests, because the connection was lost."""
-        self._has_ended = True
-        if self.failure is None and isinstance(error, ConnectionLost):
-            self._ended_by = error
-        self._fail(
-            RendezvousError(
-                f"{self.label}: the rendezvous server at {self.address} is gone ({error}); "
-                "it ended or was killed, or the network failed"
-            )
+        failure = RendezvousError(
+            f"{self.label}: the rendezvous server at {self.address} is gone ({error}); "
+            "it ended or was killed, or the network failed"
         )
+        failure.__cause__ = error
+        self._fail(failure)
 
     def _beat(self, now: float, *, was_late: bool) -> None:
         """Sends a heartbeat when one is due, and inspects the server if the server has been silent."""
@@ -456,9 +427,7 @@ class Connection:
                 self._sending.release()
         if was_late:
             self._server_peer.reset(now)
-        if self._reader.is_stuck(now):
-            self._lose_server(f"{self._server_name()} is lost: {UNFINISHED}")
-        elif now >= self._server_peer.due_at():
+        if now >= self._server_peer.due_at():
             self._inspect_server(now)
 
     def _inspect_server(self, now: float) -> None:
@@ -473,7 +442,6 @@ class Connection:
             self._lose_server(state.lost_text(self._server_name(), f"no sign of life for {silent_seconds:.1f} s"))
 
     def _lose_server(self, text: str) -> None:
-        self._has_ended = True
         self._fail(RendezvousError(f"{self.label}: {text}"))
         self.shut_down()
 
@@ -575,19 +543,13 @@ class Connection:
         try:
             # This rank has failed if it has lost the server: a LEAVE that still arrived would hide that from the
             # others.
-            if not isinstance(failure, RendezvousError) and self._thread is not None:
+            if not isinstance(failure, RendezvousError):
                 self._send_leave()
         finally:
             self._end_threads()
 
     def abandon(self) -> None:
-        """Closes the connection without LEAVE, after a failure. Idempotent.
-
-        The child of a fork closes only its copy of the socket; the parent's connection stays open.
-        """
-        if os.getpid() != self._pid:
-            self.close_copy()
-            return
+        """Closes the connection without LEAVE, after a failure. Idempotent."""
         if not self._is_closed:
             self._fail_as_closed()
         self._end_threads()
@@ -602,8 +564,8 @@ class Connection:
         deadline = time.monotonic() + _LEAVE_SECONDS
         with contextlib.suppress(RendezvousError):
             # The server answers by closing the connection; after that this rank may join the next generation.
-            self._send(FrameType.LEAVE, (THE_WORLD, None, 0), pending)
-            if not self._has_ended:
+            self.post(FrameType.LEAVE, THE_WORLD, None, 0, pending=pending)
+            if self._thread is not None and self._thread.is_alive():  # otherwise the stream has ended
                 self._wait(pending, deadline)
 
     def _end_threads(self) -> None:
@@ -644,27 +606,6 @@ def _close_copies() -> None:
 
 
 os.register_at_fork(after_in_child=_close_copies)
-
-
-def _read_until_the_end(
-    reference: weakref.ReferenceType[Connection], waiter: select.poll, stream: socket.socket, interval_seconds: float
-) -> None:
-    """Runs the reader's thread until the connection ends."""
-    wait_seconds = interval_seconds
-    events = select.POLLIN
-    while True:
-        ready = waiter.poll(min(max(wait_seconds, 0.0), _POLL_SECONDS) * 1000.0 + 1.0)
-        connection = reference()
-        if connection is None:  # no references to the client are left: end the stream
-            stream.close()
-            return
-        if not connection.run_once(has_input=bool(ready)):
-            return
-        if connection.events != events:
-            events = connection.events
-            waiter.register(stream, events)
-        wait_seconds = connection.beat_at - time.monotonic()
-        del connection
 
 
 # Answers as values and errors.

@@ -28,7 +28,6 @@ Source: the mutual challenge and response of ISO/IEC 9798-4 (three passes), with
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
 import struct
@@ -36,7 +35,7 @@ from typing import NamedTuple
 
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousError
 from gradsync.rendezvous.frames import NEXT_GENERATION, PROTOCOL_VERSION, FrameType
-from gradsync.rendezvous.wire import MAC_BYTES, Frame, FrameError, Mac, Session, pack_frame
+from gradsync.rendezvous.wire import MAC_BYTES, Frame, FrameError, Session, pack_frame
 
 NONCE_BYTES = 32
 RANDOM_BYTES = 24  # the random part of a client's nonce; the rest is the generation
@@ -93,12 +92,7 @@ def check_secret(secret: bytes) -> bytes:
 
 
 def _sign(secret: bytes, label: bytes, transcript: bytes) -> bytes:
-    return _mac_of(secret).sign(label + transcript)
-
-
-@functools.lru_cache(maxsize=4)  # a server signs with one secret for every rank
-def _mac_of(secret: bytes) -> Mac:
-    return Mac(secret)
+    return hmac.digest(secret, label + transcript, "sha256")
 
 
 def _session(secret: bytes, transcript: bytes, *, is_server: bool) -> Session:

@@ -61,7 +61,6 @@ from gradsync.rendezvous.sockets import (
 from gradsync.rendezvous.wire import (
     MAX_FRAME_BYTES,
     MAX_HANDSHAKE_FRAME_BYTES,
-    UNFINISHED,
     FrameError,
     FrameReader,
     Session,
@@ -213,7 +212,6 @@ class RendezvousServer:
         self._listener = listener
         self._run_id = os.urandom(8).hex()  # the keys of every session are derived from it too
         self._process = ServerProcess.of(machine_identity(), os.getpid())
-        self._pid = os.getpid()
         self._claimed = False
         self._runner: int | None = None  # the thread that runs the event loop
         self._thread: threading.Thread | None = None  # the same thread, if the server has started it
@@ -274,9 +272,6 @@ class RendezvousServer:
         If the serving thread itself calls `stop` (from a signal handler during `serve_forever`), `stop` returns at
         once, and the loop ends soon after.
         """
-        if os.getpid() != self._pid:
-            self.abandon()
-            return
         self._stopping = True
         self._wake()
         if not self._claimed:
@@ -549,8 +544,6 @@ class RendezvousServer:
             connection = self._connections.get(action.peer)
             if connection is None:
                 return
-            if connection.reader.is_stuck(time.monotonic()):
-                self._lost.append((connection, UNFINISHED))
             stream = connection.stream
         self._queued.append(Inspected(action.peer, inspect_peer(action.pid, stream)))
 

@@ -49,7 +49,7 @@ from gradsync.rendezvous.liveness import ProcessState, process_key
 from gradsync.rendezvous.protocol import RendezvousCore
 from gradsync.rendezvous.secret_files import _read as read_meeting
 from gradsync.rendezvous.sockets import look_up
-from gradsync.rendezvous.wire import MAX_FRAME_BYTES, Frame, FrameReader, Session, _decode, pack_frame
+from gradsync.rendezvous.wire import MAX_FRAME_BYTES, Frame, FrameReader, Session, _decode, pack_frame, sign
 
 Target = Callable[[bytes], None]
 
@@ -87,7 +87,7 @@ def sealed_bodies(data: bytes) -> None:
     for is_server in (True, False):
         session = Session(**KEYS, is_server=is_server)
         signed = pack_frame(data[0] if data else 0, 2, data[1:MAX_FRAME_BYTES])
-        frame = Frame(signed[4], 2, signed + session._sign_received(signed))
+        frame = Frame(signed[4], 2, signed + sign(session._mac_received, signed))
         with contextlib.suppress(RendezvousError):
             message = session.open(frame)
             check_fields(message.type, message.fields)

@@ -50,13 +50,13 @@ def ignore_sequences(patch: pytest.MonkeyPatch) -> None:
 
 def sign_without_sequences(patch: pytest.MonkeyPatch) -> None:
     """The MAC of a frame leaves its number out, so that an old one can be renumbered."""
-    whole = wire.Mac.sign
-    patch.setattr(wire.Mac, "sign", lambda self, data: whole(self, data[:5] + data[13:]))
+    whole = wire.sign
+    patch.setattr(wire, "sign", lambda mac, data: whole(mac, data[:5] + data[13:]))
 
 
 def sign_only_headers(patch: pytest.MonkeyPatch) -> None:
-    whole = wire.Mac.sign
-    patch.setattr(wire.Mac, "sign", lambda self, data: whole(self, data[:13]))
+    whole = wire.sign
+    patch.setattr(wire, "sign", lambda mac, data: whole(mac, data[:13]))
 
 
 def prove_without_labels(patch: pytest.MonkeyPatch) -> None:
