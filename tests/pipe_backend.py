@@ -20,16 +20,21 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
-from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, raise_if_left
+from gradsync.communicators.failures import (
+    CAUSE_SECONDS,
+    FailureMonitor,
+    await_cause,
+    exchange_descriptions,
+    raise_if_left,
+)
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import RankFailed
 from gradsync.machine import run_with_timeout
 from gradsync.reduction import Array, ReduceOp, reduce_into
 from gradsync.rendezvous.client import RendezvousClient
 
-DIGEST, TEXT, DATA, OFFER, ANSWER, MESSAGE = b"D", b"T", b"d", b"o", b"a", b"m"
+DIGEST, DATA, OFFER, ANSWER, MESSAGE = b"D", b"d", b"o", b"a", b"m"
 _LOOK_EVERY_SECONDS = 0.05
-_TEXT_BYTES = 1024 * 1024
 
 
 def check(_place: RankEnvironment) -> None:
@@ -153,7 +158,7 @@ class PipeBackend(Backend):
                 else:
                     _fill(message.flat, self._receive(message.peer, MESSAGE))
                 continue
-            text = message.agreement.described().to_text(_TEXT_BYTES)
+            text = message.agreement.described().to_text()
             self._send(message.peer, own, text.encode())
             texts = {self.rank: text, message.peer: self._receive(message.peer, other).decode()}
             descriptions = {self.ranks[rank]: Description.from_text(told) for rank, told in texts.items()}
@@ -166,9 +171,9 @@ class PipeBackend(Backend):
     def agree(self, agreement: Agreement) -> None:
         self._begun += 1
         if len(set(self._deal([agreement.digest.to_bytes(8, "big")] * self.world_size, DIGEST))) > 1:
-            texts = self._deal([agreement.described().to_text(_TEXT_BYTES).encode()] * self.world_size, TEXT)
-            descriptions = [Description.from_text(text.decode()) for text in texts]
-            raise mismatch(self.label, agreement, dict(zip(self.ranks, descriptions, strict=True)))
+            text = agreement.described().to_text()
+            descriptions = exchange_descriptions(self.client, self._failures.group, self._begun, text, self.ranks)
+            raise mismatch(self.label, agreement, descriptions)
 
     def connect_group(self, members: tuple[int, ...], name: str) -> PipeBackend:
         client = self.client.group(members, name)

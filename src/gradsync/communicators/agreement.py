@@ -1,9 +1,9 @@
 """An Agreement describes one collective, so that the ranks can check that all of them call the same one.
 
 It has an 8-byte digest, which the ranks compare before data moves. If the digests differ, each rank sends its
-description of the collective to the others. Each rank then makes the error PlanMismatch from the descriptions of all
-ranks. The message of the error shows the first difference between the descriptions, and gives advice. The message is
-the same on all ranks, because it depends only on the descriptions.
+description of the collective to the others (see failures.py). Each rank then makes the error PlanMismatch from the
+descriptions of all ranks. The message of the error shows the first difference between the descriptions, and gives
+advice. The message is the same on all ranks, because it depends only on the descriptions.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ try:
     from _blake2 import blake2b  # hashlib's implementation, without OpenSSL, which takes 4 ms to load
 except ImportError:
     from hashlib import blake2b
-
-_MOST_BYTES_OF_OTHERS = 2048  # most of the text is for the items
-_SHORTENED_TO_CHARACTERS = 100
 
 #: In a shape, replaces a number of rows that may differ between ranks.
 ROWS = "rows"
@@ -121,8 +118,8 @@ class Description(NamedTuple):
         dtype: the array's dtype; "" if the collective has no array, or several.
         shape: the array's shape; None if `dtype` is "".
         detail: all other arguments that must be equal on all ranks, e.g. the operator "sum".
-        items: the collective's arrays, or lines of text. The first items may be missing because they are equal on all
-            ranks, and the last items because the message to the other ranks had no room for them.
+        items: the collective's arrays, or lines of text. `mismatch` removes the first items if they are equal on all
+            ranks.
         item: the words for one item in errors, with {} for its index, e.g. "line {}".
         kind: the kind of an event of AllreduceCallback: "bucket", "flush" (the end of a step) or "first use"; "" for
             every other collective.
@@ -130,7 +127,6 @@ class Description(NamedTuple):
         made_at: the line of the program that made the callback. Errors show `made_at` only if `callback` is not "".
         settings: the options of the callback, as pairs of a name and a value.
         others, has_ended: see StepSoFar.
-        item_count: how many entries `items` and `others` had together before any of them were removed.
         call_site: the line of the rank's program that called the collective.
         first: the index of `items[0]` among all items of the collective.
     """
@@ -147,14 +143,8 @@ class Description(NamedTuple):
     settings: tuple[tuple[str, str], ...] = ()
     others: tuple[Item, ...] = ()
     has_ended: bool = False
-    item_count: int = 0
     call_site: CallSite = CallSite()
     first: int = 0
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether entries of `items` or `others` are missing because the message had no room for them."""
-        return self.first + len(self.items) + len(self.others) < self.item_count
 
     @property
     def headline(self) -> str:
@@ -172,73 +162,38 @@ class Description(NamedTuple):
         """Returns the headline, then one line for each item."""
         return [self.headline, *map(str, self.items)]
 
-    def to_text(self, limit_bytes: int) -> str:
-        """Returns the description as lines of ASCII text, to be sent to the other ranks.
-
-        Each line is JSON. The first line has all fields but the items, and each further line has one item. `from_text`
-        also reads a text whose end is cut off.
-
-        Args:
-            limit_bytes: the largest allowed size of the text, at least 2 KiB. If the first line is longer, its fields
-                are shortened. The last items are left out if they do not fit.
-        """
+    def to_text(self) -> str:
+        """Returns the description as ASCII text, to be sent to the other ranks."""
         import json  # imported here to keep the start of a rank short
 
-        others = self.others if len(json.dumps(self.others)) <= _MOST_BYTES_OF_OTHERS else ()
-        item_count = len(self.items) + len(self.others)
-        fields = self._replace(items=(), others=others, item_count=item_count)
-        head = json.dumps(fields)
-        if len(head) > limit_bytes:
-            what, dtype, detail, made_at = map(_shortened, (self.what, self.dtype, self.detail, self.made_at))
-            fields = fields._replace(what=what, dtype=dtype, detail=detail, made_at=made_at)
-            head = json.dumps(fields._replace(shape=None, settings=(), others=()))
-        return "\n".join([head, *map(json.dumps, self.items)])[:limit_bytes]
+        return json.dumps(self)
 
     @classmethod
     def from_text(cls, text: str) -> Description:
-        """Parses the text that another rank has made with `to_text`, and returns that rank's description.
-
-        Args:
-            text: the other rank's text; the end of the text may be cut off.
-        """
+        """Returns the description of another rank, which has made the text with `to_text`."""
         import json  # imported here to keep the start of a rank short
 
-        head, *lines = text.split("\n")
         try:
-            what, dtype, shape, detail, _, item, kind, callback, made_at, settings, others, *rest = json.loads(head)
-            has_ended, item_count, (line, relation), _ = rest
+            what, dtype, shape, detail, items, item, kind, callback, made_at, settings, others, *rest = json.loads(text)
+            has_ended, (line, relation), first = rest
             return cls(
                 str(what),
                 str(dtype),
                 _shape_of(shape),
                 str(detail),
-                _whole_items(lines, json.loads),
+                tuple(map(_item_of, items)),
                 str(item),
                 str(kind),
                 str(callback),
                 str(made_at),
                 tuple([(str(name), str(value)) for name, value in settings]),
-                tuple([_item_of(fields) for fields in others]),
+                tuple(map(_item_of, others)),
                 bool(has_ended),
-                int(item_count),
                 CallSite(str(line), str(relation)),
+                int(first),
             )
-        except _UNREADABLE:
+        except (ValueError, TypeError, OverflowError, RecursionError):
             return cls("(a description that cannot be read)")
-
-
-_UNREADABLE = ValueError, TypeError, OverflowError, RecursionError
-
-
-def _whole_items(lines: Sequence[str], load: Callable[[str], Any]) -> tuple[Item, ...]:
-    """Parses one item from each line, up to a line that was cut off; returns the items."""
-    items = []
-    for line in lines:
-        try:
-            items.append(_item_of(load(line)))
-        except _UNREADABLE:
-            break
-    return tuple(items)
 
 
 def _item_of(fields: Any) -> Item:
@@ -248,10 +203,6 @@ def _item_of(fields: Any) -> Item:
 
 def _shape_of(lengths: Any) -> Shape | None:
     return None if lengths is None else tuple([ROWS if length == ROWS else int(length) for length in lengths])
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHORTENED_TO_CHARACTERS else f"{text[:_SHORTENED_TO_CHARACTERS]}..."
 
 
 def _array_text(dtype: object, shape: Shape | None) -> str:
@@ -513,10 +464,9 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
     known = {rank: {item.name: item for item in d.others} | here[rank] for rank, d in descriptions.items()}
     if not any(here.values()):  # every rank ends its step
         here = known
-    numbers = {rank: d.item_count for rank, d in descriptions.items()}
-    are_all = all(d.has_ended and not d.is_cut for d in descriptions.values())
+    numbers = {rank: d.first + len(d.items) + len(d.others) for rank, d in descriptions.items()}
     if (
-        are_all
+        all(d.has_ended for d in descriptions.values())
         and len(set(numbers.values())) > 1
         and all(name[:1] == "#" for specs in known.values() for name in specs)
     ):
@@ -544,8 +494,7 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
             f"the gradients are the same, their order differs{where}: hand them over in the same order on all ranks, "
             "or pass parameters=..., then any order is allowed"
         )
-    is_certain = not any(descriptions[rank].is_cut for ranks in missing.values() for rank in ranks)
-    if len(missing) > 1 or not is_certain:
+    if len(missing) > 1:
         at_once = _by_value({rank: name or "no gradient" for rank, name in firsts.items()})
         return (
             f"the ranks hand over different gradients here: {at_once}: use the same names in the same order, or pass "

@@ -2,7 +2,8 @@
 
 The rendezvous server logs the reported waits. If a wait reaches its deadline, the server asks every rank for its status
 (the functions at the end of this file), and sends the same error to every rank. If a backend itself finds that a
-collective cannot end, it first waits here for the server's error, which names the cause.
+collective cannot end, it first waits here for the server's error, which names the cause. If the ranks disagree on a
+collective, they exchange their descriptions of it through the server.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from gradsync.communicators.agreement import find_call_site
+from gradsync.communicators.agreement import Description, find_call_site
 from gradsync.communicators.lifetime import usable_recorders
 from gradsync.diagnostics import Entry, FlightRecorder, stack_report
 from gradsync.errors import CollectiveTimeout, GradsyncError, RankFailed, RendezvousError, RendezvousTimeout
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 WARN_AFTER_SECONDS = 5.0
 # The server's error may arrive this much later than a consequence of the failure: a broken connection, an NCCL error.
 CAUSE_SECONDS = 2.0
+TEXTS_WITHIN_SECONDS = 5.0  # how long a rank waits for the description of a collective by another rank
 _CHECK_EVERY_SECONDS = 0.02
 _ASK_AGAIN_AFTER_SECONDS = 1.0  # after this time without an answer of the server, a rank checks for failures
 
@@ -50,12 +52,15 @@ class FailureMonitor:
             sent, or the error for the lost connection to the server.
         has_failed: a function that returns whether the server has sent a failure, or this rank has reported one. The
             function takes 0.1 us.
+        client: see Args.
+        group: the communicator's name.
     """
 
     def __init__(self, client: RendezvousClient, recorder: FlightRecorder) -> None:
         self.was_raised = False
         self.has_failed = client.has_failed
-        self._client = client
+        self.client = client
+        self.group = recorder.group
         self._recorder = recorder
         self._warned_of = -math.inf  # when the last reported collective began
 
@@ -67,7 +72,7 @@ class FailureMonitor:
             RendezvousError: the server is gone.
         """
         try:
-            self._client.check()
+            self.client.check()
         except (RankFailed, CollectiveTimeout, RendezvousError):
             self.was_raised = True
             raise
@@ -97,7 +102,7 @@ class FailureMonitor:
         if what is not None and what.began > self._warned_of:
             self._warned_of = what.began
             number_and_title = _number_and_title(what, is_launched=entry is not None)
-            self._client.report_waiting(self._recorder.group, *number_and_title, waited_seconds, missing)
+            self.client.report_waiting(self._recorder.group, *number_and_title, waited_seconds, missing)
 
     def time_out(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> NoReturn:
         """Reports to the server that a collective has reached its deadline, and raises the error that all ranks get.
@@ -111,7 +116,7 @@ class FailureMonitor:
         """
         number, what = _number_and_title(entry or self._recorder.last, is_launched=entry is not None)
         self.was_raised = True
-        self._client.report_stuck(self._recorder.group, number, what, waited_seconds, missing)
+        self.client.report_stuck(self._recorder.group, number, what, waited_seconds, missing)
 
     def await_answer(self, ask: Callable[[float], T], timeout_seconds: float, check: Callable[[], None]) -> T:
         """Asks the server until it answers; meanwhile checks for failures, and reports a long wait.
@@ -135,6 +140,75 @@ class FailureMonitor:
                 if left_seconds <= _ASK_AGAIN_AFTER_SECONDS:
                     self.time_out(waited_seconds, missing)
                 self.warn(waited_seconds, missing)
+
+
+# -- Descriptions of the collectives on which the ranks disagree ------------------------------------------------------
+
+
+def publish_description(client: RendezvousClient, group: str, position: int, text: str) -> None:
+    """Stores this rank's description of an event on the server, for exchange_descriptions on the other ranks.
+
+    The text is stored in pieces; only the last piece is shorter than MAX_EVENT_BYTES. On NCCL a rank may have launched
+    the event; then its client has stored the first piece of the rank's description when the server asked.
+
+    Args:
+        client: this rank's connection to the rendezvous server.
+        group: the communicator's name, or that of the messages from one rank to another.
+        position: the event's number in the group, equal on all ranks that disagree on the event.
+        text: the Description, as text.
+    """
+    from gradsync.rendezvous.frames import MAX_EVENT_BYTES  # imported here to keep the start of a rank short
+
+    data = text.encode(errors="replace")
+    for number, begin in enumerate(range(0, len(data) + 1, MAX_EVENT_BYTES)):
+        key = _piece_key(group, position, client.world_ranks[client.rank], number)
+        client.set(key, data[begin : begin + MAX_EVENT_BYTES])
+
+
+def exchange_descriptions(
+    client: RendezvousClient, group: str, position: int, text: str, ranks: Iterable[int]
+) -> dict[int, Description]:
+    """Exchanges the descriptions of an event on which the ranks disagree, through the server.
+
+    The ranks raise PlanMismatch in any case: a description that does not arrive is replaced by the reason.
+
+    Args:
+        client, group, position, text: as for publish_description.
+        ranks: the world ranks that call this function for the event.
+
+    Returns:
+        The description of each rank.
+    """
+    found = {client.world_ranks[client.rank]: Description.from_text(text)}
+    others = [rank for rank in ranks if rank not in found]
+    try:
+        publish_description(client, group, position, text)
+        for rank in others:
+            found[rank] = Description.from_text(_read_description(client, group, position, rank))
+    except GradsyncError as error:
+        for rank in others:
+            found.setdefault(rank, Description(f"(no description: {error})"))
+    return found
+
+
+def _read_description(client: RendezvousClient, group: str, position: int, rank: int) -> str:
+    from gradsync.rendezvous.frames import MAX_EVENT_BYTES
+
+    pieces: list[bytes] = []
+    while not pieces or len(pieces[-1]) == MAX_EVENT_BYTES:
+        key = _piece_key(group, position, rank, len(pieces))
+        pieces.append(client.get(key, timeout_seconds=TEXTS_WITHIN_SECONDS))
+    return b"".join(pieces).decode(errors="replace")
+
+
+def _piece_key(group: str, position: int, rank: int, number: int) -> str:
+    from gradsync.rendezvous.frames import event_key
+
+    key = event_key(group, position, rank)
+    return key if number == 0 else f"{key}/{number}"
+
+
+# -- Communicators that a rank has closed -----------------------------------------------------------------------------
 
 
 def raise_if_left(

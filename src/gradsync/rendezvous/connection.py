@@ -497,7 +497,7 @@ class Connection:
         try:
             event = on_asked(position)
             if event is not None:
-                text = clip_text(event.description, MAX_EVENT_BYTES)
+                text = event.description[:MAX_EVENT_BYTES]  # ASCII; the rank publishes the other pieces itself
                 self.post(FrameType.SET, event_key(group, position, rank), text.encode(), True)
                 self.post(FrameType.LAUNCHED, group, position, operator.index(event.digest))
         except ConnectionLost:

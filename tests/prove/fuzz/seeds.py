@@ -50,7 +50,7 @@ def seeds() -> dict[str, list[bytes]]:
             json.dumps({**_dump(0), "stacks": 7}).encode(),
             json.dumps({**_dump(1), "monotonic_seconds": "soon"}).encode(),
         ],
-        "plan_texts": [b"\x1e".join(_description(length).to_text(1000).encode() for length in (3, 4))],
+        "plan_texts": [b"\x1e".join(_description(length).to_text().encode() for length in (3, 4))],
         "addresses": [b"127.0.0.1:4000", b"[::1]:4000", b"a..b:1", b"h:0000800000", b"\xed\xa0\x80:1"],
         "variables": [
             b"".join(bytes([VARIABLES.index(name)]) + value + b"\0" for name, value in chosen)

@@ -12,14 +12,13 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
+from gradsync.communicators.agreement import Agreement, message_mismatch, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
-from gradsync.communicators.failures import FailureMonitor, raise_if_left
+from gradsync.communicators.failures import FailureMonitor, exchange_descriptions, publish_description, raise_if_left
 from gradsync.communicators.host_copy import copy_words, cuts, pack_words, pieces_between, split_words, word_dtype
 from gradsync.communicators.mpi.mpi_job import check_place, keep_for_ever, load_mpi, to_mpi_error
 from gradsync.communicators.mpi.mpi_reduction import MpiReduction
@@ -35,11 +34,6 @@ from gradsync.rendezvous.client import RendezvousClient
 # Up to this size the arrays of a list are packed together; larger arrays are sent one by one, without a copy.
 _SMALL_BYTES = 256 * 1024
 _BROADCAST_BYTES = 4 * 1024 * 1024  # how much of a packed list is sent in one broadcast
-
-# The size limits of the descriptions that ranks exchange after a disagreement: for a collective (all ranks together),
-# and for a message (each rank).
-_TEXTS_BYTES = 64 * 1024 * 1024
-_TEXT_BYTES = 4096
 
 # The largest array that a rank sends with its digest. Between two ranks, sending whole arrays moves no more bytes than
 # any other algorithm.
@@ -233,9 +227,6 @@ class MpiBackend(Backend):
 
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
         self._agree(agreement)
-        self._all_gather(source, target, bounds)
-
-    def _all_gather(self, source: Array, target: Array, bounds: Bounds) -> None:
         own = target[part_of(bounds, self.rank)]
         _copy(source, own)
         peers = self._requests.peers
@@ -257,9 +248,6 @@ class MpiBackend(Backend):
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         self._agree(agreement)
-        return self._share_numbers(numbers)
-
-    def _share_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         mine = np.array(numbers, np.int64)
         shared = np.empty((self.world_size, mine.size), np.int64)
         self._requests.finish([self._comm.Iallgather(mine, shared)], (mine, shared))
@@ -294,13 +282,9 @@ class MpiBackend(Backend):
 
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
         """Exchanges the descriptions of the ranks' calls, and raises the same error on every rank."""
-        text = agreement.described().to_text(_TEXTS_BYTES // self.world_size).encode()
-        sizes = [size for (size,) in self._share_numbers([len(text)])]
-        bounds = [0, *accumulate(sizes)]
-        texts = np.empty(bounds[-1], np.uint8)
-        self._all_gather(np.frombuffer(text, np.uint8), texts, bounds)
-        descriptions = [Description.from_text(texts[begin:end].tobytes().decode()) for begin, end in pairwise(bounds)]
-        raise mismatch(self.label, agreement, dict(zip(self.ranks, descriptions, strict=True)))
+        text = agreement.described().to_text()
+        group, number = self._failures.group, self._requests.begun
+        raise mismatch(self.label, agreement, exchange_descriptions(self.client, group, number, text, self.ranks))
 
     # -- Messages ----------------------------------------------------------------------------------------------
 
@@ -328,9 +312,9 @@ class MpiBackend(Backend):
             if transfer.is_refused:
                 self._agree(transfer.agreement)  # joins the peer's collective, which raises PlanMismatch on all ranks
         for transfer in transfers:
-            if transfer.texts is not None:
-                both = zip((self.rank, transfer.peer), map(Description.from_text, transfer.texts), strict=True)
-                raise message_mismatch(self.label, {self.ranks[rank]: description for rank, description in both})
+            if transfer.dispute is not None:
+                both = self.ranks[self.rank], self.ranks[transfer.peer]
+                raise message_mismatch(self.label, exchange_descriptions(self.client, *transfer.dispute, both))
 
     def _refuse_messages(self) -> None:
         """Refuses the messages to and from this rank that other ranks began before this collective.
@@ -456,12 +440,12 @@ class _Transfer:
     """One direction of a send, recv or exchange. MPI matches the messages of two ranks by rank, tag and order.
 
     Each rank first sends the digest of its description of the message. If the digests are equal, the sender sends the
-    bytes. If the digests differ, both ranks send their descriptions. In this way both ranks know of a disagreement
-    before any array changes, and `send` returns only when the receiver has begun to receive. A peer that is already
-    waiting in a collective refuses the message: it answers with 0 instead of a digest. A rank computes the tag from the
-    number of collectives that the rank has begun. Two ranks that exchange a message have begun the same number. So a
-    rank that waits in a collective recognises, by the tag, the messages that began before this collective, and refuses
-    only these messages.
+    bytes. If the digests differ, both ranks publish their descriptions on the rendezvous server. In this way both ranks
+    know of a disagreement before any array changes, and `send` returns only when the receiver has begun to receive. A
+    peer that is already waiting in a collective refuses the message: it answers with 0 instead of a digest. A rank
+    computes the tag from the number of collectives that the rank has begun. Two ranks that exchange a message have
+    begun the same number. So a rank that waits in a collective recognises, by the tag, the messages that began before
+    this collective, and refuses only these messages.
 
     Args:
         requests: the object that begins the communicator's MPI requests and waits for them.
@@ -475,14 +459,14 @@ class _Transfer:
         has_peer_answered: whether the peer has answered. A peer that has answered completes the message before it
             closes the communicator.
         is_refused: whether the peer has refused the message, because the peer waits for this rank in a collective.
-        texts: the descriptions of this rank and of the peer, if they disagree; else None.
+        dispute: if the ranks disagree, the arguments that publish_description has got; else None.
     """
 
     def __init__(self, requests: MpiRequests, message: Message, *, is_sending: bool) -> None:
         self.peer = message.peer
         self.agreement = message.agreement
         self.has_peer_answered = self.is_refused = False
-        self.texts: tuple[str, str] | None = None
+        self.dispute: tuple[str, int, str] | None = None
         self._test_all = requests.mpi.Request.Testall
         self._steps = self._run(requests, message.flat, is_sending)
         self.pending = next(self._steps)
@@ -504,11 +488,11 @@ class _Transfer:
         if not theirs[0]:
             self.is_refused = True
         elif int(theirs[0]) != digest:
-            text = self.agreement.described().to_text(_TEXT_BYTES).encode()
-            room = np.zeros(_TEXT_BYTES, np.uint8)
-            yield [comm.Irecv(room, peer, peer_tag), comm.Isend(np.frombuffer(text, np.uint8), peer, tag)]
-            both = text, room.tobytes().rstrip(b"\0")  # this rank's text is cut to the size that the peer reads
-            self.texts = both[0].decode(errors="replace"), both[1].decode(errors="replace")
+            sender, receiver = (requests.rank, peer) if is_sending else (peer, requests.rank)
+            channel = f"{requests.failures.group}/{sender}-{receiver}"
+            requests.disputes[channel] += 1
+            self.dispute = channel, requests.disputes[channel], self.agreement.described().to_text()
+            publish_description(requests.failures.client, *self.dispute)
         elif flat.size:
             part = [(peer, flat)]
             yield requests.post(part, [], tag) if is_sending else requests.post([], part, peer_tag)

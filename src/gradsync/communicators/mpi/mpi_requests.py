@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -59,11 +60,12 @@ class MpiRequests:
             collective; see failures.py.
 
     Attributes:
-        mpi, comm: see Args.
+        mpi, comm, failures: see Args.
         rank, world_size: this rank and the number of ranks in `comm`.
         is_direct: whether there are at most DIRECT_RANKS ranks; see there.
         peers: the other ranks, in the order in which this rank sends to them.
         begun: the number of collectives that this rank has begun.
+        disputes: for each pair of ranks, as text, the number of messages on which they have disagreed.
         has_abandoned: whether a wait has failed. If so, MPI may still read and write the memory of its requests.
     """
 
@@ -85,13 +87,14 @@ class MpiRequests:
         # The list begins with the next rank, so that not all ranks send to the same rank at once.
         self.peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self.begun = 0
+        self.disputes = Counter[str]()
         self.has_abandoned = False
         self._test_all = mpi.Request.Testall
         self._byte = mpi.BYTE
         self._ranks = ranks
         self._label = label
         self._timeout_seconds = timeout_seconds
-        self._failures = failures
+        self.failures = failures
         self._raise_if_left = raise_if_left
 
     def __enter__(self) -> None:
@@ -106,7 +109,7 @@ class MpiRequests:
             self.abandon(trace)  # the traceback's frames hold the memory that MPI still uses
         if issubclass(kind, self.mpi.Exception):
             # The cause is often the death of a rank, which the server reports.
-            await_cause(CAUSE_SECONDS, self._failures.check)
+            await_cause(CAUSE_SECONDS, self.failures.check)
             raise to_mpi_error(error, self._label) from error
 
     def check(self) -> None:
@@ -115,8 +118,8 @@ class MpiRequests:
         A wait checks for failures only after a few milliseconds, because a collective whose messages have arrived must
         end in the same way on all ranks. If all waits are short, only this method raises the failure.
         """
-        if self._failures.has_failed():
-            self._failures.check()
+        if self.failures.has_failed():
+            self.failures.check()
 
     # -- Messages ----------------------------------------------------------------------------------------------
 
@@ -218,8 +221,8 @@ class MpiRequests:
             check_at = now + _CHECK_EVERY_SECONDS
             if poll is not None:
                 poll()
-            if self._failures.has_failed() and not is_done():
-                self._failures.check()
+            if self.failures.has_failed() and not is_done():
+                self.failures.check()
             if now >= ask_at:
                 pause_seconds = min(2 * pause_seconds, _LAST_PAUSE_SECONDS)
                 ask_at = now + pause_seconds
@@ -227,8 +230,8 @@ class MpiRequests:
             waited_seconds = now - began
             missing_ranks = None if missing is None else self._in_world(missing())
             if waited_seconds >= self._timeout_seconds and not is_done():
-                self._failures.time_out(waited_seconds, missing_ranks)
-            self._failures.warn(waited_seconds, missing_ranks)
+                self.failures.time_out(waited_seconds, missing_ranks)
+            self.failures.warn(waited_seconds, missing_ranks)
 
     def _raise_if_closed(self, is_done: Callable[[], bool], absent: Ranks | None) -> None:
         """Raises RankFailed if a rank for which this rank waits has closed the communicator."""
@@ -244,7 +247,7 @@ class MpiRequests:
         # knows of a failure, that failure is the cause.
         if is_done():
             return
-        self._failures.check()
+        self.failures.check()
         has_answered = (
             absent is not None and isinstance(reason, RankFailed) and reason.rank not in self._in_world(absent())
         )

@@ -22,13 +22,12 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message, Run, part_of
-from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
+from gradsync.communicators.failures import CAUSE_SECONDS, TEXTS_WITHIN_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.kernels import FusedPacker, pack_layout
 from gradsync.communicators.nccl.launch import Events, Launch, as_stream, refuse_capturing
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.nccl.speculative_agreement import (
-    TEXTS_WITHIN_SECONDS,
     NcclAgreements,
     Question,
 )

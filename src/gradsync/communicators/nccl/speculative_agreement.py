@@ -25,17 +25,14 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from gradsync.communicators.agreement import Agreement, CallSite, Description, find_call_site, mismatch, on_behalf
-from gradsync.communicators.failures import FailureMonitor, raise_if_left
-from gradsync.errors import GradsyncError, PlanMismatch, caller
+from gradsync.communicators.failures import FailureMonitor, exchange_descriptions, raise_if_left
+from gradsync.errors import PlanMismatch, caller
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.frames import MAX_EVENT_BYTES, Decision, LaunchedEvent, event_key
+from gradsync.rendezvous.frames import Decision, LaunchedEvent
 
 _CONTEXT_EVENTS = 4  # the number of most recent events from which a rank predicts the next event
 _MAX_CONTEXTS = 65_536
 _REMEMBERED_EVENTS = 256  # the number of most recent launches that a rank can still describe
-_PIECE_BYTES = MAX_EVENT_BYTES
-_LIMIT_BYTES = 64 * 1024 * 1024  # the largest description
-TEXTS_WITHIN_SECONDS = 5.0
 
 
 class History:
@@ -108,7 +105,6 @@ class SpeculativeAgreement:
         self._group = group
         self._label = label
         self._timeout_seconds = timeout_seconds
-        self._own_rank = client.world_ranks[client.rank]
         self._departures = f"nccl/{group}/closed"
         self._lock = threading.Lock()  # the thread that launches and the connection's thread both write
         self._history = History()
@@ -204,10 +200,6 @@ class SpeculativeAgreement:
         """Stops the answers to other ranks that ask about an event."""
         self._client.unfollow(self._group)
 
-    def _other_ranks(self) -> list[int]:
-        """Returns the world ranks of the other ranks."""
-        return [rank for rank in self._client.world_ranks if rank != self._own_rank]
-
     def _launched_at(self, position: int) -> Agreement | None:
         """Returns what this rank launched at an earlier position by prediction; None if it asked the others first."""
         age = self.position - position
@@ -230,7 +222,7 @@ class SpeculativeAgreement:
             self.was_overtaken = True
             found = caller(self._launching_thread)  # a line after the call, because the call has already returned
             site = CallSite("" if found is None else str(found), "launched; by now at")
-            self._described = position, launched.described(site).to_text(_LIMIT_BYTES)
+            self._described = position, launched.described(site).to_text()
             return LaunchedEvent(launched.digest, self._described[1])
 
     def _disagreement(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
@@ -246,38 +238,13 @@ class SpeculativeAgreement:
         if self._described[0] == position:
             return self._described[1]
         described = Description("(unknown)", call_site=find_call_site()) if agreement is None else agreement.described()
-        return described.to_text(_LIMIT_BYTES)
+        return described.to_text()
 
     def _mismatch(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
         """Exchanges the ranks' descriptions of the event through the server, and returns the error."""
-        mine = self._own_text(position, agreement)
-        descriptions = {self._own_rank: Description.from_text(mine)}
-        try:
-            self._publish(position, mine)
-            for rank in self._other_ranks():
-                descriptions[rank] = Description.from_text(self._read(position, rank))
-        except GradsyncError as error:  # the mismatch is raised anyway; its text says which description is missing
-            for rank in self._other_ranks():
-                descriptions.setdefault(rank, Description(f"(no description: {error})"))
+        text = self._own_text(position, agreement)
+        descriptions = exchange_descriptions(self._client, self._group, position, text, self._client.world_ranks)
         return mismatch(self._label, agreement, descriptions, broken=broken)
-
-    def _publish(self, position: int, text: str) -> None:
-        """Stores this rank's description on the server in pieces; only the last piece is shorter than _PIECE_BYTES."""
-        data = text.encode(errors="replace")
-        for number, begin in enumerate(range(0, len(data) + 1, _PIECE_BYTES)):
-            self._client.set(self._piece_key(position, self._own_rank, number), data[begin : begin + _PIECE_BYTES])
-
-    def _read(self, position: int, rank: int) -> str:
-        pieces: list[bytes] = []
-        while not pieces or len(pieces[-1]) == _PIECE_BYTES:
-            key = self._piece_key(position, rank, len(pieces))
-            pieces.append(self._client.get(key, timeout_seconds=TEXTS_WITHIN_SECONDS))
-        return b"".join(pieces).decode(errors="replace")
-
-    def _piece_key(self, position: int, rank: int, number: int) -> str:
-        # If a rank has already launched the event, its client has stored the first piece of its description.
-        key = event_key(self._group, position, rank)
-        return key if number == 0 else f"{key}/{number}"
 
 
 def _forgotten(position: int) -> Agreement:

@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 import cupy
 
 from gradsync.communicators.agreement import on_behalf
-from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause
+from gradsync.communicators.failures import CAUSE_SECONDS, TEXTS_WITHIN_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.nccl.launch import CUDA_SUCCESS, Launch
 from gradsync.communicators.nccl.library import Nccl
-from gradsync.communicators.nccl.speculative_agreement import TEXTS_WITHIN_SECONDS, NcclAgreements
+from gradsync.communicators.nccl.speculative_agreement import NcclAgreements
 from gradsync.diagnostics import Entry
 from gradsync.errors import CollectiveTimeout, GradsyncError, NcclError, describe
 from gradsync.rendezvous.client import RendezvousClient

@@ -22,7 +22,6 @@ import numpy as np
 
 from gradsync.communicators.host_values import NonFiniteFinder, SumOfSquares
 from gradsync.communicators.shared_memory.barrier import LINE_BYTES, REASON_BYTES, SharedBarrier
-from gradsync.communicators.shared_memory.point_to_point import MESSAGE_TEXT_BYTES
 from gradsync.diagnostics import FlightRecorder
 from gradsync.reduction import Array
 
@@ -53,7 +52,6 @@ def _areas(world_size: int) -> dict[str, int]:
         "lines": (world_size + 1) * LINE_BYTES,
         "reasons": world_size * REASON_BYTES,
         "message lines": 2 * world_size * world_size * LINE_BYTES,
-        "message texts": 2 * world_size * MESSAGE_TEXT_BYTES,
         "flags": CHUNKS_IN_FLIGHT * world_size,
     }
 

@@ -1,7 +1,7 @@
 """The barrier of a shared-memory communicator, which also compares digests and announces close and abort.
 
-Each rank owns one cache line in shared memory, and memory for texts. A rank writes only to its own cache line and
-texts, and reads those of all ranks. A rank's cache line contains the number of the last round at which the rank has
+Each rank owns one cache line in shared memory, and memory for a text. A rank writes only to its own cache line and
+text, and reads those of all ranks. A rank's cache line contains the number of the last round at which the rank has
 arrived, the 64-bit digest of the collective that the rank has called, and whether the rank has closed or aborted the
 communicator. So a rank that arrives at the barrier writes to one cache line only, and the digests take no extra time.
 
@@ -16,8 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from gradsync.communicators.agreement import Agreement, Description, mismatch
-from gradsync.communicators.failures import CAUSE_SECONDS, FailureMonitor, await_cause, closed_failure
+from gradsync.communicators.agreement import Agreement, mismatch
+from gradsync.communicators.failures import (
+    CAUSE_SECONDS,
+    FailureMonitor,
+    await_cause,
+    closed_failure,
+    exchange_descriptions,
+)
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 
 # Each rank has a cache line of eight words. After these cache lines there is a common one, whose first word is not zero
@@ -45,9 +51,6 @@ _CHECK_EVERY_SECONDS = 5e-3
 # The words of a rank's cache line that belong to the barrier.
 _ARRIVALS = 0  # the number of the last round that the rank has arrived at
 _DIGESTS = 1  # two words, for even and odd rounds: a fast rank may be one round ahead of a slow reader
-TEXT_BYTES = 1024 * 1024  # the memory for the description of a collective, for PlanMismatch
-
-_NO_DIGEST = 0
 
 ANY_ROUND = 2**64 - 1  # a number that is larger than that of any round
 
@@ -76,32 +79,6 @@ def pauses(began: float) -> Iterator[float | None]:
             yield now - began
 
 
-class TextBoard:
-    """Short texts in shared memory, each stored as its length and its bytes.
-
-    Args:
-        memory: the memory for all texts.
-        bytes_each: the size in bytes of the memory for one text, including 4 bytes for the length of the text.
-    """
-
-    def __init__(self, memory: memoryview, bytes_each: int) -> None:
-        self._memory = memory
-        self._bytes_each = bytes_each
-
-    def write(self, number: int, text: bytes) -> None:
-        """Writes `text` to slot `number` of this memory; cuts off a text that is too long."""
-        data = text[: self._bytes_each - 4]
-        begin = number * self._bytes_each
-        self._memory[begin + 4 : begin + 4 + len(data)] = data
-        self._memory[begin : begin + 4] = len(data).to_bytes(4, "little")
-
-    def read(self, number: int) -> bytes:
-        """Returns the text that was last written under the given number."""
-        begin = number * self._bytes_each
-        length = int.from_bytes(self._memory[begin : begin + 4], "little")
-        return bytes(self._memory[begin + 4 : begin + 4 + length])
-
-
 class SharedBarrier:
     """A reusable barrier that compares digests. A wait raises an error after an abort, a failure or the deadline.
 
@@ -120,7 +97,7 @@ class SharedBarrier:
         aborted: the index of the word that is not zero once any rank has aborted.
         round: the number of the last round at which this rank has arrived.
         has_failed: a function that takes 0.1 us and returns whether the generation has failed.
-        ranks, label: see Args.
+        ranks, label, failures: see Args.
     """
 
     def __init__(
@@ -138,11 +115,10 @@ class SharedBarrier:
         self.aborted = len(ranks) * WORDS_PER_RANK
         self.round = 0
         self.words = areas["lines"]
-        self._reasons = TextBoard(areas["reasons"], REASON_BYTES)
-        self._texts = TextBoard(areas["slots"], TEXT_BYTES)
+        self._reasons = areas["reasons"]
         self._rank = rank
         self._timeout_seconds = timeout_seconds
-        self._failures = failures
+        self.failures = failures
         self._completed = 0  # the last round for which this rank saw all ranks arrive
         self._line = rank * WORDS_PER_RANK
         self._peers = [peer for peer in range(len(ranks)) if peer != rank]
@@ -158,8 +134,12 @@ class SharedBarrier:
             CollectiveTimeout: a rank did not arrive before the deadline.
         """
         digest, words = agreement.digest, self.words
-        self._arrive(digest)
-        digests = self._digests[self.round & 1]
+        self.round = number = self.round + 1
+        line = self._line
+        words[line + _DIGESTS + (number & 1)] = digest
+        words[line + _ARRIVALS] = number  # this store publishes everything that this rank wrote before
+        self.await_round(number)
+        digests = self._digests[number & 1]
         for peer_digest in digests:
             if words[peer_digest] != digest:
                 self._raise_mismatch(agreement)
@@ -194,13 +174,6 @@ class SharedBarrier:
         """Whether a peer has arrived at a later round than this rank, and waits there."""
         return self.words[peer * WORDS_PER_RANK + _ARRIVALS] > self.round
 
-    def _arrive(self, digest: int) -> None:
-        words, line = self.words, self._line
-        self.round = number = self.round + 1
-        words[line + _DIGESTS + (number & 1)] = digest
-        words[line + _ARRIVALS] = number  # this store publishes everything that this rank wrote before
-        self.await_round(number)
-
     def _wait_for(self, arrivals: int, wanted: int, began: float) -> None:
         words = self.words
         check_for_failures = self.check_for_failures
@@ -220,15 +193,11 @@ class SharedBarrier:
                 check_for_failures(missing, waited_seconds, wanted)
 
     def _raise_mismatch(self, agreement: Agreement) -> NoReturn:
-        """Exchanges descriptions of the collectives, so that every rank can raise the same error.
-
-        The descriptions are written over the slots, which no rank uses while the ranks disagree.
-        """
-        self._texts.write(self._rank, agreement.described().to_text(TEXT_BYTES - 4).encode())
-        self._arrive(_NO_DIGEST)
-        texts = {number: self._texts.read(rank).decode(errors="replace") for rank, number in enumerate(self.ranks)}
-        self._arrive(_NO_DIGEST)  # before this round, other ranks may still read this rank's text
-        raise mismatch(self.label, agreement, {number: Description.from_text(text) for number, text in texts.items()})
+        """Exchanges descriptions of the collectives, so that every rank can raise the same error."""
+        text = agreement.described().to_text()
+        client, group = self.failures.client, self.failures.group
+        descriptions = exchange_descriptions(client, group, self.round, text, self.ranks)
+        raise mismatch(self.label, agreement, descriptions)
 
     # -- Failures ----------------------------------------------------------------------------------------------
 
@@ -252,7 +221,7 @@ class SharedBarrier:
                 phase="collective",
             )
         try:
-            self._failures.check()
+            self.failures.check()
         except (RankFailed, CollectiveTimeout, RendezvousError):
             # If all ranks arrived before the failure, this wait succeeds, and the next wait raises the error.
             if missing():
@@ -268,7 +237,7 @@ class SharedBarrier:
             # A rank may arrive and then close, so `missing` is called again after the state was read.
             if state in (_CLOSED, _CLOSED_AFTER_FAILURE) and peer in missing():
                 if state == _CLOSED_AFTER_FAILURE:
-                    await_cause(CAUSE_SECONDS, self._failures.check)
+                    await_cause(CAUSE_SECONDS, self.failures.check)
                 raise closed_failure(self.label, self.ranks[peer])
 
     def check_for_aborts(self, round_number: int) -> None:
@@ -284,9 +253,10 @@ class SharedBarrier:
             state = self.words[line + _STATE]
             if state in (_ABORTED, _ABORTED_BY_SERVER) and self.words[line + _ABORTED_AT] <= round_number:
                 if state == _ABORTED_BY_SERVER:
-                    await_cause(CAUSE_SECONDS, self._failures.check)
-                self._failures.check()  # raises the server's error, if there is one: it is the same on every rank
-                reason = self._reasons.read(peer).decode(errors="replace")
+                    await_cause(CAUSE_SECONDS, self.failures.check)
+                self.failures.check()  # raises the server's error, if there is one: it is the same on every rank
+                begin = peer * REASON_BYTES
+                reason = bytes(self._reasons[begin : begin + REASON_BYTES]).rstrip(b"\0").decode(errors="replace")
                 text = f"{self.label}: rank {self.ranks[peer]} aborted: {reason}"
                 raise RankFailed(text, rank=self.words[line + _CULPRIT], phase="collective")
 
@@ -295,8 +265,8 @@ class SharedBarrier:
             # The abort is announced before the timeout is reported: a rank that arrives now must not continue as if the
             # round were complete.
             self._announce(_ABORTED_BY_SERVER, f"waited {waited_seconds:.3g} s for ranks {awaited}", awaited[0])
-            self._failures.time_out(waited_seconds, awaited)
-        self._failures.warn(waited_seconds, awaited)
+            self.failures.time_out(waited_seconds, awaited)
+        self.failures.warn(waited_seconds, awaited)
 
     def announce_closed(self) -> None:
         """Announces that this rank has closed the communicator. The rounds at which it has arrived remain valid."""
@@ -309,11 +279,12 @@ class SharedBarrier:
             reason: the reason of the abort, which the error of every rank shows.
             culprit: the world rank that has failed; None if it is this rank.
         """
-        state = _ABORTED_BY_SERVER if self._failures.was_raised else _ABORTED
+        state = _ABORTED_BY_SERVER if self.failures.was_raised else _ABORTED
         self._announce(state, reason, self.ranks[self._rank] if culprit is None else culprit)
 
     def _announce(self, state: int, reason: str, culprit: int) -> None:
-        self._reasons.write(self._rank, reason.encode(errors="backslashreplace"))
+        data, begin = reason.encode(errors="backslashreplace")[:REASON_BYTES], self._rank * REASON_BYTES
+        self._reasons[begin : begin + REASON_BYTES] = data.ljust(REASON_BYTES, b"\0")
         self.words[self._line + _ABORTED_AT] = self._completed + 1
         self.words[self._line + _CULPRIT] = culprit
         self.words[self._line + _STATE] = state

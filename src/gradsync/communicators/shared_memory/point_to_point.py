@@ -21,50 +21,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
-from gradsync.communicators.agreement import Description, message_mismatch
+from gradsync.communicators.agreement import message_mismatch
 from gradsync.communicators.backend import Message
+from gradsync.communicators.failures import exchange_descriptions, publish_description
 from gradsync.communicators.host_copy import copy_words
 from gradsync.communicators.shared_memory.barrier import (
     ANY_ROUND,
     SPINS,
     WORDS_PER_RANK,
     SharedBarrier,
-    TextBoard,
     pauses,
 )
 from gradsync.reduction import Array
+from gradsync.rendezvous.client import RendezvousClient
 
 # The eight words of a cache line. Each side of a message writes its own cache line.
 _NUMBER = 0  # the number of the last message that this side has posted
 _DIGESTS = 1  # two words, for messages of even and odd number
 _SIZES = 3  # two words, for messages of even and odd number
 _PROGRESS = 5  # the number of pieces of the message that this side has written or read
-_DESCRIBED = 6  # the number of the last message whose description this side has written
-_READ = 7  # the number of the last message whose description this side has read
 
 # Measured as the fastest size: smaller pieces need more calls, and a receiver begins later with larger pieces.
 PIECE_BYTES = 128 * 1024
 SLOTS = 4
 
-MESSAGE_TEXT_BYTES = 4096  # the memory for the description of a message, for PlanMismatch
-
 _NOTHING = np.empty(0, np.uint8)
-
-
-class Side(NamedTuple):
-    """The memory to which one side of a channel writes.
-
-    Attributes:
-        line: the index of the first word of the side's cache line.
-        text: the number under which TextBoard stores the side's description of a message.
-    """
-
-    line: int
-    text: int
 
 
 class Transfer:
@@ -72,46 +57,51 @@ class Transfer:
 
     Args:
         words: the cache lines of all channels, as 8-byte words.
-        board: the texts in which ranks describe messages that they disagree on.
-        own: the memory of this rank's side of the channel.
-        other: the memory of the peer's side of the channel.
+        client: the client through which ranks send descriptions of messages that they disagree on.
+        channel: the name of this direction, for these descriptions.
+        own: the index of the first word of this rank's cache line of the channel.
+        other: the index of the first word of the peer's cache line of the channel.
         slots: the sender's slots.
         peer: the number of the other rank in the communicator.
 
     Attributes:
-        peer: see Args.
-        is_over: whether the last message was moved, or both sides know that they disagree on it.
-        descriptions: the descriptions of the message by this rank and by the peer, if they disagree; otherwise None.
+        peer, channel: see Args.
+        number: the number of the last message.
+        is_over: whether the last message was moved, or this side knows that the two sides disagree on it.
+        dispute: this rank's description of the last message, if the sides disagree on it; otherwise None.
     """
 
-    verb: str
-
     def __init__(
-        self, words: memoryview, board: TextBoard, own: Side, other: Side, slots: Sequence[Array], peer: int
+        self,
+        words: memoryview,
+        client: RendezvousClient,
+        channel: str,
+        own: int,
+        other: int,
+        slots: Sequence[Array],
+        peer: int,
     ) -> None:
         self.peer = peer
         self.is_over = True
-        self.descriptions: tuple[str, str] | None = None
+        self.dispute: str | None = None
+        self.channel = channel
         self._words = words
-        self._board = board
-        self._own = own
-        self._line = own.line
-        self._other = other
-        self._other_line = other.line
+        self._client = client
+        self._line = own
+        self._other_line = other
         self._slots = slots
-        self._number = 0
-        self._dispute: str | None = None  # this rank's description of the message, while the sides disagree
+        self.number = 0
 
     def begin(self, message: Message) -> None:
         """Posts the next message, so that the other side can compare the digests and sizes of both sides."""
         words, line = self._words, self._line
         self._data = data = message.flat
         self.agreement = message.agreement
-        self._number = number = self._number + 1
+        self.number = number = self.number + 1
         self._pieces = -(-data.size // PIECE_BYTES)
         self._done = 0
         self._has_agreed = self.is_over = False
-        self._dispute = self.descriptions = None
+        self.dispute = None
         words[line + _DIGESTS + (number & 1)] = message.agreement.digest
         words[line + _SIZES + (number & 1)] = data.size
         words[line + _PROGRESS] = self._prepare()
@@ -121,8 +111,6 @@ class Transfer:
         """Does the work that is possible now. Returns True if there was any work, or if the message is over."""
         if self.is_over:
             return True
-        if self._dispute is not None:
-            return self._exchange_descriptions(self._dispute)
         if self._has_agreed:
             return self._move()
         if not self._compare():
@@ -151,9 +139,9 @@ class Transfer:
         Returns False if the other side has not posted its message yet.
         """
         words, other = self._words, self._other_line
-        if words[other + _NUMBER] < self._number:
+        if words[other + _NUMBER] < self.number:
             return False
-        odd = self._number & 1
+        odd = self.number & 1
         if words[other + _DIGESTS + odd] == self.agreement.digest and words[other + _SIZES + odd] == self._data.size:
             self._has_agreed = True
             if not self._pieces:
@@ -177,45 +165,24 @@ class Transfer:
 
     def is_awaiting_peer(self) -> bool:
         """Whether the peer has not posted this message yet."""
-        if self.is_over or self._has_agreed or self._dispute is not None:
+        if self.is_over or self._has_agreed:
             return False
-        return self._words[self._other_line + _NUMBER] < self._number
+        return self._words[self._other_line + _NUMBER] < self.number
 
     def withdraw(self) -> None:
         """Withdraws a message that the peer has not posted, and will not post while this rank waits."""
-        self._number -= 1
-        self._words[self._line + _NUMBER] = self._number
+        self.number -= 1
+        self._words[self._line + _NUMBER] = self.number
         self._end()
 
     def _disagree(self) -> None:
-        described = self.agreement.described()
-        text = described._replace(what=f"{self.verb} {described.what}").to_text(MESSAGE_TEXT_BYTES - 4)
-        self._board.write(self._own.text, text.encode())
-        self._words[self._line + _DESCRIBED] = self._number
-        self._dispute = self._text_of(self._own)  # read back, so that both ranks have the same shortened text
-
-    def _exchange_descriptions(self, dispute: str) -> bool:
-        """Reads the other side's description, and ends the message once that side has read this side's description."""
-        words, other = self._words, self._other_line
-        if self.descriptions is None:
-            if words[other + _DESCRIBED] < self._number:
-                return False
-            self.descriptions = (dispute, self._text_of(self._other))
-            words[self._line + _READ] = self._number
-        elif words[other + _READ] < self._number:
-            return False
-        else:
-            self._end()
-        return True
-
-    def _text_of(self, side: Side) -> str:
-        return self._board.read(side.text).decode(errors="replace")
+        self.dispute = self.agreement.described().to_text()
+        publish_description(self._client, self.channel, self.number, self.dispute)
+        self._end()
 
 
 class Outgoing(Transfer):
     """The messages that this rank sends to a peer."""
-
-    verb = "sends"
 
     def _prepare(self) -> int:
         self._taken = 0
@@ -235,7 +202,7 @@ class Outgoing(Transfer):
         words, other = self._words, self._other_line
         taken = words[other + _PROGRESS]
         # A receiver that has posted the next message has read all of this one.
-        if taken == self._pieces or words[other + _NUMBER] > self._number:
+        if taken == self._pieces or words[other + _NUMBER] > self.number:
             self._end()
         elif self._done < self._pieces and self._done - taken < SLOTS:
             self._write_and_publish()
@@ -255,8 +222,6 @@ class Outgoing(Transfer):
 
 class Incoming(Transfer):
     """The messages that this rank receives from a peer."""
-
-    verb = "receives"
 
     def _move(self) -> bool:
         if self._words[self._other_line + _PROGRESS] == self._done:
@@ -287,7 +252,6 @@ class PointToPoint:
         self._world_size = len(buffers)
         self._barrier = barrier
         self._words = areas["message lines"]
-        self._board = TextBoard(areas["message texts"], MESSAGE_TEXT_BYTES)
         self._slots = [list(buffer[: SLOTS * PIECE_BYTES].reshape(SLOTS, PIECE_BYTES)) for buffer in buffers]
         self._transfers: dict[tuple[type[Transfer], int], Transfer] = {}
 
@@ -324,8 +288,8 @@ class PointToPoint:
         if self._barrier.words[self._barrier.aborted]:  # a rank may have sent a message and then aborted
             self._barrier.check_for_aborts(ANY_ROUND)
         for transfer in transfers:
-            if transfer.descriptions is not None:
-                self._raise_mismatch(transfer, transfer.descriptions)
+            if transfer.dispute is not None:
+                self._raise_mismatch(transfer, transfer.dispute)
 
     def _wait(self, pending: Sequence[Transfer]) -> None:
         """Waits until one of the transfers has made progress or is over."""
@@ -359,10 +323,12 @@ class PointToPoint:
                 transfer.withdraw()
             self._barrier.agree(pending[0].agreement)  # the digests differ, so every rank raises PlanMismatch
 
-    def _raise_mismatch(self, transfer: Transfer, descriptions: tuple[str, str]) -> NoReturn:
-        ranks = self._barrier.ranks
-        both = zip((ranks[self._rank], ranks[transfer.peer]), map(Description.from_text, descriptions), strict=True)
-        raise message_mismatch(self._barrier.label, dict(both))
+    def _raise_mismatch(self, transfer: Transfer, dispute: str) -> NoReturn:
+        barrier = self._barrier
+        both = barrier.ranks[self._rank], barrier.ranks[transfer.peer]
+        client = barrier.failures.client
+        descriptions = exchange_descriptions(client, transfer.channel, transfer.number, dispute, both)
+        raise message_mismatch(barrier.label, descriptions)
 
     def _transfer(self, kind: type[Transfer], peer: int) -> Transfer:
         """Returns the transfer to or from a peer. It is made at the first message."""
@@ -370,10 +336,12 @@ class PointToPoint:
         if transfer is None:
             sender, receiver = (self._rank, peer) if kind is Outgoing else (peer, self._rank)
             line = 2 * (sender * self._world_size + receiver) * WORDS_PER_RANK
-            own, other = Side(line, 2 * sender), Side(line + WORDS_PER_RANK, 2 * receiver + 1)
+            own, other = line, line + WORDS_PER_RANK
             if kind is Incoming:
                 own, other = other, own
-            transfer = kind(self._words, self._board, own, other, self._slots[sender], peer)
+            failures = self._barrier.failures
+            channel = f"{failures.group}/{sender}-{receiver}"
+            transfer = kind(self._words, failures.client, channel, own, other, self._slots[sender], peer)
             self._transfers[kind, peer] = transfer
         return transfer
 
