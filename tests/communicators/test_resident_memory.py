@@ -34,7 +34,7 @@ def fail_to_allocate(comm: Any, where: str) -> str:
     """The last rank, or the first, has no memory; all hear of it, and go on."""
     failing = 0 if where == "create_segment" else comm.world_size - 1
     before = len(os.listdir("/proc/self/fd"))
-    module = segment if where == "take_segment" else shared_resident
+    module = segment if where == "open_segment" else shared_resident
     kept = getattr(module, where)
     if comm.rank == failing:
 
@@ -56,7 +56,7 @@ def fail_to_allocate(comm: Any, where: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("where", ["create_segment", "take_segment", "reserve", "map_segment"])
+@pytest.mark.parametrize("where", ["create_segment", "open_segment", "reserve", "map_segment"])
 def test_a_rank_without_memory_tells_all(where: str) -> None:
     texts = run_ranks(3, fail_to_allocate, where)
     failing = 0 if where == "create_segment" else 2
@@ -71,7 +71,7 @@ def die_while_making(comm: Any, failing: int) -> None:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        shared_resident.create_segment = segment.take_segment = die  # type: ignore[assignment]
+        shared_resident.create_segment = segment.open_segment = die  # type: ignore[assignment]
     make(comm, 4 * SIZE)
 
 

@@ -62,22 +62,20 @@ def fail_while_joining(comm: Any) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def fail_while_handing_over(comm: Any) -> str:
-    """Rank 0 gives up when the others know where it offers the memory, and before any of them has it."""
+def fail_to_make(comm: Any) -> str:
     gs.destroy_process_group()
     if comm.rank == 0:
 
-        def give_up(*_: object) -> None:
+        def give_up(_size_bytes: int) -> int:
             raise gs.BackendUnavailable("no room")
 
-        segment.SegmentOffer.serve = give_up
+        shared_memory.create_segment = give_up
     error = expect(gs.GradsyncError, gs.init_process_group)
     return f"{type(error).__name__}: {error}"
 
 
-def test_who_cannot_reach_a_root_that_has_failed_is_told_of_its_failure() -> None:
-    """And not that the ranks are on several hosts."""
-    failed, *told = run_ranks(3, fail_while_handing_over)
+def test_a_root_without_memory_tells_the_others_why() -> None:
+    failed, *told = run_ranks(3, fail_to_make)
     assert failed == "BackendUnavailable: no room"
     for text in told:
         assert text.startswith("RankFailed: ")

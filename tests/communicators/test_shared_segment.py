@@ -1,13 +1,12 @@
-"""The hand-over of shared memory: only to those who know the token, and nothing is left behind."""
+"""The memory that ranks share: how it is made and opened, and that nothing is left behind."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import resource
-import secrets
-import threading
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,13 @@ import pytest
 import gradsync as gs
 from gradsync.communicators.shared_memory import segment as shared_segment
 from gradsync.communicators.shared_memory.segment import (
-    SegmentOffer,
     create_segment,
     map_segment,
+    open_segment,
     populate,
     reserve,
-    take_segment,
+    share_segment,
+    ticket_of,
 )
 
 
@@ -77,57 +77,49 @@ def test_too_large_is_a_clear_error_and_leaks_nothing() -> None:
     assert open_descriptors() == before
 
 
-def test_hand_over_to_peers_with_the_token_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And through no file: a killed rank would leave it behind."""
+def test_another_process_opens_it_and_no_file_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed rank would leave a file behind."""
     monkeypatch.chdir(tmp_path)
     before = open_descriptors()
     descriptor = create_segment(4096)
-    offer = SegmentOffer()
-    thread = threading.Thread(
-        target=offer.serve, args=(descriptor, 1, time.monotonic() + 30, lambda _served: None), daemon=True
+    ticket = ticket_of(descriptor)
+    child = (
+        "import os\nfrom gradsync.communicators.shared_memory.segment import map_segment, open_segment\n"
+        f"taken = open_segment({ticket!r})\nassert not os.get_inheritable(taken)\nmap_segment(taken)[100] = 7"
     )
-    thread.start()
-    forged = secrets.token_bytes(32) + offer.ticket[32:]
-    with pytest.raises(gs.BackendUnavailable):
-        take_segment(forged, 5.0)
-    taken = take_segment(offer.ticket, 5.0)
-    thread.join(30)
-    assert os.fstat(taken).st_ino == os.fstat(descriptor).st_ino
-    assert not os.get_inheritable(taken)
-    for fd in (taken, descriptor):
-        os.close(fd)
+    subprocess.run([sys.executable, "-c", child], check=True)
+    mapping = map_segment(descriptor)
+    assert mapping[100] == 7
+    mapping.close()
+    with pytest.raises(gs.BackendUnavailable, match="cannot be opened from here"):
+        open_segment(ticket)
     assert list(tmp_path.iterdir()) == []
-    offer.close()
     assert open_descriptors() == before
 
 
-def test_root_that_is_not_there() -> None:
-    offer = SegmentOffer()
-    offer.close()
-    with pytest.raises(gs.BackendUnavailable, match="on one host"):
-        take_segment(offer.ticket, 1.0)
-
-
-def test_peers_that_do_not_come() -> None:
-    offer = SegmentOffer()
-    with pytest.raises(gs.RendezvousTimeout, match="0 of 2 ranks"):
-        offer.serve(-1, 2, time.monotonic() - 1, lambda _served: None)
-    offer.close()
-
-
-def test_a_failure_elsewhere_ends_the_wait() -> None:
-    def check(served: int) -> None:
-        if served == 1:
-            raise gs.RankFailed("rank 2 died", rank=2)
-
-    offer, descriptor = SegmentOffer(), create_segment(4096)
-    peer = threading.Thread(target=lambda: os.close(take_segment(offer.ticket, 30.0)))
-    peer.start()
-    with pytest.raises(gs.RankFailed):
-        offer.serve(descriptor, 2, time.monotonic() + 30, check)
-    peer.join()
+@pytest.mark.parametrize("identity", ["", "another boot pid:[4026531836]"])
+def test_processes_that_do_not_see_each_other_do_not_share(identity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor = create_segment(4096)
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_segment, "machine_identity", lambda: identity)
+        ticket = ticket_of(descriptor)
+    with pytest.raises(gs.BackendUnavailable, match="on one host, in one pid namespace"):
+        open_segment(ticket)
     os.close(descriptor)
-    offer.close()
+
+
+def test_a_failure_elsewhere_ends_the_wait_and_leaks_nothing() -> None:
+    def fail() -> None:
+        raise gs.RankFailed("rank 2 died", rank=2)
+
+    before = open_descriptors()
+    with pytest.raises(gs.RankFailed):
+        share_segment(lambda: create_segment(4096), lambda ticket: ticket, fail)
+    descriptor = create_segment(4096)
+    with pytest.raises(gs.RankFailed):
+        share_segment(None, lambda _: ticket_of(descriptor), fail)
+    os.close(descriptor)
+    assert open_descriptors() == before
 
 
 def test_no_memfd_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,13 +23,12 @@ from gradsync.communicators.shared_memory.segment import (
     HUGE_PAGE_BYTES,
     create_segment,
     map_segment,
-    pass_segment,
     populate,
     reserve,
+    share_segment,
     take_huge_pages,
 )
 from gradsync.diagnostics import tracing
-from gradsync.errors import BackendUnavailable
 from gradsync.reduction import Array, Call, ReduceOp, reduction_of
 
 # The number of bytes that one call reduces, and the next calls write to the other ranks, while they are in the cache.
@@ -124,36 +123,27 @@ def make_resident_memory(
     context: ShmContext,
     size_bytes: int,
     broadcast: Callable[[bytes], bytes],
-    check_for_failures: Callable[[list[int]], None],
-    timeout_seconds: float,
+    await_all: Callable[[], None],
 ) -> SharedResidentMemory:
-    """Makes shared memory on rank 0, and passes it to the other ranks. Every rank must call this function.
+    """Makes shared memory on rank 0, which the other ranks open. Every rank must call this function.
 
     Args:
         context: what every collective of the communicator uses.
         size_bytes: the size of each rank's part in bytes.
         broadcast: a function; broadcast(data) returns the data of rank 0, which are at most 128 bytes.
-        check_for_failures: a function; check_for_failures(ranks) raises an error if these ranks cannot arrive any more.
-        timeout_seconds: how long a rank waits until the memory is passed.
+        await_all: a function that returns when all ranks have called it.
 
     Raises:
         BackendUnavailable: there is not enough memory, or one of the ranks could not map the memory.
     """
-    rank, world_size, peers = context.rank, context.world_size, context.peers()
+    rank, world_size = context.rank, context.world_size
     is_large = size_bytes >= _HUGE_FROM_BYTES
     page_bytes = HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE
     part_bytes = max(-(-size_bytes // page_bytes), 1) * page_bytes
     begin, end = rank * part_bytes, (rank + 1) * part_bytes
 
-    def check(served: int) -> None:
-        # A rank that has arrived at the next barrier has fetched the memory, or has failed to fetch it.
-        behind = [peer for peer in peers if not context.barrier.is_ahead(peer)]
-        if len(peers) - len(behind) > served:
-            raise BackendUnavailable("another rank could not map the shared memory")
-        check_for_failures(behind)
-
     make = (lambda: create_segment(part_bytes * world_size, allocated=False)) if rank == 0 else None
-    descriptor = pass_segment(make, len(peers), broadcast, timeout_seconds, check)
+    descriptor = share_segment(make, broadcast, await_all)
     try:
         # Each rank allocates its own part, so that this happens in parallel and near the rank's processor.
         reserve(descriptor, begin, end)

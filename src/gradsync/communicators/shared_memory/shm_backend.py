@@ -36,8 +36,8 @@ from gradsync.communicators.shared_memory.segment import (
     check_platform,
     create_segment,
     map_segment,
-    pass_segment,
     populate,
+    share_segment,
 )
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable
@@ -45,7 +45,7 @@ from gradsync.machine import begin_on_core
 from gradsync.reduction import Array, ReduceOp, Wire
 from gradsync.rendezvous.client import RendezvousClient
 
-_TICKET_BYTES = 128  # more than a ticket of pass_segment
+_TICKET_BYTES = 128  # more than a ticket of share_segment
 
 
 class ShmBackend(Backend):
@@ -122,7 +122,7 @@ class ShmBackend(Backend):
             self.broadcast([box], 0, agreement)
             return box.tobytes().rstrip(b"\0")
 
-        return make_resident_memory(self._context, size_bytes, broadcast, self.raise_if_ended, self.timeout_seconds)
+        return make_resident_memory(self._context, size_bytes, broadcast, partial(self._barrier.agree, agreement))
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
         result = source[:0] if target is None else target
@@ -276,20 +276,15 @@ def connect_shared_memory(
 
     def broadcast(ticket: bytes) -> bytes:
         nonlocal is_slow
-        if client.rank == 0:
-            client.set(key, bytes([is_slow]) + ticket)
-            return ticket
-        data = client.get(key, from_rank=0, timeout_seconds=timeout_seconds)
+        data = client.exchange(key, bytes([is_slow]) + ticket, timeout_seconds=timeout_seconds)[0]
         is_slow = data[0] == 1
         return data[1:]
 
     make = (lambda: create_segment(segment_bytes(client.world_size))) if client.rank == 0 else None
     try:
-        descriptor = pass_segment(make, client.world_size - 1, broadcast, timeout_seconds, lambda _: client.check())
+        descriptor = share_segment(make, broadcast, partial(client.barrier, key, timeout_seconds=timeout_seconds))
     except BackendUnavailable:
         if client.rank != 0:
             await_cause(CAUSE_SECONDS, client.check)  # if the root is gone because of a failure, that failure is raised
         raise
-    if client.rank == 0:
-        client.delete(key)  # all ranks have the memory now
     return ShmBackend(descriptor, client, group, collective_timeout_seconds, SLOT_BYTES if is_slow else SLOT_BYTES // 2)
