@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gradsync.backends import TABLE
@@ -145,70 +145,30 @@ def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
 # -- After the ranks have joined --------------------------------------------------------------------------------------
 
 
-def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSettings) -> str:
+def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSettings, *, is_checked: bool = True) -> str:
     """Agrees with the other ranks of the world on a backend, and returns it. Every rank must call it after joining.
+
+    Args:
+        client: a rendezvous client of the ranks. A client can agree on one backend only.
+        wanted: the backend that this rank asks for, or "auto".
+        settings: the settings of the world.
+        is_checked: whether choose_before_joining() has checked that this rank can use the backend that it asks for.
 
     Raises:
         InvalidArgument: the ranks ask for different backends, or only some ask for the debug mode; all ranks raise it.
         BackendUnavailable: no backend can connect the ranks; all ranks raise it.
         RendezvousTimeout, RankFailed: a rank did not call this function, or died.
     """
-
-    def decide(offers: Sequence[str]) -> str:
-        for rank, (its_wanted, debug, _) in enumerate(offer.split("\n", 2) for offer in offers):
-            if debug != str(settings.debug):
-                raise InvalidArgument(
-                    f"rank 0 has debug={settings.debug}, rank {rank} has debug={debug}: all ranks need the same "
-                    f"value, set by init_process_group or {DEBUG}"
-                )
-            if its_wanted != wanted:
-                raise InvalidArgument(
-                    f"rank {rank} asks for backend {its_wanted!r}, rank 0 for {wanted!r}: all ranks need the same "
-                    f"value, set by init_process_group or {BACKEND}"
-                )
-        if wanted != "auto":
-            return f"{wanted}\nasked for"
-        return "\n".join(suitable_backend([offer.split("\n", 2)[2] for offer in offers], settings))
-
-    mine = _offer_of_gpu(settings) if wanted == "auto" else _YES
-    decision = _decide_together(client, f"{wanted}\n{settings.debug}\n{mine}", decide, settings)
-    chosen, _, reason = decision.partition("\n")
-    _log_choice(settings.place, chosen, reason)
-    return chosen
-
-
-def agree_on_another(client: RendezvousClient, backend: str, settings: WorldSettings) -> None:
-    """Checks that the ranks can use a second backend. Every rank must call it, once for each client.
-
-    Args:
-        client: a rendezvous client of the ranks, made for this call only.
-        backend: the name of a backend for several ranks.
-        settings: the settings of the world.
-
-    Raises:
-        BackendUnavailable: a rank cannot use the backend; all ranks raise it.
-        RendezvousTimeout, RankFailed: a rank did not call this function, or died.
-    """
-
-    def decide(offers: Sequence[str]) -> str:
-        if reason := _why_not(offers, settings):
-            raise BackendUnavailable(f"backend {backend!r} cannot join these ranks: {reason}")
-        return ""
-
-    _decide_together(client, _offer(backend, settings), decide, settings)
-
-
-def _decide_together(
-    client: RendezvousClient, offer: str, decide: Callable[[Sequence[str]], str], settings: WorldSettings
-) -> str:
-    """Calls decide() on rank 0 with all ranks' offers; on every rank, returns its result or raises its error."""
     from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES  # imported here: a single rank does not need it
 
-    room_bytes = min(_MAX_OFFER_BYTES, MAX_EXCHANGED_BYTES // client.world_size)
-    offers = client.exchange("backend/offers", offer.encode()[:room_bytes], timeout_seconds=settings.timeout_seconds)
+    mine = _offer_of_gpu(settings) if wanted == "auto" else _YES if is_checked else _offer(wanted, settings)
+    offer = f"{wanted}\n{settings.debug}\n{mine}".encode()[
+        : min(_MAX_OFFER_BYTES, MAX_EXCHANGED_BYTES // client.world_size)
+    ]
+    offers = client.exchange("backend/offers", offer, timeout_seconds=settings.timeout_seconds)
     if client.rank == 0:
         try:
-            decision = f"\n{decide([offer.decode(errors='replace') for offer in offers])}"
+            decision = "\n".join(("", *_decide([each.decode(errors="replace") for each in offers], wanted, settings)))
         except (InvalidArgument, BackendUnavailable) as error:
             decision = f"{type(error).__name__}\n{error}"
         client.set("backend", decision.encode())
@@ -217,7 +177,40 @@ def _decide_together(
     refused, _, text = decision.partition("\n")
     if refused:
         raise _ERRORS[refused](f"{client.label}: {text}")
-    return text
+    chosen, _, reason = text.partition("\n")
+    _log_choice(settings.place, chosen, reason)
+    return chosen
+
+
+def _decide(offers: Sequence[str], wanted: str, settings: WorldSettings) -> tuple[str, str]:
+    """Returns the backend for all ranks, and the reason for the choice; only rank 0 calls it.
+
+    Args:
+        offers: each rank's wanted backend, debug mode and offer, on separate lines.
+        wanted: the backend that rank 0 asks for.
+        settings: the settings of the world.
+
+    Raises:
+        InvalidArgument, BackendUnavailable: see agree_on_backend.
+    """
+    own_offers = []
+    for rank, (its_wanted, debug, own_offer) in enumerate(offer.split("\n", 2) for offer in offers):
+        if debug != str(settings.debug):
+            raise InvalidArgument(
+                f"rank 0 has debug={settings.debug}, rank {rank} has debug={debug}: all ranks need the same "
+                f"value, set by init_process_group or {DEBUG}"
+            )
+        if its_wanted != wanted:
+            raise InvalidArgument(
+                f"rank {rank} asks for backend {its_wanted!r}, rank 0 for {wanted!r}: all ranks need the same "
+                f"value, set by init_process_group or {BACKEND}"
+            )
+        own_offers.append(own_offer)
+    if wanted == "auto":
+        return suitable_backend(own_offers, settings)
+    if reason := _why_not(own_offers, settings):
+        raise BackendUnavailable(f"backend {wanted!r} cannot join these ranks: {reason}")
+    return wanted, "asked for"
 
 
 def _offer(backend: str, settings: WorldSettings) -> str:

@@ -22,7 +22,7 @@ from gradsync.arguments import (
     is_number,
     refuse_words,
 )
-from gradsync.backend_choice import agree_on_another, agree_on_backend, choose_before_joining, connect
+from gradsync.backend_choice import agree_on_backend, choose_before_joining, connect
 from gradsync.backends import BACKENDS, TABLE, unknown_backend
 from gradsync.bucketing import fail_at_exit, raise_forgotten, report_forgotten_at_exit
 from gradsync.communicators.communicator import Communicator
@@ -439,7 +439,7 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
     def agree() -> str:
         asking = client.group(world.ranks, f"{name}/offers")
         try:
-            agree_on_another(asking, backend, settings)
+            return agree_on_backend(asking, backend, settings, is_checked=False)
         except RendezvousTimeout as error:
             raise RendezvousTimeout(
                 f"{client.label}: override_backend({backend!r}) waited {settings.timeout_seconds:.3g} s: every rank of "
@@ -449,7 +449,6 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
             ) from error
         finally:
             asking.close()
-        return backend
 
     def connect_over(chosen: str) -> Communicator:
         return connect(chosen, client.group(world.ranks, name), settings, name)
