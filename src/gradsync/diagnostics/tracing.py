@@ -1,13 +1,14 @@
 """A trace: the times of the phases of each collective, such as packing, waiting, reducing and splitting.
 
-If there is no trace, the only cost is that the code reads the variable `active` for each bucket and each gradient.
-During a trace each phase is a tuple, which is kept until the process writes its dump (dump.py). `gradsync trace`
-converts dumps to a Chrome trace.
+If there is no trace, the code reads the variable `active` for each bucket and each gradient, and calls a function that
+does nothing for each phase. During a trace each phase is a tuple, which is kept until the process writes its dump
+(dump.py). `gradsync trace` converts dumps to a Chrome trace.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from time import monotonic
 from typing import NamedTuple
 
@@ -53,29 +54,6 @@ class TracedStep(NamedTuple):
     ended: float
 
 
-class Laps:
-    """Times the phases of one collective, one after the other.
-
-    Args:
-        tracer: the tracer that records the phases.
-        recorder: the communicator's recorder. The phases belong to the communicator's last collective.
-    """
-
-    __slots__ = ("_group", "_number", "_since", "_tracer")
-
-    def __init__(self, tracer: Tracer, recorder: FlightRecorder) -> None:
-        self._tracer = tracer
-        self._group = recorder.group
-        self._number = recorder.begun
-        self._since = monotonic()
-
-    def end(self, phase: str) -> None:
-        """Records the time since the last call, or since the object was made, under the name `phase`."""
-        now = monotonic()
-        self._tracer.phases.append(Phase(self._group, self._number, phase, self._since, now))
-        self._since = now
-
-
 class Tracer:
     """Records phases, arrivals of gradients, and steps: the last half million of each.
 
@@ -107,10 +85,28 @@ class Tracer:
 active: Tracer | None = None
 
 
-def laps_of(recorder: FlightRecorder) -> Laps | None:
-    """Begins to record the phases of the running collective. Returns None if there is no trace."""
+def phases_of(recorder: FlightRecorder) -> Callable[[str], None]:
+    """Begins to record the phases of the running collective, one after the other.
+
+    Returns a function, to be called with the name of each phase when the phase ends. Without a trace the function does
+    nothing.
+    """
     tracer = active  # read once: another thread may end the trace
-    return None if tracer is None else Laps(tracer, recorder)
+    if tracer is None:
+        return _ignore
+    phases, group, number, since = tracer.phases, recorder.group, recorder.begun, monotonic()
+
+    def end(phase: str) -> None:
+        nonlocal since
+        now = monotonic()
+        phases.append(Phase(group, number, phase, since, now))
+        since = now
+
+    return end
+
+
+def _ignore(phase: str) -> None:
+    pass
 
 
 def start() -> Tracer:

@@ -41,7 +41,6 @@ _PAYLOAD_BYTES = 32 * 1024
 _PAYLOAD_BYTES_OF_TWO = 256 * 1024
 
 _HEADER_BYTES = 64  # the digest, padded to a cache line
-_ALL_BITS = 2**64 - 1
 
 # The MPI tags that the sender and the receiver of a message use; both are larger by 1 after an odd number of
 # collectives.
@@ -162,7 +161,7 @@ class MpiBackend(Backend):
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
         """See Backend. Small arrays of a list are packed. They may be sent in the same message as the digest."""
-        laps = tracing.laps_of(self.recorder)
+        end_phase = tracing.phases_of(self.recorder)
         dtype, words = sources[0].dtype, word_dtype(sources[0].dtype)
         pairs = list(zip(sources, targets, strict=True))
         small = [pair for pair in pairs if pair[0].nbytes <= _SMALL_BYTES]
@@ -173,23 +172,19 @@ class MpiBackend(Backend):
         if is_packed:
             packed = (self._agreement.payload if goes_with_digest else self._room)(size_bytes).view(dtype)
             pack_words([source.view(words) for source, _ in small], packed.view(words))
-            if laps is not None:
-                laps.end("packing")
+            end_phase("packing")
         self._agree(agreement, size_bytes if goes_with_digest else 0)
-        if laps is not None:
-            laps.end("waiting")
+        end_phase("waiting")
         with np.errstate(all="ignore"):
             if goes_with_digest:
                 packed = targets[0] if len(small) == 1 else packed
                 self._reduction.reduce_in_order(op, list(self._agreement.payloads(size_bytes).view(dtype)), packed)
             else:
                 self._reduction.all_reduce([(packed, packed), *large] if is_packed else pairs, op)
-        if laps is not None:
-            laps.end("reducing")
+        end_phase("reducing")
         if is_packed and len(small) > 1:
             split_words(packed.view(words), [target.view(words) for _, target in small])
-            if laps is not None:
-                laps.end("splitting")
+            end_phase("splitting")
 
     def reduce_scatter(self, source: Array, target: Array, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         self._agree(agreement)
@@ -373,8 +368,8 @@ class MpiAgreement:
 
     With up to 16 ranks, each rank sends its digest to every other rank. If the array to reduce is small, each rank
     sends it in the same message as the digest, so that the all-reduce needs one exchange of messages instead of two.
-    The receiver reads the arrays only if all digests are equal. With more ranks, MPI computes the smallest and the
-    largest digest; if these two are equal, all digests are equal.
+    The receiver reads the arrays only if all digests are equal. With more ranks, MPI gathers the digests, because its
+    algorithm needs fewer messages.
 
     Args:
         requests: the object that begins the communicator's MPI requests and waits for them.
@@ -393,7 +388,8 @@ class MpiAgreement:
             self._messages = np.zeros((n, _HEADER_BYTES + self.payload_bytes), np.uint8)
             self._digests = self._messages[:, :8].view(np.uint64)[:, 0]
             self._received = [(peer, self._messages[peer]) for peer in requests.peers]
-        self._mine, self._smallest = np.zeros(2, np.uint64), np.zeros(2, np.uint64)
+        else:
+            self._digests = np.zeros(n, np.uint64)
 
     def payload(self, size_bytes: int) -> Array:
         """Returns a uint8 buffer, into which the caller writes the array that this rank sends with its next digest."""
@@ -419,21 +415,15 @@ class MpiAgreement:
         """
         requests = self._requests
         if self.payload_bytes < 0:
-            return self._is_smallest_the_largest(digest, poll)
-        self._digests[requests.rank] = digest
-        message = self._messages[requests.rank, : _HEADER_BYTES + payload_bytes]
-        begun = requests.post([(peer, message) for peer in requests.peers], self._received)
-        requests.finish(begun, poll=poll)
+            mine = np.array([digest], np.uint64)
+            requests.finish([requests.comm.Iallgather(mine, self._digests)], (mine, self._digests), poll)
+        else:
+            self._digests[requests.rank] = digest
+            message = self._messages[requests.rank, : _HEADER_BYTES + payload_bytes]
+            begun = requests.post([(peer, message) for peer in requests.peers], self._received)
+            requests.finish(begun, poll=poll)
         digests: list[int] = self._digests.tolist()
         return digests.count(digest) == requests.world_size
-
-    def _is_smallest_the_largest(self, digest: int, poll: Callable[[], None]) -> bool:
-        mine, smallest = self._mine, self._smallest
-        mine[0] = digest
-        mine[1] = _ALL_BITS - digest  # the smallest of these values belongs to the largest digest
-        requests = self._requests
-        requests.finish([requests.comm.Iallreduce(mine, smallest, requests.mpi.MIN)], (mine, smallest), poll)
-        return int(smallest[0]) == _ALL_BITS - int(smallest[1])
 
 
 class _Transfer:

@@ -138,23 +138,20 @@ class NcclBackend(Backend):
     def _all_reduce_one(
         self, reduce: Callable[[Any, Any, ReduceOp], None], op: ReduceOp, source: Any, target: Any, agreement: Agreement
     ) -> None:
-        laps = tracing.laps_of(self.recorder)
+        end_phase = tracing.phases_of(self.recorder)
         self.agree(agreement)
-        if laps is not None:
-            laps.end("waiting")
+        end_phase("waiting")
         if self._launch is not None:
             self._launch.memory += source, target
         reduce(source, target, op)
-        if laps is not None:
-            laps.end("launching")
+        end_phase("launching")
 
     def _all_reduce_list(
         self, sources: Sequence[Any], targets: Sequence[Any], op: ReduceOp, agreement: Agreement
     ) -> None:
-        laps = tracing.laps_of(self.recorder)
+        end_phase = tracing.phases_of(self.recorder)
         self.agree(agreement)
-        if laps is not None:
-            laps.end("waiting")
+        end_phase("waiting")
         self.keep(*sources, *targets)
         if self.world_size == 1 and not self.force_packing:
             for source, target in zip(sources, targets, strict=True):
@@ -162,16 +159,13 @@ class NcclBackend(Backend):
                     target[...] = source
             return
         flat = self._packed(sources)
-        if laps is not None:
-            laps.end("packing")
+        end_phase("packing")
         if flat.size:
             packed = flat.view(sources[0].dtype)
             self._reduce_for_all(packed, packed, op)
-            if laps is not None:
-                laps.end("launching")
+            end_phase("launching")
             self._packer.split(flat, targets)
-            if laps is not None:
-                laps.end("splitting")
+            end_phase("splitting")
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
         if not size or not self._is_plain(dtype, op):

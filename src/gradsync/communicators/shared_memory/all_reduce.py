@@ -441,16 +441,15 @@ class ListAllReduce(Plan):
     def run(self, agreement: Agreement) -> None:
         """All-reduces each source into its target."""
         number = self._barrier.round % ROUND_SLOTS if self._is_one_shot else 0
-        laps = tracing.laps_of(self._context.recorder)
+        end_phase = tracing.phases_of(self._context.recorder)
         quietly = self._context.quietly
         for phases, wait in self._kept[number] if self._kept else self._steps(number):
             for phase, calls in phases:
                 quietly(run_calls, calls)
-                if laps is not None:
-                    laps.end(phase)
+                end_phase(phase)
             self._wait(wait, agreement)
-            if laps is not None and wait is not Wait.NOBODY:
-                laps.end("waiting")
+            if wait is not Wait.NOBODY:
+                end_phase("waiting")
 
     def _wait(self, wait: Wait, agreement: Agreement) -> None:
         barrier = self._barrier

@@ -83,16 +83,13 @@ class ResidentAllReduce:
     def run(self, agreement: Agreement) -> None:
         """Reduces the current values; see PreparedList."""
         context = self._context
-        laps = tracing.laps_of(context.recorder)
+        end_phase = tracing.phases_of(context.recorder)
         context.barrier.agree(agreement)
-        if laps is not None:
-            laps.end("waiting")
+        end_phase("waiting")
         context.quietly(run_calls, self._calls)
-        if laps is not None:
-            laps.end("reducing")
+        end_phase("reducing")
         context.barrier.agree(agreement)
-        if laps is not None:
-            laps.end("waiting")
+        end_phase("waiting")
 
     def _add_calls(self, parts: Sequence[Array], at: int) -> None:
         """Adds the calls that reduce one chunk, with the same arithmetic as reduce_into.
