@@ -242,3 +242,40 @@ def test_interrupt_while_spawn_starts_its_ranks_leaves_none(tmp_path):
     done = subprocess.run([sys.executable, str(path), str(folder)], capture_output=True, text=True, timeout=60)
     assert done.stdout == "interrupted\n", done.stderr
     assert all(command.has_ended(int(name), 60) for name in os.listdir(folder))
+
+
+@pytest.mark.parametrize("kernel", ["new", "before 5.3"])
+def test_forked_ranks_of_a_killed_launcher_end_although_its_other_children_live_on(tmp_path, kernel):
+    source = (
+        IDLE_CHILDREN
+        + """
+    import signal, sys, time
+
+    def idle():
+        os.write(1, b"%d\\n" % os.getpid())
+        while True:
+            signal.pause()
+
+    def fork_children():
+        while True:
+            fork_idle_child()
+            time.sleep(0.01)
+
+    if __name__ == "__main__":
+        if sys.argv[1] != "new":
+            del os.pidfd_open
+        gs.set_start_method("fork")
+        threading.Thread(target=fork_children, daemon=True).start()
+        gs.launch(idle, (), 2)
+    """
+    )
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(source))
+    line = [sys.executable, "-W", "ignore", str(path), kernel]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True) as launcher:
+        ranks = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.kill()
+        try:
+            assert all(command.has_ended(rank, 20) for rank in ranks)
+        finally:
+            os.killpg(launcher.pid, signal.SIGKILL)

@@ -26,9 +26,9 @@ def test_parse_gpus(given, names):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ("", "empty entry"),
-        ("0,,1", "empty entry: '0,,1'"),
-        ("0,", "empty entry"),
+        ("", "got '' in ''"),
+        ("0,,1", "got '' in '0,,1'"),
+        ("0,", "got '' in '0,'"),
         ([], "at least one GPU, got none"),
         ("0,0", "names GPU 0 twice"),
         ([1, "01"], "names GPU 1 twice"),

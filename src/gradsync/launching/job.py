@@ -291,11 +291,7 @@ def choose_gpus(
 def _name_of(entry: int | str, gpus: str | Sequence[int | str]) -> str:
     """Returns an entry of the user's list in the syntax of CUDA_VISIBLE_DEVICES."""
     number = entry if isinstance(entry, str) else integer_of(entry)
-    if number is None:
-        raise InvalidArgument(f"gpus needs numbers or names of GPUs, got {entry!r} in {gpus!r}")
     text = str(number).strip()
-    if not text:
-        raise InvalidArgument(f"gpus has an empty entry: {gpus!r}")
     if not text.isascii() or not _GPU.fullmatch(text):
         raise InvalidArgument(f"gpus needs numbers from 0, GPU-... or MIG-... names, got {entry!r} in {gpus!r}")
     return str(int(text)) if text.isdigit() else text

@@ -54,7 +54,7 @@ from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_RANKS
 from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.server import RendezvousServer
-from gradsync.rendezvous.sockets import ConnectionLost, bind_listener, look_up
+from gradsync.rendezvous.sockets import ConnectionLost, bind_listener
 
 # Less than the 5 s between the server's notices, which could otherwise name a launcher that is about to connect again.
 _JOIN_NOTICE_SECONDS = 4.0
@@ -315,8 +315,7 @@ def _hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServe
     with contextlib.ExitStack() as stack:
         try:
             another = "name another port in --rendezvous, on every machine"
-            bound_host = options.node_address or _resolve(host, port, notices)
-            listener = stack.enter_context(bind_listener(bound_host, port, if_taken=another))
+            listener = stack.enter_context(bind_listener(options.node_address or host, port, if_taken=another))
         except RendezvousError as error:
             is_taken = isinstance(error.__context__, OSError) and error.__context__.errno == errno.EADDRINUSE
             advice = (
@@ -324,26 +323,24 @@ def _hosting(options: NodeOptions, notices: Notices) -> Iterator[RendezvousServe
                 f"{options.rendezvous!r}, or give an address of this machine with --node-address"
             )
             raise RendezvousError(f"{options.name}: {error}{'' if is_taken else advice}") from None
+        if options.node_address is None:
+            _check_reachable(host, listener.getsockname()[0], notices)
         server = RendezvousServer(options.nnodes, secret=options.secret, listener=listener, of_launchers=True)
         yield stack.enter_context(server)
 
 
-def _resolve(host: str, port: int, notices: Notices) -> str:
-    """Returns the address of a host name, as this machine resolves it."""
-    try:
-        found = str(look_up(host, port)[0][4][0])
-    except OSError as error:
-        raise RendezvousError(
-            f"--rendezvous: node 0 cannot resolve the name {host!r}: {error}; give an IP address instead, or an "
-            "address of this machine with --node-address"
-        ) from None
-    _check_particular("--rendezvous", host, found)
-    if host not in ("localhost", found) and ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+def _check_reachable(host: str, address: str, notices: Notices) -> None:
+    """Checks the address of the host in --rendezvous, as this machine resolves it.
+
+    Raises:
+        InvalidArgument: the address belongs to no particular machine.
+    """
+    _check_particular("--rendezvous", host, address)
+    if host not in ("localhost", address) and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         notices.print(
-            f"gradsync: warning: on this machine {host!r} has the address {found}, which no other machine can reach; "
+            f"gradsync: warning: on this machine {host!r} has the address {address}, which no other machine can reach; "
             "give another address in --rendezvous, or an address of this machine with --node-address"
         )
-    return found
 
 
 class _NodeRun:
@@ -449,56 +446,26 @@ class _NodeRun:
             RendezvousError: the rendezvous server refused this launcher, or is gone.
             InvalidArgument: the options of the launchers differ.
         """
-        node_address = self._options.node_address
-        address = None if node_address is None else own_address(node_address)
-        if node_address is not None and address is None:
-            raise InvalidArgument(f"--node-address {node_address!r} is no address of this machine; see: ip address")
-        while True:
-            client = self._connect()
-            try:
-                own = NodeRecord(
-                    node=self._options.node_rank,
-                    host=socket.gethostname(),
-                    address=address or client.own_host,
-                    n_ranks=self._job.n_ranks,
-                    restart=self._restart,
-                    max_restarts=self._job.max_restarts,
-                    master_port=master_port,
-                    start=os.urandom(_START_BYTES).hex(),
-                )
-                records = client.exchange("nodes", to_json(own), timeout_seconds=_EXCHANGE_SECONDS)
-                nodes = tuple(decode_record(i, data) for i, data in enumerate(records))
-                self._check_nodes(nodes)
-                client.begin_start(nodes[0].start, sum(record.n_ranks for record in nodes))
-                return client, nodes
-            except InvalidArgument:
-                client.close()
-                raise
-            except RankFailed as error:  # a launcher died after it had joined, and before it sent its record
-                client.abandon()
-                self._notices.print(f"gradsync: {self._options.name} waits again until all nodes have joined: {error}")
-            except BaseException:
-                client.abandon()
-                raise
-
-    def _connect(self) -> RendezvousClient:
-        """Waits until all launchers have joined; prints every few seconds which are missing.
-
-        On node 0 the server prints the missing launchers.
-        """
         options = self._options
+        address = None if options.node_address is None else own_address(options.node_address)
+        if options.node_address is not None and address is None:
+            raise InvalidArgument(
+                f"--node-address {options.node_address!r} is no address of this machine; see: ip address"
+            )
         deadline = time.monotonic() + options.join_timeout_seconds
         while True:
             left_seconds = max(deadline - time.monotonic(), 0.0)
             try:
-                return RendezvousClient.connect(
+                client = RendezvousClient.connect(
                     self._address,
                     secret=options.secret,
                     rank=options.node_rank,
                     world_size=options.nnodes,
+                    # On node 0 the server prints the missing launchers.
                     timeout_seconds=min(left_seconds, _JOIN_NOTICE_SECONDS) if options.node_rank else left_seconds,
                     noun="node",
                 )
+                return client, self._exchange_records(client, address or client.own_host, master_port)
             except AuthenticationError as error:
                 raise AuthenticationError(f"{error}; --secret-file needs the same secret on every machine") from None
             except RendezvousTimeout as error:
@@ -517,6 +484,31 @@ class _NodeRun:
                     f"{options.join_timeout_seconds:g} s (--join-timeout): {reason}"
                 )
             self._notices.print(f"gradsync: {options.name} waits for others at {options.rendezvous}: {reason}")
+
+    def _exchange_records(self, client: RendezvousClient, address: str, master_port: int) -> tuple[NodeRecord, ...]:
+        """Returns the records of all launchers, in the order of the nodes, and begins a start of the ranks."""
+        own = NodeRecord(
+            node=self._options.node_rank,
+            host=socket.gethostname(),
+            address=address,
+            n_ranks=self._job.n_ranks,
+            restart=self._restart,
+            max_restarts=self._job.max_restarts,
+            master_port=master_port,
+            start=os.urandom(_START_BYTES).hex(),
+        )
+        try:
+            records = client.exchange("nodes", to_json(own), timeout_seconds=_EXCHANGE_SECONDS)
+            nodes = tuple(decode_record(i, data) for i, data in enumerate(records))
+            self._check_nodes(nodes)
+            client.begin_start(nodes[0].start, sum(record.n_ranks for record in nodes))
+            return nodes
+        except InvalidArgument:
+            client.close()
+            raise
+        except BaseException:
+            client.abandon()
+            raise
 
     def _check_nodes(self, nodes: tuple[NodeRecord, ...]) -> None:
         """Raises InvalidArgument if the launchers' options differ, or do not fit the number of ranks."""

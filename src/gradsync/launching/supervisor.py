@@ -178,11 +178,14 @@ class Supervisor:
             self._output = self._make_output(job, self._restart)
             self._stack.callback(self._output.finish, _LAST_OUTPUT_SECONDS)
         self._stack.callback(self._end_watching)
-        with start_record(job.target, endpoint.secret, shows_lines=self._output is not None) as record:
+        with (
+            start_record(job.target, endpoint.secret, shows_lines=self._output is not None) as record,
+            open(os.devnull, "rb") as null,
+        ):
             for local_rank, environ in enumerate(environs):
                 rank = RankProcess(job.rank_start + local_rank)
                 try:
-                    self._start_rank(rank, record, environ)
+                    self._start_rank(rank, record, environ, 0 if rank.rank == job.stdin_rank else null.fileno())
                 except OSError as error:
                     raise BackendUnavailable(_refusal(rank.rank, error)) from error
                 self._watch(rank)
@@ -219,10 +222,10 @@ class Supervisor:
 
     # -- Starting ------------------------------------------------------------------------------------------------
 
-    def _start_rank(self, rank: RankProcess, record: int, environ: dict[str, str]) -> None:
+    def _start_rank(self, rank: RankProcess, record: int, environ: dict[str, str], standard_input: int) -> None:
         """Starts one rank, with pipes for its output if the launcher shows the output."""
         with contextlib.ExitStack() as theirs:
-            streams = [_standard_input(rank.rank == self._job.stdin_rank, theirs), 1, 2]
+            streams = [standard_input, 1, 2]
             if self._output is not None:
                 output_reader, streams[1] = os.pipe()
                 theirs.callback(os.close, streams[1])
@@ -447,12 +450,3 @@ def _refusal(rank: int, error: OSError) -> str:
     if error.errno == errno.EAGAIN:
         return f"{text}; raise the limit of processes (ulimit -u; in a container, the pids limit), or start fewer ranks"
     return text
-
-
-def _standard_input(is_chosen: bool, theirs: contextlib.ExitStack) -> int:
-    """Returns a rank's standard input: this process's own for the chosen rank, /dev/null for the others."""
-    if is_chosen:
-        return 0
-    null = os.open(os.devnull, os.O_RDONLY)
-    theirs.callback(os.close, null)
-    return null

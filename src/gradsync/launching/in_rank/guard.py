@@ -33,6 +33,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the guard forwards these if it receives them itself
 _SWEEP_SECONDS = 1.5  # a process that is left after this time is stuck in the kernel
 _SWEEP_WAIT_SECONDS = 0.02
+# Before Linux 5.3. The end of the command pipe is not enough: a child of the launcher may hold a copy of it.
+_LOOK_FOR_LAUNCHER_MS = 500
 
 
 class GuardDescriptors(NamedTuple):
@@ -105,6 +107,7 @@ class _Guard:
         self._status = status
         self._command = command
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._launcher_pid = launcher_pid
         self._launcher = _open_process(launcher_pid)
         self._rank_is_reaped = False
 
@@ -121,13 +124,16 @@ class _Guard:
         for descriptor in (self._wake, self._command, self._launcher):
             if descriptor is not None:
                 poll.register(descriptor, select.POLLIN)
+        wait_ms = _LOOK_FOR_LAUNCHER_MS if self._launcher is None else None
         while not self._rank_has_ended():
-            for descriptor, _ in poll.poll():
+            is_launcher_gone = False
+            for descriptor, _ in poll.poll(wait_ms):
                 if descriptor == self._wake:
                     self._take_signals()
                 elif descriptor == self._launcher or not self._take_commands():
-                    self._signal_rank(signal.SIGKILL)
-                    self._end()
+                    is_launcher_gone = True
+            if is_launcher_gone or os.getppid() != self._launcher_pid:
+                break
         self._end()
 
     def _take_signals(self) -> None:
@@ -201,7 +207,7 @@ def _open_process(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
-        return None  # the command pipe then reports the end of the launcher
+        return None
 
 
 def _children_of(parent: int) -> list[int]:
