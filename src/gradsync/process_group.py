@@ -76,6 +76,7 @@ _FOREIGN = {
     "init_method": 'address="host:port", or leave it out if a launcher has started the ranks',
     "device_id": 'device="cuda:0"',
 }
+_NOT_AGREED = InvalidArgument, BackendUnavailable  # all ranks raise these errors if they agree on no backend
 _LEAVING_SECONDS = 5.0  # how long a rank that hosts the server waits at exit for other ranks to leave
 _FAILED_JOB_SECONDS = 0.5  # the wait before MPI ends all ranks, so that the other ranks can receive and print the cause
 
@@ -180,12 +181,10 @@ def init_process_group(
     else:
         try:
             client = _join(settings, wanted)
-            communicator = _agree_and_connect(
-                "init_process_group",
-                client,
-                lambda: agree_on_backend(client, wanted, settings),
-                lambda chosen: connect(chosen, client, settings, "world"),
-            )
+            with _reporting("init_process_group", client, raised_by_all=_NOT_AGREED):
+                wanted = agree_on_backend(client, wanted, settings)
+            with _reporting("init_process_group", client):
+                communicator = connect(wanted, client, settings, "world")
         except BaseException:
             _leave()
             raise
@@ -385,18 +384,15 @@ def _place_without_launcher(backend: str, address: str | None) -> RankEnvironmen
     return alone_without_launcher()
 
 
-def _agree_and_connect(
-    where: str, client: RendezvousClient, agree: Callable[[], str], connect_over: Callable[[str], Communicator]
-) -> Communicator:
-    """Calls `agree`, then `connect_over` with its result; reports a failure of this rank to the other ranks."""
-    have_agreed = False
+@contextlib.contextmanager
+def _reporting(
+    where: str, client: RendezvousClient, *, raised_by_all: tuple[type[BaseException], ...] = ()
+) -> Iterator[None]:
+    """Reports an exception of this rank in the block to the other ranks, except errors that all ranks raise."""
     try:
-        backend = agree()
-        have_agreed = True
-        return connect_over(backend)
+        yield
     except BaseException as error:
-        # Before the ranks have agreed, all ranks raise these two errors, so no rank needs a report.
-        if have_agreed or not isinstance(error, InvalidArgument | BackendUnavailable):
+        if not isinstance(error, raised_by_all):
             client.report_failure(f"in {where}: {describe(error)}", culprit=culprit_of(error))
         raise
 
@@ -436,10 +432,10 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
     client = _client or _join(settings, backend)  # a world of one rank has no client yet
     name = world._tree.new_name(backend)
 
-    def agree() -> str:
+    with _reporting("override_backend", client, raised_by_all=_NOT_AGREED):
         asking = client.group(world.ranks, f"{name}/offers")
         try:
-            return agree_on_backend(asking, backend, settings, is_checked=False)
+            agree_on_backend(asking, backend, settings, is_checked=False)
         except RendezvousTimeout as error:
             raise RendezvousTimeout(
                 f"{client.label}: override_backend({backend!r}) waited {settings.timeout_seconds:.3g} s: every rank of "
@@ -449,11 +445,8 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
             ) from error
         finally:
             asking.close()
-
-    def connect_over(chosen: str) -> Communicator:
-        return connect(chosen, client.group(world.ranks, name), settings, name)
-
-    return _agree_and_connect("override_backend", client, agree, connect_over)
+    with _reporting("override_backend", client):
+        return connect(backend, client.group(world.ranks, name), settings, name)
 
 
 def _join(settings: WorldSettings, wanted: str) -> RendezvousClient:
