@@ -100,6 +100,5 @@ def _how(name: str, by_rank: list[_Fingerprints]) -> str:
     present = [of_rank[name] for of_rank in by_rank if name in of_rank]
     if len(present) < len(by_rank):
         return "its presence"
-    if len({each.shape for each in present}) > 1:
-        return "its shape"
-    return "its dtype" if len({each.dtype for each in present}) > 1 else "its values"
+    of_ranks = zip(("shape", "dtype", "values"), zip(*present, strict=True), strict=True)
+    return next(f"its {field}" for field, values in of_ranks if len(set(values)) > 1)

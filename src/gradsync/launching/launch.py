@@ -56,14 +56,13 @@ class WorkerError(GradsyncError, ProcessError):
         results: a dictionary from rank to return value, for the workers that had sent their values.
     """
 
-    def __init__(
-        self, msg: str, *, exitcode: int | None = None, worker_id: int = -1, results: dict[int, Any] | None = None
-    ) -> None:
-        super().__init__(msg)
+    exitcode: int | None = None
+    worker_id: int = -1
+    results: Mapping[int, Any] = {}
+
+    def __init__(self, msg: str, **attributes: Any) -> None:
+        super().__init__(msg, **attributes)
         self.msg = msg
-        self.exitcode = exitcode
-        self.worker_id = worker_id
-        self.results = results or {}
 
 
 class MainProcessError(GradsyncError, ProcessError):
@@ -73,9 +72,7 @@ class MainProcessError(GradsyncError, ProcessError):
         signal_no: the signal's number.
     """
 
-    def __init__(self, msg: str, *, signal_no: int = 0) -> None:
-        super().__init__(msg)
-        self.signal_no = signal_no
+    signal_no: int = 0
 
 
 def launch(
