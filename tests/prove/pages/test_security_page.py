@@ -40,14 +40,18 @@ def test_a_secret_with_which_launchers_meet(tmp_path: Path) -> None:
 
 
 def test_limits_are_those_of_the_code() -> None:
-    rows = r"^\| (a frame [^|]*|from connecting[^|]*|unauthenticated[^|]*|unread[^|]*) \| ([^|]*) \|$"
-    limits = dict(re.findall(rows, PAGE, flags=re.MULTILINE))
+    limits = dict(
+        re.findall(r"^\| ((?:size|time|number of unauth|data)[^|]*) \| ([^|]*) \|$", PAGE, flags=re.MULTILINE)
+    )
+    more = f"{server.MAX_UNAUTHENTICATED} plus one for each rank. The server closes the oldest connection first"
     assert limits == {
-        "a frame before the proof": f"{wire.MAX_HANDSHAKE_FRAME_BYTES} bytes",
-        "a frame after it": f"{wire.MAX_FRAME_BYTES // 1024} KB",
-        "from connecting to the first valid message": f"{server.HANDSHAKE_SECONDS:g} s, however many bytes arrive",
-        "unauthenticated connections": f"{server.MAX_UNAUTHENTICATED} plus one for each rank; the oldest closes first",
-        "unread data for a peer": f"{server.MAX_OUTPUT_BYTES // 2**20} MB",
+        "size of a frame before the client's proof": f"{wire.MAX_HANDSHAKE_FRAME_BYTES} bytes",
+        "size of a frame after the client's proof": f"{wire.MAX_FRAME_BYTES // 1024} KB",
+        "time from the connection to the first valid message": (
+            f"{server.HANDSHAKE_SECONDS:g} s, even if bytes arrive all the time"
+        ),
+        "number of unauthenticated connections": more,
+        "data that a client has not read yet": f"{server.MAX_OUTPUT_BYTES // 2**20} MB",
     }
 
 
