@@ -24,7 +24,7 @@ from rich.console import Console
 
 import gradsync as gs
 from gradsync.communicators.nccl.connect import count_devices
-from gradsync.communicators.nccl.library import Nccl
+from gradsync.communicators.nccl.library import check_library
 from measurement import add_output, provenance, write_result
 from on_gpu.rows import Row, table_of
 from on_gpu.scale import FULL, QUICK, TINY, Scale
@@ -42,7 +42,7 @@ TITLES = {
 def why_no_gpu() -> str | None:
     """Returns why nothing can be measured here, or None when it can."""
     try:
-        Nccl()
+        check_library()
         return None if count_devices() else "CUDA shows no device to this process"
     except gs.BackendUnavailable as error:
         return str(error)

@@ -7,7 +7,7 @@ from typing import Any
 
 import cupy
 
-from gradsync.communicators.nccl.library import Nccl, library_path, version_text
+from gradsync.communicators.nccl.library import check_library, library_path, version_text
 
 
 def gpu() -> dict[str, Any]:
@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
         "cupy": cupy.__version__,
         "cuda_runtime": _cuda_version(cupy.cuda.runtime.runtimeGetVersion()),
         "cuda_of_driver": _cuda_version(cupy.cuda.runtime.driverGetVersion()),
-        "nccl": version_text(Nccl().version),
+        "nccl": version_text(check_library()),
         "nccl_library": library_path().rpartition("/")[2],
     }
 

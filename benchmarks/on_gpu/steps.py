@@ -75,7 +75,9 @@ def _that_packs() -> gs.Communicator:
     settings = process_group._settings
     assert client is not None
     assert settings is not None
-    return gs.Communicator(connect(client, settings, "packing", force_packing=True))
+    backend = connect(client, settings, "packing")
+    backend.force_packing = True
+    return gs.Communicator(backend)
 
 
 def time_shared(scale: Scale) -> dict[str, list[Sample]]:

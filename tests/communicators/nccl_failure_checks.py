@@ -376,14 +376,14 @@ def close_between_a_launch_that_fails_and_its_communicator(comm: Any) -> None:
         client().get("launched", timeout_seconds=SECONDS)
         comm.abort("enough")
         return
-    fail_launches, have_failed, destroyed = comm._backend._watched.fail_launches, threading.Event(), []
+    end_running, have_failed, destroyed = comm._backend._watched._end_running, threading.Event(), []
 
     def fail_and_pause(error: BaseException) -> None:
-        fail_launches(error)
+        end_running(error)
         have_failed.set()
         time.sleep(0.5)  # as where the machine is busy: time enough for what must not happen
 
-    comm._backend._watched.fail_launches = fail_and_pause
+    comm._backend._watched._end_running = fail_and_pause
     comm._backend._nccl.destroy = lambda: destroyed.append(comm)
     with contextlib.suppress(gs.RankFailed):  # it is on its way, and the other one may be faster than the answer
         client().set("launched", b"")

@@ -18,12 +18,6 @@ from places import SHM
 WORLD_SIZE = 3
 
 
-def library() -> Any:
-    from gradsync.communicators.nccl.library import Nccl
-
-    return Nccl()
-
-
 def why_not() -> str | None:
     """Returns why the real libraries cannot be loaded here, or None where they can."""
     try:
@@ -32,8 +26,10 @@ def why_not() -> str | None:
         return f"CuPy cannot be imported: {error}"
     if not hasattr(cupy, "RawKernel"):
         return "this CuPy is the stand-in"
+    from gradsync.communicators.nccl.library import check_library
+
     try:
-        library()
+        check_library()
     except gs.BackendUnavailable as error:
         return str(error)
     return None
@@ -43,15 +39,16 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 def test_ids_and_versions() -> None:
-    from gradsync.communicators.nccl.library import library_path, version_text
+    from cupy.cuda import nccl
 
-    nccl = library()
-    assert len(nccl.make_unique_id()) == 128
-    assert nccl.make_unique_id() != nccl.make_unique_id()
-    assert nccl.version >= 22000
-    assert version_text(nccl.version).startswith("2.")
+    from gradsync.communicators.nccl.library import check_library, last_error, library_path, version_text
+
+    assert len(bytes(nccl.get_unique_id())) == 128
+    assert nccl.get_unique_id() != nccl.get_unique_id()
+    assert check_library() >= 22000
+    assert version_text(check_library()).startswith("2.")
     assert "libnccl.so" in library_path()
-    assert isinstance(nccl.last_error(), str)
+    assert isinstance(last_error(), str)
 
 
 def test_codes_are_as_the_stand_in_has_them() -> None:
@@ -64,12 +61,16 @@ def test_codes_are_as_the_stand_in_has_them() -> None:
 
 def test_the_table_of_errors() -> None:
     """CuPy's own error does not know the codes 7 and 8."""
-    from gradsync.communicators.nccl.library import RESULTS
+    import cupy
+    from cupy.cuda import nccl
 
-    nccl = library()
+    from gradsync.communicators.nccl.library import RESULTS, Nccl
+
+    unconnected = Nccl.__new__(Nccl)  # a connected one needs a GPU
+    unconnected._label, unconnected.binding, unconnected._cupy = "rank 0/1", nccl, cupy
     for code, (name, _) in RESULTS.items():
-        with pytest.raises(gs.NcclError) as caught, nccl._errors("ncclAllReduce"):
-            raise nccl.binding.NcclError(code)
+        with pytest.raises(gs.NcclError) as caught, unconnected._errors("ncclAllReduce"):
+            raise nccl.NcclError(code)
         assert (caught.value.code, caught.value.name) == (code, name)
     assert set(range(1, 9)) == set(RESULTS)
 
@@ -90,10 +91,12 @@ def test_the_methods_have_the_arguments_that_are_given() -> None:
 
 
 def carry_an_id(comm: Any) -> str:
-    nccl, client = library(), process_group._client
+    from cupy.cuda import nccl
+
+    client = process_group._client
     assert client is not None
     if comm.rank == 0:
-        client.set("real id", nccl.make_unique_id())
+        client.set("real id", bytes(nccl.get_unique_id()))
     unique_id = client.get("real id", timeout_seconds=30)
     assert len(unique_id) == 128
     return hashlib.sha256(unique_id).hexdigest()
@@ -106,12 +109,13 @@ def test_an_id_comes_to_all_ranks() -> None:
 def join_without_a_gpu(comm: Any) -> tuple[str, str, int]:
     import cupy
 
+    from gradsync.communicators.nccl.library import Nccl
+
     client = process_group._client
     assert client is not None
-    nccl = library()
-    plain = expect(gs.NcclError, lambda: nccl.join(client, 0, "without a device", time.monotonic() + 30))
+    plain = expect(gs.NcclError, lambda: Nccl(client, 0, "without a device", time.monotonic() + 30))
     cupy.cuda.Device = lambda _: nullcontext()  # which CUDA refuses first
-    error = expect(gs.NcclError, lambda: nccl.join(client, 0, "real", time.monotonic() + 30))
+    error = expect(gs.NcclError, lambda: Nccl(client, 0, "real", time.monotonic() + 30))
     return str(plain), str(error), error.code
 
 

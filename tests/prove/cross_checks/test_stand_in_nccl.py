@@ -196,8 +196,6 @@ def _refused_within_a_group(r: Rank) -> None:
     r.launch(communicator, array)
     with pytest.raises(r.nccl.NcclError, match="invalid root 9"):
         communicator.broadcast(array.data.ptr, array.data.ptr, 4, FLOAT, 9, 0)
-    with pytest.raises(r.nccl.NcclError, match="within a group"):
-        communicator.commSplit(0, 0)
     with pytest.raises(r.nccl.NcclError, match="invalid root 9"):
         r.nccl.groupEnd()
     r.launch(communicator, array)
@@ -206,58 +204,3 @@ def _refused_within_a_group(r: Rank) -> None:
 
 def test_a_group_with_a_refused_call_launches_nothing() -> None:
     run(_refused_within_a_group, 2)
-
-
-def _split(r: Rank) -> None:
-    communicator, array = r.communicator(), r.full(r.rank)
-    for color, key, members in [(0, -r.rank, [2, 1, 0]), (r.rank % 2, 0, [r.rank] if r.rank == 1 else [0, 2])]:
-        part = communicator.commSplit(color, key)
-        assert (part.size(), part.rank_id(), part.device_id()) == (len(members), members.index(r.rank), r.rank)
-        mine = r.full(r.rank)
-        r.launch(part, mine)
-        assert mine.get().tolist() == [sum(members)] * 4
-        part.destroy()
-    part = communicator.commSplit(-1 if r.rank == 0 else 5, 0)
-    assert part is None if r.rank == 0 else part.size() == 2
-    with pytest.raises(r.nccl.NcclError, match="color must be"):
-        communicator.commSplit(-2, 0)
-    gate = Gate(r.cupy.cuda.Stream.null)
-    r.launch(communicator, array)
-    with pytest.raises(r.nccl.NcclError, match="is outstanding"):
-        communicator.commSplit(0, 0)
-    gate.open()
-    assert array.get().tolist() == [3] * 4
-    communicator.destroy()
-    with pytest.raises(r.nccl.NcclError, match="aborted or destroyed"):
-        communicator.commSplit(0, 0)
-
-
-def test_split() -> None:
-    run(_split, 3)
-
-
-def _split_alone(r: Rank) -> None:
-    communicator, array = r.communicator(), r.full(1)
-    r.launch(communicator, array)  # connects the ranks, while the host waits
-    array.get()
-    if r.rank == 0:
-        with pytest.raises(r.nccl.NcclError, match=r"rank 0: commSplit\(.*rank 1: allReduce"):
-            communicator.commSplit(0, 0)
-    else:
-        r.launch(communicator, array)
-        array.get()
-        with pytest.raises(r.nccl.NcclError, match="different collectives"):
-            communicator.check_async_error()
-
-
-def test_split_beside_another_collective() -> None:
-    run(_split_alone, 2)
-
-
-def _no_split(r: Rank) -> None:
-    with pytest.raises(RuntimeError, match="not available"):
-        r.communicator().commSplit(0, 0)
-
-
-def test_split_needs_its_version() -> None:
-    run(_no_split, GRADSYNC_STAND_IN_NCCL_VERSION="21706")

@@ -8,7 +8,7 @@ import socket
 import time
 
 from gradsync.communicators.backend import Backend
-from gradsync.communicators.nccl.library import Nccl
+from gradsync.communicators.nccl.library import check_library
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable, InvalidArgument
 from gradsync.machine import boot_id
@@ -21,15 +21,13 @@ _CTAS_OF_A_SHARING_RANK = "4"
 
 
 def count_devices() -> int:
-    """Returns the number of GPUs that CUDA shows to this process.
+    """Returns the number of GPUs that CUDA shows to this process, which has CuPy.
 
     Raises:
-        BackendUnavailable: CuPy or the driver is missing.
+        BackendUnavailable: the driver is missing.
     """
-    try:
-        import cupy
-    except ImportError as error:
-        raise BackendUnavailable(f"CuPy cannot be imported: {error}") from error
+    import cupy
+
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -87,7 +85,7 @@ def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shar
 def check(_place: RankEnvironment) -> None:
     """See BackendModule. Raises BackendUnavailable if CuPy, NCCL or a GPU is missing."""
     try:
-        Nccl()
+        check_library()
         if count_devices() == 0:
             raise BackendUnavailable("no GPU is visible")
     except BackendUnavailable as error:
@@ -96,11 +94,11 @@ def check(_place: RankEnvironment) -> None:
 
 def offer(settings: WorldSettings) -> str:
     """See BackendModule. Raises BackendUnavailable if CuPy, NCCL or a GPU for this rank is missing."""
-    library = Nccl()
-    return device_identity(_device_for(settings), library.version)
+    version = check_library()
+    return device_identity(_device_for(settings), version)
 
 
-def connect(client: RendezvousClient, settings: WorldSettings, group: str, *, force_packing: bool = False) -> Backend:
+def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> Backend:
     """See BackendModule. The caller must report an error of this function, because the other ranks wait for this rank.
 
     Args:
@@ -108,7 +106,6 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str, *, fo
         settings: the world's settings; `timeout_seconds` limits the total time of this call, including
             ncclCommInitRank.
         group: the group's name; no group since the last start of the ranks has had this name.
-        force_packing: see Backend.
 
     Raises:
         BackendUnavailable: CuPy, NCCL or a GPU is missing, or ranks share a GPU without allow_shared_gpu.
@@ -117,20 +114,19 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str, *, fo
         RankFailed: a rank died.
     """
     deadline = time.monotonic() + settings.timeout_seconds
-    nccl = Nccl()  # raises an error without CuPy, which the imports below need
+    version = check_library()  # raises an error without CuPy, which the imports below need
     device_id = _device_for(settings)
     if settings.allow_shared_gpu:
-        _let_ranks_share(nccl.version, client.rank)
+        _let_ranks_share(version, client.rank)
     import cupy
 
     cupy.cuda.Device(device_id).use()  # like torch.cuda.set_device: new arrays use this device
-    identity = device_identity(device_id, nccl.version)
+    identity = device_identity(device_id, version)
     _check_devices(client, identity, group, deadline, allow_shared_gpu=settings.allow_shared_gpu)
     from gradsync.communicators.nccl.nccl_backend import NcclBackend
 
-    joined = nccl.join(client, device_id, group, deadline)
     seconds = settings.collective_timeout_seconds
-    return NcclBackend.take_over(joined, client, group, seconds, force_packing=force_packing)
+    return NcclBackend(client, device_id, group, seconds, deadline)
 
 
 def _device_for(settings: WorldSettings) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import cupy
@@ -259,22 +260,10 @@ _IsValid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 _pointer_of = _PointerOf(("PyCapsule_GetPointer", ctypes.pythonapi))
 _is_valid = _IsValid(("PyCapsule_IsValid", ctypes.pythonapi))
 _VERSIONED = b"dltensor_versioned"
+# Where the flags are in DLPack's struct DLManagedTensorVersioned: after the version (two uint32), manager_ctx and
+# deleter. Later versions of DLPack keep these fields. Source: dlpack.h.
+_FLAGS_OFFSET = 24
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
-
-
-class _DLPackHead(ctypes.Structure):
-    """The first fields of DLPack's struct DLManagedTensorVersioned.
-
-    Later versions of DLPack keep these fields. Source: dlpack.h.
-    """
-
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-    )
 
 
 class _Exporter:
@@ -296,29 +285,23 @@ class _Exporter:
     def __dlpack__(self, **options: Any) -> Any:
         capsule = self._array.__dlpack__(**options)
         if _is_valid(capsule, _VERSIONED):
-            head = _DLPackHead.from_address(_pointer_of(capsule, _VERSIONED))
-            self.is_read_only = self.is_read_only or bool(head.flags & _READ_ONLY)
+            flags = ctypes.c_uint64.from_address(_pointer_of(capsule, _VERSIONED) + _FLAGS_OFFSET)
+            self.is_read_only = self.is_read_only or bool(flags.value & _READ_ONLY)
         return capsule
 
 
-class _Addresses:
-    """Shows a device array's addresses to NumPy, by `__array_interface__`.
-
-    NumPy only compares the addresses; it must not read the memory.
-    """
-
-    def __init__(self, array: Any) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (array.data.ptr, False),
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.dtype.itemsize}",
-        }
-
-
 def _addresses_of(array: Any) -> Any:
-    return array if isinstance(array, np.ndarray) else np.asarray(_Addresses(array))
+    """Returns a NumPy array with the addresses of a device array, to compare them; NumPy must not read the memory."""
+    if isinstance(array, np.ndarray):
+        return array
+    addresses = {
+        "version": 3,
+        "data": (array.data.ptr, False),
+        "shape": array.shape,
+        "strides": array.strides,
+        "typestr": f"|V{array.dtype.itemsize}",
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=addresses))
 
 
 def _launch(kernel: str, values: Any, result: Any) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import cupy
@@ -104,7 +105,6 @@ class Launch:
 
     Args:
         backend: the communicator's backend.
-        check: a function that raises the error that has broken the communicator, if there is one.
         nccl: this rank's NCCL communicator.
         events: the pool of CUDA events of the communicator's device.
         stream: the stream on which the collective runs.
@@ -119,11 +119,9 @@ class Launch:
     is_over = False
     error: BaseException | None = None
     has_host_results = False
-    _calls_back = False  # whether callbacks are being called; functions that are added meanwhile are called later
 
-    def __init__(self, backend: Backend, check: Callable[[], None], nccl: Nccl, events: Events, stream: Any) -> None:
+    def __init__(self, backend: Backend, nccl: Nccl, events: Events, stream: Any) -> None:
         self._backend = backend
-        self._check = check
         self._nccl = nccl
         self._events = events
         self.stream = stream
@@ -178,7 +176,7 @@ class Launch:
         if self.has_host_results:
             self.wait()
         elif self.error is not None or not self.is_over:
-            self._raise_failure()
+            self._raise_error()
             device_id = self._nccl.device_id
             with cupy.cuda.Device(device_id):  # the current device decides which default stream is meant
                 waiting = as_stream(stream, device_id, self.name)
@@ -198,7 +196,6 @@ class Launch:
         verdict_by = deadline + (_VERDICT_SECONDS if timeout_seconds is None else 0.0)
         checks = 0
         while not self.done():
-            self._raise_failure()
             checks += 1
             if checks > _CHECKS_WITHOUT_SLEEP:
                 now = time.monotonic()
@@ -219,7 +216,7 @@ class Launch:
     def when_done(self, function: Callable[[], None]) -> None:
         """See Completion."""
         with self._lock:
-            if not self.is_over or self._calls_back:
+            if not self.is_over:
                 self.callbacks.append(function)
                 return
         self._call(function)
@@ -271,7 +268,6 @@ class Launch:
                 last = self._call_before_done()
                 error = error or last
             self.error = error
-            self._calls_back = bool(self.callbacks)
             self.is_over = True
             if self.recorded is not None:
                 finish(self.recorded, failed=error is not None)
@@ -300,10 +296,6 @@ class Launch:
         self._functions_before_done.clear()
         return failed
 
-    def _raise_failure(self) -> None:
-        self._raise_error()
-        self._check()
-
     def _raise_error(self) -> None:
         if self.error is not None:
             self._backend.lifetime.note_raised(self.error)
@@ -316,13 +308,10 @@ class Launch:
             _log.error("a callback at the end of %s raised %s", self.name, describe(error))
 
     def call_back(self) -> None:
-        """Calls the functions in `callbacks`, also functions that are added meanwhile."""
-        while self._calls_back:
-            with self._lock:
-                callbacks, self.callbacks = self.callbacks, []
-                self._calls_back = bool(callbacks)
-            for function in callbacks:
-                self._call(function)
+        """Calls the functions in `callbacks`."""
+        callbacks, self.callbacks = self.callbacks, []
+        for function in callbacks:
+            self._call(function)
 
 
 _with_host_results: weakref.WeakSet[Launch] = weakref.WeakSet()
@@ -363,7 +352,7 @@ def as_stream(stream: Any, device_id: int, who: str) -> Any:
             needed = "a CuPy or PyTorch stream, its handle as an integer, or an object with __cuda_stream__"
             given = "an array" if hasattr(stream, "shape") else repr(stream)
             raise InvalidArgument(f"{who} needs a stream: {needed}; got {given}")
-        stream = _StreamHandle(handle)
+        stream = SimpleNamespace(__cuda_stream__=lambda: (0, handle))
     return cupy.cuda.Stream.from_external(stream)
 
 
@@ -396,13 +385,3 @@ def _is_capturing(who: str) -> str:
         f"{who} cannot be part of a CUDA graph, but the stream captures a graph: end the capture first, or use "
         "another stream"
     )
-
-
-class _StreamHandle:
-    """Wraps a stream's handle in an object with CUDA's method `__cuda_stream__`."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle

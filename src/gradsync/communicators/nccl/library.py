@@ -1,8 +1,8 @@
 """All calls to NCCL, through CuPy's binding, in one class.
 
-Only `join`, and the methods that are called after it, need a GPU. ncclCommInitRank, ncclCommDestroy and ncclCommAbort
-may block for ever if another rank has died. So each of these NCCL calls runs on a daemon thread, and the caller waits
-until a deadline. CuPy calls ncclCommDestroy when Python's garbage collector deletes CuPy's communicator object; this
+The class Nccl needs a GPU; the functions of this file do not. ncclCommInitRank, ncclCommDestroy and ncclCommAbort may
+block for ever if another rank has died. So each of these NCCL calls runs on a daemon thread, and the caller waits until
+a deadline. CuPy calls ncclCommDestroy when Python's garbage collector deletes CuPy's communicator object; this
 call could block the program at any point. So the class Nccl keeps CuPy's object alive until Nccl has destroyed or
 aborted the communicator. Errors contain NCCL's own text and a hint. docs/architecture.md lists the function of NVIDIA's
 nccl4py for each method.
@@ -19,11 +19,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from gradsync.errors import (
     BackendUnavailable,
@@ -66,69 +63,76 @@ _INSTALL = "pip install 'cupy-cuda12x[ctk]' nvidia-nccl-cu12 (cuda13x and cu13 w
 _log = logging.getLogger("gradsync")
 
 
-class Wire(NamedTuple):
-    """The NCCL type, and the number of its values, for one element of a NumPy dtype.
-
-    Attributes:
-        datatype: NCCL's code for the type of the values.
-        per_element: the number of values in one element: 2 for complex numbers, else 1.
-        widened: the wider dtype to which elements must be cast first, if NCCL has no type for them; else None.
-    """
-
-    datatype: int
-    per_element: int = 1
-    widened: np.dtype[Any] | None = None
-
-
-class Nccl:
-    """The NCCL library. An object that `join` returns is also a communicator on one device.
-
-    Attributes:
-        binding: the module cupy.cuda.nccl.
-        version: NCCL's version, such as 23203.
-        device_id: the communicator's device.
-        label: this rank's name in errors.
+def check_library() -> int:
+    """Checks that this process can use CuPy and NCCL, and returns NCCL's version, such as 23203.
 
     Raises:
         BackendUnavailable: CuPy or NCCL cannot be loaded, or an environment variable makes NCCL unusable.
     """
+    try:
+        import cupy
+        from cupy.cuda import nccl, nvrtc
+    except ImportError as error:
+        raise BackendUnavailable(f"CuPy cannot be imported ({error}): {_INSTALL}") from error
+    if int(cupy.__version__.partition(".")[0]) < _OLDEST_CUPY:
+        raise BackendUnavailable(
+            f"CuPy {cupy.__version__} is too old, gradsync needs {_OLDEST_CUPY} or newer: "
+            f"pip install --upgrade 'cupy-cuda12x[ctk]>={_OLDEST_CUPY}' (cuda13x where nvidia-smi shows CUDA 13)"
+        )
+    if not nccl.available:
+        raise BackendUnavailable(
+            "CuPy could not load libnccl.so.2: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13 if "
+            "your CuPy is cupy-cuda13x"
+        )
+    try:
+        nvrtc.getVersion()
+    except RuntimeError as error:
+        raise BackendUnavailable(
+            f"CuPy needs NVRTC to compile its kernels, and did not find it ({error}): {_INSTALL}"
+        ) from error
+    if os.environ.get("NCCL_COMM_BLOCKING") == "0":
+        raise BackendUnavailable("NCCL_COMM_BLOCKING=0 is set, but CuPy cannot work with it: unset the variable")
+    if os.environ.get("CUPY_ENABLE_UMP", "0") != "0":  # then cupy.asarray does not copy
+        raise BackendUnavailable(
+            "CUPY_ENABLE_UMP is set, so CuPy's arrays may be in host memory, which gradsync does not support: "
+            "unset the variable"
+        )
+    return int(nccl.get_version())
 
-    device_id: int
 
-    def __init__(self) -> None:
-        try:
-            import cupy
-            from cupy.cuda import nccl, nvrtc
-        except ImportError as error:
-            raise BackendUnavailable(f"CuPy cannot be imported ({error}): {_INSTALL}") from error
-        self._cupy: Any = cupy
-        self._cupy_version = str(cupy.__version__)
-        if int(self._cupy_version.partition(".")[0]) < _OLDEST_CUPY:
-            raise BackendUnavailable(
-                f"CuPy {self._cupy_version} is too old, gradsync needs {_OLDEST_CUPY} or newer: "
-                f"pip install --upgrade 'cupy-cuda12x[ctk]>={_OLDEST_CUPY}' (cuda13x where nvidia-smi shows CUDA 13)"
-            )
-        if not nccl.available:
-            raise BackendUnavailable(
-                "CuPy could not load libnccl.so.2: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13 if "
-                "your CuPy is cupy-cuda13x"
-            )
-        try:
-            nvrtc.getVersion()
-        except RuntimeError as error:
-            raise BackendUnavailable(
-                f"CuPy needs NVRTC to compile its kernels, and did not find it ({error}): {_INSTALL}"
-            ) from error
-        if os.environ.get("NCCL_COMM_BLOCKING") == "0":
-            raise BackendUnavailable("NCCL_COMM_BLOCKING=0 is set, but CuPy cannot work with it: unset the variable")
-        if os.environ.get("CUPY_ENABLE_UMP", "0") != "0":  # then cupy.asarray does not copy
-            raise BackendUnavailable(
-                "CUPY_ENABLE_UMP is set, so CuPy's arrays may be in host memory, which gradsync does not support: "
-                "unset the variable"
-            )
+class Nccl:
+    """One NCCL communicator of a client's ranks, which must all make one.
+
+    If this fails, the caller must report the error to the rendezvous server, because the other ranks wait for this
+    rank.
+
+    Args:
+        client: this rank's connection to the rendezvous server.
+        device_id: the CUDA number of this rank's device, which no other rank uses.
+        group: the group's name; no group since the last start of the ranks has had this name.
+        deadline: the deadline for all steps, in time.monotonic() seconds.
+
+    Attributes:
+        binding: the module cupy.cuda.nccl.
+        device_id: see Args.
+        has_ended: set when NCCL has destroyed or aborted the communicator.
+
+    Raises:
+        NcclError: NCCL failed.
+        RendezvousTimeout: a rank did not make its communicator in time.
+        RankFailed: a rank died.
+    """
+
+    def __init__(self, client: RendezvousClient, device_id: int, group: str, deadline: float) -> None:
+        import cupy
+        from cupy.cuda import nccl
+
         self.binding: Any = nccl
-        self.version: int = nccl.get_version()
-        self._wires = _wires(nccl)
+        self.device_id = device_id
+        self._cupy: Any = cupy
+        self._current_stream = cupy.cuda.get_current_stream
+        self._label = client.label
+        self._datatypes = _datatypes(nccl)
         self._ops = {
             ReduceOp.SUM: nccl.NCCL_SUM,
             ReduceOp.MEAN: nccl.NCCL_AVG,
@@ -137,110 +141,40 @@ class Nccl:
             ReduceOp.MAX: nccl.NCCL_MAX,
         }
         self._bytes: int = nccl.NCCL_UINT8
-        self._current_stream = cupy.cuda.get_current_stream
-        self.label = ""
-        # The attributes of a communicator:
-        self._raw: Any = None  # CuPy's communicator
-        self._pid = os.getpid()
         self._calling = threading.RLock()  # held during a call of NCCL, or during all calls of a group
         self._ending = threading.Lock()  # protects _how
         self._how: str | None = None
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends the thread
+        # "abort" or "destroy", and a function to call before; only the first one counts.
+        self._ends: SimpleQueue[tuple[str, Callable[[], None] | None]] = SimpleQueue()
         self.has_ended = threading.Event()
-
-    # -- The library -----------------------------------------------------------------------------------------------
-
-    def wire(self, dtype: np.dtype[Any]) -> Wire:
-        """Returns the NCCL type for the elements of a dtype."""
-        return self._wires[dtype_name(dtype)]
-
-    def make_unique_id(self) -> bytes:
-        """Returns a new id of 128 bytes. Any process with the id can join, so no error or log may contain the id."""
-        with self._errors("ncclGetUniqueId"):
-            return bytes(self.binding.get_unique_id())
-
-    def error(self, code: int, call: str) -> NcclError:
-        """Returns the error for a result code of NCCL.
-
-        The error's text has the call, NCCL's own text, versions and a hint.
-        """
-        name, hint = RESULTS.get(code, (f"ncclResult {code}", "NCCL_DEBUG=INFO shows more"))
-        last = self.last_error()
-        return NcclError(
-            f"{self.label + ': ' if self.label else ''}{call} failed with {name} ({code})"
-            + (f": {last}" if last else "")
-            + f"; {hint}. NCCL {version_text(self.version)} from "
-            f"{library_path()}, CuPy {self._cupy_version}",
-            code=code,
-            name=name,
-        )
-
-    def last_error(self) -> str:
-        """Returns the text of ncclGetLastError, which CuPy does not expose; "" if there is no text.
-
-        NCCL keeps one text for the whole process; ncclGetLastError ignores its argument, a communicator. So this method
-        returns a text even if ncclCommInitRank has failed. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
-        """
-        path = library_path()
-        if not os.path.exists(path):
-            return ""
-        try:
-            function = ctypes.CDLL(path).ncclGetLastError
-        except (OSError, AttributeError):
-            return ""
-        function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
-        text = function(None)
-        return text.decode(errors="replace").strip() if text else ""
-
-    # -- Making a communicator -------------------------------------------------------------------------------------
-
-    def join(self, client: RendezvousClient, device_id: int, group: str, deadline: float) -> Nccl:
-        """Creates an NCCL communicator of the client's ranks, which must all call this method.
-
-        The caller must report an error of this method to the rendezvous server, because the other ranks wait for this
-        rank.
-
-        Args:
-            client: this rank's connection to the rendezvous server.
-            device_id: the CUDA number of this rank's device, which no other rank uses.
-            group: the group's name; no group since the last start of the ranks has had this name.
-            deadline: the deadline for all steps, in time.monotonic() seconds.
-
-        Raises:
-            NcclError: NCCL failed.
-            RendezvousTimeout: a rank did not call this method in time.
-            RankFailed: a rank died.
-        """
         key = f"nccl/{group}/id"
         if client.rank == 0:
-            client.set(key, self.make_unique_id())
+            with self._errors("ncclGetUniqueId"):
+                # Any process with the id can join, so no error or log may contain the id.
+                client.set(key, bytes(nccl.get_unique_id()))
         unique_id = client.get(key, from_rank=0, timeout_seconds=_left(deadline))
         # ncclCommInitRank waits for all ranks, and nothing can interrupt it. So the ranks first wait for each other at
         # the server, with a timeout.
         client.barrier(f"nccl/{group}/ready", timeout_seconds=_left(deadline))
-        joined = Nccl()
-        joined.label = client.label
-        joined.device_id = device_id
-        joined._raw = joined._init_rank(client, unique_id, device_id, _left(deadline))
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(joined._raw))  # until _end; see the top of this file
+        self._raw: Any = self._init_rank(client, unique_id, _left(deadline))  # CuPy's communicator
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._raw))  # until _await_end ends it; see the top of this file
         # The thread starts now, because no thread can be started at interpreter exit.
-        threading.Thread(target=joined._run_tasks, name="gradsync-nccl-end", daemon=True).start()
-        return joined
+        threading.Thread(target=self._await_end, name="gradsync-nccl-end", daemon=True).start()
 
-    def _init_rank(self, client: RendezvousClient, unique_id: bytes, device_id: int, seconds: float) -> Any:
+    def _init_rank(self, client: RendezvousClient, unique_id: bytes, seconds: float) -> Any:
         """Calls ncclCommInitRank with a time limit, and returns CuPy's communicator object."""
 
         def init() -> Any:
-            with self._errors("ncclCommInitRank"), self._cupy.cuda.Device(device_id):
+            with self._errors("ncclCommInitRank"), self._cupy.cuda.Device(self.device_id):
                 return self.binding.NcclCommunicator(client.world_size, unique_id, client.rank)
 
         try:
             return run_with_timeout(init, "gradsync-nccl-init", seconds, client.check)
         except TimeoutError as error:
             raise RendezvousTimeout(
-                f"{self.label}: ncclCommInitRank on cuda:{device_id} did not return within {seconds:.3g} s, although "
-                "all ranks had called it: a network may drop NCCL's connections (NCCL_SOCKET_IFNAME chooses the "
-                "interface), or a GPU may be stuck; NCCL_DEBUG=INFO shows more"
+                f"{self._label}: ncclCommInitRank on cuda:{self.device_id} did not return within {seconds:.3g} s, "
+                "although all ranks had called it: a network may drop NCCL's connections (NCCL_SOCKET_IFNAME chooses "
+                "the interface), or a GPU may be stuck; NCCL_DEBUG=INFO shows more"
             ) from error
 
     # -- Collectives, on the current stream ------------------------------------------------------------------------
@@ -248,7 +182,7 @@ class Nccl:
 
     def all_reduce(self, source: Any, target: Any, op: ReduceOp) -> None:
         """Reduces the sources of all ranks into every rank's `target`, which may be the same array as its `source`."""
-        datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
+        datatype, per_element = self._datatypes[dtype_name(source.dtype)]
         count = source.size * per_element
         self.call("allReduce", source.data.ptr, target.data.ptr, count, datatype, self._ops[op])
 
@@ -257,7 +191,7 @@ class Nccl:
 
         Other ranks pass None as target.
         """
-        datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
+        datatype, per_element = self._datatypes[dtype_name(source.dtype)]
         pointers = source.data.ptr, 0 if target is None else target.data.ptr
         count = source.size * per_element
         self.call("reduce", *pointers, count, datatype, self._ops[op], root)
@@ -267,7 +201,7 @@ class Nccl:
 
         `target` may be a view of this rank's part of `source`.
         """
-        datatype, per_element, _ = self._wires[dtype_name(source.dtype)]
+        datatype, per_element = self._datatypes[dtype_name(source.dtype)]
         count = target.size * per_element
         self.call("reduceScatter", source.data.ptr, target.data.ptr, count, datatype, self._ops[op])
 
@@ -355,19 +289,31 @@ class Nccl:
         except (self.binding.NcclError, KeyError) as error:
             raise self._nccl_error(error, call) from error
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
-            raise NcclError(f"{self.label}: {call}: {error}", code=1, name=RESULTS[1][0]) from error
+            raise NcclError(f"{self._label}: {call}: {error}", code=1, name=RESULTS[1][0]) from error
 
     def _nccl_error(self, error: Exception, call: str) -> NcclError:
+        """Returns the error for a failed call, with NCCL's own text, versions and a hint."""
         if isinstance(error, KeyError):  # CuPy's NcclError does not know results 7 and 8
-            return self.error(error.args[0] if error.args and error.args[0] in (7, 8) else 0, call)
-        return self.error(int(error.status), call)  # type: ignore[attr-defined]
+            code = error.args[0] if error.args and error.args[0] in (7, 8) else 0
+        else:
+            code = int(error.status)  # type: ignore[attr-defined]
+        name, hint = RESULTS.get(code, (f"ncclResult {code}", "NCCL_DEBUG=INFO shows more"))
+        last = last_error()
+        return NcclError(
+            f"{self._label}: {call} failed with {name} ({code})"
+            + (f": {last}" if last else "")
+            + f"; {hint}. NCCL {version_text(self.binding.get_version())} from "
+            f"{library_path()}, CuPy {self._cupy.__version__}",
+            code=code,
+            name=name,
+        )
 
     def _ended_error(self, what: str) -> CommunicatorClosed:
         """Returns the error for a call after `destroy` or `abort`.
 
         Without the error, CuPy would pass a null pointer to NCCL.
         """
-        return CommunicatorClosed(f"{self.label}: {what} needs an NCCL communicator that has not been ended")
+        return CommunicatorClosed(f"{self._label}: {what} needs an NCCL communicator that has not been ended")
 
     # -- The end ---------------------------------------------------------------------------------------------------
 
@@ -383,71 +329,58 @@ class Nccl:
     def destroy(self) -> None:
         """Ends the communicator after its collectives have ended. Returns after DESTROY_SECONDS at the latest."""
         self._begin_end("destroy", None)
-        if os.getpid() == self._pid and not self.has_ended.wait(DESTROY_SECONDS):
+        if not self.has_ended.wait(DESTROY_SECONDS):
             how = str(self._how).title()
             _log.warning(
                 "%s: ncclComm%s did not return within %g s; gradsync no longer waits for it",
-                self.label,
+                self._label,
                 how,
                 DESTROY_SECONDS,
             )
 
-    def leave(self, before: Callable[[], None] | None = None) -> None:
+    def leave(self, before: Callable[[], None]) -> None:
         """Aborts the communicator, unless it has already ended. Call it when no object uses the communicator any more.
 
         `leave` acquires no lock, because the garbage collector may call `leave` in a thread that already holds the
         lock.
 
         Args:
-            before: a function that a separate thread calls before the abort, even if the communicator has already
-                ended; the function may block.
+            before: a function that a separate thread calls before the abort; the function may block.
         """
-        self._tasks.put(partial(self._leave, before))
+        self._ends.put(("abort", before))
 
     def _begin_end(self, how: str, before: Callable[[], None] | None) -> None:
         with self._ending:
-            if self._how is not None or os.getpid() != self._pid:
+            if self._how is not None:
                 return
             self._how = how
-        self._tasks.put(partial(self._end, before))
+        self._ends.put((how, before))
 
-    def _run_tasks(self) -> None:
-        """Calls the functions in `_tasks`, on a separate thread, until no object uses the communicator."""
+    def _await_end(self) -> None:
+        """Waits, on a separate thread, until the communicator shall end, and ends it."""
         # The device is set first: later another thread may hold the driver's lock, e.g. if cudaFree waits for a hung
         # kernel.
         self._cupy.cuda.Device(self.device_id).use()
-        while (task := self._tasks.get()) is not None:
-            task()
-
-    def _leave(self, before: Callable[[], None] | None) -> None:
+        how, before = self._ends.get()
         try:
             if before is not None:
                 before()
-        finally:
-            self.abort()
-            self._tasks.put(None)
-
-    def _end(self, before: Callable[[], None] | None) -> None:
-        try:
-            if before is not None:
-                before()
-            self._call_end()
+            with self._ending:
+                self._how = how
+            # A thread that is blocked in a call holds this lock. NCCL documents an abort as safe only if no thread is
+            # in a call, but an abort is also the only way to end a blocked call.
+            idle = self._calling.acquire(timeout=_OTHER_THREADS_CALL_SECONDS)
+            try:
+                with self._errors(f"ncclComm{how.title()}"):
+                    getattr(self._raw, how)()
+            finally:
+                if idle:
+                    self._calling.release()
         except Exception as error:  # usually an error of NCCL or CUDA; this thread has no caller that could handle it
             _log.warning("%s", describe(error))
         finally:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._raw))
             self.has_ended.set()
-
-    def _call_end(self) -> None:
-        # A thread that is blocked in a call holds this lock. NCCL documents an abort as safe only if no thread is in a
-        # call, but an abort is also the only way to end a blocked call.
-        idle = self._calling.acquire(timeout=_OTHER_THREADS_CALL_SECONDS)
-        try:
-            with self._errors(f"ncclComm{str(self._how).title()}"):
-                getattr(self._raw, str(self._how))()
-        finally:
-            if idle:
-                self._calling.release()
 
 
 def _left(deadline: float) -> float:
@@ -459,6 +392,24 @@ def version_text(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
+def last_error() -> str:
+    """Returns the text of ncclGetLastError, which CuPy does not expose; "" if there is no text.
+
+    NCCL keeps one text for the whole process; ncclGetLastError ignores its argument, a communicator. So this function
+    returns a text even if ncclCommInitRank has failed. Source: NCCL, src/init.cc and src/debug.cc (ncclLastError).
+    """
+    path = library_path()
+    if not os.path.exists(path):
+        return ""
+    try:
+        function = ctypes.CDLL(path).ncclGetLastError
+    except (OSError, AttributeError):
+        return ""
+    function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    text = function(None)
+    return text.decode(errors="replace").strip() if text else ""
+
+
 def library_path() -> str:
     """Returns the path of the NCCL library that this process has loaded, as /proc/self/maps shows it."""
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
@@ -468,21 +419,11 @@ def library_path() -> str:
     return "an unknown place"
 
 
-def _wires(nccl: Any) -> dict[str, Wire]:
-    return {
-        "float16": Wire(nccl.NCCL_FLOAT16),
-        "bfloat16": Wire(nccl.NCCL_BFLOAT16),
-        "float32": Wire(nccl.NCCL_FLOAT32),
-        "float64": Wire(nccl.NCCL_FLOAT64),
-        "complex64": Wire(nccl.NCCL_FLOAT32, per_element=2),
-        "complex128": Wire(nccl.NCCL_FLOAT64, per_element=2),
-        "int8": Wire(nccl.NCCL_INT8),
-        "int16": Wire(nccl.NCCL_INT32, widened=np.dtype(np.int32)),
-        "int32": Wire(nccl.NCCL_INT32),
-        "int64": Wire(nccl.NCCL_INT64),
-        "uint8": Wire(nccl.NCCL_UINT8),
-        "uint16": Wire(nccl.NCCL_UINT32, widened=np.dtype(np.uint32)),
-        "uint32": Wire(nccl.NCCL_UINT32),
-        "uint64": Wire(nccl.NCCL_UINT64),
-        "bool": Wire(nccl.NCCL_UINT8),
+def _datatypes(nccl: Any) -> dict[str, tuple[int, int]]:
+    """Returns for each dtype that NCCL can reduce: NCCL's code for its values, and the number of values per element."""
+    names = "float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"
+    return {name: (getattr(nccl, f"NCCL_{name.upper()}"), 1) for name in names} | {
+        "complex64": (nccl.NCCL_FLOAT32, 2),
+        "complex128": (nccl.NCCL_FLOAT64, 2),
+        "bool": (nccl.NCCL_UINT8, 1),
     }

@@ -7,11 +7,9 @@ event is recorded on it. The host does not wait for the GPU.
 
 from __future__ import annotations
 
-import copy
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
@@ -22,14 +20,14 @@ import numpy as np
 
 from gradsync.communicators.agreement import Agreement
 from gradsync.communicators.backend import Backend, Bounds, Message, Run, part_of
-from gradsync.communicators.failures import CAUSE_SECONDS, TEXTS_WITHIN_SECONDS, FailureMonitor, await_cause
+from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.nccl.device_arrays import DeviceArrays
 from gradsync.communicators.nccl.kernels import FusedPacker, pack_layout
 from gradsync.communicators.nccl.launch import Events, Launch, as_stream, refuse_capturing
 from gradsync.communicators.nccl.library import Nccl
 from gradsync.communicators.nccl.speculative_agreement import (
+    Direction,
     NcclAgreements,
-    Question,
 )
 from gradsync.communicators.nccl.store_path import StorePath
 from gradsync.communicators.nccl.watcher import Watched
@@ -39,6 +37,8 @@ from gradsync.reduction import ReduceOp, dtype_name
 from gradsync.rendezvous.client import RendezvousClient
 
 _DRAIN_SECONDS = 10.0  # how long close() waits for running collectives
+# For each dtype that NCCL does not have, the wider dtype in which it is reduced.
+_WIDENED = {"int16": np.int32, "uint16": np.uint32}
 _REPORT_SECONDS = 1.0  # how long close() waits until the server knows of a failure
 
 # The last launch on each device, by any communicator of this process: its end event, its stream, its thread. A
@@ -57,11 +57,11 @@ class NcclBackend(Backend):
     same result as NCCL.
 
     Args:
-        nccl: this rank's NCCL communicator.
         client: this rank's connection to the rendezvous server.
+        device_id: the CUDA number of this rank's device.
         group: the communicator's name; no group since the last start of the ranks has had this name.
         timeout_seconds: how long a collective may wait for a rank.
-        force_packing: see Backend.
+        deadline: the deadline for connecting the ranks, in time.monotonic() seconds.
     """
 
     name = "nccl"
@@ -72,23 +72,20 @@ class NcclBackend(Backend):
 
     def __init__(
         self,
-        nccl: Nccl,
         client: RendezvousClient,
+        device_id: int,
         group: str,
         timeout_seconds: float,
-        *,
-        force_packing: bool = False,
+        deadline: float,
     ) -> None:
         super().__init__(client, group, timeout_seconds)
-        nccl.label = self.label
-        self.force_packing = force_packing
-        self.device = f"cuda:{nccl.device_id}"
-        self.arrays = DeviceArrays(nccl.device_id)
-        self._nccl = nccl
-        self._device = cupy.cuda.Device(nccl.device_id)
-        with self._device:
+        self.device = f"cuda:{device_id}"
+        self.arrays = DeviceArrays(device_id)
+        self._device = cupy.cuda.Device(device_id)
+        with self._device:  # before the ranks connect, because it may fail
             self._packer = FusedPacker()
             self._stream = cupy.cuda.Stream(non_blocking=True)  # for gradient buckets
+        self._nccl = nccl = Nccl(client, device_id, group, deadline)
         self._failures = FailureMonitor(client, self.recorder)
         self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._failures)
         self._plain: dict[tuple[Any, ReduceOp], bool] = {}  # by dtype and operator: a few tens of entries
@@ -96,33 +93,11 @@ class NcclBackend(Backend):
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
         self._launch: Launch | None = None  # the launch that is being made, if any
         self._last: Launch | None = None
-        self._failure: BaseException | None = None
-        self._failing = threading.RLock()  # reentrant, because a signal handler may run in the thread that holds it
-        self._reporting: threading.Event | None = None  # set when the server knows of this rank's failure
-        self._watched = Watched(
-            nccl,
-            client,
-            self._failures,
-            self._agreements,
-            label=self.label,
-            timeout_seconds=timeout_seconds,
-            on_failure=self._fail,
-        )
+        self._watched = Watched(self, nccl, self._failures, self._agreements)
         # This does not run at interpreter exit: the process group then closes its communicators, and other
         # communicators cannot hang (see library.py).
         rest = partial(_end_rest, self._watched, self._agreements, client)
         weakref.finalize(self, nccl.leave, rest).atexit = False
-
-    @classmethod
-    def take_over(
-        cls, nccl: Nccl, client: RendezvousClient, group: str, timeout_seconds: float, *, force_packing: bool = False
-    ) -> NcclBackend:
-        """Makes a backend from a new NCCL communicator. After an error the method aborts the NCCL communicator."""
-        try:
-            return cls(nccl, client, group, timeout_seconds, force_packing=force_packing)
-        except BaseException:
-            nccl.leave()
-            raise
 
     def agree_always(self) -> None:
         self._agreements.always_ask()
@@ -176,11 +151,12 @@ class NcclBackend(Backend):
         return bool(array.data.device_id == self._nccl.device_id)
 
     def reduce(self, source: Any, target: Any | None, op: ReduceOp, root: int, agreement: Agreement) -> None:
+        if not self._is_plain(source.dtype, op):
+            super().reduce(source, target, op, root, agreement)
+            return
         self.agree(agreement)
-        if _is_complex_product(source.dtype, op):
-            self._multiply(source, target)
-        elif source.size:
-            self._reduce(partial(self._nccl.reduce, root=root), source, target, op)
+        if source.size:
+            self._nccl.reduce(source, target, op, root)
 
     def reduce_scatter(self, source: Any, target: Any, bounds: Bounds, op: ReduceOp, agreement: Agreement) -> None:
         self.agree(agreement)
@@ -211,7 +187,7 @@ class NcclBackend(Backend):
         """Whether NCCL itself correctly reduces arrays of this dtype with this operator."""
         plain = self._plain.get((dtype, op))
         if plain is None:
-            indirect = self._must_divide(dtype, op) or _is_complex_product(dtype, op) or self._nccl.wire(dtype).widened
+            indirect = self._must_divide(dtype, op) or _is_complex_product(dtype, op) or dtype_name(dtype) in _WIDENED
             plain = self._plain[dtype, op] = not indirect
         return plain
 
@@ -219,14 +195,12 @@ class NcclBackend(Backend):
         is_power_of_two = self.world_size & (self.world_size - 1) == 0
         return op is ReduceOp.MEAN and not is_power_of_two and dtype_name(dtype) in ("bfloat16", "float16")
 
-    def _reduce(
-        self, reduce: Callable[[Any, Any, ReduceOp], None], source: Any, target: Any | None, op: ReduceOp
-    ) -> None:
+    def _reduce(self, reduce: Callable[[Any, Any, ReduceOp], None], source: Any, target: Any, op: ReduceOp) -> None:
         """Calls reduce(source, target, op); converts the values before and after if NCCL cannot reduce them as given.
 
-        `target` is None on the ranks that get no result.
+        The target has the size of the source, or of a part of it.
         """
-        has_room = target is not None and target.size == source.size  # for the converted source
+        has_room = target.size == source.size  # for the converted source
         if self._is_plain(source.dtype, op):
             reduce(source, target, op)
         elif self._must_divide(source.dtype, op):
@@ -236,26 +210,23 @@ class NcclBackend(Backend):
                 self.arrays.multiply(source, 2.0**-shift, scaled)
                 source = scaled
             reduce(source, target, ReduceOp.SUM)
-            if target is not None:
-                self.arrays.divide(target, self.world_size / 2.0**shift)
+            self.arrays.divide(target, self.world_size / 2.0**shift)
         else:
-            wide = source.astype(self._nccl.wire(source.dtype).widened)
-            wide_target = wide if has_room or target is None else cupy.empty(target.size, wide.dtype)
-            reduce(wide, None if target is None else wide_target, op)
-            if target is not None:
-                target[...] = wide_target.astype(target.dtype)
+            wide = source.astype(_WIDENED[dtype_name(source.dtype)])
+            wide_target = wide if has_room else cupy.empty(target.size, wide.dtype)
+            reduce(wide, wide_target, op)
+            target[...] = wide_target.astype(target.dtype)
 
-    def _multiply(self, source: Any, target: Any | None) -> None:
-        """Multiplies the ranks' sources in rank order, and writes the product to `target`, if it is given."""
+    def _multiply(self, source: Any, target: Any) -> None:
+        """Multiplies the ranks' sources in rank order, and writes the product to `target`."""
         if not source.size:
             return
         factors = cupy.empty((self.world_size, source.size), source.dtype)
         self._nccl.all_gather(source, factors)
-        if target is not None:
-            product = factors[0]
-            for factor in factors[1:]:
-                product = product * factor
-            target[...] = product
+        product = factors[0]
+        for factor in factors[1:]:
+            product = product * factor
+        target[...] = product
 
     # -- Movements -----------------------------------------------------------------------------------------------
 
@@ -308,19 +279,28 @@ class NcclBackend(Backend):
         if send is not None and receive is not None and send.peer == self.rank:
             _copy_bytes(send.flat, receive.flat)  # no other rank takes part
             return
-        launches: dict[Question, Callable[[], None]] = {}
+        messages: dict[Direction, Message] = {}
         if send is not None:
-            question = Question(self.rank, send.peer, send.agreement)
-            launches[question] = partial(self._nccl.send, send.flat, send.peer)
+            messages[self.rank, send.peer] = send
         if receive is not None:
-            question = Question(receive.peer, self.rank, receive.agreement)
-            launches[question] = partial(self._nccl.receive, receive.flat, receive.peer)
-        assert self._launch is not None
-        self._launch.peers = [self.ranks[message.peer] for message in (send, receive) if message is not None]
-        for agreed in self._agree_on_messages(self._launch, list(launches)):
-            with self._nccl.group():
-                for question in agreed:
-                    launches[question]()
+            messages[receive.peer, self.rank] = receive
+        self._watched.raise_failure()
+        launch = self._launch
+        assert launch is not None
+        launch.peers = [self.ranks[message.peer] for message in messages.values()]
+        try:
+            agreements = {direction: message.agreement for direction, message in messages.items()}
+            for agreed in self._agreements.on_messages(agreements):
+                launch.has_begun = True
+                launch.seen_started_at = None  # the time limit begins anew for each group
+                self._watched.call = launch
+                with self._nccl.group():
+                    for direction in agreed:
+                        move = self._nccl.send if direction[0] == self.rank else self._nccl.receive
+                        move(messages[direction].flat, messages[direction].peer)
+                self._watched.call = None
+        except GradsyncError as error:
+            self._raise_after(error)
 
     def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
         mine = np.array(numbers, np.int64)
@@ -339,8 +319,8 @@ class NcclBackend(Backend):
     # -- Agreement -----------------------------------------------------------------------------------------------
 
     def agree(self, agreement: Agreement) -> None:
-        if self._failure is not None:
-            self._raise_failure()
+        if self._watched.failure is not None:
+            self._watched.raise_failure()
         launch = self._launch
         if self.world_size > 1:
             self._watched.call = None  # the agreement has a deadline of its own
@@ -349,7 +329,7 @@ class NcclBackend(Backend):
                 if not of_all.repeats(agreement):
                     of_all.ask(agreement)
             except GradsyncError as error:
-                self._raise_disagreement(error)
+                self._raise_after(error)
         if launch is not None:  # set before any call of NCCL, because the call may block
             launch.has_begun = True
             self._watched.call = launch
@@ -359,27 +339,13 @@ class NcclBackend(Backend):
         self.all_reduce([token], [token], ReduceOp.SUM, agreement)
         self.bring_back(token, np.zeros(1, np.int32), self._launch)  # makes the host wait
 
-    def _agree_on_messages(self, launch: Launch, questions: Sequence[Question]) -> Iterator[list[Question]]:
-        self._raise_failure()
-        try:
-            for agreed in self._agreements.on_messages(questions):
-                launch.has_begun = True
-                launch.seen_started_at = None  # the time limit begins anew for each group
-                self._watched.call = launch
-                yield agreed
-                self._watched.call = None
-        except GradsyncError as error:
-            self._raise_disagreement(error)
-
-    def _raise_disagreement(self, error: GradsyncError) -> NoReturn:
-        """Raises the error of a failed agreement, or the communicator's failure that is the cause of this error."""
+    def _raise_after(self, error: GradsyncError) -> NoReturn:
+        """Raises the error of a failed agreement, or the failure that caused it."""
         if isinstance(error, PlanMismatch):
             if error.broken:
-                self._fail(error, is_raised=True)
-            raise error
-        self._raise_failure()  # `error` may only say that this rank has failed; this rank knows the reason
-        if self._agreements.were_overtaken:  # another rank has found the mismatch; the watcher will raise it
-            await_cause(TEXTS_WITHIN_SECONDS + CAUSE_SECONDS, self._raise_failure)
+                self._watched.fail(error, is_raised=True)
+        elif not isinstance(error, NcclError):  # _Launching finds the cause of NCCL's errors
+            self._watched.raise_cause(error)
         raise error
 
     # -- Memory --------------------------------------------------------------------------------------------------
@@ -422,15 +388,12 @@ class NcclBackend(Backend):
             _follow(cupy.cuda.get_current_stream(), marks)
 
     def await_announced(self) -> None:
-        if self._reporting is not None:
-            self._reporting.wait(_REPORT_SECONDS)
+        self._watched.await_reported(_REPORT_SECONDS)
 
     def connect_group(self, members: tuple[int, ...], name: str) -> NcclBackend:
-        deadline = time.monotonic() + self.timeout_seconds
-        client = self.client.group(members, name)
+        client, seconds = self.client.group(members, name), self.timeout_seconds
         try:
-            nccl = self._nccl.join(client, self._nccl.device_id, name, deadline)
-            return self.take_over(nccl, client, name, self.timeout_seconds)
+            return NcclBackend(client, self._nccl.device_id, name, seconds, time.monotonic() + seconds)
         except BaseException:
             client.close()
             raise
@@ -446,8 +409,8 @@ class NcclBackend(Backend):
         return checked
 
     def launching(self, stream: Any, producers: Sequence[Any] | None = None) -> _Launching:
-        if self._failure is not None:
-            self._raise_failure()
+        if self._watched.failure is not None:
+            self._watched.raise_failure()
         return _Launching(self, stream, producers)
 
     def announce_close(self) -> None:
@@ -455,12 +418,10 @@ class NcclBackend(Backend):
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
         aborted = CommunicatorClosed(f"{self.label}: the communicator was aborted: {reason}")
-        error = self._failures.failure() or aborted
-        if self._begin_to_fail(error):
-            self._begin_abort(reason, culprit)
+        self._watched.abort(self._failures.failure() or aborted, reason, culprit)
 
     def raise_if_ended(self, missing: list[int]) -> None:
-        self._raise_failure()
+        self._watched.raise_failure()
         self._agreements.raise_if_members_closed(missing)
 
     def make_host_path(self) -> StorePath:
@@ -469,62 +430,24 @@ class NcclBackend(Backend):
 
     def _raise_end(self) -> None:
         """Raises the communicator's failure, or RankFailed if another rank has closed the communicator."""
-        self._raise_failure()
+        self._watched.raise_failure()
         self._agreements.raise_if_closed()
 
     def release(self) -> None:
-        if not self._has_failed():
+        if not self._watched.has_failed():
             self.drain()
-            if self._last is not None:
-                last = _last_on_device.get(self._nccl.device_id)
-                if last is not None and last[0] is self._last.ended:
-                    del _last_on_device[self._nccl.device_id]
         self._watched.stop()
         self._agreements.close()
-        if not self._has_failed():
+        if not self._watched.has_failed():
             self._nccl.destroy()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            self.lifetime.note_raised(self._failure)
-            raise copy.copy(self._failure)
-
-    def _has_failed(self) -> bool:
-        """Whether the communicator has failed. If another thread is recording a failure, waits for that thread."""
-        with self._failing:
-            return self._failure is not None
-
-    def _begin_to_fail(self, error: BaseException) -> bool:
-        """Marks the communicator and its launches as failed. Returns whether this is the first failure."""
-        with self._failing:
-            if self._failure is not None:
-                return False
-            self._watched.fail_launches(error)
-            self._failure = error  # set last, when every launch has ended
-        return True
-
-    def _fail(self, error: GradsyncError, *, is_raised: bool = False) -> None:
-        """Ends the communicator because the watcher or an agreement has found a failure."""
-        if not self._begin_to_fail(error):
-            return
-        self.lifetime.fail(error, is_raised=is_raised)
-        # All ranks know a failure that the server has reported. A failure that only this rank knows must be reported to
-        # the server.
-        own = isinstance(error, (CollectiveTimeout, NcclError)) and self._failures.failure() is None
-        self._begin_abort(describe(error) if own else None)
-
-    def _begin_abort(self, reason: str | None, culprit: int | None = None) -> None:
-        """Aborts the communicator on another thread, because calls to the server or NCCL could block this thread."""
-        self._reporting = threading.Event()
-        self._nccl.abort(partial(_report_failure, self.client, reason, culprit, self._reporting))
 
     def drain(self) -> GradsyncError | None:
         try:
             if self._last is not None:
                 self._last.wait(_DRAIN_SECONDS)
         except GradsyncError as error:
-            if isinstance(error, CollectiveTimeout) and self._begin_to_fail(error):
-                self._begin_abort(describe(error))
+            if isinstance(error, CollectiveTimeout):
+                self._watched.abort(error, describe(error))
             return error
         return None
 
@@ -552,7 +475,7 @@ class _Launching:
                 # When gradsync converts an array of another library, only the current stream waits for the work that
                 # computes it.
                 where.wait_event(backend._events.mark(current))
-            self.launch = launch = Launch(backend, backend._raise_failure, backend._nccl, backend._events, where)
+            self.launch = launch = Launch(backend, backend._nccl, backend._events, where)
             last = _last_on_device.get(backend._nccl.device_id)
             # The threads are compared too: Stream.ptds is one object, but a different stream in each thread.
             if last is not None and (last[1] is not where or last[2] != launch.thread):
@@ -585,10 +508,11 @@ class _Launching:
                 backend._last = launch
                 _last_on_device[backend._nccl.device_id] = launch.ended, launch.stream, launch.thread
                 backend._watched.add(launch)
-            if backend._failure is not None and (error is None or isinstance(error, (NcclError, CommunicatorClosed))):
-                backend._raise_failure()  # the cause of `error`: another thread has ended the communicator
+            watched = backend._watched
+            if watched.failure is not None and (error is None or isinstance(error, (NcclError, CommunicatorClosed))):
+                watched.raise_failure()  # the cause of `error`: another thread has ended the communicator
             if isinstance(error, NcclError):
-                backend._watched.raise_cause(error)
+                watched.raise_cause(error)
         finally:
             backend._watched.call = None
             backend._launch = self._outer
@@ -623,19 +547,8 @@ def _copy_bytes(source: Any, target: Any) -> None:
 
 def _follow(stream: Any, marks: Sequence[Any]) -> None:
     """Makes a stream wait for each of the events once, even if several gradients of a bucket have the same event."""
-    for event in {id(event): event for event in marks}.values():
+    for event in set(marks):
         stream.wait_event(event)
-
-
-def _report_failure(
-    client: RendezvousClient, reason: str | None, culprit: int | None, reported: threading.Event
-) -> None:
-    """Reports this rank's own failure to the server, if `reason` is given, and then sets the event `reported`."""
-    try:
-        if reason is not None and client.world_size > 1:
-            client.report_failure(reason, culprit=culprit)
-    finally:
-        reported.set()
 
 
 def _end_rest(watched: Watched, agreements: NcclAgreements, client: RendezvousClient) -> None:

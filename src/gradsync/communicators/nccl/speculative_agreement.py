@@ -19,12 +19,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any
 
-from gradsync.communicators.agreement import Agreement, CallSite, Description, find_call_site, mismatch, on_behalf
+from gradsync.communicators.agreement import Agreement, CallSite, Description, mismatch, on_behalf
 from gradsync.communicators.failures import FailureMonitor, exchange_descriptions, raise_if_left
 from gradsync.errors import PlanMismatch, caller
 from gradsync.rendezvous.client import RendezvousClient
@@ -83,6 +83,7 @@ class SpeculativeAgreement:
             a question; by default the method raise_if_closed.
 
     Attributes:
+        client: see Args.
         position: the number of the next event.
         asks_always: whether this rank asks about predicted events too; all ranks have the same value.
         was_overtaken: whether this rank has launched an event that another rank did not launch. The next call of
@@ -99,7 +100,7 @@ class SpeculativeAgreement:
         *,
         raise_if_no_answer: Callable[[], None] | None = None,
     ) -> None:
-        self._client = client
+        self.client = client
         self._raise_if_no_answer = raise_if_no_answer or partial(self.raise_if_closed, math.inf)
         self._failures = failures
         self._group = group
@@ -113,9 +114,8 @@ class SpeculativeAgreement:
         self._launched: deque[Agreement | None] = deque(maxlen=_REMEMBERED_EVENTS)  # None: the ranks agreed by asking
         self.was_overtaken = False
         self.asks_always = False
-        self._overtaken_at: int | None = (
-            None  # position of an event that this rank launched, and about which another rank has asked
-        )
+        # The position of an event that this rank launched, and about which another rank has asked.
+        self._overtaken_at: int | None = None
         self._described = -1, ""  # the last such position, and the description that this rank sent
         self._launching_thread = threading.get_ident()
         client.follow(group, self._on_asked)
@@ -143,13 +143,12 @@ class SpeculativeAgreement:
             self._launching_thread = threading.get_ident()
         return True
 
-    def ask(self, agreement: Agreement, arrivals: list[object] | None = None) -> None:
+    def ask(self, agreement: Agreement, arriving: tuple[list[object], object] | None = None) -> None:
         """Asks the other ranks about an event, and returns when this rank may launch it.
 
         Args:
             agreement: the digest and the description of this rank's event.
-            arrivals: a list; the client appends this SpeculativeAgreement to the list when the server's decision
-                arrives. So a list that several calls share has the order of the decisions.
+            arriving: see RendezvousClient.agree.
 
         Raises:
             PlanMismatch: the ranks have different events at the same position. If the error's attribute `broken` is
@@ -157,11 +156,10 @@ class SpeculativeAgreement:
             RankFailed, CollectiveTimeout: a rank died, closed the communicator, or did not answer.
         """
         position = self.position
-        arriving = None if arrivals is None else (arrivals, self)
 
         def ask_server(seconds: float) -> Decision:
             digest = agreement.digest
-            return self._client.agree(self._group, position, digest, timeout_seconds=seconds, arriving=arriving)
+            return self.client.agree(self._group, position, digest, timeout_seconds=seconds, arriving=arriving)
 
         decision = self._failures.await_answer(ask_server, self._timeout_seconds, self._raise_if_no_answer)
         with self._lock:
@@ -177,14 +175,12 @@ class SpeculativeAgreement:
         """Returns an error, once, if this rank launched an event that another rank did not launch; otherwise None."""
         with self._lock:
             position, self._overtaken_at = self._overtaken_at, None
-            if position is None:
-                return None
-            launched = self._launched_at(position)
-        return self._mismatch(position, launched, broken=True)
+            launched = None if position is None else self._launched_at(position)
+        return None if position is None or launched is None else self._mismatch(position, launched, broken=True)
 
     def announce_closed(self) -> None:
         """Reports to the server that this rank will close the communicator, and after how many events."""
-        self._client.announce_left(self._departures, self.position)
+        self.client.announce_left(self._departures, self.position)
 
     def raise_if_closed(self, position: float, ranks: Iterable[int] | None = None) -> None:
         """Raises RankFailed if another rank has closed the communicator before the given event.
@@ -194,11 +190,11 @@ class SpeculativeAgreement:
                 answers no questions.
             ranks: the world ranks to check; None means all other ranks.
         """
-        raise_if_left(self._client, self._departures, self._label, position, ranks)
+        raise_if_left(self.client, self._departures, self._label, position, ranks)
 
     def close(self) -> None:
         """Stops the answers to other ranks that ask about an event."""
-        self._client.unfollow(self._group)
+        self.client.unfollow(self._group)
 
     def _launched_at(self, position: int) -> Agreement | None:
         """Returns what this rank launched at an earlier position by prediction; None if it asked the others first."""
@@ -225,25 +221,21 @@ class SpeculativeAgreement:
             self._described = position, launched.described(site).to_text()
             return LaunchedEvent(launched.digest, self._described[1])
 
-    def _disagreement(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
+    def _disagreement(self, position: int, agreement: Agreement, *, broken: bool) -> PlanMismatch:
         """Returns the error for an event on which the ranks disagree, or that only this rank has launched."""
-        began_at = self._client.launched_position(self._group) if broken else None
+        began_at = self.client.launched_position(self._group) if broken else None
         if began_at is not None and began_at < position:
             with self._lock:
-                position, agreement = began_at, self._launched_at(began_at)
+                position, agreement = began_at, self._launched_at(began_at) or agreement
                 self._overtaken_at = None
         return self._mismatch(position, agreement, broken=broken)
 
-    def _own_text(self, position: int, agreement: Agreement | None) -> str:
-        if self._described[0] == position:
-            return self._described[1]
-        described = Description("(unknown)", call_site=find_call_site()) if agreement is None else agreement.described()
-        return described.to_text()
-
-    def _mismatch(self, position: int, agreement: Agreement | None, *, broken: bool) -> PlanMismatch:
+    def _mismatch(self, position: int, agreement: Agreement, *, broken: bool) -> PlanMismatch:
         """Exchanges the ranks' descriptions of the event through the server, and returns the error."""
-        text = self._own_text(position, agreement)
-        descriptions = exchange_descriptions(self._client, self._group, position, text, self._client.world_ranks)
+        described_at, text = self._described
+        if described_at != position:
+            text = agreement.described().to_text()
+        descriptions = exchange_descriptions(self.client, self._group, position, text, self.client.world_ranks)
         return mismatch(self._label, agreement, descriptions, broken=broken)
 
 
@@ -251,17 +243,8 @@ def _forgotten(position: int) -> Agreement:
     return Agreement(0, lambda: Description(f"(event {position}, launched too long ago to be known)"))
 
 
-class Question(NamedTuple):
-    """A message between two ranks, which must agree on it.
-
-    Attributes:
-        sender, receiver: the numbers of the two ranks in the communicator; one of them is this rank.
-        agreement: the digest and the description of the message on this rank.
-    """
-
-    sender: int
-    receiver: int
-    agreement: Agreement
+#: The sender and the receiver of messages, by their numbers in the communicator; one of them is this rank.
+Direction = tuple[int, int]
 
 
 class NcclAgreements:
@@ -287,10 +270,9 @@ class NcclAgreements:
         self._timeout_seconds = timeout_seconds
         self._failures = failures
         self.of_all = SpeculativeAgreement(client, group, label, timeout_seconds, failures)
-        self._pairs: dict[tuple[int, int], RendezvousClient] = {}
-        self._of_messages: dict[tuple[int, int], SpeculativeAgreement] = {}  # the keys are (sender, receiver)
+        self._of_messages: dict[Direction, SpeculativeAgreement] = {}
 
-    def on_messages(self, questions: Sequence[Question]) -> Iterator[list[Question]]:
+    def on_messages(self, agreements: Mapping[Direction, Agreement]) -> Iterator[list[Direction]]:
         """Asks about one or two messages, and yields groups of those that this rank may launch.
 
         Both ranks of a message get the same answer. The caller launches the messages of a group together, before it
@@ -306,55 +288,59 @@ class NcclAgreements:
         has a message between them, and both ranks must launch the same messages in that group. Source: NCCL,
         src/transport.cc, ncclTransportP2pSetup.
 
+        Args:
+            agreements: for each direction the digest and the description of this rank's message.
+
         Raises:
             PlanMismatch: this rank and its peer disagree on a message. If the error's attribute `broken` is True, one
                 of them has launched its message already, and the communicator must not be used again.
             RankFailed, CollectiveTimeout: as for SpeculativeAgreement.ask.
         """
-        repeated = [question for question in questions if self._of_direction(question).repeats(question.agreement)]
+        repeated = [direction for direction, each in agreements.items() if self._of(direction).repeats(each)]
         if repeated:
             yield repeated
         mismatch = None
-        for question, error in self._answers([question for question in questions if question not in repeated]):
+        for direction, error in self._answers({d: each for d, each in agreements.items() if d not in repeated}):
             if error is None:
-                yield [question]
+                yield [direction]
             mismatch = mismatch or error
         if mismatch is not None:
             raise mismatch
 
-    def _answers(self, questions: Sequence[Question]) -> Iterator[tuple[Question, PlanMismatch | None]]:
-        """Asks each question on its own thread, and yields the answers in the order in which the server sends them.
+    def _answers(self, agreements: Mapping[Direction, Agreement]) -> Iterator[tuple[Direction, PlanMismatch | None]]:
+        """Asks about each message on its own thread; yields the answers in the order in which the server sends them.
 
-        An answer has the question's mismatch, or None if this rank may launch the message. The questions are asked at
-        the same time, because other ranks may ask them in a different order.
+        An answer has the mismatch, or None if this rank may launch the message. The questions are asked at the same
+        time, because other ranks may ask them in a different order.
         """
-        if len(questions) == 1:
-            self._of_direction(questions[0]).ask(questions[0].agreement)
-            yield questions[0], None
+        if len(agreements) == 1:
+            [(direction, agreement)] = agreements.items()
+            self._of(direction).ask(agreement)
+            yield direction, None
             return
-        coming: SimpleQueue[tuple[Question, BaseException | None]] = SimpleQueue()
-        arrivals: list[object] = []  # in the order of the server's answers; the threads may wake in a different order
+        coming: SimpleQueue[tuple[Direction, BaseException | None]] = SimpleQueue()
+        arrivals: list[Any] = []  # in the order of the server's answers; the threads may wake in a different order
         asking = threading.get_ident()
 
-        def ask(question: Question) -> None:
+        def ask(direction: Direction, agreement: Agreement) -> None:
             on_behalf.thread = asking
             try:
-                self._of_direction(question).ask(question.agreement, arrivals)
-                coming.put((question, None))
+                self._of(direction).ask(agreement, (arrivals, direction))
+                coming.put((direction, None))
             except BaseException as error:
-                coming.put((question, error))
+                coming.put((direction, error))
 
-        for question in questions:
-            threading.Thread(target=ask, args=(question,), name="gradsync-nccl-question", daemon=True).start()
-        answers: dict[object, tuple[Question, PlanMismatch | None]] = {}
+        for question in agreements.items():
+            threading.Thread(target=ask, args=question, name="gradsync-nccl-question", daemon=True).start()
+        answers: dict[Direction, PlanMismatch | None] = {}
         given = 0
-        while given < len(questions):
-            question, error = coming.get()
+        while given < len(agreements):
+            direction, error = coming.get()
             if error is not None and (not isinstance(error, PlanMismatch) or error.broken):
                 raise error  # without waiting for the other answer
-            answers[self._of_direction(question)] = question, error
+            answers[direction] = error
             while given < len(arrivals) and arrivals[given] in answers:
-                yield answers[arrivals[given]]
+                yield arrivals[given], answers[arrivals[given]]
                 given += 1
 
     def always_ask(self) -> None:
@@ -396,30 +382,25 @@ class NcclAgreements:
         """Stops the answers to other ranks that ask about an event."""
         for agreement in self._all():
             agreement.close()
-        for client in self._pairs.values():
-            client.close()
+            if agreement is not self.of_all:
+                agreement.client.close()
 
     def _all(self) -> list[SpeculativeAgreement]:
         return [self.of_all, *self._of_messages.values()]
 
-    def _of_direction(self, question: Question) -> SpeculativeAgreement:
-        sender, receiver = question.sender, question.receiver
-        direction = self._of_messages.get((sender, receiver))
-        if direction is None:
-            low, high = sorted((sender, receiver))
-            pair = self._pairs.get((low, high))
-            if pair is None:
-                pair = self._pairs[low, high] = self._client.group((low, high), f"{self._group}/{low}-{high}")
-            peer = self._client.world_ranks[high if self._client.rank == low else low]
-            # A rank that closes the communicator announces this for the collectives too. For the messages it does so
-            # only if it has sent or received one.
-            direction = self._of_messages[sender, receiver] = SpeculativeAgreement(
-                pair,
-                "to the higher" if sender == low else "to the lower",
+    def _of(self, direction: Direction) -> SpeculativeAgreement:
+        found = self._of_messages.get(direction)
+        if found is None:
+            sender, receiver = direction
+            found = self._of_messages[direction] = SpeculativeAgreement(
+                self._client.group(direction, f"{self._group}/{sender}-{receiver}"),
+                "messages",
                 self._label,
                 self._timeout_seconds,
                 self._failures,
-                raise_if_no_answer=partial(self.of_all.raise_if_closed, math.inf, (peer,)),
+                # A rank that closes the communicator announces this for the collectives too. For the messages it does
+                # so only if it has sent or received one.
+                raise_if_no_answer=partial(self.raise_if_members_closed, direction),
             )
-            direction.asks_always = self.of_all.asks_always
-        return direction
+            found.asks_always = self.of_all.asks_always
+        return found

@@ -127,7 +127,9 @@ class StorePath(ByteCollectives):
                     piece[...] = np.frombuffer(self._get(key), np.uint8)
             self._await(lambda seconds: self._client.barrier(self._keys, timeout_seconds=seconds))
         finally:
-            self._remove(stored)
+            with contextlib.suppress(GradsyncError):  # the next call raises the failure
+                for key in stored:
+                    self._client.delete(key)
 
     def _pieces(self, name: Any, stream: Array, begin: int, window: int) -> Iterator[tuple[str, Array]]:
         """Yields the server's key and the memory of each piece of a stream in one window."""
@@ -157,11 +159,6 @@ class StorePath(ByteCollectives):
 
     def _await(self, ask: Callable[[float], T]) -> T:
         return self._failures.await_answer(ask, self._timeout_seconds, self._check)
-
-    def _remove(self, keys: Sequence[str]) -> None:
-        with contextlib.suppress(GradsyncError):  # the next call raises the failure
-            for key in keys:
-                self._client.delete(key)
 
 
 def _parts(whole: Array, bounds: Bounds) -> list[Array]:

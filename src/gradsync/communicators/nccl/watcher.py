@@ -14,13 +14,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import cupy
 
 from gradsync.communicators.agreement import on_behalf
+from gradsync.communicators.backend import Backend
 from gradsync.communicators.failures import CAUSE_SECONDS, TEXTS_WITHIN_SECONDS, FailureMonitor, await_cause
 from gradsync.communicators.nccl.launch import CUDA_SUCCESS, Launch
 from gradsync.communicators.nccl.library import Nccl
@@ -39,48 +40,38 @@ _SUSPICIOUS_AFTER_SECONDS = 1.0  # after this time, the watcher checks whether a
 
 
 class Watched:
-    """The launches of one communicator, which the watcher checks.
+    """The launches of one communicator, which the watcher checks, and the failure that ends them.
 
     Args:
+        backend: the communicator's backend, to which this object keeps only a weak reference.
         nccl: this rank's NCCL communicator.
-        client: this rank's connection to the rendezvous server.
         failures: the failures that the server reports.
         agreements: the object with which the communicator's ranks agree on the next collective.
-        label: this rank's name in errors.
-        timeout_seconds: how long a collective may run.
-        on_failure: a method; the watcher's thread calls it once, with the error that broke the communicator.
 
     Attributes:
         call: the launch whose NCCL call has not returned; None if no call runs. A call may block, because NCCL may
             first have to connect the ranks, or because CUDA_LAUNCH_BLOCKING=1 makes every launch wait until the
             collective has ended.
+        failure: the error that has broken the communicator; None if it is not broken.
     """
 
-    def __init__(
-        self,
-        nccl: Nccl,
-        client: RendezvousClient,
-        failures: FailureMonitor,
-        agreements: NcclAgreements,
-        *,
-        label: str,
-        timeout_seconds: float,
-        on_failure: Callable[[GradsyncError], None],
-    ) -> None:
+    def __init__(self, backend: Backend, nccl: Nccl, failures: FailureMonitor, agreements: NcclAgreements) -> None:
+        assert backend.client is not None
         self.call: Launch | None = None
+        self.failure: BaseException | None = None
+        self._backend = weakref.ref(backend)
+        self._client = backend.client
+        self._label = backend.label
+        self._timeout_seconds = backend.timeout_seconds
         self._nccl = nccl
-        self._client = client
         self._failures = failures
         self._agreements = agreements
-        self._label = label
-        self._timeout_seconds = timeout_seconds
-        self._on_failure = weakref.WeakMethod(on_failure)
         self._running: deque[Launch] = deque()
         self._reaped_above = _LEFT_TO_WATCHER
-        self._error: BaseException | None = None  # the error of all later launches
         self._device_failure: NcclError | None = None  # the error of a launch that has ended
         self._kept: list[tuple[Any, list[Any]]] = []  # the event `ended` and the memory of each failed launch
-        self._lock = threading.Lock()
+        self._reporting: threading.Event | None = None  # set when the server knows of this rank's failure
+        self._lock = threading.RLock()  # reentrant, because a signal handler may run in the thread that holds it
         self._stopped = False
         self._ask_about_closing_at = 0.0
         _watch(self)
@@ -88,12 +79,10 @@ class Watched:
     def add(self, launch: Launch) -> None:
         """Adds a launch to the watcher, and removes launches that have ended."""
         with self._lock:
-            error = self._error
-            if error is None:
-                self._running.append(launch)
-        if error is not None:
-            launch.end(error)
-            self._drop(launch)
+            self._running.append(launch)  # first: a signal handler that makes the communicator fail then ends it
+            failure = self.failure
+        if failure is not None:
+            self._end_running(failure)
         if len(self._running) > self._reaped_above:
             self.reap(_LEFT_TO_WATCHER)
             self._reaped_above = max(_LEFT_TO_WATCHER, 2 * len(self._running))
@@ -116,10 +105,9 @@ class Watched:
                 self._device_failure = head.error
             self._drop(head)
 
-    def fail_launches(self, error: BaseException) -> None:
-        """Ends every running launch, and every later launch, with an error."""
+    def _end_running(self, error: BaseException) -> None:
+        """Ends every running launch with an error."""
         with self._lock:
-            self._error = error
             failed = list(self._running)
             self._running.clear()
         for launch in reversed(failed):  # the last one first: if a wait for one raises, the later ones have failed too
@@ -140,17 +128,82 @@ class Watched:
         if launch.callbacks:
             _callbacks.put(launch)
 
-    def raise_cause(self, error: NcclError) -> NoReturn:
-        """Raises the failure that caused an NCCL error, if the server soon reports one; else raises the NCCL error."""
+    # -- The failure ---------------------------------------------------------------------------------------------
+
+    def raise_failure(self) -> None:
+        """Raises the error that has broken the communicator, if it is broken."""
+        if self.failure is not None:
+            if (backend := self._backend()) is not None:
+                backend.lifetime.note_raised(self.failure)
+            raise copy.copy(self.failure)
+
+    def has_failed(self) -> bool:
+        """Whether the communicator has failed. If another thread is recording a failure, waits for that thread."""
+        with self._lock:
+            return self.failure is not None
+
+    def fail(self, error: GradsyncError, *, is_raised: bool = False) -> None:
+        """Ends the communicator because the watcher or an agreement has found a failure.
+
+        Args:
+            error: the failure.
+            is_raised: whether the caller raises the failure.
+        """
+        # All ranks know a failure that the server has reported. A failure that only this rank knows must be reported to
+        # the server.
+        own = isinstance(error, (CollectiveTimeout, NcclError)) and self._failures.failure() is None
+        backend = self._backend()
+        if backend is not None and self.abort(error, describe(error) if own else None):
+            lifetime = getattr(backend, "lifetime", None)  # None before the Communicator is made
+            if lifetime is not None:
+                lifetime.fail(error, is_raised=is_raised)
+
+    def abort(self, error: BaseException, reason: str | None, culprit: int | None = None) -> bool:
+        """Breaks the communicator, and ends its launches, with an error. Returns whether it was not broken before.
+
+        Another thread aborts the NCCL communicator, because calls to the server or NCCL could block this thread.
+
+        Args:
+            error: the error of every launch and of every later call.
+            reason: the failure that the thread first reports to the server; None if the server knows the failure.
+            culprit: the world rank that caused the failure, if it is known.
+        """
+        with self._lock:
+            if self.failure is not None:
+                return False
+            self._end_running(error)
+            self.failure = error  # set last, when every launch has ended
+        self._reporting = threading.Event()
+        self._nccl.abort(partial(_report_failure, self._client, reason, culprit, self._reporting))
+        return True
+
+    def await_reported(self, seconds: float) -> None:
+        """Waits a limited time until the server knows of this rank's failure, if there is one."""
+        if self._reporting is not None:
+            self._reporting.wait(seconds)
+
+    def raise_cause(self, error: GradsyncError) -> NoReturn:
+        """Raises the failure that caused an error, if it is known or will soon be known; otherwise raises the error."""
         if self._client.world_size > 1:
             try:
-                await_cause(CAUSE_SECONDS, self._raise_cause_if_known)
+                self.raise_failure()
+                if isinstance(error, NcclError):  # the server may report the cause later
+                    await_cause(CAUSE_SECONDS, self._raise_known)
                 if self._agreements.were_overtaken:  # another thread is reading the other ranks' descriptions
-                    await_cause(TEXTS_WITHIN_SECONDS, self._raise_cause_if_known)
-                self._agreements.raise_if_closed()
+                    await_cause(TEXTS_WITHIN_SECONDS + CAUSE_SECONDS, self.raise_failure)
+                if isinstance(error, NcclError):
+                    self._agreements.raise_if_closed()
             except GradsyncError as cause:
                 raise cause from error
         raise error
+
+    def _raise_known(self) -> None:
+        """Raises the failure that another thread has found, or that the server has reported."""
+        self.raise_failure()
+        self._failures.check()
+        overtaken = self._agreements.overtaken()
+        if overtaken is not None:
+            raise overtaken
 
     def stop(self) -> None:
         """Makes the watcher check only whether launches have ended, and ignore failures. Returns at once."""
@@ -164,11 +217,15 @@ class Watched:
             self._free_kept()
         if not self._stopped:
             try:
-                self._raise_failure()
+                self._find_failure()
+                return True
             except GradsyncError as error:
-                self._report(error)
+                found = error
             except Exception as error:  # usually an error of CUDA, which no other code would report
-                self._report(NcclError(f"{self._label}: the watcher of collectives failed: {describe(error)}"))
+                found = NcclError(f"{self._label}: the watcher of collectives failed: {describe(error)}")
+            if not self._stopped:
+                self.fail(found)
+            self._stopped = True
             return True
         self.reap()  # the remaining launches end soon: release() has waited for them, or they have failed
         return bool(self._running or self._kept)
@@ -185,18 +242,12 @@ class Watched:
         """Whether a launch of the communicator runs, or a thread is making a launch."""
         return bool(self._running) or self.call is not None
 
-    def _report(self, error: GradsyncError) -> None:
-        report = self._on_failure()
-        if report is not None and not self._stopped:
-            report(error)
-        self._stopped = True
-
-    def _raise_failure(self) -> None:
-        """Raises the error that has broken the communicator, if any."""
+    def _find_failure(self) -> None:
+        """Raises the error that breaks the communicator, if there is one."""
         self.reap()
         if self._device_failure is not None:
             raise self._device_failure
-        self._check_other_ranks()
+        self._raise_known()
         try:
             self._nccl.check()
         except NcclError as error:
@@ -206,19 +257,6 @@ class Watched:
         for launch in (head, self.call):
             if launch is not None:
                 self._check_launch(launch, time.monotonic())
-
-    def _check_other_ranks(self) -> None:
-        """Raises a failure of another rank that the server has reported."""
-        self._failures.check()
-        overtaken = self._agreements.overtaken()
-        if overtaken is not None:
-            raise overtaken
-
-    def _raise_cause_if_known(self) -> None:
-        """Raises the failure that another thread has found, or that the server has reported."""
-        if self._error is not None:
-            raise copy.copy(self._error)
-        self._check_other_ranks()
 
     def _check_launch(self, launch: Launch, now: float) -> None:
         """Logs a warning if a launch, or its NCCL call, takes long.
@@ -248,6 +286,17 @@ class Watched:
         if not is_call and waited_seconds >= _SUSPICIOUS_AFTER_SECONDS and now >= self._ask_about_closing_at:
             self._ask_about_closing_at = now + _SUSPICIOUS_AFTER_SECONDS
             self._agreements.raise_if_closed()
+
+
+def _report_failure(
+    client: RendezvousClient, reason: str | None, culprit: int | None, reported: threading.Event
+) -> None:
+    """Reports this rank's own failure to the server, if `reason` is given, and then sets the event `reported`."""
+    try:
+        if reason is not None and client.world_size > 1:
+            client.report_failure(reason, culprit=culprit)
+    finally:
+        reported.set()
 
 
 _all: list[Watched] = []

@@ -17,7 +17,6 @@ KINDS = (
     "reduceScatter",
     "send",
     "recv",
-    "commSplit",
     "commDestroy",
     "connect",
 )

@@ -90,7 +90,7 @@ class BaseCommunicator:
         self._device = current_device()
         self._world_size, self._rank = ndev, rank
         self._calling = threading.Lock()
-        self._blocks_host = False  # while it splits, and with CUDA_LAUNCH_BLOCKING=1 in every call
+        self._blocks_host = False  # with CUDA_LAUNCH_BLOCKING=1 in every call, and while ranks connect
         self._ended = threading.Event()  # aborted or destroyed
         self._failure: tuple[int, str] | None = None
         self._last: Ticket | None = None
@@ -167,15 +167,6 @@ class BaseCommunicator:
             raise
         finally:
             self._calling.release()
-
-    def _check_idle(self) -> None:
-        """Refuses calls in which NCCL may hang, or which it cannot finish before it returns."""
-        if getattr(_group, "depth", 0):
-            raise NcclError(INVALID_USAGE, "within a group, the new communicator is not ready when the call returns")
-        if self._failure is not None:
-            raise NcclError(*self._failure)
-        if self._last is not None and not self._last.done:
-            raise NcclError(INVALID_USAGE, "an operation of the communicator is outstanding")
 
     def _check_codes(self, count: int, datatype: int, op: int = SUM, root: int = 0) -> None:
         if count < 0:
@@ -326,20 +317,6 @@ class BaseCommunicator:
                 raise NcclError(status, data.tobytes().decode())
             if operation.target is not None and operation.target.size:
                 np.copyto(operation.target, data if data.size else operation.source)
-
-    def _share(self, mine: np.ndarray) -> np.ndarray:
-        """Returns the bytes of every rank, a row each, while the host waits, as in ncclCommSplit."""
-        call = Call("commSplit", mine.nbytes, UINT8)
-        shared = np.empty((self._world_size, mine.nbytes), np.uint8)
-        self._blocks_host = True
-        try:
-            self._exchange([_Operation(self, call, mine.view(np.uint8), shared.reshape(-1), None)])
-        except Gone:
-            self._lose_hub()
-            raise NcclError(REMOTE_ERROR, "a peer has gone, or this communicator was aborted") from None
-        finally:
-            self._blocks_host = False
-        return shared
 
     def _lose_hub(self) -> None:
         """The process that made the id is gone, or this communicator was aborted."""

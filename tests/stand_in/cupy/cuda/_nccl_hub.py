@@ -332,7 +332,7 @@ def _results(call: Call, payloads: list[np.ndarray]) -> list[np.ndarray]:
         return [_NOTHING if rank == call.root else payloads[call.root] for rank in ranks]
     if call.kind in ("commDestroy", "connect"):
         return [_NOTHING for _ in ranks]
-    if call.kind in ("allGather", "commSplit"):
+    if call.kind == "allGather":
         return [np.concatenate(payloads)] * len(payloads)
     dtype = numpy_dtype(call.datatype)
     total = reduce_contributions([payload.view(dtype) for payload in payloads], call.op).view(np.uint8)

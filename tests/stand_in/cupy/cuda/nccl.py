@@ -7,18 +7,15 @@ call different operations, or one rank does not call, the operation ends with un
 names each rank's call. With GRADSYNC_STAND_IN_HANG=1 it hangs without an error, as on a GPU; destroy then also hangs if
 another rank does not call it.
 
-Not modelled: networks, speed and pressure on memory.
+Not modelled: commSplit, networks, speed and pressure on memory.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
 from ._nccl_calls import SUM, Call
 from ._nccl_communicator import BaseCommunicator, get_version, groupEnd, groupStart
-from ._nccl_errors import INVALID_ARGUMENT, NcclError
-from ._nccl_hub import UNIQUE_ID_BYTES, open_hub
-from .device import Device
+from ._nccl_errors import NcclError
+from ._nccl_hub import open_hub
 
 NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN, NCCL_AVG = range(5)
 NCCL_INT8 = 0
@@ -31,7 +28,6 @@ NCCL_FLOAT64 = 8
 NCCL_BFLOAT16 = 9
 
 available = True
-_SPLIT_SINCE = 21801
 
 __all__ = [
     "NcclCommunicator",
@@ -111,27 +107,3 @@ class NcclCommunicator(BaseCommunicator):
             self._check_codes(count, datatype, SUM, peer)
             call = Call("recv", count, datatype, root=peer)
             self._submit(call, None, (recvbuf, call.nbytes), stream)
-
-    def commSplit(self, color: int, key: int, config: None = None) -> NcclCommunicator | None:  # noqa: N802
-        """Returns the communicator of the ranks with this color, in the order of their keys; None for color -1.
-
-        Every rank calls it, with nothing outstanding on this communicator.
-        """
-        if get_version() < _SPLIT_SINCE:
-            raise RuntimeError("ncclCommSplit is not available in this version")
-        with self._call():
-            if color < -1:
-                raise NcclError(INVALID_ARGUMENT, f"color must be NCCL_SPLIT_NOCOLOR or 0 and more, got {color}")
-            self._check_idle()
-            places = self._share(np.array([color, key], np.int64)).view(np.int64).tolist()
-            members = sorted(
-                [rank for rank, (other, _) in enumerate(places) if other == color],
-                key=lambda rank: (places[rank][1], rank),
-            )
-            opens = color >= 0 and members[0] == self._rank
-            own_id = np.frombuffer(get_unique_id() if opens else bytes(UNIQUE_ID_BYTES), np.uint8)
-            unique_id = self._share(own_id)[members[0]].tobytes()
-        if color < 0:
-            return None
-        with Device(self._device.device_id):
-            return NcclCommunicator(len(members), unique_id, members.index(self._rank))
