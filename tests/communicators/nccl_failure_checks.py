@@ -20,6 +20,7 @@ from nccl_checks import Obstacle
 import gradsync as gs
 from contract import expect, wait_until
 from gradsync import process_group
+from gradsync.communicators import failures
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.failures import CAUSE_SECONDS
 from gradsync.communicators.nccl import connect
@@ -94,8 +95,7 @@ def leave_the_plan_with_slow_texts(comm: Any) -> None:
         client().get("rank 0 is ahead", timeout_seconds=SECONDS)
         assert expect(gs.PlanMismatch, lambda: step(callback, "abced")).broken
         return
-    agreement = comm._backend._agreements.of_all
-    read = agreement._read
+    read = failures._read_description
 
     def has_failed() -> bool:
         try:
@@ -109,7 +109,7 @@ def leave_the_plan_with_slow_texts(comm: Any) -> None:
         time.sleep(CAUSE_SECONDS + 0.5)
         return read(*arguments)
 
-    agreement._read = read_slowly
+    failures._read_description = read_slowly
 
     def go_on() -> None:
         step(callback, "abcde")

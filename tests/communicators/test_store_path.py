@@ -106,24 +106,24 @@ def test_bytes_arrive_in_any_windows_and_pieces(sizes: list[int], window: int, p
 
 def test_the_server_holds_a_window_at_most_and_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     stored: list[int] = []
-    stores = Keys._store
+    stores = Keys.set
 
-    def watched(keys: Keys, key: str, value: bytes) -> bool:
-        done = stores(keys, key, value)
+    def watched(keys: Keys, *arguments: Any) -> list[Any]:
+        sends = stores(keys, *arguments)
         stored.append(keys._stored_bytes)
         left[:] = keys._values
-        return done
+        return sends
 
     left: list[str] = []
-    deleted = Keys.discard
+    deleted = Keys._discard
 
     def discard(keys: Keys, key: str) -> bool:
         done = deleted(keys, key)
         left[:] = keys._values
         return done
 
-    monkeypatch.setattr(Keys, "_store", watched)
-    monkeypatch.setattr(Keys, "discard", discard)
+    monkeypatch.setattr(Keys, "set", watched)
+    monkeypatch.setattr(Keys, "_discard", discard)
     monkeypatch.setattr(store_path, "WINDOW_BYTES", 300_000)
     check_moves([2_000_000, 500_000])
     keys_bytes = 20_000
@@ -136,15 +136,15 @@ def test_a_full_store_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when many groups move large objects at once: here somebody else fills the store, and makes room later."""
     monkeypatch.setattr(store, "MAX_STORED_BYTES", 300_000)
     refused = threading.Event()
-    stores = Keys._store
+    stores = Keys.set
 
-    def watch(keys: Keys, key: str, value: bytes) -> bool:
-        done = stores(keys, key, value)
-        if not done:
+    def watch(keys: Keys, request: Any, key: str, *arguments: Any) -> list[Any]:
+        sends = stores(keys, request, key, *arguments)
+        if key not in keys._values:
             refused.set()
-        return done
+        return sends
 
-    monkeypatch.setattr(Keys, "_store", watch)
+    monkeypatch.setattr(Keys, "set", watch)
     whole = np.concatenate([part(rank, 150_000) for rank in range(2)])
 
     def work(path: StorePath, client: RendezvousClient) -> Any:
