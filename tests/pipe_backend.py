@@ -135,11 +135,6 @@ class PipeBackend(Backend):
         for rank, data in enumerate(self._deal(parts)):
             _fill(target[part_of(receive_bounds, rank)], data)
 
-    def share_numbers(self, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        self.agree(agreement)
-        mine = np.array(numbers, np.int64).tobytes()
-        return [np.frombuffer(data, np.int64).tolist() for data in self._deal([mine] * self.world_size)]
-
     def exchange(self, send: Message | None, receive: Message | None) -> None:
         if send is not None and receive is not None and send.peer == self.rank:
             _fill(receive.flat, send.flat.tobytes())
