@@ -18,7 +18,7 @@ from gradsync.environment import SECRET, SECRET_FILE, take_secret
 from gradsync.errors import AuthenticationError
 from gradsync.machine import interface_of
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path
-from gradsync.rendezvous.sockets import bind_listener, format_address, look_up
+from gradsync.rendezvous.sockets import bind_listener, format_address, is_loopback, look_up
 
 
 def own_address(host: str) -> str | None:
@@ -51,7 +51,7 @@ def launcher_endpoint(
         AuthenticationError: there is no secret, and other machines can reach the server.
         RendezvousError: the address cannot be bound.
     """
-    is_on_loopback = _is_loopback(host)
+    is_on_loopback = is_loopback(host)
     if not has_others and is_on_loopback:
         yield None, None
         return
@@ -78,16 +78,6 @@ def launcher_endpoint(
             )
         with contextlib.nullcontext(secret) if secret else _published_secret(address) as known:
             yield Endpoint(address, known), listener
-
-
-def _is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach a server at this host."""
-    import ipaddress  # imported here to keep the start short
-
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # the host is a name
-        return False
 
 
 @contextlib.contextmanager

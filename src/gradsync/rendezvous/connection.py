@@ -77,8 +77,7 @@ _WRITE_EVERY_SECONDS = 0.005  # how often a waiting thread tries to send the byt
 _HANDSHAKE_SECONDS = 5.0
 _NO_ANSWER = "no answer to the handshake: a busy server, or another service"
 # A flooded server drops its oldest unauthenticated connections. Another service ends each connection. A client cannot
-# distinguish the two in one attempt, but in several attempts over several seconds.
-_HANDSHAKE_ATTEMPTS = 5
+# distinguish the two in one attempt, but in the attempts of several seconds.
 _FLOOD_SECONDS = 5.0
 _DIAL_SECONDS = 3.0
 _FIRST_BACKOFF_SECONDS = 0.005
@@ -672,8 +671,7 @@ def dial(address: str, *, secret: bytes, deadline: float, label: str, generation
     check_removed_variables()
     started = time.monotonic()
     backoff_seconds = _FIRST_BACKOFF_SECONDS
-    handshakes = 0
-    fail_at = deadline
+    first_ended_at: float | None = None  # when a connection was first ended before the handshake
     while True:
         try:
             stream = _connect(address, deadline)
@@ -684,10 +682,10 @@ def dial(address: str, *, secret: bytes, deadline: float, label: str, generation
             if isinstance(made, Connection):
                 return made
             cause = made
-            handshakes += cause != _NO_ANSWER
-            if handshakes == 1:
-                fail_at = time.monotonic() + _FLOOD_SECONDS
-            if handshakes >= _HANDSHAKE_ATTEMPTS and time.monotonic() >= fail_at:
+            now = time.monotonic()
+            if cause != _NO_ANSWER and first_ended_at is None:
+                first_ended_at = now
+            if first_ended_at is not None and now - first_ended_at >= _FLOOD_SECONDS:
                 raise RendezvousError(
                     f"{label}: {address} accepts connections but ends each before a handshake ({cause}): "
                     "another service or run holds this port"

@@ -383,7 +383,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Asks the server to close this connection once everything sent to it has been written."""
+    """Asks the server to write what was sent to this connection, as far as the socket takes it now, and to close it."""
 
     connection: int
 

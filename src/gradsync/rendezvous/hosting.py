@@ -38,6 +38,7 @@ from gradsync.errors import AuthenticationError, BackendUnavailable, InvalidArgu
 from gradsync.machine import address_towards, own_addresses
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.secret_files import Endpoint, publish, secret_path, wait_for
+from gradsync.rendezvous.sockets import is_loopback
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
@@ -161,7 +162,8 @@ def join(
         kept = None
     hosted_for_us = own.hosted and point.address is not None and point.address == own.address
     secret = own.secret or take_secret()
-    if share is None and secret is None and (hosted_for_us or not _is_here(point)):
+    is_here = point.address is None or is_loopback(parse_address(point.address)[0])
+    if share is None and secret is None and (hosted_for_us or not is_here):
         raise _no_secret(own, point, hosted_for_us=hosted_for_us)
     if share is not None:
         joined = _share_over_mpi(point, own, kept, share, deadline)
@@ -220,21 +222,6 @@ def _rendezvous_point(own: RankEnvironment, address: str | None) -> RendezvousPo
     # MASTER_PORT belongs to torchrun, or to the script itself; gradsync uses a neighbouring port.
     known = join_address(own.master_addr, port_beside(own.master_port))
     return RendezvousPoint(known, known, "MASTER_ADDR and MASTER_PORT")
-
-
-def _is_here(point: RendezvousPoint) -> bool:
-    """Returns whether only this machine can reach the server."""
-    if point.address is None:
-        return True
-    host, _ = parse_address(point.address)
-    if host == "localhost":
-        return True
-    import ipaddress  # imported here, like other modules below, to keep the start of every rank short
-
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _no_secret(own: RankEnvironment, point: RendezvousPoint, *, hosted_for_us: bool) -> AuthenticationError:

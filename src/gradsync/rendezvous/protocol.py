@@ -38,7 +38,7 @@ from gradsync.rendezvous.frames import (
     Started,
 )
 from gradsync.rendezvous.liveness import Judgement, Peers, ProcessState, process_key
-from gradsync.rendezvous.roster import RUNNING_PHASE, Failure, Member, MemberState, Roster, join_refusal
+from gradsync.rendezvous.roster import RUNNING_PHASE, Failure, Member, Roster, join_refusal
 from gradsync.rendezvous.store import Departures, Exchanges, Keys, Request, WaitTable
 from gradsync.rendezvous.stuck import StuckCollectives
 
@@ -199,7 +199,7 @@ class RendezvousCore:
             if member is None:
                 if generation.number is None:
                     break
-            elif member.state is MemberState.PRESENT:
+            elif member.is_present:
                 roster = generation.roster
                 alive = f"{roster.label(rank)} has joined already and is alive ({roster.phase})"
                 refusal = refusal or f"{alive}; each {self._noun} joins once"
@@ -230,7 +230,8 @@ class RendezvousCore:
             return []
         self._remove_connection(request.connection)
         if request.rank in generation.roster.members:  # otherwise it was still joining, and is removed by now
-            generation.roster.set_state(request.rank, MemberState.LEFT)
+            generation.roster.members[request.rank].is_present = False
+            generation.roster.left[request.rank] = None
             if generation.is_running:
                 return [*generation.rank_left(request.rank), Close(request.connection)]
         return [Close(request.connection)]
@@ -239,7 +240,7 @@ class RendezvousCore:
         if connection not in self._member_of:
             return []
         generation, rank = self._member_of[connection]
-        generation.roster.set_state(rank, MemberState.FAILED)
+        generation.roster.members[rank].is_present = False
         self._remove_connection(connection)
         return self._fail_generation(generation, generation.roster.death(rank, cause))
 

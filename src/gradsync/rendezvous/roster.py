@@ -5,7 +5,6 @@ Part of the server's core, without I/O.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
@@ -84,14 +83,6 @@ class Failure:
         return Send(connection, FrameType.FAILED, fields)
 
 
-class MemberState(enum.Enum):
-    """Whether a member is connected, has left or has failed."""
-
-    PRESENT = enum.auto()
-    LEFT = enum.auto()
-    FAILED = enum.auto()
-
-
 @dataclass(eq=False, slots=True)
 class Member:
     """One rank of the generation.
@@ -100,14 +91,14 @@ class Member:
         connection: the number of the rank's connection.
         pid: the rank's process id; None if unknown.
         host: the name of the rank's machine; "" if the rank runs on the server's machine.
-        state: whether the rank is connected, has left or has failed.
+        is_present: whether the rank is connected; False once it has left or failed.
         positions: the number of collectives that the rank has begun, by group.
     """
 
     connection: int
     pid: int | None
     host: str
-    state: MemberState = MemberState.PRESENT
+    is_present: bool = True
     positions: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -126,7 +117,7 @@ class Roster:
     Attributes:
         phase: "joining" until the generation forms, then "running".
         members: the members by rank.
-        left: the ranks that have left, in the order of leaving.
+        left: the ranks that have left, in the order of leaving (the keys of a dict).
     """
 
     def __init__(self, world_size: int, noun: str = "rank") -> None:
@@ -135,8 +126,7 @@ class Roster:
         self.phase = JOINING_PHASE
         self.members: dict[int, Member] = {}
         self._cancelled: set[int] = set()  # ranks that have cancelled their join
-        self.left: list[int] = []
-        self._present_count = 0
+        self.left: dict[int, None] = {}
 
     def label(self, rank: int) -> str:
         """Returns the rank's name without its process, e.g. "rank 1/4"."""
@@ -159,13 +149,11 @@ class Roster:
     def add(self, rank: int, member: Member) -> None:
         """Adds a rank that joins."""
         self.members[rank] = member
-        self._present_count += 1
         self._cancelled.discard(rank)
 
     def cancel(self, rank: int) -> None:
         """Removes a joining rank, unless it has failed; it may join again."""
-        if self.members[rank].state is MemberState.PRESENT:
-            self._present_count -= 1
+        if self.members[rank].is_present:
             del self.members[rank]
             self._cancelled.add(rank)
 
@@ -181,29 +169,15 @@ class Roster:
 
     def present(self) -> list[tuple[int, Member]]:
         """Returns the connected members, in ascending order of rank."""
-        return [(r, m) for r, m in sorted(self.members.items()) if m.state is MemberState.PRESENT]
-
-    def is_present(self, rank: int) -> bool:
-        """Whether a member is connected."""
-        return self.members[rank].state is MemberState.PRESENT
+        return [(r, m) for r, m in sorted(self.members.items()) if m.is_present]
 
     def is_empty(self) -> bool:
         """Whether no member is connected any more."""
-        return not self._present_count
-
-    def set_state(self, rank: int, state: MemberState) -> None:
-        """Records that a member has left or failed."""
-        member = self.members[rank]
-        self._present_count -= member.state is MemberState.PRESENT
-        member.state = state
-        if state is MemberState.LEFT:
-            self.left.append(rank)
+        return not any(member.is_present for member in self.members.values())
 
     def first_left(self, ranks: Iterable[int]) -> int | None:
         """Returns the first of these ranks that has left, or None."""
-        if not self.left:
-            return None
-        return next((rank for rank in ranks if self.members[rank].state is MemberState.LEFT), None)
+        return next((rank for rank in ranks if rank in self.left), None) if self.left else None
 
     def one_remains(self) -> bool:
         """Whether all ranks but one have left a world of two or more."""
@@ -259,7 +233,7 @@ class Roster:
         member = self.members.get(rank)
         if member is None:
             return "stopped waiting to join" if rank in self._cancelled else "not joined"
-        return "left" if member.state is MemberState.LEFT else self.phase
+        return "left" if rank in self.left else self.phase
 
 
 def join_refusal(expected_size: int, rank: int, world_size: int, noun: str) -> str:

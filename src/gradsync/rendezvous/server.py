@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -70,7 +71,6 @@ HANDSHAKE_SECONDS = 5.0
 MAX_UNAUTHENTICATED = 64  # more than one for each rank, because all ranks may connect at once
 MAX_OUTPUT_BYTES = 1024**2
 _STOP_SECONDS = 10.0
-_CLOSING_SECONDS = 1.0  # for a peer to read its last message
 _ACCEPTS_AT_ONCE = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
 # Most of a heartbeat's cost is waking up for it. With many ranks and no requests, the loop waits a moment to handle
@@ -96,6 +96,7 @@ class ServerConnection:
         is_unauthenticated: True until the first authenticated message.
         reader: cuts the received bytes into frames.
         output: bytes that wait to be written.
+        is_closing: whether the core has closed the connection.
         is_watched_for_room: whether the event loop waits for the stream to become writable. The event loop sets it.
     """
 
@@ -104,6 +105,7 @@ class ServerConnection:
         self.stream = stream
         self.deadline = deadline
         self.is_unauthenticated = True
+        self.is_closing = False
         self.is_watched_for_room = False
         self._handshake = handshake
         self._session: Session | None = None
@@ -224,7 +226,6 @@ class RendezvousServer:
         self._notices = _NoticeWriter()
         self._connections: dict[int, ServerConnection] = {}
         self._unauthenticated: dict[int, ServerConnection] = {}  # the oldest first, which has the earliest deadline
-        self._closing: dict[int, ServerConnection] = {}  # earliest deadline first
         self._lost: deque[tuple[ServerConnection, str]] = deque()
         self._queued: deque[Event] = deque()  # results of inspections, and events from other threads
         self._accept_resumes_at: float | None = None
@@ -369,7 +370,7 @@ class RendezvousServer:
 
     def _wait_seconds(self) -> float | None:
         due = [self._core.next_deadline(), self._accept_resumes_at]
-        due += [next(iter(group.values())).deadline for group in (self._unauthenticated, self._closing) if group]
+        due += [connection.deadline for connection in islice(self._unauthenticated.values(), 1)]
         earliest = min((time_due for time_due in due if time_due is not None), default=None)
         return None if earliest is None else max(0.0, earliest - time.monotonic())
 
@@ -388,12 +389,8 @@ class RendezvousServer:
             self._handle_event(Tick())  # this handles the queued events too
 
     def _handle_time(self, now: float) -> None:
-        for group, cause in (
-            (self._unauthenticated, f"no handshake within {HANDSHAKE_SECONDS:g} s"),
-            (self._closing, "the peer did not read the last message sent to it"),
-        ):
-            while group and (connection := next(iter(group.values()))).deadline <= now:
-                self._drop(connection, cause)
+        while (oldest := next(iter(self._unauthenticated.values()), None)) is not None and oldest.deadline <= now:
+            self._drop(oldest, f"no handshake within {HANDSHAKE_SECONDS:g} s")
         deadline = self._core.next_deadline()
         if deadline is not None and deadline <= now:
             self._handle_event(Tick())
@@ -450,7 +447,7 @@ class RendezvousServer:
         if connection.output:
             self._flush(connection)
         for message in messages:
-            if connection.number in self._closing or connection.number not in self._connections:
+            if connection.is_closing or connection.number not in self._connections:
                 return  # messages after a LEAVE or a refusal are ignored
             self._is_quiet = self._is_quiet and message.type is FrameType.HEARTBEAT
             self._handle_event(Received(connection.number, message))
@@ -468,9 +465,7 @@ class RendezvousServer:
                 self._lost.append((connection, str(error)))
                 return
         wants_room = bool(connection.output)
-        if not wants_room and connection.number in self._closing:
-            self._drop(connection, "closed by the server")
-        elif wants_room != connection.is_watched_for_room:
+        if wants_room != connection.is_watched_for_room:
             connection.is_watched_for_room = wants_room
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wants_room else 0)
             self._selector.modify(connection.stream, events, connection)
@@ -483,7 +478,6 @@ class RendezvousServer:
         if self._connections.pop(connection.number, None) is None:
             return
         self._unauthenticated.pop(connection.number, None)
-        self._closing.pop(connection.number, None)
         self._selector.unregister(connection.stream)
         connection.close()
         if not self._connections:
@@ -532,9 +526,9 @@ class RendezvousServer:
             except (ConnectionLost, ValueError) as error:  # our own invalid message must fail only this connection
                 self._lost.append((connection, str(error)))
                 return None
-        elif connection.number not in self._closing:
-            connection.deadline = time.monotonic() + _CLOSING_SECONDS
-            self._closing[connection.number] = connection
+        else:  # it is dropped after its last messages have been written
+            connection.is_closing = True
+            self._lost.append((connection, "closed by the server"))
         return connection
 
     def _inspect(self, action: Inspect) -> None:

@@ -184,7 +184,7 @@ class Keys:
         """If a key can never be set because a rank has left, returns that rank; None if the key may still be set."""
         if from_rank is not None and from_rank in self._roster.left:
             return from_rank
-        return self._roster.left[-1] if self._roster.one_remains() else None
+        return next(reversed(self._roster.left)) if self._roster.one_remains() else None
 
     def _fail(self, request: Request, key: str, gone: int) -> Send:
         need = f"key {key!r} is not set, and no other rank remains to set it"

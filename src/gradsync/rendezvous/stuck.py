@@ -26,7 +26,7 @@ from gradsync.rendezvous.frames import (
     clip_text,
 )
 from gradsync.rendezvous.liveness import Peers, ProcessState
-from gradsync.rendezvous.roster import Failure, Members, MemberState, Roster, failure_room_bytes, members_of
+from gradsync.rendezvous.roster import Failure, Members, Roster, failure_room_bytes, members_of
 from gradsync.rendezvous.store import Request, WaitTable
 
 ANSWER_SECONDS = 0.4
@@ -173,7 +173,9 @@ class StuckCollectives:
         """Returns the notices and inspections that are due, or the failure that ends the generation."""
         inquiry = self._inquiry
         if inquiry is not None and now >= inquiry.due_at:
-            silent = [(r, self._roster.members[r]) for r in sorted(inquiry.unanswered) if self._roster.is_present(r)]
+            silent = [
+                (r, self._roster.members[r]) for r in sorted(inquiry.unanswered) if self._roster.members[r].is_present
+            ]
             if not silent or inquiry.has_inspected:
                 states = {rank: peers.last_state(member.connection) for rank, member in silent}
                 return self._conclude(inquiry, {rank: state for rank, state in states.items() if state is not None})
@@ -210,7 +212,7 @@ class StuckCollectives:
         waiting = {*reports, *self._reports.get((first.group, first.position), ())}
         begun = self._begun(first)
         missing = first.missing or [r for r, count in begun.items() if count < first.position and r not in waiting]
-        waiting |= {r for r, count in begun.items() if count >= first.position and self._roster.is_present(r)}
+        waiting |= {r for r, count in begun.items() if count >= first.position and self._roster.members[r].is_present}
         waiting -= set(missing)
         return [replace(first, waiting=tuple(sorted(waiting or reports)), missing=tuple(sorted(missing)))]
 
@@ -304,7 +306,7 @@ def _name(roster: Roster, rank: int) -> str:
 def _state_text(roster: Roster, rank: int, stuck: StuckCollective) -> str:
     who = _name(roster, rank)
     member = roster.members[rank]
-    if member.state is not MemberState.PRESENT:
+    if not member.is_present:
         return f"{who} has left"
     begun = member.positions.get(stuck.group)
     progress = "" if begun is None else f", and has begun {begun} collective{'' if begun == 1 else 's'}"
@@ -318,7 +320,7 @@ def _grouped(
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         text = reports.get(rank)
-        if text is None and roster.members[rank].state is not MemberState.PRESENT:
+        if text is None and not roster.members[rank].is_present:
             text = "(it has left, by an orderly close)"
         elif text is None:
             text = _NO_ANSWERS.get(states.get(rank, ProcessState.GONE), _NO_ANSWER)

@@ -158,7 +158,7 @@ def _a_frame_is_taken_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_core_stumbles(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Roster, "set_state", lambda self, rank, state: self.members.pop(rank)._)
+    patch.setattr(Roster, "death", lambda self, rank, cause: self.members.pop(rank)._)
 
 
 BROKEN: list[tuple[Callable[[pytest.MonkeyPatch], None], Configuration, str]] = [
