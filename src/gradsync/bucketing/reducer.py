@@ -1,9 +1,8 @@
 """Runs the collectives of a step: the all-reduce of each complete bucket, and the check that all ranks end the step.
 
 The backend does the work of an all-reduce: it compares the ranks' digests of the bucket (see Agreement), copies the
-bytes, adds up, and divides for a mean. For shared memory, this code is in communicators/shared_memory/collectives.py
-(small lists) and pipelined.py (large lists). If the digests differ, the backend raises PlanMismatch on every rank, and
-Step.fail ends the step.
+bytes, adds up, and divides for a mean. For shared memory, this code is in communicators/shared_memory/all_reduce.py. If
+the digests differ, the backend raises PlanMismatch on every rank, and Step.fail ends the step.
 
 A hook is a function of the program that replaces the all-reduce of each bucket. gradsync calls the hook with each
 bucket of a step, in the same order on every rank. The hook returns the reduced values of the bucket's flat buffer. The
