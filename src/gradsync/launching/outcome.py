@@ -201,13 +201,12 @@ def cause_text(outcome: Outcome) -> str:
     text = root.error.text if root.error else ""
     missed = root.error.missed_rank if root.error is not None and root.error.is_consequence else None
     shown = next((rank for rank in outcome.ranks if rank.rank == missed), root)
-    lines = [f"    {line}\n" for line in shown.last_lines[-_LAST_LINES:]]
+    lines = ""
     # The last output of a single rank is right above the report; other ranks may have printed many lines after theirs.
-    if len(outcome.ranks) > 1 and lines:
-        lines.insert(0, f"gradsync: the last output of rank {shown.rank}:\n")
-    else:
-        lines = []
-    return "".join(lines) + f"gradsync: {outcome.describe_cause()}{':' if text else ''}\n{text}"
+    if len(outcome.ranks) > 1 and shown.last_lines:
+        last_lines = "".join(f"    {line}\n" for line in shown.last_lines[-_LAST_LINES:])
+        lines = f"gradsync: the last output of rank {shown.rank}:\n{last_lines}"
+    return f"{lines}gradsync: {outcome.describe_cause()}{':' if text else ''}\n{text}"
 
 
 def lines_on_others(ranks: Iterable[RankOutcome]) -> str:

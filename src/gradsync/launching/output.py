@@ -15,6 +15,7 @@ import select
 import selectors
 import threading
 import time
+import weakref
 from collections.abc import Container, Mapping
 from typing import TextIO
 
@@ -160,13 +161,13 @@ class RankOutput:
     def __init__(self, log: str | None) -> None:
         self._lock = threading.Lock()
         self._tail = b""
-        self._streams = 2
         self._path = log
         self._log = -1
         self._problem: str | None = None
         if log is not None:
             try:
                 self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                weakref.finalize(self, os.close, self._log)
             except OSError as error:  # the run does not need the log
                 self._problem = self._describe(error)
 
@@ -179,24 +180,12 @@ class RankOutput:
                 if self._log >= 0:
                     _write_all(self._log, data)
             except OSError as error:
-                self._close_log()
+                self._log = -1
                 problem = self._describe(error)
             return problem
 
     def _describe(self, error: OSError) -> str:
         return f"log file {self._path} cannot be written: {error.strerror}; it is incomplete from here on"
-
-    def end_stream(self) -> None:
-        """Closes the log file, once both streams have ended."""
-        with self._lock:
-            self._streams -= 1
-            if self._streams == 0:
-                self._close_log()
-
-    def _close_log(self) -> None:
-        if self._log >= 0:
-            os.close(self._log)
-            self._log = -1
 
     def last_lines(self) -> list[str]:
         """Returns the last lines as text, each as a terminal shows it."""
@@ -221,11 +210,6 @@ class _RankStream:
         self.output = output
         self.rest = b""  # the part of the incomplete line that is not shown for good
         self.due: float | None = None  # when to show an incomplete line
-
-    def close(self) -> None:
-        """Closes the read end of the pipe, so that the rank's next write fails."""
-        os.close(self.descriptor)
-        self.output.end_stream()
 
 
 class _Writer(threading.Thread):
@@ -390,7 +374,7 @@ class _Writer(threading.Thread):
     def _forget(self, stream: _RankStream) -> None:
         self._streams.remove(stream)
         self._selector.unregister(stream.descriptor)
-        stream.close()
+        os.close(stream.descriptor)  # the rank's next write fails
 
     def _prefix(self, rank: int) -> bytes:
         """Returns the prefix of a rank's lines, padded to the width of the longest prefix."""
