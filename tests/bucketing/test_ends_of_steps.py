@@ -55,9 +55,11 @@ def test_an_empty_step_with_zeros_follows_a_full_one() -> None:
     assert callback.statistics.steps == 2
 
 
+@pytest.mark.parametrize("hook", [None, lambda bucket: bucket.flat])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_done_callback_that_leaves_keeps_no_other_gradient_from_its_end(fails: bool) -> None:
+def test_a_done_callback_that_leaves_keeps_no_other_gradient_from_its_end(fails: bool, hook: Any) -> None:
     callback = gs.AllreduceCallback("sum", local_communicator())
+    callback.register_hook(hook)
 
     def leave(_: Any) -> None:
         raise SystemExit(3)

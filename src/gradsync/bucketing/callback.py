@@ -288,7 +288,10 @@ class AllreduceCallback:
 
     @property
     def filled(self) -> dict[Any, Any]:
-        """After a flush: the reduced gradients of parameters that had no gradient on this rank in the last pass."""
+        """After a flush: the reduced gradients of parameters that had no gradient on this rank in the last pass.
+
+        Empty after a step in which this rank had no gradient at all because its loop in join() had ended.
+        """
         return self._step.filled
 
     def flush(self) -> None:

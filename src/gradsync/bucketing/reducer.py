@@ -12,7 +12,7 @@ hooks of all ranks must call the same collectives on the bucket's communicator. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import is_
@@ -30,7 +30,7 @@ from gradsync.communicators.for_bucketing import ListReduction, Stage
 from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.host_values import Checks
 from gradsync.errors import CommunicatorClosed, InvalidArgument
-from gradsync.futures import CollectiveEnd, Completion
+from gradsync.futures import Completion
 from gradsync.reduction import Array, ReduceOp, Wire
 
 
@@ -165,9 +165,8 @@ class Reducer:
         communicator: Communicator,
         holder: Holder,
         producers: Sequence[Any],
-        end: CollectiveEnd,
     ) -> Completion | None:
-        """Reduces a complete bucket, and unlocks its gradients; or passes it to the hook, for whose result end() waits.
+        """Reduces a complete bucket, and unlocks its gradients; or passes it to the hook: see finish_hooked.
 
         Args:
             bucket: a bucket whose gradients have all arrived.
@@ -176,7 +175,6 @@ class Reducer:
             communicator: the communicator whose ranks reduce the buckets.
             holder: the callback that has the gradients in flight.
             producers: GPU events, recorded after the work that computes the gradients; see Backend.mark_work.
-            end: the end of the bucket's collective, for which the bucket's futures wait. Used only with a hook.
         """
         started = time.perf_counter()
         reduction = self._last.get(bucket.number)
@@ -190,9 +188,10 @@ class Reducer:
             try:
                 communicator._agree(agreement)
                 op = self.op if mean_over is None else ReduceOp.SUM
-                self._hooked.begin(reduction, communicator, op, mean_over, producers, end, watch)
+                self._hooked.begin(reduction, communicator, op, mean_over, producers, watch)
             except CommunicatorClosed:
-                self._hooked.finish()  # raises if an earlier bucket's future has failed, which closed the communicator
+                for _, finish in self._hooked.take_begun():
+                    finish()  # raises if an earlier bucket's future has failed, which closed the communicator
                 raise
         else:
             if mean_over is not None:
@@ -302,6 +301,15 @@ class Reducer:
         is_written = all(map(is_, reduction.sources, reduction.targets))
         return None, Scaled(wire, None if is_written else reduction.targets, arrays)
 
+    def finish_hooked(self, communicator: Communicator) -> Iterator[tuple[int, Completion | None]]:
+        """Waits for the hook's results, and copies them into the gradients; yields each bucket's number and end."""
+        if self._hooked is not None:
+            for number, finish in self._hooked.take_begun():
+                started = time.perf_counter()
+                finish()
+                self.statistics.communication_seconds += time.perf_counter() - started
+                yield number, communicator._mark_end()
+
     def end(self, gradients: int, communicator: Communicator) -> Completion | None:
         """Checks that the step ends after `gradients` gradients on all ranks.
 
@@ -317,8 +325,6 @@ class Reducer:
         started = time.perf_counter()
         if self.count_present is not None:
             self._count_active()
-        if self._hooked is not None:
-            self._hooked.finish()
         agreement, later = self.events.next(Flush(gradients)), None
         if not self.values.checks:
             communicator._agree(agreement)
@@ -482,7 +488,8 @@ class _HookedBuckets:
     def __init__(self, hook: BucketHook, wire: WireFormat) -> None:
         self._hook = hook
         self._wire = wire
-        self._under_way: list[Callable[[], None]] = []  # each takes the hook's result of one bucket
+        # Of the buckets that the hook has: their numbers, and the functions that take the hook's results.
+        self._begun: list[tuple[int, Callable[[], None]]] = []
         self._flats: dict[int, Array] = {}  # by bucket, because the hook may work on several buckets at once
 
     def begin(
@@ -492,7 +499,6 @@ class _HookedBuckets:
         op: ReduceOp,
         mean_over: int | None,
         producers: Sequence[Any],
-        end: CollectiveEnd,
         watch: BucketWatch | None,
     ) -> None:
         """Packs a bucket, scales its values, and calls the hook with it.
@@ -503,7 +509,6 @@ class _HookedBuckets:
             op: the operator of the reduction.
             mean_over: the divisor of a sum if not all ranks have gradients; else None.
             producers: GPU events, recorded after the work that computes the gradients; see Backend.mark_work.
-            end: the end of the bucket's collective, for which the bucket's futures wait.
             watch: the object that checks the values before and after the reduction; None for no checks.
         """
         communicator._follow_work(producers)
@@ -528,19 +533,17 @@ class _HookedBuckets:
                 watch.after(reduction.targets)
             if reduction.locked is not None:
                 reduction.locked.unlock()
-            end.finish(None, None, communicator._mark_end())
 
-        self._under_way.append(finish)
+        self._begun.append((bucket.index, finish))
 
-    def finish(self) -> None:
-        """Waits for the hook's results, in the order of the buckets, and copies the results into the gradients."""
-        under_way, self._under_way = self._under_way, []
-        for finish in under_way:
-            finish()
+    def take_begun(self) -> list[tuple[int, Callable[[], None]]]:
+        """Returns the buckets that the hook has, in order: their numbers, and the functions that take its results."""
+        begun, self._begun = self._begun, []
+        return begun
 
     def reset(self) -> None:
         """Forgets the buckets of a failed step. Their memory is not used again: the hook may still access it."""
-        self._under_way.clear()
+        self._begun.clear()
         self._flats.clear()
 
     def _memory_of(self, reduction: Reduction, communicator: Communicator) -> Array:

@@ -453,6 +453,8 @@ class Step:
                 self._complete(communicator)
             self._is_busy = True
             self._reduce(self.planner.flush(self.count), communicator)
+            for number, completion in self.reducer.finish_hooked(communicator):
+                self._finish(self._ends[number], None, completion)
             if self._guard is not None:
                 self._guard.check_results()
             later = self.reducer.end(self.count, communicator)
@@ -583,7 +585,7 @@ class Step:
         return array
 
     def _reduce(self, complete: Sequence[Bucket], communicator: Communicator) -> None:
-        """Reduces complete buckets, and completes their futures. With a hook, reducer.end() completes the futures."""
+        """Reduces complete buckets, and completes their futures. With a hook, flush() completes the futures."""
         reducer, guard = self.reducer, self._guard
         try:
             for bucket in complete:
@@ -594,7 +596,7 @@ class Step:
                 if not self._is_known:
                     self.agree_on_callback(communicator)
                 producers = self._producers.get(bucket.number, ())
-                completion = reducer.reduce(bucket, self._entries, self.memory, communicator, self, producers, end)
+                completion = reducer.reduce(bucket, self._entries, self.memory, communicator, self, producers)
                 if reducer.is_hooked:
                     continue
                 if guard is not None:

@@ -120,32 +120,29 @@ def average_arrays(arrays: Mapping[str, Any], op: ReduceOp, communicator: Commun
             specs.append(GradientSpec(path, native.shape, dtype_name(native.dtype), native.dtype.itemsize))
             destinations.append(destination(array, native, communicator))
     absent = tuple(sorted([path for path, array in arrays.items() if array is None]))
-    plan = _average_plan(op, tuple(specs), absent)
-    if not plan.buckets:
-        communicator._agree(plan.agreement)
-    for bucket in plan.buckets:
-        _reduce(bucket, destinations, op, plan.agreement, communicator)
+    agreement, buckets = _average_plan(op, tuple(specs), absent)
+    if not buckets:
+        communicator._agree(agreement)
+    for bucket in buckets:
+        _reduce(bucket, destinations, op, agreement, communicator)
     return {spec.name: each.result for spec, each in zip(specs, destinations, strict=True)}
 
 
-class _AveragePlan(NamedTuple):
-    """The Agreement that the ranks compare for a tree, and the buckets of arrays that are reduced together."""
-
-    agreement: Agreement
-    buckets: list[Bucket]
-
-
 @lru_cache(maxsize=16)
-def _average_plan(op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]) -> _AveragePlan:
-    """Returns the plan of a tree. Plans are cached, because a training loop averages the same tree in each step."""
+def _average_plan(
+    op: ReduceOp, specs: tuple[GradientSpec, ...], absent: tuple[str, ...]
+) -> tuple[Agreement, list[Bucket]]:
+    """Returns the Agreement that the ranks compare for a tree, and the buckets of arrays that are reduced together.
+
+    Both are cached, because a training loop averages the same tree in each step.
+    """
 
     def describe() -> Description:
         items = sorted([spec.item for spec in specs] + [Item(path, "None") for path in absent])
         what = f"{_WHAT}({op.value}) of {len(specs)} arrays"
         return Description(what, items=tuple(items), item="array {} of the tree")
 
-    agreement = Agreement(digest_of(_WHAT, op.value, specs, absent), describe)
-    return _AveragePlan(agreement, plan_buckets(specs, _LIST_BYTES))
+    return Agreement(digest_of(_WHAT, op.value, specs, absent), describe), plan_buckets(specs, _LIST_BYTES)
 
 
 def _reduce(
