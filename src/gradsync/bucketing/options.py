@@ -83,10 +83,6 @@ class WireFormat:
         """Returns the wire dtype and the scales of gradients of a dtype, for a backend that converts them itself."""
         return Wire(self.wire_dtype(dtype), self.prescale, self.postscale)
 
-    def only_scales(self, dtype: np.dtype[Any]) -> bool:
-        """Whether gradients of a dtype are scaled, but sent in that same dtype."""
-        return self.wire_dtype(dtype) == dtype and self.changes(dtype)
-
     def check(self, dtype: np.dtype[Any]) -> None:
         """Refuses a gradient that cannot be scaled.
 

@@ -73,7 +73,7 @@ class Reduction:
         memory: the memory of the buckets, if gradients live in it; else None.
         of_list: the reduction of the sources, for the communicator. With a hook it is not set.
         stages: the stages that convert the values.
-        checks: the checks that the communicator makes during the reduction.
+        checks: the checks that the communicator makes during the reduction; none with a hook.
     """
 
     bucket: Bucket
@@ -182,9 +182,13 @@ class Reducer:
             reduction = self._reduction_of(bucket, entries, memory, communicator, holder)
         mean_over = None if self.count_present is None else self._mean_over(communicator)
         agreement = self.events.next(bucket)
-        completion = None
+        completion = watch = None
+        if mean_over is not None and self._hooked is None:
+            reduction = replace(reduction)
+            self._prepare(reduction, communicator, recurs=False, mean_over=mean_over)
+        if self.values.checks:
+            watch = self.values.watch(bucket, reduction.results, communicator, reduction.checks)
         if self._hooked is not None:
-            watch = self._watch(reduction, communicator, Checks.NONE)
             try:
                 communicator._agree(agreement)
                 op = self.op if mean_over is None else ReduceOp.SUM
@@ -194,10 +198,6 @@ class Reducer:
                     finish()  # raises if an earlier bucket's future has failed, which closed the communicator
                 raise
         else:
-            if mean_over is not None:
-                reduction = replace(reduction)
-                self._prepare(reduction, communicator, recurs=False, mean_over=mean_over)
-            watch = self._watch(reduction, communicator, reduction.checks)
             stages = reduction.stages if watch is None else [watch, *reduction.stages]
             completion = reduction.of_list.run(agreement, stages=stages, producers=producers)
             if completion is not None:
@@ -255,7 +255,7 @@ class Reducer:
             recurs: whether the same arrays will be reduced again.
             mean_over: the divisor of a sum if not all ranks have gradients; else None.
         """
-        memory, dtype = reduction.memory, reduction.sources[0].dtype
+        memory = reduction.memory
         wire, conversion = self._conversion_of(reduction, communicator)
         divided = None if mean_over is None else _Divided(mean_over, communicator._arrays)
         reduction.stages = [stage for stage in (divided, conversion) if stage is not None]
@@ -276,8 +276,7 @@ class Reducer:
             wire=wire,
             recurs=recurs and not is_packed,
             resident=memory.memory if memory is not None and wire is None and not is_packed else None,
-            # This condition is the same on all ranks, even if only some ranks have read-only gradients.
-            agrees_first=wire is None and self._wire.only_scales(dtype) and not communicator._runs_beside_host,
+            agrees_first=isinstance(conversion, Scaled),
         )
 
     def _conversion_of(
@@ -294,9 +293,10 @@ class Reducer:
         wire, arrays, dtype = self._wire, communicator._arrays, reduction.sources[0].dtype
         if not wire.changes(dtype):
             return None, None
-        if communicator._backend.converts and not (reduction.memory is not None and wire.only_scales(dtype)):
+        only_scales = wire.wire_dtype(dtype) == dtype
+        if communicator._backend.converts and not (reduction.memory is not None and only_scales):
             return wire.for_backend(dtype), None
-        if communicator._runs_beside_host or not wire.only_scales(dtype) or are_small(reduction.sources):
+        if communicator._runs_beside_host or not only_scales or are_small(reduction.sources):
             return None, Compressed(wire, reduction.targets, arrays)
         is_written = all(map(is_, reduction.sources, reduction.targets))
         return None, Scaled(wire, None if is_written else reduction.targets, arrays)
@@ -361,11 +361,6 @@ class Reducer:
         self.values.fail()
         if self._hooked is not None:
             self._hooked.reset()
-
-    def _watch(self, reduction: Reduction, communicator: Communicator, checks: Checks) -> BucketWatch | None:
-        if not self.values.checks:
-            return None
-        return self.values.watch(reduction.bucket, reduction.results, communicator, checks)
 
     def _mean_over(self, communicator: Communicator) -> int | None:
         """Returns the divisor of the sum if the mean is over only some ranks, inside join(); else None."""
