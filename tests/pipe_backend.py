@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, Description, message_mismatch, mismatch
+from gradsync.communicators.agreement import Agreement, Description, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import (
     CAUSE_SECONDS,
@@ -157,7 +157,7 @@ class PipeBackend(Backend):
             self._send(message.peer, own, text.encode())
             texts = {self.rank: text, message.peer: self._receive(message.peer, other).decode()}
             descriptions = {self.ranks[rank]: Description.from_text(told) for rank, told in texts.items()}
-            refused = refused or message_mismatch(self.label, descriptions)
+            refused = refused or mismatch(self.label, message.agreement, descriptions)
         if refused is not None:
             raise refused
 

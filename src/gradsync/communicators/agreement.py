@@ -26,6 +26,9 @@ except ImportError:
 #: In a shape, replaces a number of rows that may differ between ranks.
 ROWS = "rows"
 
+#: `what` in the Description of a message between two ranks.
+MESSAGE = "message"
+
 Shape = tuple[int | str, ...]
 
 
@@ -327,7 +330,7 @@ _BROKEN = (
 def mismatch(
     label: str, agreement: Agreement | None, descriptions: Mapping[int, Description], *, broken: bool = False
 ) -> PlanMismatch:
-    """Returns the error that every rank raises if the ranks disagree on a collective.
+    """Returns the error that every rank raises if the ranks disagree on a collective, or two ranks on a message.
 
     Args:
         label: this rank's name in errors, e.g. "rank 0/2".
@@ -337,6 +340,9 @@ def mismatch(
     """
     index = None if agreement is None else agreement.event
     where = "" if index is None else f", number {index + 1} of this step"
+    who, what = "the ranks", f"the next collective{where}"
+    if all(described.what == MESSAGE for described in descriptions.values()):
+        who, what = name_ranks(sorted(descriptions)), "the message between them"
     alike = first_difference([described.items for described in descriptions.values()])
     differing = {
         rank: described._replace(items=described.items[alike:], first=alike)
@@ -351,27 +357,11 @@ def mismatch(
     if advice := _advice(differing):
         shown += f"\n  {advice}"
     return PlanMismatch(
-        f"{label}: the ranks disagree on the next collective{where}; {_BROKEN if broken else _UNHARMED}:{shown}",
+        f"{label}: {who} disagree on {what}; {_BROKEN if broken else _UNHARMED}:{shown}",
         index=index,
         descriptions={rank: "\n".join(described.lines()) for rank, described in differing.items()},
         places=_places(differing),
         broken=broken,
-    )
-
-
-def message_mismatch(label: str, descriptions: Mapping[int, Description]) -> PlanMismatch:
-    """Returns the error that the two ranks of a message raise if they disagree on it.
-
-    Args:
-        label: this rank's name in errors.
-        descriptions: the description of each of the two ranks.
-    """
-    first, second = sorted(descriptions)
-    return PlanMismatch(
-        f"{label}: ranks {first} and {second} disagree on the message between them; no data was moved:"
-        f"{_each(descriptions)}",
-        descriptions={rank: described.headline for rank, described in descriptions.items()},
-        places=_places(descriptions),
     )
 
 

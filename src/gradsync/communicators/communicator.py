@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, cast
 import numpy as np
 
 from gradsync.arguments import integer_of
-from gradsync.communicators.agreement import ROWS, Agreement, Description, agreement_on, digest_of, mismatch
+from gradsync.communicators.agreement import MESSAGE, ROWS, Agreement, Description, agreement_on, digest_of, mismatch
 from gradsync.communicators.backend import (
     Backend,
     Bounds,
@@ -707,7 +707,7 @@ class Communicator:
 
     def _message_agreement(self, array: Array, sender: int, receiver: int) -> Agreement:
         way = f"rank {self.ranks[sender]} to rank {self.ranks[receiver]}"
-        return agreement_on("message", array.shape, array.dtype, way, is_message=True)
+        return agreement_on(MESSAGE, array.shape, array.dtype, way, is_message=True)
 
     # -- Barrier, futures, objects -------------------------------------------------------------------------------
 

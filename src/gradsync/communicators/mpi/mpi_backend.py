@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from gradsync.communicators.agreement import Agreement, message_mismatch, mismatch
+from gradsync.communicators.agreement import Agreement, mismatch
 from gradsync.communicators.backend import Backend, Bounds, Message, part_of
 from gradsync.communicators.failures import FailureMonitor, exchange_descriptions, publish_description, raise_if_left
 from gradsync.communicators.host_copy import copy_words, cuts, pack_words, pieces_between, split_words, word_dtype
@@ -309,7 +309,8 @@ class MpiBackend(Backend):
         for transfer in transfers:
             if transfer.dispute is not None:
                 both = self.ranks[self.rank], self.ranks[transfer.peer]
-                raise message_mismatch(self.label, exchange_descriptions(self.client, *transfer.dispute, both))
+                descriptions = exchange_descriptions(self.client, *transfer.dispute, both)
+                raise mismatch(self.label, transfer.agreement, descriptions)
 
     def _refuse_messages(self) -> None:
         """Refuses the messages to and from this rank that other ranks began before this collective.

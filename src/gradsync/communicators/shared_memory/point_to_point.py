@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from gradsync.communicators.agreement import message_mismatch
+from gradsync.communicators.agreement import mismatch
 from gradsync.communicators.backend import Message
 from gradsync.communicators.failures import exchange_descriptions, publish_description
 from gradsync.communicators.host_copy import copy_words
@@ -328,7 +328,7 @@ class PointToPoint:
         both = barrier.ranks[self._rank], barrier.ranks[transfer.peer]
         client = barrier.failures.client
         descriptions = exchange_descriptions(client, transfer.channel, transfer.number, dispute, both)
-        raise message_mismatch(barrier.label, descriptions)
+        raise mismatch(barrier.label, transfer.agreement, descriptions)
 
     def _transfer(self, kind: type[Transfer], peer: int) -> Transfer:
         """Returns the transfer to or from a peer. It is made at the first message."""
