@@ -48,7 +48,6 @@ def healthy(tmp_path):
             "mpi": MPI,
             "mpiexec": {"text": "HYDRA build details:\n    Version: 5.0.2"},
         },
-        open_files=(1024, 4096),
         shared_memory_bytes=(16 * GIGABYTE, 15 * GIGABYTE),
         mpiexec="/usr/bin/mpiexec",
     )
@@ -92,8 +91,6 @@ BROKEN = [
     ({"shared_memory_bytes": (GIGABYTE, 4096)}, "/dev/shm", "warning", "4 KB free: NCCL and MPI may", "ls -l /dev/shm"),
     ({"cores": 1}, "cores", "warning", "waits for the kernel", "docker run --cpus=4"),
     ({"environ": {"OMP_NUM_THREADS": "64"}}, "cores", "warning", "more threads than", "unset OMP_NUM_THREADS:"),
-    ({"open_files": (32, 32)}, "limits", "warning", "32 open files", "as root: prlimit"),
-    ({"open_files": (32, 8192)}, "limits", "warning", "32 open files", "ulimit -n 4096"),
     ({"loopback_error": "[Errno 99]"}, "network", "broken", "127.0.0.1", "ip link set lo up"),
     ({"environ": {"MASTER_PORT": "99999"}}, "launcher", "broken", "MASTER_PORT", "unset MASTER_PORT"),
     ({"mpiexec": None}, "MPI", "not usable here", "is not on the PATH", "pip install mpich"),

@@ -67,15 +67,13 @@ def test_a_library_that_dies_when_it_is_loaded_is_a_line(tmp_path, source, text)
     assert f"cupy-cuda12x does not load: {text}" in found["lines"]["CuPy"]["text"]
 
 
-def test_variables_that_are_wrong_and_few_open_files_are_named():
-    few_files = ["sh", "-c", 'ulimit -n 32; exec "$@"', "sh"]
+def test_variables_that_are_wrong_are_named():
     variables = {"GRADSYNC_BACKED": "shm", "GRADSYNC_LOG": "loud", "RANK": "1", "WORLD_SIZE": "4"}
-    code, found = doctor("--no-try", before=few_files, **variables)
+    code, found = doctor("--no-try", **variables)
     assert code == 1
     assert found["verdict"] == "Not ready: fix GRADSYNC_LOG first."
     assert found["lines"]["GRADSYNC_BACKED"]["text"].endswith("did you mean GRADSYNC_BACKEND?")
     assert found["lines"]["launcher"]["advice"].endswith("unset RANK WORLD_SIZE")
-    assert "32 open files" in found["lines"]["limits"]["text"]
 
 
 def test_a_tiny_shared_memory_folder_is_told():

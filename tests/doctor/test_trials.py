@@ -75,14 +75,9 @@ def tried(**works):
 @pytest.mark.parametrize(
     ("works", "asked_for", "is_well", "verdict"),
     [
-        ({"local": True, "shm": True, "nccl": None}, None, True, "Ready: local, shm can be used here."),
-        ({"local": True, "shm": False}, None, False, "Not ready: no backend for two or more ranks works here."),
-        (
-            {"local": True, "shm": True, "mpi": False},
-            "mpi",
-            False,
-            "Not ready: mpi was requested, but does not work here.",
-        ),
+        ({"shm": True, "mpi": True, "nccl": None}, None, True, "Ready: shm, mpi can be used here."),
+        ({"shm": False, "nccl": None}, None, False, "Not ready: no backend for two or more ranks works here."),
+        ({"shm": True, "mpi": False}, "mpi", False, "Not ready: mpi was requested, but does not work here."),
         ({"mpi": True}, "mpi", True, "Ready: mpi works here."),
         ({}, None, True, "Nothing is broken; no backend was tried."),
         ({"nccl": None}, "nccl", False, "Not ready: nccl was requested, but does not work here."),
@@ -118,7 +113,7 @@ def test_ctrl_c_does_not_wait_for_a_trial_that_hangs(monkeypatch, tmp_path):
             time.sleep(0.01)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor_command, "TABLE", {name: TABLE[name] for name in ("local", "shm")})
+    monkeypatch.setattr(doctor_command, "TABLE", {name: TABLE[name] for name in ("mpi", "shm")})
     monkeypatch.setattr(doctor_command, "collect_facts", lambda _: Facts())
     monkeypatch.setattr(doctor_command, "try_backend", interrupt_the_other)
     began = time.monotonic()

@@ -146,19 +146,6 @@ def _cores_allowed(here: Facts) -> float | None:
     return int(quota) / int(period)
 
 
-_ENOUGH_FILES, _WANTED_FILES = 256, 4096
-
-
-def check_limits(here: Facts) -> Finding:
-    """Checks the limit of open files."""
-    soft, hard = here.open_files
-    if 0 <= soft < _ENOUGH_FILES:
-        can_raise = hard < 0 or hard >= _WANTED_FILES
-        advice = f"ulimit -n {_WANTED_FILES}" if can_raise else f"as root: prlimit --pid $$ --nofile={_WANTED_FILES}"
-        return Finding(WARNING, f"{soft} open files: the launcher needs several for each of its ranks", advice)
-    return Finding(OK, f"{'any number of' if soft < 0 else f'{soft:,}'} open files")
-
-
 def check_network(here: Facts) -> Finding:
     """Checks the loopback interface, which the ranks of one machine use to join."""
     if here.loopback_error:
@@ -369,7 +356,6 @@ CHECKS: dict[str, Check] = {
     "/dev/shm": check_shared_memory_folder,
     "cores": check_threads,
     "container": check_container,
-    "limits": check_limits,
     "network": check_network,
     "MPI": check_mpi,
     "driver": check_driver,

@@ -98,7 +98,7 @@ class Report:
     Attributes:
         findings: the findings of the checks, in the order of the report.
         trials: [backend] -> the result of its trial.
-        asked_for: the backend that must work; if None, any backend that supports several ranks.
+        asked_for: the backend that must work; if None, any of those that were tried.
         seconds: the duration of the whole command.
     """
 
@@ -114,17 +114,12 @@ class Report:
 
     @property
     def is_well(self) -> bool:
-        """Whether no finding is BROKEN, and the trials, if any ran, found a working backend.
-
-        This must be the backend `asked_for`; if that is None, any backend for several ranks.
-        """
+        """Whether no finding is BROKEN, and the trials, if any ran, found that `asked_for` works."""
         if any(finding.status is BROKEN for finding in self.findings):
             return False
         if not self.trials:  # --no-try
             return True
-        if self.asked_for:
-            return self.asked_for in self.working
-        return any(not TABLE[name].single_rank for name in self.working)
+        return self.asked_for in self.working if self.asked_for else bool(self.working)
 
     def verdict(self) -> str:
         """Returns the last line of the report."""
@@ -201,7 +196,8 @@ def doctor(*, backend: str | None, as_json: bool, deadline_seconds: float, tries
     here = collect_facts(_PROBE_SECONDS)
     findings = examine(here)
     asked_for = backend or (here.environ[BACKEND] if here.environ.get(BACKEND) in TABLE else None)
-    backends = (backend,) if backend else tuple(TABLE)
+    # A backend for one rank works wherever NumPy does, so it is tried only if it is named.
+    backends = (backend,) if backend else tuple(name for name, row in TABLE.items() if not row.single_rank)
     trials: dict[str, Finding] = {}
     if tries:
         # Trials run in parallel, because most of their time is spent on starting processes.

@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import resource
 import signal
 import socket
 import subprocess
@@ -46,7 +45,6 @@ class Facts:
         numpy: the version of NumPy.
         packages: [name] -> the version of each installed Python package that the checks need to know.
         cores: the number of cores that this process may use.
-        open_files: the soft and the hard limit of open files; -1 means no limit.
         answers: the answers that ask_all() returned.
         shared_memory_bytes: the size and the free space of /dev/shm in bytes; None if /dev/shm does not exist.
         memory_error: the error if memfd_create failed; "" if it worked.
@@ -62,7 +60,6 @@ class Facts:
     numpy: str = "2.4.0"
     packages: Mapping[str, str] = field(default_factory=dict)
     cores: int = 8
-    open_files: tuple[int, int] = (-1, -1)
     answers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     shared_memory_bytes: tuple[int, int] | None = None
     memory_error: str = ""
@@ -100,7 +97,6 @@ def collect_facts(deadline_seconds: float) -> Facts:
         numpy=numpy.__version__,
         packages=_packages(),
         cores=usable_cores(),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         answers=ask_all(mpiexec, deadline_seconds),
         shared_memory_bytes=_shared_memory_bytes(),
         memory_error=_memory_error(),
