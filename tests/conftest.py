@@ -92,6 +92,7 @@ def unarmed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     for name in ("_folder", "_traced_folder", "_interrupted_at"):
         monkeypatch.setattr(triggers, name, None)
+    monkeypatch.setattr(triggers, "_is_hanging", False)
     for variable in (environment.DUMP_DIR, environment.TRACE):
         monkeypatch.delenv(variable, raising=False)
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGINT)}

@@ -34,6 +34,14 @@ def test_the_call_that_the_page_shows_keeps_the_dumps_of_all_ranks(tmp_path: Pat
     assert len(list(tmp_path.rglob("*.json"))) == 2
 
 
+@pytest.mark.parametrize("path", [3, b"folder", ["folder"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(gs.InvalidArgument, match="^dump_flight_recorder needs a path as text or as a Path, got "):
+        gs.dump_flight_recorder(path)
+    with pytest.raises(gs.InvalidArgument, match="^trace needs a path as text or as a Path, got "), gs.trace(path):
+        pass
+
+
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(gs.InvalidArgument, match="cannot be written to"):

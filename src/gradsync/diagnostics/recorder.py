@@ -107,15 +107,13 @@ class FlightRecorder:
         begun: the number of collectives that this rank has begun.
     """
 
-    __slots__ = ("__weakref__", "_noted", "_ring", "_running", "_size", "begun", "group", "place")
+    __slots__ = ("__weakref__", "_ring", "_running", "begun", "group", "place")
 
     def __init__(self, group: str, place: Place | None = None) -> None:
         self.group = group
         self.place = place
         self.begun = 0
-        self._noted = 0  # the number of collectives and messages that this rank has begun
-        self._size = max(FLIGHT_RECORDER_ENTRIES.read(), _least_entries)
-        self._ring: list[Running | None] = [None] * self._size
+        self._ring: deque[Running] = deque(maxlen=max(FLIGHT_RECORDER_ENTRIES.read(), _least_entries))
         self._running: Running | None = None
         if place is not None:
             _in_use.add(self)
@@ -123,20 +121,18 @@ class FlightRecorder:
 
     def remember(self, entries: int) -> None:
         """Enlarges the ring buffer, if it has room for fewer than this number of entries."""
-        while self._size < entries:
-            noted = self._noted
-            ring: list[Running | None] = [None] * entries
-            for number in range(max(noted - self._size, 0) + 1, noted + 1):
-                ring[number % entries] = self._ring[number % self._size]
-            if self._noted == noted:  # otherwise a collective has begun, and the copy may lack it
-                self._ring, self._size = ring, entries
+        while (self._ring.maxlen or 0) < entries:
+            begun = self.begun
+            ring = deque(self._ring, entries)
+            if self.begun == begun:  # otherwise a collective has begun, and the copy may lack it
+                self._ring = ring
 
     def begin(self, what: Recorded) -> None:
         """Records that a collective begins."""
         if not what.is_message:
             self.begun += 1
-        self._noted = noted = self._noted + 1
-        self._running = self._ring[noted % self._size] = [self.begun, what, monotonic(), None, False]
+        self._running = [self.begun, what, monotonic(), None, False]
+        self._ring.append(self._running)
 
     def end(self, failed: bool = False) -> None:
         """Records that the running collective has ended. Does nothing if `hand_over` has returned the collective."""
@@ -158,12 +154,12 @@ class FlightRecorder:
     @property
     def last(self) -> Entry | None:
         """The entry that began last; None if there is no entry."""
-        running = self._ring[self._noted % self._size]
-        return None if running is None else Entry(*running)
+        ring = self._ring
+        return Entry(*ring[-1]) if ring else None
 
     def entries(self) -> list[Entry]:
         """Returns the remembered entries, the oldest first."""
-        return sorted((Entry(*running) for running in list(self._ring) if running is not None), key=_began)
+        return [Entry(*running) for running in self._ring.copy()]  # a copy, because another thread may append
 
     def describe(self, last: int = 8) -> str:
         """Returns the last collectives as text, the newest first, one on each line; "" if there are none."""
@@ -226,7 +222,3 @@ def names_text(names: Sequence[str], shown: int = 2) -> str:
     """Returns the first names and the number of the others, such as "[conv1.weight, conv1.bias, 12 more]"."""
     more = len(names) - shown
     return f"[{', '.join([*names[:shown], *([f'{more} more'] if more > 0 else [])])}]"
-
-
-def _began(entry: Entry) -> tuple[int, float]:
-    return entry.number, entry.began

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradsync.diagnostics import tracing
 from gradsync.diagnostics.dump import write_dump
@@ -47,11 +47,10 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
         The path of the file.
 
     Raises:
-        InvalidArgument: the file cannot be written, or its file system has not responded for a minute.
+        InvalidArgument: `path` is not a path, the file cannot be written, or its file system has not responded for a
+            minute.
     """
-    from pathlib import Path
-
-    folder = Path(DUMP_DIR.read() or ".") if path is None else Path(path)
+    folder = _path_of("dump_flight_recorder", DUMP_DIR.read() or "." if path is None else path)
     return write_dump(folder, "dump_flight_recorder() was called", None, _PATIENT_SECONDS)
 
 
@@ -67,13 +66,12 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         path: the path of the dump; see dump_flight_recorder.
 
     Raises:
-        InvalidArgument: a trace of this process is already on, or the file cannot be written. If the block itself
-            raises an error, the caller gets that error, and not an error from writing the trace.
+        InvalidArgument: `path` is not a path, a trace of this process is already on, or the file cannot be written. If
+            the block itself raises an error, the caller gets that error, and not an error from writing the trace.
     """
-    from pathlib import Path
-
+    where = _path_of("trace", path)
     if tracing.active is not None:
-        raise InvalidArgument(f"gs.trace({os.fspath(path)!r}): this process is traced already")
+        raise InvalidArgument(f"gs.trace({str(where)!r}): this process is traced already")
     tracer = tracing.start()
     succeeded = False
     try:
@@ -82,11 +80,19 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         tracing.stop()
         try:
-            write_dump(Path(path), "the traced block has ended", tracer, _PATIENT_SECONDS)
+            write_dump(where, "the traced block has ended", tracer, _PATIENT_SECONDS)
         except InvalidArgument as error:
             if succeeded:
                 raise
             _log.warning("the trace was not written: %s", describe(error))  # the error of the block is raised
+
+
+def _path_of(function: str, path: Any) -> Path:
+    from pathlib import Path
+
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidArgument(f"{function} needs a path as text or as a Path, got {path!r}")
+    return Path(path)
 
 
 def arm() -> None:
@@ -170,15 +176,19 @@ def write_trace() -> None:
 def _dump(reason: str, raised_at: str = "", *, replaces_interrupt: bool = True) -> None:
     """Writes a dump if GRADSYNC_DUMP_DIR is set, and never raises an error.
 
-    Only one thread at a time writes a dump, so that the file contains the dump that was requested last.
+    Only one thread at a time writes a dump, so that the file contains the dump that was requested last. If the file
+    system did not respond to the last dump, the next one does not wait for it again.
     """
+    global _is_hanging
     if _folder is None:
         return
     is_held = _turn.acquire(timeout=_URGENT_SECONDS)
     try:
         if replaces_interrupt or _interrupted_at is None or _has_begun_since(_interrupted_at):
-            write_dump(_folder, reason, None, _URGENT_SECONDS, raised_at)
+            write_dump(_folder, reason, None, 0.0 if _is_hanging else _URGENT_SECONDS, raised_at)
+            _is_hanging = False
     except Exception as error:
+        _is_hanging = isinstance(error.__cause__, TimeoutError)
         _log.warning("the dump of the flight recorder was not written: %s", describe(error))
     finally:
         if is_held:
@@ -213,13 +223,15 @@ _turn = threading.RLock()  # re-entrant: a signal handler may interrupt the thre
 _handled: set[int] = set()  # the signals whose handlers the main thread is running
 _interrupted_at: float | None = None  # the time of the Ctrl-C that caused the last dump
 _folder: Path | None = None
+_is_hanging = False  # whether the file system of the folder did not respond to the last dump in time
 _traced_folder: Path | None = None
 
 
 def _forget_after_fork() -> None:
     """Forgets the folders, because the child of a fork is not a rank, and must not replace its parent's files."""
-    global _folder, _traced_folder, _interrupted_at, _turn
+    global _folder, _is_hanging, _traced_folder, _interrupted_at, _turn
     _folder = _traced_folder = _interrupted_at = None
+    _is_hanging = False
     _turn = threading.RLock()
     _handled.clear()
     tracing.stop()
