@@ -102,6 +102,17 @@ def test_backends_are_tried_at_the_same_time(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["working"] == ["shm", "mpi"]
 
 
+@pytest.mark.parametrize(
+    ("environ", "tried"),
+    [({}, ["shm", "mpi", "nccl"]), ({"GRADSYNC_BACKEND": "local"}, ["local", "shm", "mpi", "nccl"])],
+)
+def test_local_is_tried_only_if_it_is_asked_for(monkeypatch, capsys, environ, tried):
+    monkeypatch.setattr(doctor_command, "collect_facts", lambda _: Facts(environ=environ))
+    monkeypatch.setattr(doctor_command, "try_backend", lambda *_: Finding(OK, "works"))
+    assert doctor_command.doctor(backend=None, as_json=True, deadline_seconds=1.0, tries=True, verbose=False) == 0
+    assert json.loads(capsys.readouterr().out)["working"] == tried
+
+
 def test_ctrl_c_does_not_wait_for_a_trial_that_hangs(monkeypatch, tmp_path):
     has_begun = tmp_path / "begun"
     in_place_of_the_bench(monkeypatch, f"open({str(has_begun)!r}, 'w').close(); time.sleep(60)")

@@ -197,7 +197,8 @@ def doctor(*, backend: str | None, as_json: bool, deadline_seconds: float, tries
     findings = examine(here)
     asked_for = backend or (here.environ[BACKEND] if here.environ.get(BACKEND) in TABLE else None)
     # A backend for one rank works wherever NumPy does, so it is tried only if it is named.
-    backends = (backend,) if backend else tuple(name for name, row in TABLE.items() if not row.single_rank)
+    tried = tuple(name for name, row in TABLE.items() if name == asked_for or not row.single_rank)
+    backends = (backend,) if backend else tried
     trials: dict[str, Finding] = {}
     if tries:
         # Trials run in parallel, because most of their time is spent on starting processes.
