@@ -37,10 +37,8 @@ def launcher_endpoint(
     """Yields the rendezvous server's endpoint for a call of `launcher`, and its socket if this process hosts it.
 
     The endpoint and the socket are None if this call starts all ranks and `host` is loopback: the supervisor then makes
-    an endpoint.
-
-    The endpoint has the secret b"" if the first launcher has made a secret on this machine: the ranks then find it, as
-    they would without a launcher (`rendezvous/hosting.py`).
+    an endpoint. The endpoint has the secret b"" if the first launcher has made a secret on this machine: the ranks then
+    find it, as they would without a launcher (`rendezvous/hosting.py`).
 
     Args:
         host, port: the address at which the first launcher hosts the server.
