@@ -319,20 +319,17 @@ def available_memory_bytes(root: str = "") -> float:
     Args:
         root: a folder that tests use instead of "/".
     """
-    sizes = [group.available() for group in memory_groups(root)]
-    for line in _lines(f"{root}/proc/meminfo"):
-        name, _, size = line.partition(":")
-        if name == "MemAvailable" and (number := size.split()[:1]) and number[0].isdigit():
-            sizes.append(int(number[0]) * 1024)
+    free_kb = numbered_line(f"{root}/proc/meminfo", "MemAvailable:")
+    sizes = [None if free_kb is None else free_kb * 1024, *(group.available() for group in memory_groups(root))]
     return min((size for size in sizes if size is not None), default=math.inf)
 
 
 def numbered_line(path: str, name: str) -> int | None:
     """Returns the number after a name, in a file with lines "name number"; None if the file has no such line."""
     for line in _lines(path):
-        key, _, value = line.partition(" ")
-        if key == name and value.isdigit():
-            return int(value)
+        key, number, *_ = [*line.split(), "", ""]
+        if key == name and number.isdigit():
+            return int(number)
     return None
 
 
