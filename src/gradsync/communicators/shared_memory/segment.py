@@ -191,7 +191,7 @@ def open_segment(ticket: bytes) -> int:
         return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise BackendUnavailable(
-            "shared memory needs all ranks on one host, in one pid namespace; "
+            "shared memory needs all ranks on one host, in one pid namespace (of Docker containers: --pid=host); "
             f"the memory of the first rank of this group cannot be opened from here: {error}"
         ) from error
 
