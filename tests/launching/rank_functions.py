@@ -61,6 +61,8 @@ def raise_consequence_then_cause(error_name, fifo):
 
 def raise_on_every_rank():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a rank may be late on a busy machine
+    with gs.init_process_group("shm") as communicator:
+        communicator.barrier()  # neither rank's error comes before the other rank ignores SIGTERM
     raise ValueError("on every rank")
 
 
