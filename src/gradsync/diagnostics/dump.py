@@ -134,14 +134,13 @@ class Dump:
 # Writing.
 
 
-def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: float, raised_at: str = "") -> Path:
+def write_dump(path: Path, reason: str, seconds: float, raised_at: str = "") -> Path:
     """Writes a dump, and returns the path of its file.
 
     Args:
         path: the path of a file that ends in .json, or of a folder. If the path is a folder, the name of the file
             contains rank and pid.
         reason: the reason for the dump.
-        tracer: the tracer with the events of a trace; None means the active tracer, if there is one.
         seconds: the time limit for writing. A large dump gets more time.
         raised_at: see Dump.
 
@@ -154,7 +153,7 @@ def write_dump(path: Path, reason: str, tracer: tracing.Tracer | None, seconds: 
     rank, pid = _rank(), os.getpid()
     if path.suffix != ".json":
         path = path / f"gradsync-rank{'unknown' if rank is None else rank}-pid{pid}.json"
-    tracer = tracer or tracing.active or tracing.Tracer()
+    tracer = tracing.active or tracing.Tracer()
     dump = Dump(
         FORMAT,
         str(path),

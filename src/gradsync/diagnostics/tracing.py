@@ -109,13 +109,12 @@ def _ignore(phase: str) -> None:
     pass
 
 
-def start() -> Tracer:
-    """Begins a trace, unless a trace is already on. Returns the tracer."""
+def start() -> None:
+    """Begins a trace, unless a trace is already on."""
     global active
     if active is None:
         remember_at_least(TRACED_ENTRIES)
         active = Tracer()
-    return active
 
 
 def stop() -> None:

@@ -51,7 +51,7 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
             minute.
     """
     folder = _path_of("dump_flight_recorder", DUMP_DIR.read() or "." if path is None else path)
-    return write_dump(folder, "dump_flight_recorder() was called", None, _PATIENT_SECONDS)
+    return write_dump(folder, "dump_flight_recorder() was called", _PATIENT_SECONDS)
 
 
 @contextlib.contextmanager
@@ -72,19 +72,20 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     where = _path_of("trace", path)
     if tracing.active is not None:
         raise InvalidArgument(f"gs.trace({str(where)!r}): this process is traced already")
-    tracer = tracing.start()
+    tracing.start()
     succeeded = False
     try:
         yield
         succeeded = True
     finally:
-        tracing.stop()
         try:
-            write_dump(where, "the traced block has ended", tracer, _PATIENT_SECONDS)
+            write_dump(where, "the traced block has ended", _PATIENT_SECONDS)
         except InvalidArgument as error:
             if succeeded:
                 raise
             _log.warning("the trace was not written: %s", describe(error))  # the error of the block is raised
+        finally:
+            tracing.stop()
 
 
 def _path_of(function: str, path: Any) -> Path:
@@ -168,7 +169,7 @@ def write_trace() -> None:
     """Writes the trace if GRADSYNC_TRACE is set. A later call replaces the file."""
     if _traced_folder is not None and recorders():
         try:
-            write_dump(_traced_folder, f"{TRACE} is set", None, _PATIENT_SECONDS)
+            write_dump(_traced_folder, f"{TRACE} is set", _PATIENT_SECONDS)
         except Exception as error:
             _log.warning("the trace was not written: %s", describe(error))
 
@@ -185,7 +186,7 @@ def _dump(reason: str, raised_at: str = "", *, replaces_interrupt: bool = True) 
     is_held = _turn.acquire(timeout=_URGENT_SECONDS)
     try:
         if replaces_interrupt or _interrupted_at is None or _has_begun_since(_interrupted_at):
-            write_dump(_folder, reason, None, 0.0 if _is_hanging else _URGENT_SECONDS, raised_at)
+            write_dump(_folder, reason, 0.0 if _is_hanging else _URGENT_SECONDS, raised_at)
             _is_hanging = False
     except Exception as error:
         _is_hanging = isinstance(error.__cause__, TimeoutError)
