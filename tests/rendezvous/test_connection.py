@@ -41,7 +41,7 @@ def readers() -> list[threading.Thread]:
 
 
 def session(*, is_server: bool) -> Session:
-    return Session(send_key=KEY, receive_key=KEY, send_sequence=1, receive_sequence=1, is_server=is_server)
+    return Session(send_key=KEY, receive_key=KEY, is_server=is_server)
 
 
 class Wire:

@@ -34,8 +34,8 @@ from gradsync.rendezvous.wire import MAX_FRAME_BYTES, FrameError, FrameReader, S
 
 def make_sessions() -> tuple[Session, Session]:
     up, down = b"u" * 32, b"d" * 32
-    client = Session(send_key=up, receive_key=down, send_sequence=2, receive_sequence=1, is_server=False)
-    server = Session(send_key=down, receive_key=up, send_sequence=1, receive_sequence=2, is_server=True)
+    client = Session(send_key=up, receive_key=down, is_server=False)
+    server = Session(send_key=down, receive_key=up, is_server=True)
     return client, server
 
 

@@ -33,7 +33,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gradsync.arguments import check_seconds, parse_address
-from gradsync.environment import check_removed_variables
 from gradsync.errors import (
     AuthenticationError,
     CollectiveTimeout,
@@ -664,11 +663,9 @@ def dial(address: str, *, secret: bytes, deadline: float, label: str, generation
     Raises:
         RendezvousTimeout: no server was reached by the deadline; the text has the address and the last cause.
         AuthenticationError: the server does not know the secret.
-        InvalidArgument: an environment variable is set that gradsync no longer has (`check_removed_variables`).
         RendezvousError: another service uses that port.
     """
     parse_address(address)
-    check_removed_variables()
     started = time.monotonic()
     backoff_seconds = _FIRST_BACKOFF_SECONDS
     first_ended_at: float | None = None  # when a connection was first ended before the handshake

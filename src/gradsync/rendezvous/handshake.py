@@ -99,9 +99,8 @@ def _session(secret: bytes, transcript: bytes, *, is_server: bool) -> Session:
     digest = hashlib.sha256(transcript).digest()
     to_server = _sign(secret, _CLIENT_TO_SERVER, digest)
     to_client = _sign(secret, _SERVER_TO_CLIENT, digest)
-    if is_server:
-        return Session(send_key=to_client, receive_key=to_server, send_sequence=1, receive_sequence=2, is_server=True)
-    return Session(send_key=to_server, receive_key=to_client, send_sequence=2, receive_sequence=1, is_server=False)
+    send_key, receive_key = (to_client, to_server) if is_server else (to_server, to_client)
+    return Session(send_key=send_key, receive_key=receive_key, is_server=is_server)
 
 
 def _expect(frame: Frame, frame_type: FrameType, sequence: int) -> None:

@@ -133,8 +133,7 @@ class Session:
 
     Args:
         send_key, receive_key: the direction keys that the handshake derived, 32 bytes each.
-        send_sequence, receive_sequence: the sequence of the next frame in each direction.
-        is_server: whether this is the server's side; the accepted frame types depend on it.
+        is_server: whether this is the server's side; the accepted frame types depend on it, and the first sequences.
 
     Attributes:
         send_sequence: the sequence of the next frame to send.
@@ -145,15 +144,13 @@ class Session:
         *,
         send_key: bytes,
         receive_key: bytes,
-        send_sequence: int,
-        receive_sequence: int,
         is_server: bool,
     ) -> None:
         # The parts of a MAC that depend only on the key are computed once, and copied for every frame.
         self._mac_sent = hmac.new(send_key, digestmod="sha256")
         self._mac_received = hmac.new(receive_key, digestmod="sha256")
-        self.send_sequence = send_sequence
-        self._receive_sequence = receive_sequence
+        # HELLO and PROOF of the client had the numbers 0 and 1, the server's CHALLENGE had 0.
+        self.send_sequence, self._receive_sequence = (1, 2) if is_server else (2, 1)
         self._accepted_types = _FROM_CLIENTS if is_server else _FROM_SERVER
 
     def seal(self, frame_type: FrameType, *fields: Any) -> bytes:

@@ -54,7 +54,7 @@ from gradsync.rendezvous.wire import MAX_FRAME_BYTES, Frame, FrameReader, Sessio
 Target = Callable[[bytes], None]
 
 SECRET, RUN = bytes(32), "run"
-KEYS = {"send_key": b"s" * 32, "receive_key": b"r" * 32, "send_sequence": 1, "receive_sequence": 2}
+KEYS = {"send_key": b"s" * 32, "receive_key": b"r" * 32}
 REQUESTS = [kind for kind in FrameType if kind in SCHEMAS and not kind.from_server]
 _CONNECTIONS, RANKS = 6, 3
 # What the decoder raises at the end of a script, and where that is no msgpack.
@@ -86,8 +86,8 @@ def sealed_bodies(data: bytes) -> None:
     """A body of any bytes under a MAC that holds: what a member that has gone mad would send."""
     for is_server in (True, False):
         session = Session(**KEYS, is_server=is_server)
-        signed = pack_frame(data[0] if data else 0, 2, data[1:MAX_FRAME_BYTES])
-        frame = Frame(signed[4], 2, signed + sign(session._mac_received, signed))
+        signed = pack_frame(data[0] if data else 0, session._receive_sequence, data[1:MAX_FRAME_BYTES])
+        frame = Frame(signed[4], session._receive_sequence, signed + sign(session._mac_received, signed))
         with contextlib.suppress(RendezvousError):
             message = session.open(frame)
             check_fields(message.type, message.fields)

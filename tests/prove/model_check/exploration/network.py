@@ -21,13 +21,9 @@ def session(connection: int, *, is_server: bool, sends: int, receives: int) -> S
     """Returns one end of a connection's session, with its counters where the wire has them."""
     to_server, to_client = (hashlib.sha256(b"%s %d" % (way, connection)).digest() for way in (b"up", b"down"))
     keys = (to_client, to_server) if is_server else (to_server, to_client)
-    return Session(
-        send_key=keys[0],
-        receive_key=keys[1],
-        send_sequence=sends,
-        receive_sequence=receives,
-        is_server=is_server,
-    )
+    made = Session(send_key=keys[0], receive_key=keys[1], is_server=is_server)
+    made.send_sequence, made._receive_sequence = sends, receives
+    return made
 
 
 def read_frame(data: bytes) -> Frame:
