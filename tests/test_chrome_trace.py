@@ -123,7 +123,7 @@ def train_late(comm: Any, folder: str, size: int) -> None:
     sync = gs.AllreduceCallback(group=comm, threshold_bytes=8 * size)
     with gs.trace(folder):
         for _ in range(6):
-            time.sleep(0.03 * comm.rank)
+            time.sleep(0.2 * comm.rank)  # long beside the pauses of a busy machine
             with sync.backward():
                 for name in "abc":
                     sync(name, np.ones(size))
@@ -146,7 +146,7 @@ def test_the_trace_of_a_good_run_says_where_the_time_went_and_who_waited_for_who
     told = re.fullmatch(words, late)
     assert told, late
     assert int(told[1]) >= 5
-    assert float(told[2]) > 5 * 25
+    assert float(told[2]) > 5 * 190
     assert next_line.startswith("group ")
     assert "dumped because" not in done.output
 
