@@ -123,7 +123,7 @@ def train_late(comm: Any, folder: str, size: int) -> None:
     sync = gs.AllreduceCallback(group=comm, threshold_bytes=8 * size)
     with gs.trace(folder):
         for _ in range(6):
-            time.sleep(0.2 * comm.rank)  # long beside the pauses of a busy machine
+            time.sleep(0.25 * comm.rank)  # long beside the pauses of a busy machine
             with sync.backward():
                 for name in "abc":
                     sync(name, np.ones(size))
@@ -142,11 +142,11 @@ def test_the_trace_of_a_good_run_says_where_the_time_went_and_who_waited_for_who
     assert rank_1.startswith("  rank 1: ")
     assert share_of(phase, rank_0) > share_of(phase, rank_1)
     assert share_of("outside of gradsync", rank_0) < share_of("outside of gradsync", rank_1)
-    words = r"  rank 1 came last to (\d+) of \d+ collectives: the others waited (\S+) ms for it in 5 steps"
+    words = r"  rank 1 came last to (\d+) of \d+ collectives: the others waited (\S+) s for it in 5 steps"
     told = re.fullmatch(words, late)
     assert told, late
     assert int(told[1]) >= 5
-    assert float(told[2]) > 5 * 190
+    assert float(told[2]) >= 0.9
     assert next_line.startswith("group ")
     assert "dumped because" not in done.output
 
