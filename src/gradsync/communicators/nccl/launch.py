@@ -119,6 +119,7 @@ class Launch:
     is_over = False
     error: BaseException | None = None
     has_host_results = False
+    _calls_back = False  # whether callbacks are being called; functions that are added meanwhile are called after them
 
     def __init__(self, backend: Backend, nccl: Nccl, events: Events, stream: Any) -> None:
         self._backend = backend
@@ -216,7 +217,7 @@ class Launch:
     def when_done(self, function: Callable[[], None]) -> None:
         """See Completion."""
         with self._lock:
-            if not self.is_over:
+            if not self.is_over or self._calls_back:
                 self.callbacks.append(function)
                 return
         self._call(function)
@@ -268,6 +269,7 @@ class Launch:
                 last = self._call_before_done()
                 error = error or last
             self.error = error
+            self._calls_back = bool(self.callbacks)
             self.is_over = True
             if self.recorded is not None:
                 finish(self.recorded, failed=error is not None)
@@ -308,10 +310,13 @@ class Launch:
             _log.error("a callback at the end of %s raised %s", self.name, describe(error))
 
     def call_back(self) -> None:
-        """Calls the functions in `callbacks`."""
-        callbacks, self.callbacks = self.callbacks, []
-        for function in callbacks:
-            self._call(function)
+        """Calls the functions in `callbacks` in their order, also functions that are added meanwhile."""
+        while self._calls_back:
+            with self._lock:
+                callbacks, self.callbacks = self.callbacks, []
+                self._calls_back = bool(callbacks)
+            for function in callbacks:
+                self._call(function)
 
 
 _with_host_results: weakref.WeakSet[Launch] = weakref.WeakSet()
