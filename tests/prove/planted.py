@@ -1,8 +1,8 @@
 """Plants defects in a copy of the library, one at a time, and sees whether the tests find them.
 
-    python tests/prove/planted.py draw --seed 18 --count 100    # writes planted_drawn.json
+    python tests/prove/planted.py draw --seed 28 --each 3 --suffix d    # adds three of each room to planted_drawn.json
     python tests/prove/planted.py lines --python .venv-3.13/bin/python    # which test runs which line; ten minutes
-    python tests/prove/planted.py run [--shard 0/2] [--room bucketing] [--only NAME] [--limit 5]
+    python tests/prove/planted.py run [--shard 0/2] [--room bucketing] [--only NAME] [--limit 5] [--own-tests]
     python tests/prove/planted.py table
     python tests/prove/planted.py check    # which of them the source has outgrown: change or draw these anew
 
@@ -53,6 +53,9 @@ TEXT_TESTS = ("test_imports", "test_docstrings", "test_public_api", "test_pages"
 TESTS_OF_ROOM = {
     "bucketing": ["tests/bucketing", "tests/test_random_training.py"],
     "communicators": ["tests/communicators", "tests/bucketing"],
+    "shared_memory": ["tests/communicators/test_[!mn]*.py"],
+    "nccl": ["tests/communicators/test_*nccl*.py", "tests/communicators/test_stream_plan.py"],
+    "mpi": ["tests/communicators/test_mpi*.py", "tests/prove/mpi"],
     "rendezvous": ["tests/rendezvous", "tests/launching"],
     "launching": ["tests/launching"],
     "diagnostics": ["tests/test_dump*.py", "tests/test_chrome_trace.py", "tests/test_flight_recorder.py"],
@@ -73,7 +76,7 @@ class Defect(NamedTuple):
 
     Attributes:
         name: tells it apart, e.g. "bucketing-17".
-        room: the folder under src/gradsync, or "top".
+        room: the folder under src/gradsync, or "top"; of a backend its own folder.
         file: path from the root of the repository.
         line, column: the first place from which the replaced text is searched; columns count from 0.
         kind: what was done: drop, negate, off by one, swap, drop raise, drop wait; or the row that it breaks.
@@ -96,9 +99,9 @@ class Defect(NamedTuple):
 
 
 def room_of(path: Path) -> str:
-    """Returns the room of a file under src/gradsync."""
-    parts = path.relative_to(SOURCE).parts
-    return parts[0] if len(parts) > 1 else "top"
+    """Returns the room of a file under src/gradsync: the innermost folder that has tests of its own."""
+    folders = path.relative_to(SOURCE).parts[:-1]
+    return next((folder for folder in reversed(folders) if folder in TESTS_OF_ROOM), "top")
 
 
 class _Finder(ast.NodeVisitor):
@@ -207,22 +210,25 @@ def _parses(defect: Defect) -> bool:
     return True
 
 
-def draw(seed: int, count: int, rooms: Sequence[str] = ()) -> list[Defect]:
-    """Draws defects: rooms by their share of the code, the kinds within a room in turn."""
+def draw(seed: int, each: int, suffix: str, rooms: Sequence[str] = ()) -> list[Defect]:
+    """Draws as many defects for each room, the kinds within a room in turn; none that was drawn before."""
     random_source = random.Random(seed)
-    pool = {room: kinds for room, kinds in candidates().items() if not rooms or room in rooms}
-    sizes = {room: sum(map(len, kinds.values())) for room, kinds in pool.items()}
+    before = {(defect.file, defect.old, defect.new) for defect in load()}
     drawn: list[Defect] = []
-    for room in sorted(pool):
-        for number in range(max(1, round(count * sizes[room] / sum(sizes.values())))):
-            kinds = sorted(pool[room])
-            kind = kinds[number % len(kinds)]
-            choices = pool[room][kind]
+    for room, pool in sorted(candidates().items()):
+        if rooms and room not in rooms:
+            continue
+        kinds = sorted(pool)
+        random_source.shuffle(kinds)
+        for number in range(each):
+            choices = pool[kinds[number % len(kinds)]]
             random_source.shuffle(choices)
-            while not _parses(defect := choices.pop()):
+            while (defect := choices.pop()) and (
+                (defect.file, defect.old, defect.new) in before or not _parses(defect)
+            ):
                 pass
-            drawn.append(defect._replace(name=f"{room}-{number}"))
-    return drawn[:count] if len(drawn) > count else drawn
+            drawn.append(defect._replace(name=f"{room}-{number}{suffix}"))
+    return drawn
 
 
 # -- Running ---------------------------------------------------------------------------------------------------------
@@ -274,7 +280,7 @@ def check() -> int:
     return 1 if outgrown else 0
 
 
-def run_one(defect: Defect, workers: int, limit_seconds: float) -> dict[str, Any]:
+def run_one(defect: Defect, workers: int, limit_seconds: float, own_tests: bool) -> dict[str, Any]:
     """Plants a defect in a copy of the tree, and runs the tests up to the first failure on behaviour."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
@@ -293,7 +299,7 @@ def run_one(defect: Defect, workers: int, limit_seconds: float) -> dict[str, Any
             outcome["tests that run it"] = len(by_line)
             first = [test for test in by_line if test.startswith(tuple(of_room[:1]))]
             turns = [first, [test for test in by_line if test not in first]] if by_line else [of_room]
-        for chosen in turns:
+        for chosen in turns[:1] if own_tests else turns:
             by = _confirmed_failure(tree, chosen, workers, started + limit_seconds) if chosen else ""
             if by:
                 outcome |= {"found": True, "by": by}
@@ -421,7 +427,7 @@ def run(arguments: argparse.Namespace) -> int:
         and arguments.only in (None, defect.name)
     ]
     for defect in chosen[: arguments.limit]:
-        outcome = run_one(defect, arguments.workers, arguments.limit_seconds)
+        outcome = run_one(defect, arguments.workers, arguments.limit_seconds, arguments.own_tests)
         with RESULTS.open("a") as file:
             file.write(json.dumps(outcome) + "\n")
         print(
@@ -455,14 +461,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     drawing = commands.add_parser("draw")
-    drawing.add_argument("--seed", type=int, default=18)
-    drawing.add_argument("--count", type=int, default=100)
+    drawing.add_argument("--seed", type=int, required=True)
+    drawing.add_argument("--each", type=int, default=3, help="how many for each room")
+    drawing.add_argument("--suffix", required=True, help="ends the names, and tells this draw from those before")
     drawing.add_argument("--room", action="append", default=[])
     running = commands.add_parser("run")
     running.add_argument("--shard", default="0/1")
     running.add_argument("--room")
     running.add_argument("--only")
     running.add_argument("--limit", type=int)
+    running.add_argument("--own-tests", action="store_true", help="only the tests of the defect's room")
     running.add_argument("--workers", type=int, default=2)
     running.add_argument("--limit-seconds", type=float, default=900.0)
     recording = commands.add_parser("lines")
@@ -471,8 +479,9 @@ def main() -> int:
     commands.add_parser("check")
     arguments = parser.parse_args()
     if arguments.command == "draw":
-        drawn = draw(arguments.seed, arguments.count, arguments.room)
-        DRAWN.write_text(json.dumps([defect._asdict() for defect in drawn], indent=1) + "\n")
+        drawn = draw(arguments.seed, arguments.each, arguments.suffix, arguments.room)
+        earlier = json.loads(DRAWN.read_text())
+        DRAWN.write_text(json.dumps([*earlier, *(defect._asdict() for defect in drawn)], indent=1) + "\n")
         print(f"seed {arguments.seed}: {len(drawn)} defects", dict(Counter(defect.kind for defect in drawn)))
         return 0
     if arguments.command == "check":
