@@ -81,7 +81,8 @@ class Defect(NamedTuple):
         line, column: the first place from which the replaced text is searched; columns count from 0.
         kind: what was done: drop, negate, off by one, swap, drop raise, drop wait; or the row that it breaks.
         old, new: the text, and what takes its place.
-        reason: where the defect changes nothing that a user could see: why. It stays in the count.
+        reason: where the defect changes nothing that a user could see: why. It stays in the count. Where the code has
+            gone since, with nothing in its place, the reason says "gone since".
     """
 
     name: str
@@ -93,6 +94,10 @@ class Defect(NamedTuple):
     new: str
     column: int = 0
     reason: str = ""
+
+    @property
+    def has_gone(self) -> bool:
+        return "gone since" in self.reason
 
 
 # -- Drawing ---------------------------------------------------------------------------------------------------------
@@ -268,8 +273,8 @@ def check_applies(defect: Defect) -> None:
 
 
 def check() -> int:
-    """Prints the defects that can no longer be planted; fails where there are any."""
-    defects, outgrown = load(), 0
+    """Prints the defects that can no longer be planted, though their code has not gone; fails where there are any."""
+    defects, outgrown = [defect for defect in load() if not defect.has_gone], 0
     for defect in defects:
         try:
             check_applies(defect)
@@ -423,6 +428,7 @@ def run(arguments: argparse.Namespace) -> int:
         for number, defect in enumerate(load())
         if number % shards == shard
         and defect.name not in known
+        and not defect.has_gone
         and arguments.room in (None, defect.room)
         and arguments.only in (None, defect.name)
     ]
