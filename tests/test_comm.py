@@ -331,7 +331,7 @@ def test_ranks_that_differ_are_told() -> None:
     assert "reduce_dict(sum)" in first[2]
     assert "rank 1: comm.all_gather" in first[3]
     assert "rank 1: 'loss' is a str" in first[5]
-    assert "rank 1: its object does not pickle" in first[6]
+    assert "rank 1: its object cannot be pickled" in first[6]
 
 
 def reduce_on_gpu(communicator: Any) -> None:

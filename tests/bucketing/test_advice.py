@@ -13,7 +13,7 @@ LINES = {
     "without the last": "rank 1 did not hand over 'w2'",
     "nothing": "rank 1 did not hand over 'w0'",
     "one more": "rank 0 did not hand over 'w3'",
-    "another order": "the gradients are the same, their order differs",
+    "another order": "the gradients are the same, but their order differs",
     "another shape": "'b1' has a different shape on rank 1 than on rank 0: [3] on rank 0, [4] on rank 1",
     "another dtype, reduced later": "'b1' has a different dtype on rank 1 than on rank 0: float32 on rank 0, float64",
     "another dtype, reduced before": "'b1' has a different dtype on rank 1 than on rank 0: float32 on rank 0, float16",
@@ -26,9 +26,9 @@ LINES = {
     "thresholds": "threshold_bytes differs: 10485760 on rank 0, 30 on rank 1: make the callback with the same options",
 }
 AMONG_THREE = {
-    "without a middle one": "rank 1 did not hand over 'w1', ranks 0 and 2 did",
-    "another order": "the gradients are the same, their order differs on rank 1 from that on ranks 0 and 2: hand",
-    "one more": "ranks 0 and 2 did not hand over 'w3', rank 1 did",
+    "without a middle one": "rank 1 did not hand over 'w1', but ranks 0 and 2 did",
+    "another order": "the gradients are the same, but their order differs on rank 1 from the order on ranks 0 and 2: hand",
+    "one more": "ranks 0 and 2 did not hand over 'w3', but rank 1 did",
     "another shape": "'b1' has a different shape on rank 1 than on ranks 0 and 2: [3] on ranks 0 and 2, [4] on rank 1",
     "clip_norm on the others": "clip_norm is set on ranks 0 and 2 only",
 }
@@ -56,7 +56,7 @@ def test_the_odd_one_of_three_ranks_is_named(name: str) -> None:
 def test_other_differences_are_named() -> None:
     for line in SHM.run(2, checks.other_local_passes, SHM.kit):
         assert line.startswith(
-            "the ranks had different numbers of local passes before this step, but need the same: 2 on"
+            "the ranks had different numbers of local passes before this step, but need equal numbers: 2 on"
         )
     for line in SHM.run(2, checks.other_hooks, SHM.kit):
         assert line.startswith("hook differs: Hook, first 1, last 0 on rank 0, Hook, first 1, last 1 on rank 1: make")
@@ -67,6 +67,6 @@ def test_other_differences_are_named() -> None:
     for line in SHM.run(2, checks.missing_array, SHM.kit):
         assert line.startswith("the ranks handed over different numbers of gradients: 3 on rank 0, 2 on rank 1: hand")
     for line in SHM.run(2, checks.another_order_of_many, SHM.kit):
-        assert line.startswith("the gradients are the same, their order differs: hand them over in the same order")
+        assert line.startswith("the gradients are the same, but their order differs: hand them over in the same order")
     for line in SHM.run(3, checks.other_arrays, SHM.kit):
         assert line == "rank 1 differs from ranks 0 and 2: pass arrays of the same shape on all ranks"

@@ -42,7 +42,7 @@ def move_beside_gpu(comm: Any) -> None:
     values = comm.objects.all_gather(np.arange(100_000.0) * comm.rank)
     assert [value[-1] for value in values] == [99_999.0 * rank for rank in range(n)]
     refused = expect(gs.InvalidArgument, lambda: comm.objects.all_gather((lambda: 0) if comm.rank == n - 1 else 1))
-    assert f"rank {n - 1}: its object does not pickle" in str(refused)
+    assert f"rank {n - 1}: its object cannot be pickled" in str(refused)
     if n > 1:
         odd = comm.rank == 0
         expect(gs.PlanMismatch, lambda: comm.objects.all_gather(1) if odd else comm.objects.broadcast(1))

@@ -22,7 +22,7 @@ def test_a_communicator_is_true_and_a_non_member_is_not() -> None:
     nobody = NonMember("rank 1/4", "the group of ranks 0,2")
     assert not nobody
     assert repr(nobody) == "<NonMember: rank 1/4 is not a member of the group of ranks 0,2>"
-    with pytest.raises(AttributeError, match=r"not a member of the group of ranks 0,2 and cannot use its"):
+    with pytest.raises(AttributeError, match=r"not a member of the group of ranks 0,2 and cannot use the group's"):
         nobody.all_reduce(np.ones(2))
     assert not hasattr(nobody, "rank")
     for other in (copy.copy(nobody), pickle.loads(pickle.dumps(nobody))):

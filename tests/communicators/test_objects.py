@@ -83,11 +83,11 @@ def test_an_object_that_does_not_pickle_is_told_to_all() -> None:
     first, second = run_ranks(2, refuse)
     assert first == second
     needed = [
-        "objects.all_gather moved nothing: rank 1: its object does not pickle",
-        "objects.gather moved nothing: rank 1: its object does not pickle",
-        "objects.broadcast moved nothing: rank 0: its object does not pickle",
-        "objects.scatter moved nothing: rank 0: its object for rank 1 does not pickle",
-        "rank 1: its object does not pickle: Nameless: (its __str__ raised RuntimeError)",
+        "objects.all_gather moved nothing: rank 1: its object cannot be pickled",
+        "objects.gather moved nothing: rank 1: its object cannot be pickled",
+        "objects.broadcast moved nothing: rank 0: its object cannot be pickled",
+        "objects.scatter moved nothing: rank 0: its object for rank 1 cannot be pickled",
+        "rank 1: its object cannot be pickled: Nameless: (its __str__ raised RuntimeError)",
         "rank 0: needs a list of 2 objects, one for each rank, got 3",
         "rank 0: needs a list of 2 objects, one for each rank, got int",
     ]
@@ -121,7 +121,7 @@ def test_an_object_that_does_not_unpickle_fails_where_it_does_not() -> None:
     culprit, other = run_ranks(2, come_back)
     assert other == "2"
     assert culprit.startswith(
-        "rank 0/2: objects.all_gather received an object from rank 0 that does not unpickle here: "
+        "rank 0/2: objects.all_gather received an object from rank 0 that cannot be unpickled on this rank: "
     )
     assert "LookupError: no such class" in culprit
 
@@ -139,7 +139,7 @@ def test_errors_in_a_group_name_ranks_of_the_world() -> None:
     first, outside, last = run_ranks(3, name_by_world)
     assert outside == ""
     assert first.endswith(last.partition("moved nothing")[2])
-    assert "rank 2: its object does not pickle" in first
+    assert "rank 2: its object cannot be pickled" in first
 
 
 class Interrupting:

@@ -1,6 +1,6 @@
-"""An Agreement describes one collective, so that the ranks can check that all of them call the same one.
+"""An Agreement describes one collective, so that the ranks can check that all of them call the same collective.
 
-It has an 8-byte digest, which the ranks compare before data moves. If the digests differ, each rank sends its
+An Agreement has an 8-byte digest, which the ranks compare before data moves. If the digests differ, each rank sends its
 description of the collective to the others (see failures.py). Each rank then makes the error PlanMismatch from the
 descriptions of all ranks. The message of the error shows the first difference between the descriptions, and gives
 advice. The message is the same on all ranks, because it depends only on the descriptions.
@@ -69,7 +69,7 @@ class CallSite(NamedTuple):
 def find_call_site() -> CallSite:
     """Returns the line of the user's program that called the current collective.
 
-    Call this function only before the collective returns, because it reads the line from the stack.
+    Call this function only before the collective returns, because the function reads the line from the stack.
     """
     if on_behalf.submitted_at is not None:
         return CallSite(str(on_behalf.submitted_at), "submitted at")
@@ -102,8 +102,8 @@ class StepSoFar(NamedTuple):
     """The state of one rank's training step at an event of the step: a bucket, or the end of the step.
 
     Attributes:
-        others: the gradients that the rank has passed to gradsync and not yet reduced, except the gradients of this
-            event.
+        others: the gradients that the rank has passed to gradsync and that are not reduced yet, except the gradients of
+            this event.
         has_ended: whether the rank will pass no more gradients to gradsync in this step.
         sizes: the rank's options for bucket sizes, as pairs of a name and a value.
     """
@@ -119,7 +119,7 @@ class Description(NamedTuple):
     Attributes:
         what: the name of the collective, e.g. "all_reduce", or the event of a step in words.
         dtype: the array's dtype; "" if the collective has no array, or several.
-        shape: the array's shape; None if `dtype` is "".
+        shape: the array's shape; without meaning if `dtype` is "".
         detail: all other arguments that must be equal on all ranks, e.g. the operator "sum".
         items: the collective's arrays, or lines of text. `mismatch` removes the first items if they are equal on all
             ranks.
@@ -220,15 +220,14 @@ class Agreement(NamedTuple):
 
     Attributes:
         digest: a 64-bit number. Two ranks have equal digests if they run the same event, and in practice only then.
-        describe: a function that returns the Description, called only after a mismatch and for the flight recorder's
-            dumps. The function must not hold a reference to an array.
+        describe: a function that returns the Description. The function must not hold a reference to an array.
         event: the event's index in its step, from 0; None if the event does not belong to a step.
         summarise: a function that returns the event in one line of text, called when the flight recorder is read. The
             function must not hold a reference to an array. If `summarise` is None, `headline` of the Description is
             used instead.
         is_message: whether the event is a message between two ranks. Messages are not counted as collectives.
-        so_far: a function that returns the state of this rank's step at this event. It is called only while the event
-            runs. None if the event does not belong to a step.
+        so_far: a function that returns the state of this rank's step at this event. The function is called only while
+            the event runs. `so_far` is None if the event does not belong to a step.
     """
 
     digest: int
@@ -315,15 +314,16 @@ def _identity(dtype: np.dtype[Any] | None) -> str:
 # -- PlanMismatch: each rank makes the error from the descriptions of all ranks ---------------------------------------
 
 _ONE_ORDER = (
-    "the ranks use different callbacks here: use them in the same order on all ranks. If the order is the same and "
-    'the ranks make them at different lines or in threads, name them: gs.AllreduceCallback(..., name="generator")'
+    "the ranks use different callbacks here: use the callbacks in the same order on all ranks. If the order is the "
+    "same, but the ranks make the callbacks at different lines or in threads, name the callbacks: "
+    'gs.AllreduceCallback(..., name="generator")'
 )
 _SIZES = ("threshold_bytes", "first_bucket_bytes")  # ranks may differ in these, as long as their buckets are equal
 _NO_SITE = CallSite()
 _UNHARMED = "no data was moved"
 _BROKEN = (
-    "some ranks had already launched their collective, because it was the same as in the previous step: the "
-    "communicator is broken, and the gradients of this step are undefined"
+    "some ranks had already launched their collective, because that collective was the same as in the previous step: "
+    "the communicator is broken, and the gradients of this step are undefined"
 )
 
 
@@ -366,7 +366,7 @@ def mismatch(
 
 
 def first_difference(parts: Sequence[Sequence[object]]) -> int:
-    """Returns the first index at which the sequences differ; the length of the shortest sequence if none does."""
+    """Returns the first index at which the sequences differ; if they do not, the length of the shortest sequence."""
     for position, values in enumerate(zip(*parts, strict=False)):
         if len(set(values)) > 1:
             return position
@@ -439,7 +439,9 @@ def _advice_on_settings(descriptions: Mapping[int, Description], *, are_sizes: b
             continue
         if name == "local_passes":
             numbers = _by_value({rank: value or "none" for rank, value in values.items()})
-            passes = f"the ranks had different numbers of local passes before this step, but need the same: {numbers}"
+            passes = (
+                "the ranks had different numbers of local passes before this step, but need equal numbers: " + numbers
+            )
         elif None in values.values() and len(set(values.values())) == 2:
             found.append(f"{name} is set on {name_ranks([rank for rank in values if values[rank] is not None])} only")
         else:
@@ -462,7 +464,7 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
     ):
         return (
             f"the ranks handed over different numbers of gradients: {_by_value(numbers)}: hand over the same gradients "
-            "in the same order on all ranks; if the gradients have names, this error says which one is missing"
+            "in the same order on all ranks; if the gradients have names, this error names the missing gradient"
         )
     names = dict.fromkeys(name for specs in here.values() for name in specs)
     for name in names:
@@ -479,26 +481,26 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
         if len({tuple(specs) for specs in here.values()}) == 1:
             return ""
         odd, rest = _split({rank: tuple(specs) for rank, specs in here.items()})
-        where = f" on {name_ranks(odd)} from that on {name_ranks(rest)}" if rest and len(descriptions) > 2 else ""
+        where = f" on {name_ranks(odd)} from the order on {name_ranks(rest)}" if rest and len(descriptions) > 2 else ""
         return (
-            f"the gradients are the same, their order differs{where}: hand them over in the same order on all ranks, "
-            "or pass parameters=..., then any order is allowed"
+            f"the gradients are the same, but their order differs{where}: hand them over in the same order on all "
+            "ranks, or pass parameters=... to allow any order"
         )
     if len(missing) > 1:
         at_once = _by_value({rank: name or "no gradient" for rank, name in firsts.items()})
         return (
             f"the ranks hand over different gradients here: {at_once}: use the same names in the same order, or pass "
-            "parameters=..., then any order is allowed"
+            "parameters=... to allow any order"
         )
     [(name, ranks)] = missing.items()
     have_ended = all(descriptions[rank].has_ended for rank in ranks)
     what = f"did not hand over {name}" if have_ended else f"{_verb(ranks, 'has', 'have')} not handed over {name} yet"
     others = [rank for rank in descriptions if rank not in ranks]
     auxiliary = "did" if have_ended else _verb(others, "has", "have")
-    beside = f", {name_ranks(others)} {auxiliary}" if len(descriptions) > 2 else ""
+    beside = f", but {name_ranks(others)} {auxiliary}" if len(descriptions) > 2 else ""
     return (
         f"{name_ranks(ranks)} {what}{beside}: hand over the same gradients on all ranks, or pass parameters=... and "
-        'missing="zero", to fill missing ones with zeros'
+        'missing="zero", to fill missing gradients with zeros'
     )
 
 
@@ -514,7 +516,7 @@ def _missing(names: Iterable[str], known: Mapping[int, Mapping[str, object]]) ->
 
 
 def _difference(items: Mapping[int, Item]) -> str:
-    """Returns the difference of items with one name, e.g. "'b2' has a different shape on rank 1 than on rank 0"."""
+    """Returns the difference between items of one name, e.g. "'b2' has a different shape on rank 1 than on rank 0"."""
     dtypes = {rank: item.dtype for rank, item in items.items()}
     is_dtype = len(set(dtypes.values())) > 1
     values = dtypes if is_dtype else {rank: str(list(item.shape or ())) for rank, item in items.items()}
@@ -531,11 +533,10 @@ def _may_be_prefixes(descriptions: Mapping[int, Description]) -> bool:
 
 
 def _split(values: Mapping[int, object]) -> tuple[list[int], list[int]]:
-    """Returns two lists: the ranks that differ, and the ranks from which they differ.
+    """Returns two lists: the ranks whose value is rarer, and the other ranks.
 
-    If there are two values, the first list has the ranks with the rarer value. If both values are equally frequent, the
-    lowest rank is in the second list. If there are more than two values, the first list has all ranks, and the second
-    list is empty.
+    If both values are equally frequent, the lowest rank is in the second list. If there are not exactly two different
+    values, the first list has all ranks, and the second list is empty.
     """
     groups = _groups(values)
     if len(groups) != 2:

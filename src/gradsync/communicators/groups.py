@@ -112,7 +112,7 @@ class NonMember:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Python itself reads such names, e.g. for copy and pickle
             raise AttributeError(name)
-        raise AttributeError(f"{self} and cannot use its {name!r}; check `if group:` first")
+        raise AttributeError(f"{self} and cannot use the group's {name!r}; check `if group:` first")
 
 
 @contextmanager

@@ -188,7 +188,7 @@ class Objects:
                 raise
             except BaseException as error:  # also SystemExit, because the other ranks wait for this rank
                 which = "its object" if len(objs) == 1 else f"its object for rank {self._backend.ranks[number]}"
-                return _Parcel.refuse(f"{which} does not pickle: {describe(error)}", error)
+                return _Parcel.refuse(f"{which} cannot be pickled: {describe(error)}", error)
         return _Parcel(pickles)
 
     def _refused(self, refusals: dict[int, str], agreement: Agreement) -> InvalidArgument:
@@ -209,8 +209,8 @@ class Objects:
         except BaseException as error:  # also SystemExit
             raise InvalidArgument(
                 f"{self._backend.label}: {agreement.describe().what} received an object from rank "
-                f"{self._backend.ranks[sender]} that does not unpickle here: {describe(error)}; check that this rank "
-                "can import the object's class"
+                f"{self._backend.ranks[sender]} that cannot be unpickled on this rank: {describe(error)}; check that "
+                "this rank can import the object's class"
             ) from error
 
 
