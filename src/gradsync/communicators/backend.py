@@ -68,8 +68,8 @@ class PreparedList(Protocol):
 class ResidentMemory:
     """Memory of this rank in which gradients are reduced in place, without a copy.
 
-    All ranks call make_resident_memory (for_bucketing.py) together, and each gets memory of the same size. Views of
-    `bytes` stay valid, also after the communicator has ended. The shared-memory backend has a subclass
+    All ranks call make_resident_memory (for_bucketing.py) together, and each rank gets memory of the same size. Views
+    of `bytes` stay valid, also after the communicator has ended. The shared-memory backend has a subclass
     (shared_memory/resident.py).
 
     Args:
@@ -84,7 +84,7 @@ class ResidentMemory:
         self.bytes = data
 
     def prepare(self, values: Array, op: ReduceOp, checks: Checks) -> PreparedList | None:
-        """Returns the all-reduce of a part of this memory in place; None if `Backend.all_reduce` is as fast.
+        """Prepares the all-reduce of a part of this memory in place; returns None if `Backend.all_reduce` is as fast.
 
         Args:
             values: a view of `bytes` that begins at a multiple of 64 bytes.
@@ -95,7 +95,9 @@ class ResidentMemory:
 
 
 class ByteCollectives(ABC):
-    """The collectives that move bytes between ranks, without arithmetic. A Backend is one; so is a host path.
+    """The collectives that move bytes between ranks, without arithmetic.
+
+    The subclasses are Backend and the host path of the NCCL backend: see Backend.make_host_path.
 
     Args:
         rank: this rank's number in the communicator.
@@ -126,7 +128,7 @@ class ByteCollectives(ABC):
         largest: int,
         agreement: Agreement,
     ) -> None:
-        """Sends part i of every rank's source to rank i.
+        """Sends part i of every rank's source to rank i, whose target gets the parts of all ranks in rank order.
 
         `largest` is the size in bytes of the largest part that any rank sends to any rank. An empty part is not sent.
         """
@@ -185,8 +187,8 @@ class Backend(ByteCollectives):
             for its end.
         begins_with_barrier: whether a new communicator runs a barrier as its first collective.
         plans_for: the class of the arrays that the backend's plans accept; see `plan_all_reduce`.
-        force_packing: whether a world of one rank copies a list of arrays to a flat buffer and back, as NCCL does in
-            larger worlds. Benchmarks set `force_packing` to measure the time of these copies.
+        force_packing: whether a world of one rank copies a list of arrays to a flat buffer and back, like the NCCL
+            backend of a larger world. Benchmarks set `force_packing` to measure the time of these copies.
         converts: whether `prepare` accepts a Wire, and converts the values to the dtype of the Wire. If `converts` is
             False, the caller converts the values before the reduction.
         finder: the object that collects non-finite values while lists and resident memory are reduced; None if the
@@ -234,14 +236,14 @@ class Backend(ByteCollectives):
     def prepare(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, checks: Checks, wire: Wire | None
     ) -> PreparedList | None:
-        """Returns an `all_reduce` prepared for repeated calls with these very arrays; None if that is not faster.
+        """Prepares repeated calls of `all_reduce` with these very arrays; returns None if this would not be faster.
 
         If `wire` is given, all ranks convert the values to the dtype of `wire` before they send and reduce them. Only a
         backend whose attribute `converts` is True gets a `wire`. During the reduction, the backend makes each check in
         `checks` that it supports: see `finder` and `squares`.
 
-        Without checks, some ranks may call the prepared object and others `all_reduce` in the same collective.
-        `release` frees the prepared object's resources.
+        Without checks, some ranks may run the PreparedList while other ranks call `all_reduce`. `release` frees
+        the resources of the PreparedList.
         """
         return None
 
@@ -289,7 +291,10 @@ class Backend(ByteCollectives):
     # plan, and others the methods above. `release` frees the plans' resources.
 
     def takes(self, array: Array) -> bool:
-        """Returns whether a plan may write to `array`, whose class is `plans_for`. Called only for GPU backends."""
+        """Returns whether a plan may write to `array`, whose class is `plans_for`.
+
+        This method is called only for GPU backends.
+        """
         return True
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
@@ -319,7 +324,7 @@ class Backend(ByteCollectives):
 
     @abstractmethod
     def agree(self, agreement: Agreement) -> None:
-        """Raises PlanMismatch if the digests of the ranks differ. May wait for the other ranks."""
+        """Raises PlanMismatch if the digests of the ranks differ. The method may wait for the other ranks."""
 
     def barrier(self, agreement: Agreement) -> None:
         """Waits until all ranks have called this method. Raises PlanMismatch if the digests of the ranks differ."""
@@ -342,8 +347,8 @@ class Backend(ByteCollectives):
     def raise_if_ended(self, missing: list[int]) -> None:
         """Raises RankFailed if any rank has aborted the communicator, or one of the `missing` ranks has closed it.
 
-        The method is called while this communicator runs no collective. The method does not have to ask the rendezvous
-        server for failures, because the caller does so.
+        The method is called while this communicator runs no collective. The caller asks the rendezvous server for
+        failures, so this method need not ask for them.
         """
 
     def make_host_path(self) -> ByteCollectives:
@@ -362,7 +367,7 @@ class Backend(ByteCollectives):
         The method is called before the collective begins, so that a wrong stream is an error on this rank only.
 
         Raises:
-            InvalidArgument: `stream` is not a stream, or belongs to another device; or this stream or the current one
+            InvalidArgument: `stream` is not a stream, or belongs to another device; or `stream` or the current stream
                 is capturing a CUDA graph.
         """
         return stream
@@ -402,14 +407,24 @@ class Backend(ByteCollectives):
     # -- Ending ------------------------------------------------------------------------------------------------
 
     def drain(self) -> GradsyncError | None:
-        """Before close(), waits a limited time until the launched work has ended. Returns the work's error, or None."""
+        """Waits a limited time until the launched work has ended. Communicator.close() calls this method first.
+
+        Returns:
+            The error of the work; None if there is none.
+        """
         return None
 
     def announce_close(self) -> None:
-        """Announces to the other ranks that this rank has closed the communicator. Must neither block nor raise."""
+        """Announces to the other ranks that this rank has closed the communicator.
+
+        This method must neither block nor raise.
+        """
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Announces to the other ranks that they must stop. This method must neither block nor raise."""
+        """Announces to the other ranks that they must abort the communicator.
+
+        This method must neither block nor raise.
+        """
 
     def await_announced(self) -> None:
         """Waits a limited time, as the last step of close(), until the announcement of close() has been sent."""
@@ -422,7 +437,14 @@ class Backend(ByteCollectives):
 
 
 def checked_rank(backend: Backend, what: str, name: str, rank: object, *, is_self_allowed: bool = True) -> int:
-    """Returns the argument called `name` as an int, after checking that it is a rank of the communicator.
+    """Returns `rank` as an int, after checking that it is a rank of the communicator.
+
+    Args:
+        backend: the backend of the communicator.
+        what: the name of the public method in errors.
+        name: the name of the argument in errors.
+        rank: the value of the argument.
+        is_self_allowed: whether the argument may be this rank.
 
     Raises:
         InvalidArgument: the argument is not a rank of the communicator, or is this rank although that is not allowed.

@@ -92,7 +92,8 @@ class Job:
         previous: the job that was submitted to the same communicator before this one, perhaps in another queue.
 
     Attributes:
-        end: the argument; once the collective has ended, a shared object that does not refer to the future's error.
+        end: the argument `end` until the collective has ended. Afterwards `end` is an object that all ended jobs share,
+            and that does not refer to the future's error.
         lifetime, what: the arguments of the same names.
         has_begun: whether the collective has begun; it may have ended.
     """
@@ -155,7 +156,7 @@ class Job:
             pass
 
     def wait_until(self, deadline: float) -> None:
-        """Waits as `wait` does, at most until time.monotonic() reaches the deadline."""
+        """Waits like `wait`, but at most until time.monotonic() reaches the deadline."""
         if self._not_over.acquire(timeout=max(0.0, deadline - time.monotonic())):
             self._not_over.release()
 
@@ -188,7 +189,9 @@ _over.finish(None, None)
 
 
 class LostFailure:
-    """The log entry of a failed future, written when the future is deleted unless the program has got the error.
+    """The log entry of a failed future, for an error that the program has not got from the future.
+
+    The entry is written when the future is deleted, or at the end of the program.
 
     Args:
         name: the collective's name in errors.
@@ -210,7 +213,10 @@ class LostFailure:
         self._text = ""
 
     def log(self) -> None:
-        """Logs the failure once; not if Ctrl-C or a gradsync error, perhaps of the same failure, ends the program."""
+        """Logs the failure, once.
+
+        If Ctrl-C or a gradsync error ends the program, this method logs nothing: the failure may be the same one.
+        """
         text, self._text = self._text, ""
         if text and not isinstance(uncaught_error(), (GradsyncError, KeyboardInterrupt)):
             _log.error("%s", text)
@@ -278,7 +284,7 @@ class CollectiveQueue:
             pass
 
     def _run_next(self) -> bool:
-        """Waits for the next job and runs it. Returns False if no job has come within 1 s."""
+        """Waits for the next job and runs it. Returns False if no job was submitted within 1 s, or `end` was called."""
         with self._lock:
             if not self._jobs:
                 self.last = None  # the job may hold the last reference to a communicator
@@ -318,11 +324,12 @@ def submit(lifetime: QueuedLifetime, what: str, run: Callable[[], Any]) -> Colle
 def await_earlier(lifetime: QueuedLifetime, what: str) -> None:
     """Waits, before a blocking collective named `what`, for the collectives that were submitted earlier.
 
-    The function waits for the collectives that this thread has submitted, and for the collectives that any thread has
-    submitted to the same communicator. Ctrl-C ends the wait.
+    The function waits for the collectives that this thread has submitted to any communicator, and for the collectives
+    that any thread has submitted to this communicator. Ctrl-C ends the wait.
 
     Raises:
-        InvalidArgument: as for submit; also if a done-callback has tried to run a collective during the wait.
+        InvalidArgument: the conditions are those of `submit`; or a done-callback has tried to run a collective during
+            the wait.
     """
     if _this_thread.is_serving and not is_in_callback():
         return  # a worker thread runs its queue in order; threads of the program raise the errors of done-callbacks

@@ -4,8 +4,8 @@ Each collective is one method, in three steps. First the method checks its argum
 the errors are the same on every backend. Then it makes an Agreement, a description of the call, which the ranks
 compare. Then `_run` locks the communicator for this collective and calls the backend, which moves the bytes. The
 asynchronous collectives are the same methods of the subclass `_Submitter`, whose `_run` submits the collective. If a
-call repeats an earlier call (same collective, operator or root, shape and dtype), `_find_stored` checks only the flags
-of the arrays, and returns a call of the stored plan.
+call repeats an earlier call (same collective, operator or root, shape and dtype), `_find_stored` skips most checks, and
+returns a call of the stored plan.
 
 Every rank of the communicator must call the same methods in the same order with the same shape, dtype, operator and
 root. If the ranks disagree, all of them get PlanMismatch before data moves, and the communicator stays usable. But on
@@ -83,8 +83,8 @@ class _StoredPlan(NamedTuple):
         agreement: the Agreement that describes these calls, for the comparison between the ranks.
         run: the plan that the backend has made for these calls.
         shape: the shape of the result.
-        in_place: whether a call without `out` writes the result into the array that it gets. If False, such a call
-            makes a new array.
+        in_place: whether a call without `out` writes the result into its argument `array`. If `in_place` is False, such
+            a call makes a new array.
     """
 
     agreement: Agreement
@@ -161,14 +161,16 @@ class Communicator:
             `out`, or `array` when `out` is None.
 
         Raises:
-            UnsupportedDtype: the dtype does not support the operator.
-            InvalidArgument: `array` or `out` is not an array, `out` has a different shape or dtype, or the array for
-                the result is read-only.
-            PlanMismatch: the ranks called different collectives, or with different arguments.
-            RankFailed: another rank has died or aborted.
+            UnsupportedDtype: the dtype does not support the operator, or the elements are Python objects.
+            InvalidArgument: `op` is not an operator, `array` or `out` is not an array, `out` has a different shape or
+                dtype, or the array for the result is read-only or has elements that share memory.
+            PlanMismatch: the ranks called different collectives, or passed different arguments.
+            RankFailed: another rank has died, or has closed or aborted the communicator.
             CollectiveTimeout: a rank did not call the collective before the deadline.
-            CommunicatorClosed: the communicator was closed, aborted, or inherited through a fork.
+            CommunicatorClosed: the communicator was closed or aborted, has failed, or belongs to the process that this
+                one was forked from.
             NcclError: NCCL or the GPU failed.
+            MpiError: MPI failed.
         """
         call = self._find_stored("all_reduce", op, array, out)
         if call is None:
@@ -239,8 +241,8 @@ class Communicator:
     ) -> Any:
         """Reduces `array` over all ranks, element by element; each rank gets its rows of the result.
 
-        Every rank must call it, with equal shapes, dtypes, operators and sizes. On the CPU the result has the same bits
-        as that of all_reduce, except for products of complex numbers.
+        Every rank must call it, with equal shapes, dtypes, operators and sizes. Over shared memory, and over MPI with
+        up to 16 ranks, the result has the same bits as that of all_reduce, except for products of complex numbers.
 
         Args:
             array: an array as for all_reduce. The rows of `array` (along the first axis; a 0-d array is one row) are
@@ -505,8 +507,8 @@ class Communicator:
     ) -> Any:
         """Sends part i of the rows of every rank's `array` to rank i; each rank receives a part from every rank.
 
-        Every rank must call it, with equal dtypes. If `send_sizes` is None, the shapes must be equal too. Either all
-        ranks pass `send_sizes`, or none does.
+        Every rank must call it, with equal dtypes. If `send_sizes` is None, the shapes must be equal too. Either every
+        rank passes `send_sizes`, or no rank.
 
         Args:
             array: an array of any layout on this communicator's device. The elements must not be Python objects.
@@ -525,8 +527,8 @@ class Communicator:
             InvalidArgument: the rows cannot be divided equally, `send_sizes` does not add up to the array's rows,
                 `recv_sizes` does not fit the other arguments, `array` is not an array, or `out` has a wrong shape or
                 dtype or is read-only.
-            PlanMismatch: the ranks called different collectives, or with different arguments; or `recv_sizes` of one
-                rank differs from what another rank sends to it.
+            PlanMismatch: the ranks called different collectives, or passed different arguments; or the `recv_sizes` of
+                one rank differ from the numbers of rows that the other ranks send to this rank.
             UnsupportedDtype, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for broadcast.
         """
         is_even = send_sizes is None and recv_sizes is None
@@ -582,7 +584,8 @@ class Communicator:
             sends to one rank.
 
         Raises:
-            PlanMismatch: `recv_sizes` of a rank differs from what the other ranks send to it. Every rank raises it.
+            PlanMismatch: the `recv_sizes` of a rank differ from the numbers of rows that the other ranks send to this
+                rank. Every rank raises this error.
         """
         n = self.world_size
         shared = self._backend.share_numbers([*sending, *receiving], agreement)
@@ -604,9 +607,9 @@ class Communicator:
     def send(self, array: Any, dest: int, *, stream: Any = None) -> None:
         """Sends an array to one other rank, which must call recv.
 
-        On the CPU, send returns when the rank `dest` has received the array; on a GPU, when NCCL has launched the
-        message. If two ranks both send first, or both receive first, they wait for each other until the deadline: use
-        exchange.
+        On the CPU, send returns only after the rank `dest` has begun to receive the array. On a GPU, send returns when
+        NCCL has launched the message. If two ranks both send first, or both receive first, they wait for each other
+        until the deadline: use exchange.
 
         Args:
             array: an array of any shape and layout on this communicator's device. The elements must not be Python
@@ -661,9 +664,9 @@ class Communicator:
         """Sends an array to one rank, and at the same time receives an array from the same rank or a different one.
 
         Two ranks that call exchange with each other cannot deadlock. A ring of ranks, in which each rank sends to the
-        next one, cannot deadlock either. But three ranks deadlock until CollectiveTimeout if rank 0 first exchanges
-        arrays with rank 1, rank 1 with rank 2, and rank 2 with rank 0. The other rank of a message may also call send
-        or recv.
+        next one, cannot deadlock either. But three ranks wait until CollectiveTimeout if rank 0 first exchanges arrays
+        with rank 1, rank 1 first with rank 2, and rank 2 first with rank 0. The other rank of a message may also call
+        send or recv.
 
         Args:
             array: the array to send, as for send.
@@ -743,9 +746,9 @@ class Communicator:
     def new_group(self, ranks: Iterable[int]) -> Communicator | NonMember:
         """Makes a group of some ranks of this communicator. The group numbers its ranks in ascending order.
 
-        Only the members need to call it. All members must pass the same ranks. If several ranks are members of the same
-        two groups, these ranks must make the two groups in the same order, and call the groups' collectives in the same
-        order.
+        Only the members need to call new_group. All members must pass the same ranks. If several ranks are members of
+        the same two groups, these ranks must make the two groups in the same order, and call the groups' collectives in
+        the same order.
 
         A group stays open until the process group is destroyed, or until its method close() is called. Close groups
         that are not needed any more, most of all with MPI, which allows about 2,000 groups: a group that is deleted in
@@ -768,7 +771,8 @@ class Communicator:
             RendezvousTimeout: a member did not call new_group within the time limit of this communicator's collectives.
                 The error message names the missing members.
             RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: the group cannot be made, or this
-                communicator was aborted. If new_group fails on one rank, it fails on all ranks.
+                communicator was closed or aborted. If one of these errors occurs on one member, new_group fails on all
+                members.
         """
         members = self._checked_members(ranks)
         if pending:
@@ -779,7 +783,7 @@ class Communicator:
         return self._make_group("new_group", members)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | NonMember:
-        """Divides the ranks into groups, one for each color, as MPI_Comm_split does.
+        """Divides the ranks into groups, one for each color, like MPI_Comm_split.
 
         Every rank must call it.
 
@@ -821,7 +825,7 @@ class Communicator:
         import socket  # imported here to keep the start of a rank short
 
         machine = digest_of("machine", machine_identity() or socket.gethostname())
-        return cast(Communicator, self.split(machine - 2**63))  # it has a color
+        return cast(Communicator, self.split(machine - 2**63))  # not a NonMember, because this rank passes a color
 
     def _make_group(self, what: str, members: tuple[int, ...]) -> Communicator:
         """Makes a group that this rank belongs to."""
@@ -887,7 +891,7 @@ class Communicator:
             raise failure
 
     def abort(self, reason: str, *, culprit: int | None = None) -> None:
-        """Ends the communicator for all ranks: the others get RankFailed in their current or next collective.
+        """Ends the communicator for all ranks. The other ranks get RankFailed in their current or next collective.
 
         Args:
             reason: the reason that the errors on all ranks show, e.g. "ValueError in the backward pass".
@@ -920,8 +924,8 @@ class Communicator:
     def _use_debug_mode(self) -> None:
         """Turns on the debug mode: from now on the ranks compare every collective before its data moves.
 
-        Every rank must call it. The debug mode changes nothing on a backend that always compares the digests before
-        data moves.
+        Every rank must call it. From now on, each AllreduceCallback that starts to use this communicator also watches
+        its gradients for writes (see bucketing/guard.py).
         """
         self._debug = True
         self._backend.agree_always()
@@ -1044,8 +1048,8 @@ class Communicator:
     def _find_stored(self, what: str, detail: Any, array: Any, out: Any) -> CollectiveCall | None:
         """Returns a call that runs a stored plan, if the arguments repeat those of an earlier call; else None.
 
-        Of the arrays, it checks only the class, shape, dtype and flags. If the result is None, the public method checks
-        all arguments and raises the errors.
+        This method checks only the class, shape, dtype and flags of the arrays. If the result is None, the public
+        method checks all arguments and raises the errors.
         """
         if type(array) is not self._plans_for:
             return None

@@ -148,12 +148,12 @@ class FailureMonitor:
 def publish_description(client: RendezvousClient, group: str, position: int, text: str) -> None:
     """Stores this rank's description of an event on the server, for exchange_descriptions on the other ranks.
 
-    The text is stored in pieces; only the last piece is shorter than MAX_EVENT_BYTES. On NCCL a rank may have launched
-    the event; then its client has stored the first piece of the rank's description when the server asked.
+    The text is stored in pieces; only the last piece is shorter than MAX_EVENT_BYTES. If a rank has already launched
+    the event on NCCL, the rank's client has stored the first piece when the server asked for the description.
 
     Args:
         client: this rank's connection to the rendezvous server.
-        group: the communicator's name, or that of the messages from one rank to another.
+        group: the communicator's name; for messages, the communicator's name and the two ranks.
         position: the event's number in the group, equal on all ranks that disagree on the event.
         text: the Description, as text.
     """
@@ -248,10 +248,11 @@ def closed_failure(label: str, rank: int) -> RankFailed:
 
 
 def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, str]:
-    """Returns the number and the title of a collective for the server's report; a message's title has its line of code.
+    """Returns the number and the title of a collective or message, for the server's report.
 
-    In its report, the server itself adds the line of code for a collective, but not for a message. If two ranks wait
-    for each other, each waits in a different message, and the user needs both lines of code.
+    The title of a message contains the line of code that sends or receives the message. The server adds the line of
+    code to the title of a collective, but not to the title of a message. If two ranks wait for each other, each waits
+    in a different message, and the user needs both lines of code.
     """
     from gradsync.rendezvous.frames import OF_MESSAGES  # imported here to keep the start of a rank short
 
@@ -279,8 +280,8 @@ def status_report() -> tuple[str, dict[str, list[tuple[int, int, str, bool]]]]:
     """Returns the last collectives of each group.
 
     Returns:
-        A text, which has the Python stacks of this process too; and the same collectives as data, to compare them with
-        those of other ranks. Each is a tuple of its number, its digest, its title, and whether it is still running.
+        A text, which also has the Python stacks of this process; and, by group, the same collectives as data, for the
+        comparison with other ranks. Each collective is a tuple: number, digest, title, whether it is still running.
     """
     from gradsync.rendezvous.frames import MAX_CALL_BYTES, MAX_STATUS_CALLS, clip_text
 
@@ -298,7 +299,7 @@ def status_report() -> tuple[str, dict[str, list[tuple[int, int, str, bool]]]]:
 def _reported_recorders() -> list[FlightRecorder]:
     """Returns the flight recorders of groups with several ranks, the most recently used first.
 
-    There are at most as many as a message to the server has room for.
+    The list has at most MAX_STATUS_GROUPS flight recorders, because a message to the server has no room for more.
     """
     from gradsync.rendezvous.frames import MAX_STATUS_GROUPS  # imported here to keep the start of a rank short
 

@@ -56,10 +56,10 @@ class ListReduction:
             sources.
         recurs: whether these very arrays will be reduced again. If `recurs` is True, the backend prepares the reduction
             now. `recurs` may differ between ranks.
-        resident: the resident memory, if the only source and target is a view of it, which begins at a multiple of 64
-            bytes.
-        agrees_first: whether the ranks compare their Agreements also before the stages run. This is needed if the
-            stages of any rank write into that rank's sources. `agrees_first` must be equal on all ranks.
+        resident: the resident memory, if the only source is also the only target, and is a view of this memory that
+            begins at a multiple of 64 bytes; else None.
+        agrees_first: whether the ranks compare their Agreements also before the stages run. `agrees_first` must be True
+            if the stages of any rank write into that rank's sources. `agrees_first` must be equal on all ranks.
     """
 
     def __init__(

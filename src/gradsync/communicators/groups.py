@@ -41,7 +41,7 @@ class Member(Protocol):
 
 
 class CommunicatorTree:
-    """The communicators made from one world: its groups, groups of groups, and those made by override_backend().
+    """The communicators made from one world: groups, groups of groups, and the communicators of override_backend().
 
     Args:
         name: the name of the world's communicator.
@@ -127,7 +127,7 @@ def reporting_failures(backend: Backend, what: str) -> Iterator[None]:
         yield
     except (RankFailed, CommunicatorClosed):
         backend.lifetime.check_usable(what)  # raises this rank's own failure instead of the server's copy of it
-        raise  # no report: every member gets this error by itself
+        raise  # not reported, because every member gets this error by itself
     except BaseException as error:
         if backend.client is not None:
             if isinstance(error, BackendUnavailable):

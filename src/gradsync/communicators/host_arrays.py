@@ -23,7 +23,7 @@ _FOR_OBJECTS = "comm.objects gathers, broadcasts and scatters Python objects"
 
 
 class ArrayKind:
-    """The functions for one kind of arrays. This class is for host arrays; DeviceArrays overrides it for a GPU.
+    """The functions for one kind of arrays. This class is for host arrays; its subclass DeviceArrays is for a GPU.
 
     DeviceArrays is in nccl/device_arrays.py. A native array is a NumPy or CuPy array that the method `native` has
     returned. A flat array is 1-D and contiguous. NumPy arrays, and other arrays in host memory that support DLPack, are
@@ -81,7 +81,7 @@ class ArrayKind:
             divide_into(flat, count, flat)
 
     def multiply(self, source: Any, factor: float, out: Any) -> None:
-        """Writes source * factor to `out`; see host_values.multiply. On a GPU it uses the current stream."""
+        """Writes source * factor to `out`, on a GPU on the current stream; see host_values.multiply."""
         host_values.multiply(source, factor, out)
 
     def multiply_in_place(self, natives: Any, factor: float) -> None:
@@ -124,7 +124,7 @@ class ArrayKind:
     def share_memory(self, first: Any, second: Any) -> bool:
         """Whether two arrays share an element; True if NumPy would need too long to find out."""
         try:
-            return bool(np.shares_memory(first, second, max_work=10_000))  # type: ignore[arg-type]  # any count is allowed
+            return bool(np.shares_memory(first, second, max_work=10_000))  # type: ignore[arg-type]  # any int is valid
         except np.exceptions.TooHardError:
             return True
 

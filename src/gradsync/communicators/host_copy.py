@@ -4,11 +4,10 @@ NumPy copies with memcpy, and glibc's memcpy copies 4 KB to about 1 MB with the 
 this instruction slows down from 40 to 2.8 GB/s (measured) if the destination is 1 to 63 bytes after the source, modulo
 the page size. Such addresses occur when data are copied from page-aligned shared memory to large NumPy arrays, whose
 data begin 16 bytes after the start of a page. A NumPy ufunc copies with vector loads and stores, and is not slower at
-such addresses. So on Zen 3 pieces of 4 KB or more are copied by np.positive on unsigned integers, which keeps every
-bit. On other processors memcpy is as fast or faster, so each process measures both.
+such addresses. So on Zen 3 np.positive on unsigned integers copies pieces of 4 KB or more, and keeps every bit. On
+other processors memcpy is as fast or faster, so each process measures both ways.
 
-Source: glibc bugs 30994 and 30995 (memcpy on Zen 3 and Zen 4 with `rep movsb`); benchmarks/test_copy_speed.py measures
-it.
+Source: glibc bugs 30994 and 30995 (memcpy on Zen 3 and Zen 4 with `rep movsb`).
 
 The functions for pieces cut a list of arrays as if the list were one flat array, so that a collective can move many
 arrays together without first copying them to one array. These functions only compute; they read and write no array.
@@ -49,7 +48,7 @@ def word_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @cache
 def memcpy_is_slow() -> bool:
-    """Whether memcpy is slow if the target's offset in its page is just above the source's.
+    """Whether memcpy is slow if the target begins just after the source, modulo the page size.
 
     The first call measures this, in less than 1 ms.
     """
@@ -71,7 +70,7 @@ def _quickest(copy: Callable[..., Any], *arrays: Array) -> float:
 
 
 def copy_words(source: Array, target: Array) -> None:
-    """Copies a 1-D array of words (see word_dtype) to a second one of the same size."""
+    """Copies a 1-D array of words (see word_dtype) to another array of the same size."""
     if source.nbytes >= _UFUNC_FROM_BYTES and memcpy_is_slow():
         np.positive(source, target)
     else:
@@ -81,8 +80,8 @@ def copy_words(source: Array, target: Array) -> None:
 def publish_words(source: Array, target: Array) -> None:
     """Copies words, at most a few hundred KB, to shared memory that other ranks have just read.
 
-    Unlike `copy_words`, it uses a ufunc on every processor. On a Xeon, `copy_words` uses memcpy; but if `publish_words`
-    used memcpy there, an all_reduce of 128 KB would take 10% more time (measured).
+    For 4 KB or more, publish_words uses a ufunc on every processor. On a Xeon `copy_words` uses memcpy. If
+    publish_words also used memcpy there, an all_reduce of 128 KB would take 10% more time (measured).
     """
     if source.nbytes >= _UFUNC_FROM_BYTES:
         np.positive(source, target)

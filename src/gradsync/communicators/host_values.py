@@ -1,13 +1,13 @@
 """Arithmetic on the values of arrays: functions that scale them, check for NaN and infinity, and sum the squares.
 
-`multiply` works for CuPy arrays too. The other functions are for host arrays; those for a GPU are in
-nccl/device_arrays.py. Some functions read their array more than once. So each
-function works on pieces that fit into a core's cache, and each piece is loaded from main memory only once.
+`multiply` works for CuPy arrays too. The other functions are for host arrays; the functions for a GPU are in
+nccl/device_arrays.py. Some functions read their array more than once. So each function works on pieces that fit into a
+core's cache, and each piece is loaded from main memory only once.
 
 A backend can check values during the reduction, while they are in the cache; see Checks. NonFiniteFinder finds the
-ranks that contribute NaN or infinity. If a sum is finite, all its summands are finite. So it is nearly always enough to
-check the results. If a result is not finite, the values of each rank are checked before they are overwritten, to find
-the ranks that contributed the non-finite values.
+ranks that contribute NaN or infinity. If a sum is finite, all its summands are finite. So nearly always the backend
+checks only the results. If a result is not finite, the values of each rank are checked before they are overwritten, to
+find the ranks that contributed the non-finite values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WIDENED_PIECE_ELEMENTS = 2**14
 _UNTHREADED_ELEMENTS = 2**13
 # The sum of a short row has a small rounding error: 2e-7 for 1024 squares in float32.
 _ROW_ELEMENTS = 2**10
-# If a row's sum is smaller, squares too small for float32 (below 2**-149) could be a relevant part of it.
+# If a row's sum is smaller, squares too small for float32 (below 2**-149) could be a relevant part of the sum.
 _LEAST_ROW_SUM = 2.0**-100
 
 # Products of other dtypes are computed in a wider dtype, or for real and imaginary parts separately.
@@ -73,7 +73,7 @@ def multiply_quietly(source: Any, factor: float, out: Any, xp: Any = np) -> None
 
 
 def multiply_in_place(arrays: Sequence[Array], factor: float) -> None:
-    """Multiplies arrays in place. For many small arrays it takes a third of the time of a `multiply` call for each."""
+    """Multiplies arrays in place. For many small arrays this takes a third of the time of one `multiply` call each."""
     factors: dict[np.dtype[Any], Any] = {}  # by dtype, for dtypes whose products are computed in the dtype itself
     with np.errstate(all="ignore"):
         for array in arrays:
@@ -127,7 +127,7 @@ def sum_of_squares(flat: Array) -> float:
 
 
 class SumOfSquares:
-    """Adds up the squares of several flat arrays, as sum_of_squares does.
+    """Adds up the squares of several flat arrays; see sum_of_squares.
 
     The backend adds each array right after the reduction of the array, while the values are still in the core's cache.
     """
@@ -166,7 +166,7 @@ class SumOfSquares:
 
 
 def tables_of(flat: Array) -> list[Array]:
-    """Returns 2-D views of a flat array, for SumOfSquares.add_rows; [] if its dtype needs SumOfSquares.add."""
+    """Returns 2-D views of a flat array, for SumOfSquares.add_rows; [] if the dtype needs SumOfSquares.add."""
     parts = flat.view(part_dtype(flat.dtype))
     if parts.dtype not in _MULTIPLIED_AS_THEY_ARE:
         return []

@@ -1,4 +1,4 @@
-"""The state of a communicator, which runs one collective at a time until it is closed or aborted.
+"""The state of a communicator, which runs one collective at a time until it is closed or aborted, or fails.
 
 Ctrl-C may interrupt a collective between any two instructions, and a lock would then stay held for ever. So the lock
 here is an entry of a dict. A single instruction, which Ctrl-C cannot interrupt, acquires the lock and stores its owner.
@@ -59,7 +59,10 @@ class Observer(Protocol):
     """An object that is called when a communicator ends."""
 
     def communicator_ended(self, lifetime: Lifetime) -> None:
-        """Called when a communicator has ended, on any thread, perhaps more than once. The method must not raise."""
+        """Handles the end of a communicator. The method may be called on any thread, and more than once.
+
+        The method must not raise.
+        """
 
 
 class RaisedFailures:
@@ -130,7 +133,7 @@ class Lifetime:
         # free, and returns the frame that now holds the lock. clear() releases the lock.
         self._holder: dict[None, FrameType] = {}
         self._make_locks()
-        self._announcement: Callable[[], None] | None = None  # sends the end to the other ranks; None if sent
+        self._announcement: Callable[[], None] | None = None  # announces the end to the other ranks; None if done
         self._is_closed_only = False  # whether close() alone has ended the communicator
         self.was_raised = False
         self.last_job: Job | None = None
@@ -160,8 +163,10 @@ class Lifetime:
 
         Raises:
             InvalidArgument: the caller is a done-callback, or an earlier done-callback has tried to run a collective;
-                see check_may_call. __enter__ raises it if a thread already runs a collective of this communicator.
-            CommunicatorClosed: the communicator has ended; __enter__ raises it.
+                see check_may_call. __enter__ raises InvalidArgument if another collective of this communicator is
+                running.
+            RankFailed, CollectiveTimeout, PlanMismatch, NcclError, CommunicatorClosed: the communicator has ended;
+                __enter__ raises the errors of `check_usable`.
         """
         if pending:  # before `what` is stored, because other collectives run while this one waits
             await_earlier(self, what)
@@ -177,7 +182,7 @@ class Lifetime:
                 self._refuse(what)
         try:
             self._what = what
-            if self.ended_because is not None:  # checked while holding the lock: close() releases only if it is free
+            if self.ended_because is not None:  # checked under the lock: no thread releases the backend meanwhile
                 self.check_usable(what)
             self._recorder.begin(self._next_agreement)
         except BaseException:
@@ -249,7 +254,7 @@ class Lifetime:
         self._end_use()
 
     def note_raised(self, error: BaseException) -> None:
-        """Records a failure that a future, or other code outside of a collective, raises. close() will not raise it."""
+        """Records a failure that a future, or other code outside of a collective, raises: close() will not raise it."""
         self.raised.add(error)
         with self._claiming:
             self.was_raised = True
@@ -323,7 +328,10 @@ class Lifetime:
         return True
 
     def check_usable(self, what: str) -> None:
-        """Raises if the communicator has ended.
+        """Raises an error if the communicator has ended.
+
+        Args:
+            what: the name, in errors, of the collective that was called.
 
         Raises:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure has ended the communicator, and no call
@@ -349,7 +357,8 @@ class Lifetime:
         reason = f"in {self._what}: {reason}"
         announcement = partial(self._backend.announce_abort, reason, culprit)
         with self._claiming:
-            # Another thread's close() is not enough here: a rank that waits for a third rank ignores it.
+            # If another thread has called close(), the other ranks also need the abort: a rank that waits for a third
+            # rank ignores a close.
             if self._is_closed_only:
                 self._announcement, self._is_closed_only = announcement, False
             self._claim_end(f"it was aborted: {reason}", announcement)

@@ -22,7 +22,7 @@ def local_communicator(*, force_packing: bool = False) -> Communicator:
 
 
 def check(place: RankEnvironment) -> None:
-    """See BackendModule. The function raises InvalidArgument if the world has several ranks."""
+    """See BackendModule in backend_choice.py. Raises InvalidArgument if the world has several ranks."""
     if place.world_size != 1:
         raise InvalidArgument(f"backend 'local' needs a world_size of 1, got {place.world_size}")
 

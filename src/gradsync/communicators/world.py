@@ -20,8 +20,8 @@ class _Override:
 
     Attributes:
         backend: the backend's name.
-        communicator: the communicator that replaces the world's communicator; None if there was no world when the
-            block began.
+        communicator: the communicator that replaces the world's communicator. None if there was no world when the
+            block began, or if the world has been replaced or has ended since then.
     """
 
     def __init__(self, backend: str, communicator: Communicator | None) -> None:

@@ -48,7 +48,11 @@ _TAG_OF_SENDER, _TAG_OF_RECEIVER = 2, 4
 
 
 def check(place: RankEnvironment) -> None:
-    """See BackendModule. Initialises MPI; raises BackendUnavailable if MPI cannot connect the ranks of the run."""
+    """See BackendModule in backend_choice.py. This function initialises MPI.
+
+    Raises:
+        BackendUnavailable: MPI cannot connect the ranks of the run.
+    """
     if place.source == "gradsync":  # gradsync's launcher removes mpiexec's environment variables for its ranks
         raise BackendUnavailable(
             "backend 'mpi' needs ranks that mpiexec or srun has started, but gradsync has started these ranks. Start "
@@ -66,7 +70,7 @@ def offer(settings: WorldSettings) -> str:
 def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> MpiBackend:
     """See BackendModule.
 
-    If this function raises an error, the caller must report it to the other ranks, because they wait for this rank.
+    If this function raises an error, the caller must report the error to the other ranks, which wait for this rank.
 
     Raises:
         BackendUnavailable: mpi4py is missing, or mpiexec or srun has not started exactly these ranks.
@@ -160,7 +164,7 @@ class MpiBackend(Backend):
     def all_reduce(
         self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, agreement: Agreement
     ) -> None:
-        """See Backend. Small arrays of a list are packed. They may be sent in the same message as the digest."""
+        """See Backend. Small arrays of a list are packed, and may be sent in the same message as the digest."""
         end_phase = tracing.phases_of(self.recorder)
         dtype, words = sources[0].dtype, word_dtype(sources[0].dtype)
         pairs = list(zip(sources, targets, strict=True))
@@ -218,7 +222,7 @@ class MpiBackend(Backend):
         for piece in pieces(flat):
             self._requests.finish([self._comm.Ibcast([piece, self._mpi.BYTE], root)], piece)
 
-    # The ranks send the parts directly: MPI's own algorithms move as many bytes.
+    # The ranks send the parts directly to each other, because MPI's own algorithms move as many bytes.
 
     def all_gather(self, source: Array, target: Array, bounds: Bounds, agreement: Agreement) -> None:
         self._agree(agreement)
@@ -347,7 +351,7 @@ class MpiBackend(Backend):
         self.client.announce_left(self._departures, self._requests.begun)
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Reports the abort to the server, which reports it to all ranks: nothing else ends their waits in MPI."""
+        """Reports the abort to the server, which reports the abort to all ranks: nothing else ends waits in MPI."""
         if self.world_size == 1 or self._failures.was_raised or self._failures.failure() is not None:
             return
 
@@ -368,9 +372,9 @@ class MpiAgreement:
     """The exchange of the digests of the ranks' calls before a collective.
 
     With up to 16 ranks, each rank sends its digest to every other rank. If the array to reduce is small, each rank
-    sends it in the same message as the digest, so that the all-reduce needs one exchange of messages instead of two.
-    The receiver reads the arrays only if all digests are equal. With more ranks, MPI gathers the digests, because its
-    algorithm needs fewer messages.
+    sends the array in the same message as the digest, so that the all-reduce needs one exchange of messages instead of
+    two. The receiver reads the arrays only if all digests are equal. With more ranks, MPI gathers the digests, because
+    MPI's algorithm needs fewer messages.
 
     Args:
         requests: the object that begins the communicator's MPI requests and waits for them.
@@ -399,7 +403,7 @@ class MpiAgreement:
     def payloads(self, size_bytes: int) -> Array:
         """Returns the arrays that the ranks have sent with their digests, one row for each rank.
 
-        Call it after the ranks have agreed. The rows are valid until the next agreement.
+        Call this method after the ranks have agreed. The rows are valid until the next agreement.
         """
         return self._messages[:, _HEADER_BYTES : _HEADER_BYTES + size_bytes]
 
@@ -450,7 +454,7 @@ class _Transfer:
         has_peer_answered: whether the peer has answered. A peer that has answered completes the message before it
             closes the communicator.
         is_refused: whether the peer has refused the message, because the peer waits for this rank in a collective.
-        dispute: if the ranks disagree, the arguments that publish_description has got; else None.
+        dispute: if the ranks disagree, the arguments `group`, `position` and `text` of publish_description; else None.
     """
 
     def __init__(self, requests: MpiRequests, message: Message, *, is_sending: bool) -> None:

@@ -102,15 +102,15 @@ def check_place(mpi: Any, rank: int, world_size: int) -> None:
 
 
 def mpi_place() -> RankEnvironment | None:
-    """Returns this process's rank and world size, as MPI knows them; None if mpiexec has not started the process.
+    """Returns this process's rank and world size in MPI_COMM_WORLD; None if MPI_COMM_WORLD has only one rank.
 
     Raises:
-        BackendUnavailable: mpi4py is not installed.
+        BackendUnavailable: this process cannot use MPI; see load_mpi.
     """
     mpi = load_mpi()
     world = mpi.COMM_WORLD
     if world.Get_size() == 1:
-        return None  # not started by mpiexec
+        return None  # mpiexec has not started the process, or has started only one
     local = world.Split_type(mpi.COMM_TYPE_SHARED)
     try:
         local_rank, local_world_size = local.Get_rank(), local.Get_size()
@@ -125,9 +125,9 @@ def mpi_place() -> RankEnvironment | None:
 def share_over_mpi(place: RankEnvironment) -> Share | None:
     """Returns a function that gathers a short text from every rank over MPI.
 
-    If MPI's ranks are not the ranks of the run, returns None. Initialises MPI. Every rank must call the returned
-    function the same number of times. The returned function raises RendezvousTimeout if another rank does not call it
-    in time.
+    The result is None if MPI's ranks are not the ranks of the run. share_over_mpi initialises MPI. Every rank must call
+    the returned function the same number of times. The returned function raises RendezvousTimeout if another rank does
+    not call that function in time.
     """
     try:
         check_place(load_mpi(), place.rank, place.world_size)
@@ -167,7 +167,7 @@ def _finish(request: Any, place: RankEnvironment, deadline: float, *memory: obje
 
 # -- Ending --------------------------------------------------------------------------------------------------------
 # A collective of MPI cannot be cancelled, so its memory must stay until the process ends. MPI_Finalize, which mpi4py
-# calls at exit, waits for all ranks, so a failed process must end the job instead.
+# calls at exit, waits for all ranks. So a failed process must end the job before mpi4py calls MPI_Finalize.
 
 
 def keep_for_ever(*kept: object) -> None:
@@ -192,7 +192,7 @@ def end_job() -> None:
 
 
 def end_forked_child() -> None:
-    """Ends a forked child that exits because of an exception, because MPI_Finalize would wait for all ranks."""
+    """Ends a forked child that exits because of an exception. Otherwise MPI_Finalize would wait for all ranks."""
     if _is_parents and uncaught_error() is not None:
         _flush()
         os._exit(_exit_code())

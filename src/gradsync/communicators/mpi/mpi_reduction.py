@@ -3,8 +3,8 @@
 Among few ranks, each rank reduces its share of the elements in rank order with NumPy, and sends the result to the other
 ranks. No rank receives more bytes than with MPI's best algorithm. Half-precision values are added in float32, NaN is
 treated as in NumPy, and the result has the same bits as with the shared-memory backend. Among many ranks, MPI's own
-all-reduce needs fewer messages. So among many ranks the backend uses it for the dtypes and operators that MPI supports,
-and converts half precision to float32.
+all-reduce needs fewer messages. So among many ranks the backend uses MPI's all-reduce, after converting half precision
+to float32, except for the minimum and maximum of floating values: MPI does not define their results for NaN.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.5:
 in an all-reduce that consists of a reduce-scatter and an all-gather, each rank sends 2 (n - 1) / n of the bytes of the
@@ -27,7 +27,7 @@ from gradsync.reduction import Array, ReduceOp, accumulation_dtype, divide_into,
 
 _BYTE = np.dtype(np.uint8)
 
-# The size of a rank's share of a chunk of a large array; the next chunk is sent while this one is reduced.
+# The size of a rank's share of a chunk of a large array. While one chunk is reduced, the next chunk is sent.
 _CHUNK_BYTES = 2 * 1024 * 1024
 _NATIVE_ELEMENTS = 2**28  # the most elements in one call of MPI
 
@@ -130,7 +130,7 @@ class MpiReduction:
         deliver: Callable[[_Chunk, Sequence[Array]], None],
         begun: Sequence[Any] = (),
     ) -> None:
-        """Exchanges the shares of the chunks with the other ranks. Sends a chunk while it reduces the chunk before it.
+        """Exchanges the shares of the chunks with the other ranks. While a chunk is reduced, the next chunk is sent.
 
         Args:
             chunks: the chunks, which have the same dtype, and the same bounds on every rank.
@@ -195,7 +195,7 @@ class MpiReduction:
 
 
 def _is_defined_by_mpi(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-    """Whether MPI's own reduction gives the same result as NumPy: for the minimum, MPI does not define that of NaN."""
+    """Whether MPI defines the result of its own reduction. For NaN, MPI does not define the minimum and maximum."""
     return op not in (ReduceOp.MIN, ReduceOp.MAX) or accumulation_dtype(dtype).kind != "f"
 
 

@@ -46,8 +46,8 @@ Ranks = Callable[[], Sequence[int]]
 class MpiRequests:
     """Begins the MPI requests of one communicator, and waits for them.
 
-    As a context manager, it converts MPI's exceptions to MpiError, or to the failure that caused them, if the server
-    has reported it.
+    As a context manager, the object converts an exception of MPI to MpiError. If the server has reported the failure
+    that caused the exception, the object raises this failure instead.
 
     Args:
         mpi: the module mpi4py.MPI.
@@ -62,7 +62,7 @@ class MpiRequests:
     Attributes:
         mpi, comm, failures: see Args.
         rank, world_size: this rank and the number of ranks in `comm`.
-        is_direct: whether there are at most DIRECT_RANKS ranks; see there.
+        is_direct: whether there are at most DIRECT_RANKS ranks, so that ranks send directly to all other ranks.
         peers: the other ranks, in the order in which this rank sends to them.
         begun: the number of collectives that this rank has begun.
         disputes: for each pair of ranks, as text, the number of messages on which they have disagreed.
@@ -126,7 +126,7 @@ class MpiRequests:
     def post(self, sends: Parts, receives: Parts, tag: int = TAG_COLLECTIVE) -> list[Any]:
         """Starts a non-blocking send or receive for each pair (peer, array of bytes).
 
-        Sends no message for an empty array, because both ranks know the sizes.
+        For an empty array, the method sends no message, because both ranks know the sizes.
 
         Returns:
             The requests, which keep the arrays alive.
@@ -153,8 +153,8 @@ class MpiRequests:
 
         Args:
             requests: MPI requests of this communicator.
-            memory: the arrays of the requests, which the wait keeps alive. Not needed for requests that `post`
-                returned, because these requests keep their arrays alive.
+            memory: the arrays of the requests, which the wait keeps alive. None for requests that `post` returned,
+                because these requests keep their arrays alive.
             poll: a function to call every few milliseconds during a longer wait.
 
         Raises:
@@ -177,7 +177,7 @@ class MpiRequests:
 
         Args:
             is_done: a function that returns whether the wait is over; each call lets MPI make progress.
-            kept: the requests and their memory; this object keeps them for ever if the wait fails.
+            kept: the requests and their memory. If the wait fails, gradsync keeps them for ever; see `abandon`.
             missing: for messages between two ranks, a function that returns the ranks whose messages have not
                 completed, as numbered in this communicator. For collectives `missing` is None, because MPI does not
                 show which ranks are missing.
@@ -244,14 +244,14 @@ class MpiRequests:
         except GradsyncError as error:
             reason = error
         # Messages that the other rank sent before it closed the communicator may have arrived meanwhile. If the server
-        # knows of a failure, that failure is the cause.
+        # has sent a failure, check() raises the failure, because it is the cause.
         if is_done():
             return
         self.failures.check()
         has_answered = (
             absent is not None and isinstance(reason, RankFailed) and reason.rank not in self._in_world(absent())
         )
-        if not has_answered:  # if the closed rank has answered meanwhile, this rank waits for a different rank
+        if not has_answered:  # if the rank that closed has answered meanwhile, this rank waits for a different rank
             raise reason
 
     def _in_world(self, ranks: Sequence[int]) -> list[int]:
