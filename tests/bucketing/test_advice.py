@@ -27,7 +27,7 @@ LINES = {
 }
 AMONG_THREE = {
     "without a middle one": "rank 1 did not hand over 'w1', but ranks 0 and 2 did",
-    "another order": "the gradients are the same, but their order differs on rank 1 from the order on ranks 0 and 2: hand",
+    "another order": "the gradients are the same, but their order differs on rank 1 from the order on ranks 0 and 2: ",
     "one more": "ranks 0 and 2 did not hand over 'w3', but rank 1 did",
     "another shape": "'b1' has a different shape on rank 1 than on ranks 0 and 2: [3] on ranks 0 and 2, [4] on rank 1",
     "clip_norm on the others": "clip_norm is set on ranks 0 and 2 only",
