@@ -1,12 +1,17 @@
 """Converts dumps to a Chrome trace, which https://ui.perfetto.dev and chrome://tracing can show.
 
-Each rank is a process of the trace. A process has one track for steps, which also shows the arrivals of gradients; one
-track for each group, which shows its collectives and, below them, their phases (packing, waiting, reducing, splitting);
-and one track for messages. A track has several lanes if its collectives overlap, as on a GPU. Arrows connect the events
-of one collective on all ranks, in the order in which the ranks began it. Times are microseconds since the first event.
+Each rank is a process of the trace. A process has these tracks:
 
-The format is that of "Trace Event Format", Google. The events are complete events ("X"), instants ("i"), flows ("s",
-"t", "f") and metadata ("M").
+- The track for steps also shows the arrivals of gradients.
+- The track of each group shows the collectives of the group. Below each collective, this track shows its phases, such
+  as packing, waiting, reducing and splitting.
+- One track shows the messages.
+
+A track has several lanes if its collectives overlap, as on a GPU. Arrows connect the events of one collective on all
+ranks, in the order in which the ranks began the collective. Times are microseconds since the first event.
+
+The format follows the document "Trace Event Format" by Google. The events are complete events ("X"), instants ("i"),
+flows ("s", "t", "f") and metadata ("M").
 """
 
 from __future__ import annotations
@@ -21,12 +26,12 @@ from gradsync.diagnostics.tracing import Phase
 Event = dict[str, Any]
 Key = tuple[str, int, str]
 
-_LANES = 1000  # the first lane of a track has a multiple of this number
+_LANES = 1000  # the number of a track's first lane is a multiple of 1000
 _STEPS, _MESSAGES = "steps", "messages"
 
 
 def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
-    """Returns the Chrome trace of the dumps of a run, for JSON."""
+    """Returns the Chrome trace of the dumps of a run, as an object that json.dumps accepts."""
     tracks = list(dict.fromkeys([_STEPS, _MESSAGES, *(f"group {name}" for dump in dumps for name in dump.groups)]))
     met: dict[Key, list[Event]] = {}
     events = [
@@ -50,14 +55,21 @@ def clock_offsets(dumps: Sequence[Dump]) -> list[float]:
     """Returns the number of seconds to add to the times of each dump, so that times of all dumps can be compared.
 
     Ranks on one machine use the same monotonic clock. To align ranks on different machines, this function compares
-    their wall clocks at the times of the dumps. An error of these clocks becomes an error of the trace.
+    their wall clocks at the times of the dumps. If the wall clocks differ, the trace is wrong by this difference.
     """
     zeros = [dump.wall_seconds - dump.monotonic_seconds for dump in dumps]
     return [0.0 if dump.clock == dumps[0].clock else zero - zeros[0] for dump, zero in zip(dumps, zeros, strict=True)]
 
 
 def _rank_events(dump: Dump, offset: float, tracks: Sequence[str], met: dict[Key, list[Event]]) -> Iterator[Event]:
-    """Yields the events of one rank, with times in seconds, and adds its collectives to `met`."""
+    """Yields the events of one rank, with times in seconds, and adds the rank's collectives to `met`.
+
+    Args:
+        dump: the rank's dump.
+        offset: the number of seconds to add to the times of the dump.
+        tracks: the names of the tracks of all ranks.
+        met: [group, number, call] -> the events of this collective, from all ranks.
+    """
     lane_names: dict[int, str] = {_LANES: _STEPS}
     lane_ends: dict[int, float] = {}
     phases: dict[tuple[str, int], list[Phase]] = {}
@@ -86,7 +98,7 @@ def _rank_events(dump: Dump, offset: float, tracks: Sequence[str], met: dict[Key
     for name, group in dump.groups.items():
         for entry in sorted(group.entries, key=lambda entry: entry.began):
             inner = [] if entry.is_message else phases.get((name, entry.number), [])
-            # A collective that had not ended is shown until the time of the dump.
+            # The event of a collective that had not ended lasts until the time of the dump.
             ended = max([entry.ended or dump.monotonic_seconds, *(phase.ended for phase in inner)])
             lane = free_lane(_MESSAGES if entry.is_message else f"group {name}", entry.began, ended)
             category = "message" if entry.is_message else "collective"

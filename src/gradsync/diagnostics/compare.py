@@ -1,8 +1,9 @@
 """Finds the first collective in which ranks differ, and ranks that wait for each other in a circle.
 
-These functions do no I/O and read no clocks. The server calls these functions while ranks wait, and `gradsync trace`
-calls them to compare dumps. A rank remembers only its last collectives, so these functions compare only collectives
-that at least two ranks remember. If a rank is only behind the others, it does not differ from them.
+The functions of this module do no I/O and read no clocks. The rendezvous server calls these functions while ranks wait,
+and `gradsync trace` calls these functions to compare dumps. A rank remembers only its last collectives, so
+first_divergence compares only collectives that at least two ranks remember. A rank that has begun fewer collectives
+does not differ for that reason.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Divergence(NamedTuple):
         number: the number of the collective.
         sides: the different collectives that ranks called under this number, each with its ranks. The collective that
             most ranks called comes last.
-        is_certainly_first: whether all ranks that remember this collective remember the previous collective too. There
-            they did not differ. Otherwise the ranks may have differed earlier, in collectives that they no longer
-            remember.
+        is_certainly_first: whether this is the first collective of the group, or all ranks that remember this
+            collective also remember the previous collective, in which the ranks did not differ. Otherwise the ranks may
+            have differed in earlier collectives, which some ranks no longer remember.
     """
 
     group: str
@@ -62,7 +63,7 @@ class Divergence(NamedTuple):
 
 
 def first_divergence(group: str, histories: Mapping[int, History]) -> Divergence | None:
-    """Returns the first collective in which ranks differ; None if all collectives that two ranks remember are equal.
+    """Returns the first collective in which ranks differ; None if no two ranks remember different collectives.
 
     Args:
         group: the name of the group.
@@ -90,9 +91,10 @@ class Wait(NamedTuple):
     Attributes:
         rank: the world rank.
         group: the name of the group.
-        number: the number of the collective in the group; 0 if the rank is in a send or receive.
+        number: the number of the collective in the group; 0 if the rank waits in a send or receive.
         what: the description of the collective.
-        for_ranks: the members that have not begun the collective; empty if all have begun it, or if this is unknown.
+        for_ranks: the members that have not begun the collective; empty if all members have begun the collective, or if
+            the late members are unknown.
     """
 
     rank: int
@@ -105,7 +107,8 @@ class Wait(NamedTuple):
 def circle(waits: Iterable[Wait]) -> list[Wait] | None:
     """Returns the ranks that wait for each other in a circle, each as a Wait; None if there is no circle.
 
-    Each rank waits for the next rank, and the last rank for the first. The circle begins with its lowest rank.
+    Each returned rank waits for the next rank, and the last rank waits for the first rank. The first rank is the lowest
+    rank of the circle.
     """
     by_rank: dict[int, list[Wait]] = {}
     for wait in waits:

@@ -1,8 +1,9 @@
 """A dump: the JSON file to which a rank writes its last collectives and the stacks of its threads.
 
-The classes Dump, Group, Entry and Call, and the named tuples of tracing.py, are the schema of the file: an object of a
-class is a JSON object with the fields of the class, and a named tuple is a JSON list. `write_dump` writes a dump;
-`read_dumps` reads dumps for `gradsync trace`, and checks every field. triggers.py decides when a dump is written.
+The classes Dump, Group, Entry and Call, and the named tuples of tracing.py, are the schema of the file. An object of
+these classes becomes a JSON object with the same fields, and a named tuple becomes a JSON list. `write_dump` writes a
+dump; `read_dumps` reads dumps for `gradsync trace`, and checks every field. triggers.py decides when a process writes a
+dump.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _FORMAT_OF_0_1 = "gradsync flight recorder 1"
 #: A field of every Chrome trace. `gradsync trace --out` may have written such a file into the folder of the dumps.
 CHROME_TRACE_KEY = "traceEvents"
 _MAX_DESCRIPTION_LINES = 1000
-_BYTES_PER_SECOND = 10e6  # the lowest speed of a file system for which write_dump waits
+_BYTES_PER_SECOND = 10e6  # a dump of this size adds one second to the time limit for writing the dump
 
 State = Literal["runs", "ended", "failed"]
 
@@ -46,7 +47,7 @@ class Call:
 
     Attributes:
         what: the collective in one line.
-        lines: everything that the ranks must agree on; each line but the first is one array.
+        lines: everything that the ranks must agree on: first the collective in one line, then a line for each array.
     """
 
     what: str
@@ -62,7 +63,8 @@ class Entry:
         call: the key of the description in Group.calls. Ranks that call the same collective have equal keys.
         is_message: whether this is a message between two ranks, and not a collective.
         state: "runs", "ended" or "failed".
-        began, ended: when the collective began and ended, in seconds on the rank's clock; None if it has not ended.
+        began, ended: when the entry began and ended, in seconds on the rank's monotonic clock. `ended` is None if the
+            entry has not ended.
     """
 
     number: int
@@ -81,7 +83,7 @@ class Group:
         ranks: the world ranks of the members.
         begun: the number of collectives that the rank has begun.
         entries: the last collectives and messages, the oldest first.
-        calls: the descriptions of the entries.
+        calls: the descriptions of the entries, each under the key Entry.call.
     """
 
     ranks: tuple[int, ...]
@@ -99,18 +101,20 @@ class Dump:
     """The content of one dump.
 
     Attributes:
-        format: FORMAT.
+        format: the text of FORMAT.
         path: the path of the file.
         reason: the reason for the dump.
-        raised_at: the line of code that raised the exception which ended this rank; "" if there is none.
-        rank: the world rank; None if the rank has not joined, and no launcher has set it.
-        pid, host: the process, and the name of its machine.
+        raised_at: the line of code that raised the exception that ended this rank; "" if no exception ended the rank,
+            or if a failed collective caused the exception.
+        rank: the world rank; None if the process has not joined a group, and no launcher has set its rank.
+        pid, host: the id of the process, and the name of its machine.
         clock: a text that is equal for ranks with the same monotonic clock.
         monotonic_seconds, wall_seconds: the time of the dump, on the rank's monotonic clock and on its wall clock.
-        package: the folder of gradsync; lines of a stack in other folders belong to the program.
-        stacks: the stacks of all threads, the main thread first.
+        package: gradsync's folder on the rank's machine. The report shows the innermost line of a stack outside of this
+            folder.
+        stacks: the stacks of all threads except gradsync's own, the main thread first.
         groups: the groups by name.
-        phases, arrivals, steps: the events of the trace, if there was one.
+        phases, arrivals, steps: the events of the trace; empty without a trace.
     """
 
     format: str
@@ -142,7 +146,7 @@ def write_dump(path: Path, reason: str, seconds: float, raised_at: str = "") -> 
             contains rank and pid.
         reason: the reason for the dump.
         seconds: the time limit for writing. A large dump gets more time.
-        raised_at: see Dump.
+        raised_at: see Dump.raised_at.
 
     Raises:
         InvalidArgument: the file cannot be written, or cannot be written within the time limit.
@@ -200,7 +204,10 @@ def _key(entry: Recorded) -> str:
 
 
 def _rank() -> int | None:
-    """Returns the world rank of this process, from its largest group or else from its launcher; None if unknown."""
+    """Returns the world rank of this process; None if unknown.
+
+    The rank comes from the largest group. If this group has only one rank, the launcher's variable has precedence.
+    """
     places = [recorder.place for recorder in recorders() if recorder.place is not None]
     largest = max(places, key=lambda place: len(place.ranks), default=None)
     text = value_of(os.environ, RANK) or value_of(os.environ, "RANK") or ""
@@ -248,7 +255,7 @@ def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{time.monotonic_ns()}")
 
 
-# Reading. A dump may be cut off, damaged or edited by hand, so every field is checked.
+# Reading. A dump may be cut off, damaged or edited by hand, so the functions check every field.
 
 
 def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
@@ -262,7 +269,8 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
         rank.
 
     Raises:
-        InvalidArgument: there are no dumps, a file is not a dump, or no dump contains a rank.
+        InvalidArgument: there are no dumps, a file cannot be read, is not a dump or is damaged, or no dump contains a
+            rank.
     """
     paths = list(paths)
     contents = [(file, content) for path in paths for file, content in _contents(path)]
@@ -325,12 +333,12 @@ class DamagedError(ValueError):
     """A field of a dump is missing or does not follow the schema; the text names the field and its value."""
 
 
-#: The rule for the values of each plain type: the words that follow "needs to be" in an error, and the check.
+#: The rule for the values of each plain type: the words after "needs to be" in an error, and the check.
 _RULES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     str: ("a text", lambda value: isinstance(value, str)),
     bool: ("true or false", lambda value: isinstance(value, bool)),
     int: ("an integer of at least 0", lambda value: type(value) is int and 0 <= value < 2**63),
-    # All floats are times. Sums of several times below this limit are exact and finite.
+    # All floats are times. The limit excludes infinity and numbers such as 1e308, whose sums are infinite.
     float: ("a time in seconds", lambda value: type(value) in (int, float) and 0 <= value < 2**40),
     State: ("'runs', 'ended' or 'failed'", lambda value: value in ("runs", "ended", "failed")),
 }
@@ -380,5 +388,5 @@ def _need(holds: bool, needed: str, value: Any, place: str) -> None:
 
 
 def printable(line: str) -> str:
-    """Returns a line with escapes for control characters, because a dump may contain any text."""
+    """Returns a line with escapes for characters that cannot be printed, because a dump may contain any text."""
     return "".join([c if c.isprintable() else c.encode("unicode_escape").decode() for c in line])

@@ -1,8 +1,8 @@
-"""The flight recorder: it records which collectives a rank has begun, and when each collective ended.
+"""The flight recorder: it records the last collectives of a rank, and when each collective began and ended.
 
-The recorder is always on, so it must cost almost nothing: an entry is a short list in a ring buffer. The list is made
-when the collective begins and completed when the collective ends. The list is converted to text only when a report
-needs it. Any thread may read the entries at any time.
+The recorder is always on, so it must cost almost nothing: an entry is a short list in a ring buffer. The recorder makes
+an entry when a collective begins, and completes the entry when the collective ends. The recorder converts entries to
+text only for a report. Any thread may read the entries at any time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from gradsync.environment import FLIGHT_RECORDER_ENTRIES
 
-_REMEMBERED_RECORDERS = 16  # the number of recorders kept after their communicators end, for reports
+_REMEMBERED_RECORDERS = 16  # reports show the 16 communicators made last, even after these communicators have ended
 
 
 class Recorded(Protocol):
@@ -24,7 +24,7 @@ class Recorded(Protocol):
 
     @property
     def is_message(self) -> bool:
-        """Whether this describes a message, which has no number because only two ranks of the group take part."""
+        """Whether this describes a message. A message has no number of its own, because only two ranks take part."""
 
     @property
     def digest(self) -> int:
@@ -34,7 +34,7 @@ class Recorded(Protocol):
         """Returns the description in one line."""
 
     def lines(self) -> list[str]:
-        """Returns everything that the ranks must agree on, as lines of text; each line but the first is one array."""
+        """Returns everything that the ranks must agree on: first the headline, then a line for each array."""
 
 
 class Place(NamedTuple):
@@ -52,8 +52,8 @@ class Place(NamedTuple):
 
 
 # A list of the fields of an Entry. The last two fields are set when the collective ends. The recorder uses a list,
-# because an object takes twice as long to make, and because Python copies a list in one step: a reader never gets a
-# part of an entry, or fields of two entries.
+# because an object takes twice as long to make, and because Python copies a list in one step. So a reader never gets
+# only a part of an entry, or fields of two entries.
 Running = list[Any]
 _ENDED, _FAILED = 3, 4
 
@@ -66,8 +66,8 @@ class Entry(NamedTuple):
             same program. A message has the number of the collective before it.
         what: the description of the collective or message.
         began: the time at which this rank entered the collective, in time.monotonic() seconds.
-        ended: the time at which the collective ended, or at which this process noticed its end on a GPU; None while the
-            collective runs.
+        ended: the time at which the collective ended, in time.monotonic() seconds; None while the collective runs. On a
+            GPU this is the time at which the process noticed the end.
         failed: whether the collective ended with an error.
     """
 
@@ -96,11 +96,13 @@ class Entry(NamedTuple):
 
 
 class FlightRecorder:
-    """The last collectives of one communicator. Only one thread may write at a time; any number of threads may read.
+    """The last collectives of one communicator.
+
+    Only one thread at a time may record collectives. Any number of threads may read the entries.
 
     Args:
         group: the communicator's name.
-        place: the communicator. If it is None, `recorders` does not return this recorder.
+        place: the communicator's members and backend. If `place` is None, `recorders` does not return this recorder.
 
     Attributes:
         group, place: see Args.
@@ -120,7 +122,7 @@ class FlightRecorder:
             _latest.append(self)
 
     def remember(self, entries: int) -> None:
-        """Enlarges the ring buffer, if it has room for fewer than this number of entries."""
+        """Enlarges the ring buffer to this number of entries. A larger ring buffer keeps its size."""
         while (self._ring.maxlen or 0) < entries:
             begun = self.begun
             ring = deque(self._ring, entries)
@@ -144,9 +146,10 @@ class FlightRecorder:
             running[_ENDED] = monotonic()
 
     def hand_over(self) -> Running | None:
-        """Returns the running collective, which the caller must pass to `finish` when the collective ends.
+        """Returns the running collective; None if no collective runs.
 
-        On a GPU a collective continues to run after its call has returned.
+        On a GPU a collective continues to run after its call has returned. The caller must pass the returned collective
+        to `finish` when the collective ends.
         """
         running, self._running = self._running, None
         return running
@@ -174,7 +177,7 @@ _latest: deque[FlightRecorder] = deque(maxlen=_REMEMBERED_RECORDERS)
 
 
 def recorders() -> list[FlightRecorder]:
-    """Returns the recorders of this process's communicators, and of the last communicators that have ended.
+    """Returns the recorders of this process's communicators, and of the last communicators even if they have ended.
 
     Any thread may call this function.
     """
@@ -187,9 +190,9 @@ def recorders() -> list[FlightRecorder]:
 
 
 def remember_at_least(entries: int) -> None:
-    """Makes all recorders, including future ones, remember at least this number of entries.
+    """Makes all recorders remember at least this number of entries, including recorders that are made later.
 
-    0 resets future recorders to the default number.
+    After remember_at_least(0), new recorders remember the number that GRADSYNC_FLIGHT_RECORDER_ENTRIES sets.
     """
     global _least_entries
     _least_entries = entries
@@ -219,6 +222,6 @@ def seconds_text(seconds: float) -> str:
 
 
 def names_text(names: Sequence[str], shown: int = 2) -> str:
-    """Returns the first names and the number of the others, such as "[conv1.weight, conv1.bias, 12 more]"."""
+    """Returns the first names and the number of other names, such as "[conv1.weight, conv1.bias, 12 more]"."""
     more = len(names) - shown
     return f"[{', '.join([*names[:shown], *([f'{more} more'] if more > 0 else [])])}]"

@@ -21,7 +21,7 @@ _MOST_ARRAYS = 8
 
 
 def report_dumps(paths: Sequence[str], out: str | None) -> int:
-    """Prints a report on dumps, and writes the Chrome trace of the dumps.
+    """Prints a report on dumps. If `out` is given, this function also writes a Chrome trace of the dumps.
 
     Args:
         paths: the paths of dumps, or of folders that contain dumps.
@@ -107,7 +107,7 @@ def _problems(dumps: Sequence[Dump]) -> list[str]:
         for name, of_ranks in groups.items()
         for rank, group in of_ranks.items()
         for entry in group.collectives()
-        if entry.state != "ended"  # a collective that failed at its deadline was a wait too
+        if entry.state != "ended"  # a collective that failed at its deadline shows for whom the rank waited
     ]
     waiting = circle(waits)
     return lines if waiting is None else [*lines, circle_text(waiting)]
@@ -124,7 +124,10 @@ def _raised(dumps: Sequence[Dump]) -> list[str]:
 
 
 def _differences(name: str, of_ranks: dict[int, Group]) -> list[str]:
-    """Returns the first difference between ranks, and the first array that differs, from each rank's description."""
+    """Returns lines with the first collective in which the ranks of a group differ, and with its first different array.
+
+    There is no second line if the first line already shows the difference.
+    """
     histories = {rank: _history(group) for rank, group in of_ranks.items()}
     divergence = first_divergence(name, histories)
     if divergence is None:
@@ -132,9 +135,9 @@ def _differences(name: str, of_ranks: dict[int, Group]) -> list[str]:
     sides = [(ranks, _lines(of_ranks[ranks[0]], divergence.number)) for _, ranks in divergence.sides]
     have_arrays = all(len(lines) > 1 for _, lines in sides)
     if not have_arrays and len({call.what for call, _ in divergence.sides}) == len(divergence.sides):
-        return [divergence.text()]  # the words of this text differ already
+        return [divergence.text()]  # this text already shows the difference
     compared = list(zip_longest(*(lines for _, lines in sides), fillvalue="(nothing)"))
-    # The first line of a description has the number of arrays, so it is compared last.
+    # The first line of a description contains the number of arrays, so the first lines are compared last.
     different = next((each for each in [*compared[1:], *compared[:1]] if len(set(each)) > 1), compared[0])
     pairs = zip(sides, different, strict=True)
     return [divergence.text(), *(f"  {name_ranks(ranks)}: {line}" for (ranks, _), line in pairs)]
@@ -164,7 +167,7 @@ def _late_ranks(name: str, of_ranks: dict[int, Group], dumps: Sequence[Dump]) ->
         late = sorted(rank for rank, group in of_ranks.items() if group.begun == begun)
         ahead = {rank: group for rank, group in of_ranks.items() if group.begun > begun}
         missed = [(group, each) for group in ahead.values() for each in group.collectives() if each.number == begun + 1]
-        if missed:  # otherwise no rank remembers it
+        if missed:  # otherwise no rank remembers this collective
             what, *arrays = _described(*missed[0])
             where = f"#{begun + 1} of group {name!r}, {what}, which {_have(sorted(ahead))} begun"
             lines += [f"{_have(late)} not begun {where}", *arrays]
@@ -210,7 +213,7 @@ def _have(ranks: Sequence[int]) -> str:
 
 
 def _time_spent(dumps: Sequence[Dump]) -> list[str]:
-    """Returns lines with the shares of time in the traced steps, and with the rank that the others waited for longest.
+    """Returns lines with the shares of time in the traced steps, and with the rank for which others waited longest.
 
     There are no lines if no rank has traced two steps. The first step is left out, because gradsync makes its buffers
     and plans during this step. The shares are fractions of the time from the end of the first step to the end of the
@@ -223,7 +226,7 @@ def _time_spent(dumps: Sequence[Dump]) -> list[str]:
     lines = [f"{max(len(dump.steps) for dump in traced)} steps, {seconds_text(median(periods))} each at the median"]
     by_rank = sorted(((_shares(dump), dump) for dump in traced), key=lambda told: -told[0]["outside of gradsync"])
     if len(by_rank) > _MOST_RANKS:
-        lines.append(f"of {len(by_rank)} ranks, the one that waited least and the one that waited most:")
+        lines.append(f"of {len(by_rank)} ranks, the two with the most and the least time outside of gradsync:")
         by_rank = [by_rank[0], by_rank[-1]]
     for shares, dump in sorted(by_rank, key=lambda told: _rank(told[1])):
         named = sorted(shares.items(), key=lambda share: -share[1])
@@ -327,7 +330,7 @@ def _whereabouts(dump: Dump, *, says_why: bool) -> list[str]:
 
 
 def _place(dump: Dump) -> list[str]:
-    """Returns the line of code that raised the rank's exception; without one, the line that the rank is running."""
+    """Returns the line of code that raised the rank's exception; without an exception, the line that the rank runs."""
     if dump.raised_at:
         return [f"  at {dump.raised_at}"]
     _, *lines = dump.stacks.splitlines() or [""]  # the main thread comes first

@@ -20,20 +20,21 @@ _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _INSTALLED = os.path.join(_STANDARD_LIBRARY, "site-packages", "")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
 _SERVICE_THREADS = "gradsync-"  # the prefix of the names of gradsync's own threads
-# The number of innermost frames to show: the first of these with which the text is short enough.
+# stack_report shows this number of innermost frames: the first number with which the text is short enough.
 _FRAMES = (64, 32, 16, 8, 4, 2, 1)
 _NAMES = 3
 _LINE_CHARACTERS = 160
 _SOURCE_SECONDS = 1.0  # the time limit for reading the lines of the program's files
-_hanging: set[str] = set()  # files that could not be read in this time; gradsync does not try them again
+_hanging: set[str] = set()  # files that could not be read in this time; gradsync does not read these files again
 
 
 def stack_report() -> str:
     """Returns the stacks of all threads except gradsync's own: the main thread first, the innermost frames first.
 
-    Of nested calls within gradsync, the text shows only the outermost. Threads with equal stacks are shown once. Outer
-    frames are left out if the text is too long. This function never raises an error, and takes milliseconds. Any thread
-    may call it at any time.
+    Of nested calls within gradsync, the text shows only the outermost call. The text shows equal stacks once, with the
+    names of their threads. If the text is too long, outer frames are left out. This function never raises an error.
+    It takes milliseconds, or one second if the file system of a program's file hangs. Any thread may call this function
+    at any time.
     """
     try:
         return _report()
@@ -66,23 +67,23 @@ def _stacks() -> dict[tuple[str, ...], list[str]]:
 
 
 def _shown(frame: FrameType | None) -> list[tuple[CodeType, int]]:
-    """Returns code and line of each frame to show, the innermost first.
+    """Returns the code and the line number of each frame to show, the innermost frame first.
 
-    Of nested calls within gradsync, only the outermost is returned.
+    Of nested calls within gradsync, only the outermost call is returned.
     """
     shown: list[FrameType] = []
     while frame is not None:
         if shown and frame.f_code.co_filename.startswith(_LAUNCHING):
-            break  # the frames further out belong to the launcher, which has called the user's code
+            break  # the outer frames belong to the launcher, which has called the user's code
         if _is_ours(frame):
             while shown and _is_of_python(shown[-1]):
-                shown.pop()  # gradsync has called this function of the standard library, for example a lock's
+                shown.pop()  # gradsync has called this function of the standard library, for example a method of a lock
         if frame.f_code.co_filename not in (__file__, contextlib.__file__):
             if shown and _is_ours(shown[-1]) and _is_ours(frame):
                 shown.pop()
             shown.append(frame)
         frame = frame.f_back
-    return [(one.f_code, one.f_lineno or 0) for one in shown]  # some frames have no line
+    return [(one.f_code, one.f_lineno or 0) for one in shown]  # some frames have no line number
 
 
 def _read_sources(names: set[str]) -> None:

@@ -1,8 +1,8 @@
 """A trace: the times of the phases of each collective, such as packing, waiting, reducing and splitting.
 
-If there is no trace, the code reads the variable `active` for each bucket and each gradient, and calls a function that
-does nothing for each phase. During a trace each phase is a tuple, which is kept until the process writes its dump
-(dump.py). `gradsync trace` converts dumps to a Chrome trace.
+Without a trace, gradsync only reads the variable `active` for each bucket and each gradient, and calls an empty
+function at the end of each phase. During a trace, gradsync keeps a tuple for each phase until the process writes its
+dump (dump.py). `gradsync trace` converts dumps to a Chrome trace.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Tracer:
         self._step_began: dict[str, float] = {}  # [group] -> the time at which its step began
 
     def arrive(self, group: str, name: str, *, is_first: bool) -> None:
-        """Records the arrival of a gradient. If `is_first`, a new step begins, even if the last step has failed."""
+        """Records the arrival of a gradient. If `is_first`, a new step begins, even if the last step has not ended."""
         now = monotonic()
         if is_first:
             self._step_began[group] = now
@@ -80,16 +80,16 @@ class Tracer:
         self.steps.append(TracedStep(group, gradients, self._step_began.pop(group, now), now))
 
 
-#: The tracer during a trace, otherwise None. The code reads this variable for every bucket and every gradient, because
-#: calling a function would take longer.
+#: The tracer during a trace, otherwise None. Other modules read this variable directly for every bucket and every
+#: gradient, because calling a function would take longer.
 active: Tracer | None = None
 
 
 def phases_of(recorder: FlightRecorder) -> Callable[[str], None]:
     """Begins to record the phases of the running collective, one after the other.
 
-    Returns a function, to be called with the name of each phase when the phase ends. Without a trace the function does
-    nothing.
+    Returns a function. The caller must call this function at the end of each phase, with the name of the phase. Without
+    a trace the function does nothing.
     """
     tracer = active  # read once: another thread may end the trace
     if tracer is None:
@@ -110,7 +110,7 @@ def _ignore(phase: str) -> None:
 
 
 def start() -> None:
-    """Begins a trace, unless a trace is already on."""
+    """Begins a trace, unless a trace is on."""
     global active
     if active is None:
         remember_at_least(TRACED_ENTRIES)
@@ -118,7 +118,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Ends the trace."""
+    """Ends the trace, and deletes its records."""
     global active
     active = None
     remember_at_least(0)

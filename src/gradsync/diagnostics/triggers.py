@@ -24,7 +24,8 @@ from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, Ra
 if TYPE_CHECKING:
     from pathlib import Path  # pathlib takes long to import, and few processes write a file
 
-# The time limits for writing a dump: while a failure waits to be reported, and in all other cases.
+# The time limits for writing a dump to the folder of GRADSYNC_DUMP_DIR, and for writing any other dump. The first limit
+# is short, because the report of a failure waits until its dump is written.
 _URGENT_SECONDS, _PATIENT_SECONDS = 2.0, 60.0
 _OF_A_COLLECTIVE = (CollectiveTimeout, RankFailed, PlanMismatch)
 
@@ -58,9 +59,8 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """Records when each bucket was packed, waited for, reduced and split, inside a `with` block.
 
-    A trace is not a collective, so some ranks may record one and others not. `gradsync trace` shows the ranks that
-    recorded a trace. At the end of the block, the process writes a dump. Inside the block, the recorder remembers
-    16,384 collectives.
+    A trace is not a collective, so some ranks may record a trace while other ranks do not. At the end of the block, the
+    process writes a dump. Inside the block, the recorder remembers the last 16,384 collectives of each group.
 
     Args:
         path: the path of the dump; see dump_flight_recorder.
@@ -99,8 +99,8 @@ def _path_of(function: str, path: Any) -> Path:
 def arm() -> None:
     """Turns on dumps or a trace, if GRADSYNC_DUMP_DIR or GRADSYNC_TRACE is set.
 
-    If the program has installed a signal handler, gradsync keeps it. A handler that the program installs later replaces
-    gradsync's handler.
+    gradsync does not replace a signal handler that the program has installed. A signal handler that the program
+    installs later replaces gradsync's handler.
     """
     global _folder, _traced_folder
     folder, traced = DUMP_DIR.read(), TRACE.read()
@@ -128,22 +128,23 @@ def arm() -> None:
 def dump_because(failure: str, raised_at: str = "") -> None:
     """Writes a dump if GRADSYNC_DUMP_DIR is set, and never raises an error.
 
-    If Ctrl-C has caused a dump, and no other collective has begun since then, that dump is kept, because it shows the
-    rank's line of code at the time of Ctrl-C.
+    If Ctrl-C has caused a dump, and no collective has begun since then, this function keeps that dump, because it shows
+    the rank's line of code at the time of Ctrl-C.
     """
     _dump(failure, raised_at, replaces_interrupt=False)
 
 
 def dump_at_failure(error: BaseException) -> None:
-    """Writes a dump if the error is that of a failed collective, which other ranks report too."""
+    """Writes a dump if the error is a CollectiveTimeout, RankFailed or PlanMismatch, which other ranks also raise."""
     if _folder is not None and isinstance(error, _OF_A_COLLECTIVE):
         dump_because(_first_line(error))
 
 
 def dump_at_exception(error: BaseException) -> None:
-    """Writes a dump for an error that ends this rank, unless a failed collective has raised it.
+    """Writes a dump for an error that ends this rank.
 
-    For a failed collective, dump_at_failure has already written a dump.
+    If a failed collective has raised the error, dump_at_failure has already written a dump, so this function does
+    nothing.
     """
     if _folder is not None and not isinstance(error, _OF_A_COLLECTIVE):
         dump_because(_first_line(error), "" if _follows_a_failure(error) else str(raised_at(error) or ""))
@@ -177,8 +178,9 @@ def write_trace() -> None:
 def _dump(reason: str, raised_at: str = "", *, replaces_interrupt: bool = True) -> None:
     """Writes a dump if GRADSYNC_DUMP_DIR is set, and never raises an error.
 
-    Only one thread at a time writes a dump, so that the file contains the dump that was requested last. If the file
-    system did not respond to the last dump, the next one does not wait for it again.
+    If another thread writes a dump, this function first waits up to 2 seconds for that thread, so that the file
+    contains the dump that was requested last. If the file system did not respond to the last dump in time, this
+    function does not wait for the file system again.
     """
     global _is_hanging
     if _folder is None:
@@ -222,7 +224,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 _turn = threading.RLock()  # re-entrant: a signal handler may interrupt the thread that holds the lock
 _handled: set[int] = set()  # the signals whose handlers the main thread is running
-_interrupted_at: float | None = None  # the time of the Ctrl-C that caused the last dump
+_interrupted_at: float | None = None  # the time of the last Ctrl-C, in time.monotonic() seconds
 _folder: Path | None = None
 _is_hanging = False  # whether the file system of the folder did not respond to the last dump in time
 _traced_folder: Path | None = None
