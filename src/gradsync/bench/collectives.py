@@ -1,6 +1,6 @@
 """`gradsync bench collectives`: measures collectives over a range of sizes.
 
-Every rank runs this program, whether gradsync's launcher, mpiexec, srun or torchrun has started it. Only rank 0 prints.
+Every rank runs this program. Either gradsync, mpiexec, srun or torchrun starts the ranks. Only rank 0 prints.
 The sizes, the in-place layouts of arrays and the factors for the bus bandwidth are those of nccl-tests, so that results
 of both programs can be compared. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the functions *GetCollByteCount
 and *GetBw of src/*.cu.
@@ -51,7 +51,7 @@ ALL_TO_ALL, EXCHANGE = "all_to_all", "exchange"
 #: The two ways to run a collective. Variables called `form` hold one of these names.
 SEPARATE, IN_PLACE = FORMS = "out-of-place", "in-place"
 
-#: The names of dtypes that --dtype accepts (those of nccl-tests and NumPy), with NumPy's name of each.
+#: The names of dtypes that --dtype accepts (the names of nccl-tests and of NumPy), each with NumPy's name of the dtype.
 DTYPES = {
     **{name: name for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64")},
     **{"half": "float16", "float": "float32", "double": "float64", "bfloat16": "bfloat16"},
@@ -78,8 +78,8 @@ class Kind:
         rooted: whether the collective has a root rank.
         source_parts, target_parts: the number of parts in a rank's source array and in its target array: "1", or "n"
             for one part per rank.
-        bus_ring: whether (n - 1) / n of the bytes cross each link, for n ranks; if False, all bytes cross it.
-        bus_passes: the number of times that the bytes cross each link: 2 for all_reduce, 1 for the others.
+        bus_ring: whether (n - 1) / n of the bytes cross each link, for n ranks; if False, all bytes cross each link.
+        bus_passes: the number of times that the bytes cross each link: 2 for all_reduce, 1 for the other collectives.
         has_separate_target: whether the collective can run out of place.
         has_in_place: whether the collective can run in place.
     """
@@ -191,7 +191,8 @@ def sizes_between(begin: int, end: int, factor: float) -> list[int]:
     """Returns the sizes in bytes from `begin` to at most `end`; each size is `factor` times the previous one.
 
     Raises:
-        InvalidArgument: `end` is below `begin`, `factor` is not above 1, or there are more than 100 sizes.
+        InvalidArgument: `end` is below `begin`, there are more than 100 sizes, or `end` is above `begin` and `factor`
+            is not above 1.
     """
     if end < begin:
         raise InvalidArgument(f"-e (the largest size) must not be below -b, got -e {end} and -b {begin} bytes")
@@ -236,7 +237,7 @@ def plan_cases(kind: Kind, sizes: Sequence[int], template: Case) -> list[Case]:
 
 # Inputs and expected results.
 
-# The input array repeats so many values. The number is a prime, so that the check also finds data at a wrong offset.
+# The input array repeats this number of values. This is a prime, so that the check also finds data at wrong offsets.
 _PERIOD = 1009
 _EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
 _UFUNCS = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
@@ -248,7 +249,7 @@ def source_of(case: Case, rank: int) -> Array:
 
 
 def _period(case: Case, rank: int) -> Array:
-    """Returns the short array that source_of repeats; for products it holds only 1 and 2, so that results are exact."""
+    """Returns the short array that source_of repeats. For products it has only 1 and 2, so that results are exact."""
     most = 2 if case.op == "prod" else 8
     return np.random.default_rng(rank).integers(1, most + 1, _PERIOD).astype(dtype_of(case.dtype))
 
@@ -276,7 +277,7 @@ def _part(array: Any, case: Case, rank: int) -> Any:
 
 
 def _reduced(sources: Sequence[Array], op: str) -> Array:
-    """Reduces arrays with NumPy: floats in float64, integers in their own dtype, where they overflow as usual."""
+    """Reduces arrays with NumPy: floats in float64, and integers in their own dtype, in which overflow wraps around."""
     dtype = sources[0].dtype
     wide = dtype if dtype.kind in "iu" else np.dtype(np.float64)
     total = sources[0].astype(wide)
@@ -309,7 +310,7 @@ def count_wrong(case: Case, result: Array | None, rank: int) -> int:
 
 
 def make_arrays(xp: Any, rank: int, case: Case, form: str) -> tuple[Any, Any]:
-    """Returns the source and target arrays of a rank, in the layout of nccl-tests; None for an array that it lacks.
+    """Returns the source and target arrays of a rank, in the layout of nccl-tests; None for an array without use.
 
     If the collective runs in place, the smaller of the two arrays is this rank's part of the larger one. In scatter
     only the root has a source array; in gather and reduce only the root has a target array.
@@ -330,7 +331,7 @@ def make_arrays(xp: Any, rank: int, case: Case, form: str) -> tuple[Any, Any]:
 def make_call(comm: Communicator, case: Case, source: Any, target: Any) -> Callable[[], object]:
     """Returns a function that runs the collective of the case once, on the given arrays."""
     op, after, before = case.op, (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    in_place = source is target  # such a call gets no out=
+    in_place = source is target  # then all_reduce and reduce get no out=
     return {
         ALL_REDUCE: lambda: comm.all_reduce(source, op) if in_place else comm.all_reduce(source, op, out=target),
         REDUCE: lambda: comm.reduce(source, op, ROOT, out=None if in_place else target),
@@ -432,7 +433,7 @@ class Measured(NamedTuple):
 def measure(wanted: Wanted) -> Measured:
     """Measures all cases. Every rank calls this function in an initialised process group.
 
-    Rank 0 prints a table for each collective. On a terminal the table grows with each row.
+    Rank 0 prints a table for each collective. If stderr is a terminal, rank 0 shows the unfinished table there.
     """
     comm = group_or_world(None, "a measurement of collectives")
     xp, _ = array_module(comm)
@@ -481,7 +482,7 @@ class _Timer:
         self._run = make_call(comm, case, self._source, self._target)
 
     def count_wrong(self) -> int:
-        """Returns the number of wrong elements. Runs the call twice, because the second one uses a cached plan."""
+        """Counts the wrong elements on all ranks. Runs the call twice: only the second run has a cached plan."""
         return sum(self._comm.objects.all_gather(max(self._count_wrong() for _ in range(2))))
 
     def _count_wrong(self) -> int:
@@ -534,10 +535,11 @@ def bench_collectives(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Runs `gradsync bench collectives`; the arguments are the options that command.py declares.
+    """Runs `gradsync bench collectives`; the arguments are the options that cli.py declares.
 
     Raises:
-        InvalidArgument, BackendUnavailable: an option is wrong, or the backend cannot run here. No rank has started.
+        InvalidArgument, BackendUnavailable: an option is wrong, or the backend cannot run here. The command raises this
+            error before it starts ranks.
         GradsyncError: a rank failed, or results are wrong.
     """
     settings = dict(locals())
@@ -600,7 +602,7 @@ def table(rows: Sequence[Row], *, verbose: bool) -> Table:
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """Returns a plot panel per collective with the times of the faster way: in place or out of place."""
+    """Returns a plot panel for each collective, with the shorter of the times in place and out of place."""
     found = []
     for collective in dict.fromkeys(row.case.collective for row in rows):
         of_collective = [row for row in rows if row.case.collective == collective]

@@ -1,4 +1,4 @@
-"""The gradients that a measurement synchronises: those of a well-known model, or those listed in a shapes file.
+"""The gradients that a measurement synchronises: the gradients of a well-known model, or of a shapes file.
 
 The functions of the models return shapes in the order of the parameters; a backward pass produces the gradients in the
 reverse order. A test compares the numbers of parameters with the published numbers.
@@ -97,10 +97,11 @@ MODELS = {"resnet50": resnet50, "gpt2": gpt2_small, "bert": bert_base}
 
 
 def gradients_of(model: str) -> list[GradientSpec]:
-    """Returns the gradients of one backward pass, in the order in which it produces them.
+    """Returns the descriptions of the gradients of one backward pass, in the order in which the pass produces them.
 
     Args:
-        model: a key of MODELS (float32 gradients), or the path of a shapes file, which lists gradients in this order.
+        model: a key of MODELS, whose gradients are float32; or the path of a shapes file, which lists the gradients in
+            this order.
 
     Raises:
         InvalidArgument: the name is unknown, the file is missing or malformed, the file has bfloat16 gradients and the
@@ -153,7 +154,7 @@ def read_shapes(path: str | Path) -> list[GradientSpec]:
 
 
 def itemsize_of(dtype: str) -> int:
-    """Returns the bytes of one element, also of bfloat16, which NumPy itself does not have."""
+    """Returns the size of one element in bytes. NumPy itself has no bfloat16."""
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
@@ -176,6 +177,6 @@ def _spec(path: str | Path, number: int, entry: Any) -> GradientSpec:
 
 def _malformed(path: str | Path, what: str) -> InvalidArgument:
     return InvalidArgument(
-        f"the shapes file {str(path)!r} {what}; it looks like "
+        f"the shapes file {str(path)!r} {what}; a shapes file looks like "
         '[["layer.weight", [64, 3], "float32"], ["layer.bias", [64]]], and callback.dump_shapes(path) writes one'
     )

@@ -1,6 +1,6 @@
 """Runs a measurement on all ranks, which either a launcher or this command has started.
 
-`gradsync bench ...` starts ranks on this machine: with its own launcher, or with mpiexec for backend "mpi". If a
+`gradsync bench ...` starts ranks on this machine: with gradsync's launcher, or with mpiexec for backend "mpi". If a
 launcher has started the command as one rank of a job (mpiexec -n 4 gradsync bench ..., or the same with srun, torchrun
 or gradsync run), the command starts no ranks: the ranks of that job measure together.
 """
@@ -48,7 +48,7 @@ def array_module(communicator: Communicator) -> tuple[Any, Callable[[], None]]:
 
 
 def count_ranks(nprocs: int | None, backend: str) -> int:
-    """Returns the number of ranks: those that a launcher has started, or, without a launcher, those to start here.
+    """Returns the number of ranks that a launcher has started; without a launcher, the number of ranks to start.
 
     Raises:
         InvalidArgument: the option -n does not fit the backend, or differs from the launcher's number of ranks.
@@ -116,7 +116,7 @@ def _launched_ranks(nprocs: int | None) -> int | None:
     except InvalidArgument:
         if nprocs is None:
             raise
-        return None  # variables of an ended job are still set; because of -n this command starts ranks itself
+        return None  # the variables may come from an ended job; because of -n this command starts the ranks itself
     launched = None if place is None else place.world_size
     if nprocs is not None and launched not in (None, nprocs):
         raise InvalidArgument(

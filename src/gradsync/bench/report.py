@@ -31,7 +31,7 @@ from gradsync.machine import usable_cores
 _LOG_WIDTH = 120  # the width of a table if standard output is not a terminal
 _QUIET_LOAD = 0.5  # the load per core above which the machine counts as busy
 _PANEL_WIDTH, _PANEL_HEIGHT, _MOST_TICKS = 4.5, 2.9, 9
-_FEW_DECADES = 1e4  # axes below this ratio have room for three ticks per decade
+_FEW_DECADES = 1e4  # if the limits of an axis have a smaller ratio, the axis has room for three ticks per decade
 
 
 def busy_machine() -> str:
@@ -151,6 +151,9 @@ def write_json(path: str | None, made: dict[str, Any], result: dict[str, Any]) -
         path: the path of the file; if None, the function writes nothing.
         made: the value that provenance() returned before the measurement.
         result: the measured values.
+
+    Raises:
+        GradsyncError: the file cannot be written.
     """
     if path is None:
         return

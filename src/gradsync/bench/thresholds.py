@@ -44,7 +44,7 @@ DEFAULT_MEGABYTES = "0.25,0.5,1,2,5,10,25,50,100"
 # because it costs memory and delays the first all-reduce.
 TOLERANCE = 0.03
 WARM_UP_ROUNDS = 2
-_FEWEST_ROUNDS = 3  # measured even beyond the time limit, because a median of fewer rounds says little
+_FEWEST_ROUNDS = 3  # the time limit does not end the measurement earlier: a median of fewer rounds is not reliable
 _SURE_ROUNDS = 8  # the quartiles of fewer rounds do not show the noise
 _FLOATING = ("float", "bfloat", "complex")
 
@@ -109,7 +109,7 @@ class Row:
     seconds: Seconds
 
     def has(self, threshold_bytes: int) -> bool:
-        """Whether this row holds for the given threshold: it measured that threshold, or one with the same buckets."""
+        """Whether this row measured the given threshold, or a threshold that produces the same buckets."""
         return threshold_bytes in (self.candidate.threshold_bytes, *self.candidate.same_buckets)
 
     def as_dictionary(self) -> dict[str, object]:
@@ -239,7 +239,7 @@ def _step(callback: AllreduceCallback, gradients: Sequence[Any], wait: Callable[
 
 
 def _gradient(xp: Any, spec: GradientSpec, rank: int) -> Any:
-    """Creates a gradient of floats, which are averaged, or of integer zeros: values that never overflow."""
+    """Creates a gradient of equal elements: the rank's number in a floating or complex dtype, 0 in an integer dtype."""
     if spec.dtype == "bfloat16":
         import ml_dtypes
 
@@ -262,10 +262,11 @@ def bench_thresholds(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Runs `gradsync bench thresholds`; the arguments are the options that command.py declares.
+    """Runs `gradsync bench thresholds`; the arguments are the options that cli.py declares.
 
     Raises:
-        InvalidArgument, BackendUnavailable: an option is wrong, or the backend cannot run here. No rank has started.
+        InvalidArgument, BackendUnavailable: an option is wrong, or the backend cannot run here. The command raises this
+            error before it starts ranks.
         GradsyncError: a rank failed; no file is written.
     """
     settings = dict(locals())
@@ -303,7 +304,7 @@ def bench_thresholds(
 
 
 def alike(rows: Sequence[Row]) -> Sequence[Row]:
-    """Returns the fastest row and the neighbouring rows whose medians differ from it by no more than the noise."""
+    """Returns the fastest row and the neighbouring rows whose medians exceed its median by no more than the noise."""
     fastest = _fastest(rows)
     limit = fastest.seconds.median + _noise_seconds(fastest)
     first = last = rows.index(fastest)
@@ -331,8 +332,9 @@ def is_sure(rows: Sequence[Row]) -> bool:
 def recommended(rows: Sequence[Row]) -> Row:
     """Returns the row of the recommended threshold.
 
-    Of the thresholds that are equally fast, see alike(), this is the default threshold, or the smallest threshold if
-    the default is not one of them. If too few rounds were measured, the function returns the fastest row.
+    The rows that alike() returns are equally fast. Of these rows, this function returns the row of the default
+    threshold, or the row of the smallest threshold if there is no row of the default. If too few rounds were measured,
+    this function returns the fastest row.
     """
     if not is_sure(rows):
         return _fastest(rows)
@@ -398,7 +400,7 @@ def table(rows: Sequence[Row], *, verbose: bool = False) -> Table:
 
 
 def same_buckets(rows: Sequence[Row]) -> str:
-    """Returns a note for thresholds that were not measured because a smaller one gives the same buckets; else ""."""
+    """Returns a note about thresholds that produce the same buckets as a smaller threshold; "" if there are none."""
     return "\n".join(
         f"Not measured: {', '.join(map(size_text, row.candidate.same_buckets))} "
         f"(same buckets as {size_text(row.candidate.threshold_bytes)})."
@@ -408,7 +410,7 @@ def same_buckets(rows: Sequence[Row]) -> str:
 
 
 def rising_counts(rows: Sequence[Row]) -> str:
-    """Returns a note that explains why a larger threshold gave more buckets than a smaller one; else ""."""
+    """Returns a note if a larger threshold produces more buckets than a smaller threshold; else ""."""
     counts = [row.candidate.all_reduces for row in rows]
     if counts == sorted(counts, reverse=True):
         return ""

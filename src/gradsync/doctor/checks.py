@@ -32,12 +32,12 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        status: how serious the finding is. BROKEN means that ranks cannot run with any backend; UNUSABLE means that one
-            backend needs something that this machine lacks.
+        status: how serious the finding is. BROKEN means that gradsync does not work here, or that the tried backend
+            does not work. UNUSABLE means that a backend needs something that this machine lacks.
         text: the result of the check, in words.
         advice: the commands or steps that solve the problem; "" if there is no problem.
-        what: the name of the checked thing, such as "NumPy"; the report shows it before the text. examine() replaces ""
-            by the name of the check.
+        what: the name of the checked thing, such as "NumPy", which the report shows before the text. examine() replaces
+            "" by the name of the check.
     """
 
     status: Status
@@ -50,7 +50,7 @@ _OLDEST_PYTHON, _OLDEST_NUMPY = (3, 10), (2, 1)
 
 
 def check_python(here: Facts) -> Finding:
-    """Checks that Python is new enough and the system is Linux; also the processor: the backend shm needs x86-64."""
+    """Checks that Python is new enough, that the system is Linux, and that the processor is an x86-64 as shm needs."""
     version, path = here.python
     text = f"{version} on {here.system} {here.machine}, {path}"
     if _numbers(version)[:2] < _OLDEST_PYTHON:
@@ -64,7 +64,7 @@ def check_python(here: Facts) -> Finding:
 
 
 def check_numpy(here: Facts) -> Finding:
-    """Checks that NumPy is new enough; if NumPy or msgpack does not load, the command ends with an error before."""
+    """Checks that NumPy is new enough. If NumPy cannot be imported, `gradsync doctor` ends before this check."""
     if _numbers(here.numpy)[:2] < _OLDEST_NUMPY:
         text = f"{here.numpy}; gradsync needs NumPy 2.1 or newer"
         return Finding(WARNING, text, "pip install --upgrade 'numpy>=2.1'")
@@ -290,7 +290,7 @@ def _install(here: Facts) -> str:
 
 
 def check_nccl(here: Facts) -> Finding | None:
-    """Checks that CuPy has loaded NCCL, and that CuPy was built with the same major version of NCCL."""
+    """Checks that CuPy has loaded NCCL, that CuPy was built with the same major version, and NCCL_COMM_BLOCKING."""
     answer: Any = here.answers.get("cupy", {})
     if "file" not in answer:
         return None  # check_cupy reports the problem
@@ -309,7 +309,11 @@ def check_nccl(here: Facts) -> Finding | None:
 
 
 def check_variables(here: Facts) -> list[Finding]:
-    """Checks the GRADSYNC_* environment variables; returns one finding per wrong variable, or one if all are right."""
+    """Checks the GRADSYNC_* environment variables.
+
+    Returns:
+        One finding for each wrong variable. If all variables are right, one finding that shows them.
+    """
     refused = [
         Finding(BROKEN, str(error), f"unset {name}", name)
         for name, error in environment.refused_variables(here.environ)
@@ -328,7 +332,7 @@ def _unknown(name: str, meant: str | None) -> Finding:
 
 
 def check_launcher(here: Facts) -> Finding:
-    """Checks that no environment variable gives this shell a rank: every script in it would run as that rank."""
+    """Checks that no environment variable gives this shell a rank, because then each script would run as this rank."""
     try:
         environment.read_master_port(here.environ)
     except InvalidArgument as error:

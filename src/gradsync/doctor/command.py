@@ -26,16 +26,16 @@ _OPTIONS = ("-b", "16M", "-e", "16M", "--iters", "1")
 
 
 def try_backend(backend: str, here: Facts, findings: Sequence[Finding], deadline_seconds: float) -> Finding:
-    """Tries an all-reduce of 16 MB with one backend, unless the checks have found that it cannot work.
+    """Tries an all-reduce of 16 MB with one backend, unless the checks have found that the backend cannot work.
 
     Args:
         backend: the name of the backend, a key of TABLE.
         here: the facts about this machine.
         findings: the findings of the checks.
-        deadline_seconds: the time limit of the trial, after which the doctor kills its processes.
+        deadline_seconds: the time limit of the trial, after which this function kills the processes of the trial.
 
     Returns:
-        The result: OK, or BROKEN if the backend does not work, or UNUSABLE if it was not tried.
+        A finding. Its status is OK if the backend works, BROKEN if it does not work, and UNUSABLE if it was not tried.
     """
     reason = why_not(backend, here, findings)
     if reason is not None:
@@ -62,7 +62,7 @@ def _ranks(backend: str, here: Facts) -> int:
 
 
 def _run(backend: str, ranks: int, deadline_seconds: float) -> Finding:
-    """Runs `gradsync bench collectives`, which checks its results, in a subprocess: a backend may crash or hang."""
+    """Runs `gradsync bench collectives`, which checks its results, in a subprocess, because a backend may crash."""
     options = ["--backend", backend, "-n", str(ranks), *_OPTIONS]
     try:
         done = call([sys.executable, "-m", "gradsync", "bench", "collectives", *options], deadline_seconds)
@@ -83,7 +83,7 @@ def _advice(backend: str) -> str:
 
 
 def _cause(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns the error of a failed trial: the last exception in a rank's traceback, or else the first error."""
+    """Returns the error of a failed trial: a rank's last exception, else gradsync's first error, else the last line."""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
     of_ranks = [line for line in lines[:-1] if re.match(r"[\w.]*[A-Z]\w+: ", line)]
     errors = [line for line in lines if line.startswith("gradsync: error: ")]
@@ -98,7 +98,7 @@ class Report:
     Attributes:
         findings: the findings of the checks, in the order of the report.
         trials: [backend] -> the result of its trial.
-        asked_for: the backend that must work; if None, any of those that were tried.
+        asked_for: the backend that must work. If this is None, at least one of the tried backends must work.
         seconds: the duration of the whole command.
     """
 
@@ -114,7 +114,7 @@ class Report:
 
     @property
     def is_well(self) -> bool:
-        """Whether no finding is BROKEN, and the trials, if any ran, found that `asked_for` works."""
+        """Whether no finding is BROKEN. If backends were tried, `asked_for` must also work, or any backend if None."""
         if any(finding.status is BROKEN for finding in self.findings):
             return False
         if not self.trials:  # --no-try
@@ -167,7 +167,7 @@ _STYLES = {OK: "green", WARNING: "yellow", UNUSABLE: "dim", BROKEN: "bold red"}
 
 
 def show(report: Report, *, verbose: bool) -> None:
-    """Prints a report. Without `verbose`, it leaves out the findings that report no problem."""
+    """Prints a report. Without `verbose`, this function leaves out the findings that report no problem."""
     console = Console(highlight=False, soft_wrap=False)
     lines = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     lines.add_column(no_wrap=True)
@@ -191,12 +191,12 @@ _PROBE_SECONDS = 6.0
 
 
 def doctor(*, backend: str | None, as_json: bool, deadline_seconds: float, tries: bool, verbose: bool) -> int:
-    """Runs `gradsync doctor` with its options; returns the exit code."""
+    """Runs `gradsync doctor` with its options; returns the exit code: 0 if the machine is ready, otherwise 1."""
     began = time.monotonic()
     here = collect_facts(_PROBE_SECONDS)
     findings = examine(here)
     asked_for = backend or (here.environ[BACKEND] if here.environ.get(BACKEND) in TABLE else None)
-    # A backend for one rank works wherever NumPy does, so it is tried only if it is named.
+    # The backend for one rank works wherever NumPy works, so the doctor tries this backend only if the user names it.
     tried = tuple(name for name, row in TABLE.items() if name == asked_for or not row.single_rank)
     backends = (backend,) if backend else tried
     trials: dict[str, Finding] = {}

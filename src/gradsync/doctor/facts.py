@@ -1,8 +1,8 @@
 """Collects the facts about this machine. The checks use only these facts, so that a test can describe any machine.
 
-A broken library may crash or hang when it is loaded, so a subprocess examines each library:
+Loading a broken library may crash or hang the process, so a subprocess examines each library:
 
-    python -m gradsync.doctor.facts NAME   # NAME is cupy or mpi; the last line that it prints is JSON
+    python -m gradsync.doctor.facts NAME   # NAME is cupy or mpi; the last line of the output is JSON
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Facts:
         cores: the number of cores that this process may use.
         answers: the answers that ask_all() returned.
         shared_memory_bytes: the size and the free space of /dev/shm in bytes; None if /dev/shm does not exist.
-        memory_error: the error if memfd_create failed; "" if it worked.
-        loopback_error: the error if no socket could listen on 127.0.0.1; "" if one could.
-        mpiexec: the path of mpiexec; None if there is none.
+        memory_error: the error if memfd_create failed; "" if memfd_create worked.
+        loopback_error: the error if no socket could listen on 127.0.0.1; "" if a socket could listen there.
+        mpiexec: the path of mpiexec; None if mpiexec is not on the PATH.
     """
 
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def collect_facts(deadline_seconds: float) -> Facts:
     Args:
         deadline_seconds: the time limit for the subprocesses of ask_all().
     """
-    import numpy  # here, because the subprocesses that import this module need no NumPy
+    import numpy  # imported here, because the subprocesses that import this module need no NumPy
 
     mpiexec = find_mpiexec()
     return Facts(
@@ -111,7 +111,7 @@ def _packages() -> dict[str, str]:
         with contextlib.suppress(Exception):  # packages with damaged metadata are left out
             name = str(distribution.metadata["Name"]).lower().replace("_", "-")
             if name in (*CUPY_PACKAGES, "mpi4py"):
-                found.setdefault(name, distribution.version)  # Python imports the first one on sys.path
+                found.setdefault(name, distribution.version)  # Python imports the first such package on sys.path
     return found
 
 
@@ -124,7 +124,7 @@ def _shared_memory_bytes() -> tuple[int, int] | None:
 
 
 def _memory_error() -> str:
-    from gradsync.communicators.shared_memory.segment import create_segment  # which imports NumPy
+    from gradsync.communicators.shared_memory.segment import create_segment  # imported here: this module needs NumPy
 
     try:
         os.close(create_segment(1 << 20))
@@ -150,12 +150,12 @@ def ask_all(mpiexec: str | None, deadline_seconds: float) -> dict[str, dict[str,
     """Runs all subprocesses that examine libraries and programs, in parallel.
 
     Args:
-        mpiexec: the path of mpiexec; None if there is none.
+        mpiexec: the path of mpiexec; None if mpiexec is not on the PATH.
         deadline_seconds: the time limit, after which the subprocesses are killed.
 
     Returns:
-        One dictionary under each key: "cupy", "mpi" and "mpiexec". If a subprocess failed, its
-        dictionary is {"error": message}.
+        One dictionary under each of the keys "cupy" and "mpi"; with a path of mpiexec, also under the key "mpiexec". If
+        a subprocess failed, its dictionary is {"error": message}.
     """
     commands = {name: [sys.executable, "-m", __name__, name] for name in _QUESTIONS}
     if mpiexec is not None:
@@ -169,7 +169,7 @@ def in_parallel(function: Callable[[str], _Result], names: Sequence[str]) -> lis
     with ThreadPoolExecutor(len(names)) as pool:
         try:
             return list(pool.map(function, names))
-        except BaseException:  # without the kill, the pool would wait until the deadline
+        except BaseException:  # if the processes continued, the pool would wait until the deadline
             for process in _called.copy():  # a copy, because threads remove processes from the list meanwhile
                 _kill(process)
             raise
@@ -207,7 +207,7 @@ _called: list[subprocess.Popen[str]] = []  # the processes that call() is runnin
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kills a process of call(), and its children: Ctrl-C does not reach the session of its own that it is in."""
+    """Kills a process of call(), and its children. Ctrl-C does not reach them, because they have their own session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -252,7 +252,7 @@ def _ask_mpi() -> dict[str, Any]:
 
 
 def _ask_cupy() -> dict[str, Any]:
-    """Examines CuPy. If one question fails, its error is recorded and the next question follows."""
+    """Examines CuPy. If one query fails, this function records the error and continues with the next query."""
     import cupy
 
     found: dict[str, Any] = {"version": cupy.__version__, "file": cupy.__file__}
