@@ -48,6 +48,31 @@ class Recording:
         return communicator.all_reduce(bucket.flat, bucket.op)
 
 
+class Keeping:
+    """Returns the same read-only array for a bucket in every step, as a hook may that keeps its results."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Any] = {}
+
+    def __call__(self, bucket: Any) -> Any:
+        if bucket.index not in self.kept:
+            self.kept[bucket.index] = result = bucket.communicator.all_reduce(bucket.flat.copy(), bucket.op)
+            if isinstance(result, np.ndarray):
+                result.flags.writeable = False
+        return self.kept[bucket.index]
+
+
+def leave_the_results_of_hooks_unchanged(comm: Any, kit_name: str) -> None:
+    """The array that a hook returns belongs to the hook: gradsync does not scale it in place."""
+    kit = make_kit(comm, kit_name)
+    wanted = sent_and_reduced([values_for(rank, 0) for rank in range(comm.world_size)], "sum", {"postscale": 0.5})
+    callback = gs.AllreduceCallback("sum", comm, postscale=0.5)
+    callback.register_hook(Keeping())
+    for number in range(3):
+        got = step(callback, put_all(kit, values_for(comm.rank, 0)))
+        expect_equal(comm, got, wanted, number)
+
+
 def hand_buckets_to_hooks(comm: Any, kit_name: str) -> None:
     """A hook that does what would have been done gives what it would have given."""
     kit = make_kit(comm, kit_name)

@@ -519,6 +519,9 @@ class _HookedBuckets:
             if mark is not None:
                 communicator._follow_work([mark])  # the gradient may have been handed over on another stream
             reduced = result_of(value, bucket)
+            if reduced is not flat and (mean_over is not None or self._wire.postscale != 1.0):
+                communicator._arrays.assign(reduced, flat)  # the hook may use its own array again
+                reduced = flat
             if mean_over is not None:
                 communicator._arrays.divide(reduced, mean_over)
             self._wire.decode(reduced, reduction.targets, communicator._arrays)

@@ -48,7 +48,8 @@ def outcome_of(program: dict[str, Any]) -> list[Any]:
 def facts_of(error: Exception) -> dict[str, Any]:
     """Returns the type of an error, and its fields without wording."""
     facts: dict[str, Any] = {"error": type(error).__name__}
-    for name, value in vars(error).items():
+    for name in sorted(set(dir(error)) - set(dir(Exception))):
+        value = getattr(error, name)
         if name == "phase":  # what the culprit was doing when it was looked at: chance
             continue
         if name == "descriptions":
