@@ -1,4 +1,4 @@
-"""The `gradsync` command: reads the command line and calls the launching layer or the rendezvous server."""
+"""The `gradsync` command: declares all commands with their options, and calls the module that runs each command."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _REMOVED = {
     "bench thresholds --backward-ms": _PREDICT,
     "bench thresholds --latency-us": _PREDICT,
     "bench thresholds --bandwidth-gbs": _PREDICT,
-    "bench collectives -w": "the command makes as many calls as --iters, at most 5, before the timed ones",
-    "bench collectives --warm-up": "the command makes as many calls as --iters, at most 5, before the timed ones",
+    "bench collectives -w": "before the timed calls, the command makes --iters untimed calls, but at most 5",
+    "bench collectives --warm-up": "before the timed calls, the command makes --iters untimed calls, but at most 5",
     "bench collectives --blocks": "the command always times 3 blocks; --iters is the number of calls in a block",
     "bench collectives --check": "the command checks every result",
     "bench collectives --no-check": "the command checks every result",
@@ -56,7 +56,7 @@ def _refuse_removed(words: str) -> None:
 
 
 class _Commands(click.Group):
-    """A group of commands. It shows errors of gradsync without a traceback, and refuses removed words with advice."""
+    """A group of commands that shows gradsync's errors without a traceback, and refuses removed words with advice."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -88,7 +88,7 @@ class _Commands(click.Group):
 
 
 class _Integer(click.IntRange):
-    """An integer in a range. Of text that is no integer, click would say that it is "not a valid integer range"."""
+    """An integer in a range. For text that is no integer, the error of click.IntRange would be hard to understand."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(click.INT.convert(value, param, ctx), param, ctx)
@@ -114,7 +114,7 @@ _backend = click.option(
     default="auto",
     show_default=True,
     help="Communication backend. With mpi, this command starts its ranks with mpiexec, unless a launcher has started "
-    "them.",
+    "this command.",
 )
 _json = click.option(
     "--json", "json_path", metavar="FILE", help="Also writes the results, the machine and the versions to FILE."
@@ -162,7 +162,7 @@ Thresholds are in MB; 1 MB is 1024**2 bytes.
     type=click.FloatRange(min=0),
     default=45.0,
     show_default=True,
-    help="Time limit in seconds; the command times at least 3 steps.",
+    help="Time limit in seconds; the command times at least 3 steps of each threshold, if --steps allows.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also shows quartiles.")
 @_json
@@ -271,7 +271,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--gpus",
     metavar="IDS",
-    help="GPUs, such as 0,1. Each rank sees one of these GPUs only.",
+    help="GPUs, such as 0,1. Each rank sees only one of these GPUs.",
 )
 @click.option(
     "--backend",
@@ -280,14 +280,15 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     envvar=BACKEND,
     show_default=True,
     show_envvar=True,
-    help="Backend of the collectives: shm on one host, nccl if each rank has a GPU, mpi under mpiexec.",
+    help="Backend of the collectives. auto means nccl if each rank has a GPU, otherwise shm. mpi needs mpiexec instead "
+    "of this command.",
 )
 @click.option(
     "--max-restarts",
     type=_Integer(min=0),
     default=0,
     show_default=True,
-    help="Largest number of times to restart all ranks after a rank has failed.",
+    help="Largest number of restarts. A restart starts all ranks again after a rank has failed.",
 )
 @click.option(
     "--state-dir",
@@ -298,7 +299,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--log-dir",
     metavar="DIR",
-    help="Also write each rank's output to its own file in DIR. The files of an earlier run are removed.",
+    help="Also write each rank's output to its own file in DIR. gradsync removes the files of an earlier run.",
 )
 @click.option(
     "--grace",
@@ -306,7 +307,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     type=click.FloatRange(min=0),
     default=DEFAULT_GRACE_SECONDS,
     show_default=True,
-    help="Seconds between asking ranks to end and killing them.",
+    help="Seconds that ranks have to end after gradsync has asked them to end. Then gradsync kills these ranks.",
 )
 @click.option(
     "--stdin",
@@ -331,7 +332,8 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--rendezvous",
     metavar="HOST:PORT",
-    help="An address of node 0 and a free port on it. Pass the same value on every machine.",
+    help="Address of the machine with --node-rank 0, and a free port on that machine. Pass the same value on every "
+    "machine.",
 )
 @click.option(
     "--secret-file",
@@ -350,24 +352,26 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--node-address",
     metavar="ADDRESS",
-    help="This machine's address for the other machines.  [default: the address by which it reaches --rendezvous]",
+    help="This machine's address for the other machines.  [default: this machine's address on the route to "
+    "--rendezvous]",
 )
 @click.option(
     "--dump-dir",
     metavar="DIR",
-    help="Directory where each rank writes its last collectives when a collective fails or waits too long, when a rank "
-    "raises an exception, at Ctrl-C, or on SIGUSR2; for gradsync trace.",
+    help="Directory for dumps, which gradsync trace reads. A rank writes a dump of its last collectives when a "
+    "collective fails or waits too long, when the rank raises an exception, at Ctrl-C, and on SIGUSR2.",
 )
 @click.option(
     "--trace",
     "trace_dir",
     metavar="DIR",
-    help="Directory for files that show when each rank packed and reduced its buckets; for gradsync trace.",
+    help="Directory for traces, which gradsync trace reads. A trace shows when a rank packed and reduced its buckets.",
 )
 @click.option(
     "--debug",
     is_flag=True,
-    help="Check that all ranks call the same collectives, and detect writes to gradients during their reduction.",
+    help="Compare every collective of all ranks before data moves, and detect writes to gradients during their "
+    "reduction.",
 )
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
@@ -376,10 +380,10 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 def run(context: click.Context, /, **options: Any) -> None:
     """Runs SCRIPT in several rank processes on this machine, or on several machines with --nnodes.
 
-    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as
-    under torchrun, and calls gradsync.init_process_group() without arguments. When a rank fails, gradsync ends the
-    other ranks, and prints the failed rank's traceback last. No process that a rank has started outlives the rank.
-    Ctrl-C asks all ranks to end; a second Ctrl-C kills them.
+    SCRIPT calls gradsync.init_process_group() without arguments. Each rank finds RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as under torchrun. When a rank fails, gradsync
+    ends the other ranks, and prints the failed rank's traceback last. When a rank ends, gradsync ends all processes
+    that the rank has started. Ctrl-C asks all ranks to end; a second Ctrl-C kills them.
     """
     from gradsync.launching.run import run_command
 
@@ -401,7 +405,7 @@ Exit codes:
   0      no failure was found; a late rank alone is no failure
   1      a rank raised an exception, a collective failed, ranks called different collectives, or ranks wait for each
          other (deadlock)
-  2      there are no dumps, or a dump cannot be read
+  2      there are no dumps, a dump cannot be read, FILE cannot be written, or the command line is wrong
 """,
 )
 @click.argument("dumps", nargs=-1, required=True, type=click.Path(exists=True))
@@ -410,7 +414,7 @@ def trace(dumps: tuple[str, ...], out: str | None) -> None:
     """Compares DUMPS of the flight recorder: files, or folders of files, one file for each rank.
 
     The first lines show which rank raised an exception, and where ranks differ or wait for each other. The next lines
-    show how many collectives each rank has begun, and its line of code.
+    show how many collectives each rank has begun, and which line of code each rank was running.
     """
     from gradsync.diagnostics.report import report_dumps
 
@@ -421,16 +425,18 @@ def trace(dumps: tuple[str, ...], out: str | None) -> None:
     short_help="Shows which backends work on this machine, and how to repair the others.",
     epilog="""\b
 Exit codes:
-  0   a backend other than local works (with --backend: that backend), and no other line is broken
+  0   no check reports "broken", and a backend for several ranks works (with --backend: the named backend works)
   1   otherwise
   2   the command line is wrong
 
 \b
-The variable GRADSYNC_BACKEND names the backend that must work, if --backend is not given. The command does not change
-the machine.
+The variable GRADSYNC_BACKEND names the backend that must work, if --backend is not given. With --no-try, the exit code
+depends only on the checks of the machine. The command does not change the machine.
 """,
 )
-@click.option("--backend", type=click.Choice(tuple(TABLE)), help="Backend that must work; no other backend is tried.")
+@click.option(
+    "--backend", type=click.Choice(tuple(TABLE)), help="Backend that must work. The command tries no other backend."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option(
     "--timeout",
@@ -443,7 +449,10 @@ the machine.
 @click.option("--try/--no-try", "tries", default=True, show_default=True, help="Run an all-reduce with each backend.")
 @click.option("-v", "--verbose", is_flag=True, help="Also show the lines without a problem.")
 def doctor(**options: Any) -> None:
-    """Examines this machine, runs an all-reduce of two ranks over each backend, and shows how to repair problems."""
+    """Checks this machine, tries an all-reduce with each backend, and shows how to repair problems.
+
+    The command tries the backend local only if --backend or GRADSYNC_BACKEND names it.
+    """
     try:
         from gradsync.doctor.command import doctor as examine
     except ImportError as error:
@@ -467,8 +476,8 @@ def serve(world_size: int, host: str, port: int, secret_file: str | None) -> Non
     """Runs only a rendezvous server, for ranks that gradsync did not start.
 
     The command prints the address of the server. Set three variables for each rank: GRADSYNC_ADDRESS to this address,
-    GRADSYNC_HOSTED to 1, so that rank 0 starts no server of its own, and GRADSYNC_SECRET_FILE to the path of a file
-    with the same secret. Ctrl-C or SIGTERM ends the server.
+    GRADSYNC_HOSTED to 1, so that rank 0 starts no second server, and GRADSYNC_SECRET_FILE to the path of a file with
+    the same secret. Ctrl-C or SIGTERM ends the server.
     """
     from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option
     from gradsync.rendezvous.server import RendezvousServer
@@ -504,7 +513,7 @@ def _print_exports(address: str, secret_file: str) -> None:
 
 
 def _stop_on_termination(server: RendezvousServer) -> list[int]:
-    """Makes SIGINT and SIGTERM stop the server; returns a list, to which the handler adds each signal's number."""
+    """Makes SIGINT and SIGTERM stop the server; returns a list to which the handler adds each signal's number."""
     import signal
 
     received: list[int] = []

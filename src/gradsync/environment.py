@@ -46,7 +46,7 @@ def _text(_name: str, text: str) -> str:
 
 
 def _integer(name: str, text: str, lowest: int = 0, highest: int = 10**9, why: str = "") -> int:
-    """Returns an integer in a range; `why` says in the error where the upper limit comes from."""
+    """Returns an integer in a range; `why` is text for the error that explains the upper limit, such as " (N - 1)"."""
     is_number = text.isascii() and text.isdecimal() and len(text) < 11
     if not is_number or not lowest <= int(text) <= highest:
         raise InvalidArgument(f"{name} needs to be an integer from {lowest} to {highest}{why}, got {text!r}")
@@ -91,7 +91,7 @@ def parse_secret(origin: str, text: str) -> bytes:
     Args:
         origin: the variable or file that contains the secret. The error message names the origin, but never shows the
             secret.
-        text: the hexadecimal digits. White space before and after the digits is ignored.
+        text: the hexadecimal digits. The function ignores white space before and after the digits.
 
     Raises:
         InvalidArgument: the text is not hexadecimal, or the secret is too short.
@@ -158,25 +158,25 @@ RANK = Variable(
     "GRADSYNC_RANK",
     _integer,
     None,
-    "This process's rank, from 0 to world size - 1. gradsync's launcher sets it, together with RANK.",
+    "This process's rank, from 0 to world size - 1. gradsync's launcher sets this variable and RANK.",
 )
 WORLD_SIZE = Variable(
     "GRADSYNC_WORLD_SIZE",
     partial(_integer, lowest=1),
     None,
-    "Number of ranks in the run. gradsync's launcher sets it, together with WORLD_SIZE.",
+    "Number of ranks in the run. gradsync's launcher sets this variable and WORLD_SIZE.",
 )
 LOCAL_RANK = Variable(
     "GRADSYNC_LOCAL_RANK",
     _integer,
     None,
-    "This process's rank on its machine, from 0. gradsync's launcher sets it, together with LOCAL_RANK.",
+    "This process's rank on its machine, from 0. gradsync's launcher sets this variable and LOCAL_RANK.",
 )
 LOCAL_WORLD_SIZE = Variable(
     "GRADSYNC_LOCAL_WORLD_SIZE",
     partial(_integer, lowest=1),
     None,
-    "Number of ranks on this machine. gradsync's launcher sets it, together with LOCAL_WORLD_SIZE.",
+    "Number of ranks on this machine. gradsync's launcher sets this variable and LOCAL_WORLD_SIZE.",
 )
 ADDRESS = Variable("GRADSYNC_ADDRESS", _address, None, "host:port of the rendezvous server.")
 HOSTED = Variable(
@@ -190,7 +190,7 @@ START = Variable(
     "GRADSYNC_START",
     _text,
     None,
-    "Name of this start or restart of the run. gradsync's launchers set it if several of them use one server.",
+    "Name of this start or restart of the run. gradsync's launchers set this variable if they share one server.",
 )
 BACKEND = Variable(
     "GRADSYNC_BACKEND",
@@ -205,7 +205,7 @@ SECRET = Variable(
     "GRADSYNC_SECRET",
     parse_secret,
     None,
-    "Secret of the run in hexadecimal. gradsync removes it from the environment when it reads it.",
+    "Secret of the run in hexadecimal. gradsync reads this variable once, and removes it from the environment.",
 )
 SECRET_FILE = Variable(
     "GRADSYNC_SECRET_FILE",
@@ -258,8 +258,8 @@ DEBUG = Variable(
     "GRADSYNC_DEBUG",
     _switch,
     False,
-    '"1" makes ranks check before each collective that all ranks call the same collective, and detects writes to '
-    "gradients that gradsync is reducing.",
+    '"1" turns on the debug mode: the ranks compare every collective through the rendezvous server before data moves, '
+    "and gradsync detects writes to gradients during their reduction.",
 )
 
 #: All variables, in the order of the documentation.
@@ -317,10 +317,12 @@ def check_removed_variables(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def check_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """Checks all variables in the launcher, because otherwise each rank would report the same error.
+    """Checks, in the launcher, the variables that its ranks inherit, and warns of unknown variables.
+
+    If the launcher did not check the variables, each rank would report the same error.
 
     Raises:
-        InvalidArgument: a variable that ranks inherit has an invalid value, or is no longer supported.
+        InvalidArgument: a variable that ranks inherit has an invalid value, or gradsync no longer supports a variable.
     """
     for _, error in refused_variables(environ, [variable for variable in VARIABLES if variable not in OF_A_RUN]):
         raise error
@@ -328,7 +330,7 @@ def check_variables(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def warn_of_unknown_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """Logs each unknown variable once in this process, but not in ranks of gradsync's launcher, which has logged it."""
+    """Logs each unknown variable once in a process. In a rank of gradsync's launcher, the launcher has logged them."""
     if RANK in environ:
         return
     for name, meant in unknown_variables(environ).items():
@@ -444,7 +446,10 @@ def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
 
 
 def find_mpiexec(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the path of the mpiexec next to this Python, where MPI's wheels install it; otherwise of that in PATH."""
+    """Returns the path of mpiexec; None if there is no mpiexec.
+
+    The mpiexec next to this Python, where MPI's wheels install it, takes precedence over the mpiexec in PATH.
+    """
     import shutil  # imported here, because the import takes a millisecond
 
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
@@ -452,7 +457,7 @@ def find_mpiexec(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns a copy of the variables, without those that launchers set for a rank."""
+    """Returns a copy of the environment variables, without the variables that launchers set for a rank."""
     inherited = {*OF_A_RUN, *_TORCHRUN.set_in(environ), *variables_of_mpi(environ), *_BESIDE_TORCHRUN}
     prefixes = ("TORCHELASTIC_", "SLURM_")
     return {name: value for name, value in environ.items() if name not in inherited and not name.startswith(prefixes)}
@@ -467,8 +472,8 @@ class RankEnvironment(NamedTuple):
     Attributes:
         rank: the rank of this process, from 0 to world_size - 1.
         world_size: the number of ranks in the run.
-        local_rank: the rank of this process on its machine; equal to `rank` if no variable gives it.
-        local_world_size: the number of ranks on this machine; equal to `world_size` if no variable gives it.
+        local_rank: the rank of this process on its machine; equal to `rank` if no variable has the local rank.
+        local_world_size: the number of ranks on this machine; equal to `world_size` if no variable has this number.
         address: the address of the rendezvous server, as host:port, or None.
         secret: the secret of the run, or None. repr() never shows it.
         hosted: whether a server of gradsync's launcher or of `gradsync serve` runs at `address`.
@@ -480,10 +485,10 @@ class RankEnvironment(NamedTuple):
         source: the origin of the rank. "gradsync", "RANK" (set by torchrun or by hand), "Open MPI", "PMI" and "Slurm"
             mean environment variables. "MPI" means a query to MPI. "arguments" means the arguments of
             init_process_group(), or a process without a launcher.
-        run_name: a name of this run, by which the ranks of one machine find each other without an address. None unless
-            mpiexec or srun has started all ranks on this machine, and neither GRADSYNC_ADDRESS nor MASTER_ADDR with
-            MASTER_PORT is set.
-        start: the name of this start or restart of the run, if several launchers use one server; otherwise None.
+        run_name: a name of this run, by which the ranks of one machine find each other without an address. A run has a
+            name if mpiexec or srun has started all ranks on this machine, and no variables give an address
+            (GRADSYNC_ADDRESS, or both MASTER_ADDR and MASTER_PORT). Otherwise None.
+        start: the name of this start or restart of the run, if several launchers share one server; otherwise None.
     """
 
     rank: int
@@ -553,7 +558,7 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
     other launcher gives a rank, and Slurm's local rank only if no other launcher gives a local rank. If mpiexec has
     started torchrun's agents, one on each machine, gradsync uses torchrun's variables.
 
-    gradsync reads MASTER_ADDR, MASTER_PORT and the other GRADSYNC_* variables under every launcher. It removes
+    The function reads MASTER_ADDR, MASTER_PORT and the other GRADSYNC_* variables under every launcher, and removes
     GRADSYNC_SECRET from `environ`.
 
     Args:
@@ -563,8 +568,9 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
         The rank environment of this process, or None if no launcher has set its variables.
 
     Raises:
-        InvalidArgument: a variable is malformed or out of range; only one variable of a rank and its world size is set;
-            or two launchers give this process different ranks. The error message names the variables.
+        InvalidArgument: a variable is malformed or out of range; a launcher's variable of the rank is set without the
+            variable of the world size, or the reverse; or two launchers give this process different ranks. The error
+            message names the variables.
     """
     place = _find_place(environ)
     return None if place is None else _complete(environ, place)
@@ -709,7 +715,7 @@ def read_master_port(environ: Mapping[str, str]) -> int | None:
 
 
 def _started_agents(environ: Mapping[str, str], launcher: _Launcher, place: _Place) -> bool:
-    """Whether a launcher started torchrun's agents, one on each machine, rather than the ranks themselves."""
+    """Returns whether a launcher started torchrun's agents, one on each machine, and torchrun started the ranks."""
     return (
         launcher is not _TORCHRUN
         and value_of(environ, "TORCHELASTIC_RUN_ID") is not None
@@ -731,10 +737,10 @@ def _contradiction(environ: Mapping[str, str], first: _Launcher, second: _Launch
 
 # -- Slurm ------------------------------------------------------------------------------------------------------------
 
-# Steps that were not made by `srun`, such as batch scripts and shells of salloc, have this number or a larger one.
+# Steps that `srun` did not make, such as batch scripts and shells of salloc, have this number or a larger number.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 _TASKS_OF_NODES = r"([1-9]\d{0,6})(?:\(x([1-9]\d{0,6})\))?"  # such as 4(x2): 4 tasks on each of 2 nodes
-# These ports are below those that Linux uses for outgoing connections, 32768 and up.
+# These ports are below the ports that Linux uses for outgoing connections, 32768 and higher.
 _FIRST_PORT = 15_000
 _PORTS = 15_000
 
@@ -773,9 +779,9 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _first_host(environ: Mapping[str, str]) -> str | None:
-    """Returns the first host of the Slurm step, on which Slurm starts rank 0 by default.
+    """Returns the first host of the Slurm step, on which Slurm starts rank 0 by default; None without a list of hosts.
 
-    The function expands a list such as "rack[1-2]node[03-04,7],login" as `scontrol show hostnames` does.
+    The list has the syntax of `scontrol show hostnames`, such as "rack[1-2]node[03-04,7],login".
     """
     hosts = value_of(environ, "SLURM_STEP_NODELIST") or value_of(environ, "SLURM_JOB_NODELIST") or ""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
@@ -815,8 +821,8 @@ def _name_run(environ: Mapping[str, str], source: str) -> str | None:
         source: the launcher's name, see `RankEnvironment.source`.
 
     Returns:
-        The name, which can be part of a file name. None if the user started the ranks by hand, or if each rank runs in
-        its own container.
+        The name, which can be part of a file name. None if neither Slurm nor MPI's mpiexec started the ranks, or if
+        each rank runs in its own container.
     """
     if source == SLURM:
         return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in _step_name(environ))
@@ -828,12 +834,12 @@ def _name_run(environ: Mapping[str, str], source: str) -> str | None:
 
 
 def _launcher_process(own: set[bytes]) -> tuple[int, str] | None:
-    """Returns pid and start time of the closest ancestor that does not belong to this rank.
+    """Returns pid and start time of the closest ancestor that does not belong to this rank; None if there is none.
 
     A shell between the launcher and this process belongs to the rank.
 
     Args:
-        own: variables of this rank, as NAME=value. All processes that belong to the rank inherit them.
+        own: variables of this rank, as NAME=value. All processes that belong to the rank inherit these variables.
     """
     process = read_stat(os.getpid())
     while process is not None and process.parent > 0:
@@ -865,19 +871,19 @@ def hold_secret(secret: bytes) -> None:
 
 
 def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
-    """Returns the secret of this run, and removes it from the environment.
+    """Returns the secret of this run, and removes the variable GRADSYNC_SECRET from the environment.
 
-    GRADSYNC_SECRET takes precedence over GRADSYNC_SECRET_FILE. The function stores the secret in a private variable, as
-    `hold_secret` does, so that later calls return the same secret.
+    GRADSYNC_SECRET takes precedence over GRADSYNC_SECRET_FILE. If `environ` is os.environ, the function stores the
+    secret with `hold_secret`, so that later calls return the same secret.
 
     Args:
         environ: the environment variables; the function removes GRADSYNC_SECRET from them.
 
     Returns:
-        The secret, or None if there is none.
+        The secret, or None if the run has no secret.
 
     Raises:
-        InvalidArgument: the variable or the file contains no secret, or other users can read the file.
+        InvalidArgument: the variable or the file contains no secret, or other users can access the file.
     """
     text = environ.pop(SECRET, None)
     secret = SECRET_FILE.read(environ) if text is None else parse_secret(SECRET, text)
@@ -905,7 +911,7 @@ def read_secret_option(path: str) -> bytes:
     """Reads the secret for the option `--secret-file`: from the file, or for "-" from one line of standard input.
 
     Raises:
-        InvalidArgument: see `read_secret_file`.
+        InvalidArgument: see `read_secret_file`; or standard input cannot be read, or contains no secret.
     """
     if path != "-":
         return read_secret_file(path)
@@ -919,7 +925,7 @@ def read_secret_option(path: str) -> bytes:
 
 
 def read_private_file(path: str) -> str:
-    """Reads a short text from a file that only this user can read.
+    """Reads a short text from a file that only this user can access.
 
     Args:
         path: the path of the file. A symbolic link is an error.

@@ -14,7 +14,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-#: The largest number of ranks that an error lists. If there are more, the error says only how many more.
+#: The largest number of ranks that an error lists. If there are more ranks, the error only counts the others.
 MAX_NAMED_RANKS = 16
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _LAUNCHING = os.path.join(_PACKAGE, "launching", "")
@@ -26,7 +26,7 @@ _earlier_error: BaseException | None = None  # the value of sys.last_value befor
 
 
 class GradsyncError(Exception):
-    """The base class of all errors that gradsync raises.
+    """The base class of gradsync's own errors.
 
     The constructor takes the message, and the attributes as keywords. All attributes have defaults, because pickle
     calls the class with the message only, and then restores the attributes.
@@ -41,7 +41,7 @@ class GradsyncError(Exception):
 
 
 class InvalidArgument(GradsyncError, ValueError):
-    """A caller's mistake: a wrong value, shape, rank, root or name."""
+    """A caller's mistake, such as a wrong value, shape, rank or name, or a call at the wrong time."""
 
 
 class UnsupportedDtype(GradsyncError, TypeError):
@@ -53,7 +53,7 @@ class BackendUnavailable(GradsyncError, RuntimeError):
 
 
 class RendezvousError(GradsyncError, RuntimeError):
-    """The rendezvous server refused a request, is gone, or is not a rendezvous server."""
+    """The rendezvous server could not start, refused a request or is gone, or another program runs at its address."""
 
 
 class RendezvousTimeout(RendezvousError, TimeoutError):
@@ -82,14 +82,14 @@ class PlanMismatch(GradsyncError, RuntimeError):
     detect the mismatch too late. After such a mismatch the communicator is broken.
 
     Attributes:
-        index: the number in its step, from 0, of the bucket or the end of the step in which the ranks differ. None for
-            other collectives, or if the number is not known.
+        index: the position in its step, from 0, of the event in which the ranks differ. An event is a bucket or the end
+            of the step. None for other collectives, or if the position is not known.
         descriptions: a description of each rank's collective in words, by rank.
         places: the line of code that called the collective, by rank, such as "train.py:41 in step". For an asynchronous
             collective, it is the line that submitted the collective; if the rank had already continued, it is the
             current line of that rank.
-        broken: whether the communicator is broken. If so, no later collective can use it, and the gradients of this
-            step are undefined.
+        broken: whether the communicator is broken. If True, no later collective can use the communicator, and the
+            gradients of this step are undefined.
     """
 
     index: int | None = None
@@ -110,15 +110,15 @@ class CollectiveTimeout(GradsyncError, TimeoutError):
     """A collective reached its deadline.
 
     Attributes:
-        missing_ranks: the ranks that had not called the collective. The first of them is, if possible, a rank that is
-            not itself waiting for other ranks.
+        missing_ranks: the ranks that had not called the collective; () if they are not known. The first rank in the
+            tuple is, if possible, a rank that does not itself wait for other ranks.
     """
 
     missing_ranks: tuple[int, ...] = ()
 
 
 class RankFailed(GradsyncError, RuntimeError):
-    """Another rank died, aborted, or left the process group while this rank needed it.
+    """A rank died, raised an exception, aborted, or left the process group while other ranks needed it.
 
     Attributes:
         rank: the rank that failed, or None if it is not known.
@@ -128,8 +128,8 @@ class RankFailed(GradsyncError, RuntimeError):
         exit_code: the failed rank's exit code, if known; a negative number is the signal that killed it.
         traceback_text: the failed rank's traceback, if known.
         results: the results of a launched function on other ranks, by rank.
-        was_silent: whether the rank sent nothing for seconds, and gradsync found it stopped (SIGSTOP), gone or
-            unreachable.
+        was_silent: whether the failed rank sent nothing for several seconds, and gradsync found that the rank was
+            stopped (SIGSTOP), gone or unreachable.
     """
 
     rank: int | None = None
@@ -191,7 +191,7 @@ class GradientCancelled(GradsyncError, RuntimeError):
 
 
 class GradientChanged(GradsyncError, RuntimeError):
-    """In debug mode: the program has written to a gradient after handing it over and before the end of its reduction.
+    """In debug mode: the program wrote to a gradient after it had handed the gradient over, before the reduction ended.
 
     Attributes:
         rank: the rank whose program wrote to the gradient.
@@ -212,7 +212,7 @@ class Caller(NamedTuple):
 
     @property
     def line(self) -> int:
-        """The line number, computed only when it is needed, because the computation takes long for long files."""
+        """The line number, computed only when it is needed, because the computation is slow in long functions."""
         lines = (line for begin, end, line in self.code.co_lines() if begin <= self.instruction < end)
         return next(lines, None) or self.code.co_firstlineno
 
@@ -229,10 +229,11 @@ class Caller(NamedTuple):
 
 
 def caller(thread: int | None = None) -> Caller | None:
-    """Returns the line of the user's program that a thread is executing: its innermost frame outside gradsync.
+    """Returns the line of the user's program that a thread is executing.
 
-    The function skips frames of installed packages, such as torch in its backward pass, unless the stack has no other
-    frames. On gradsync's own threads it returns None.
+    This line belongs to the innermost frame outside gradsync, the standard library and installed packages. If the stack
+    has no such frame, the function returns the innermost line of an installed package, such as torch in its backward
+    pass. On gradsync's own threads the function returns None.
 
     Args:
         thread: the identifier of the thread; None means the calling thread.
@@ -292,7 +293,7 @@ def _kind_of(file: str) -> str:
 
 
 def _shortened(name: str) -> str:
-    """Returns a name without line breaks, and without the beginning if the name is long."""
+    """Replaces characters of a name that cannot be printed, and leaves out the beginning of a long name."""
     shown = "".join(c if c.isprintable() else "?" for c in name[-_MAX_NAME_CHARACTERS:])
     return shown if len(name) <= _MAX_NAME_CHARACTERS else f"...{shown}"
 
@@ -304,7 +305,7 @@ def shown(value: object) -> str:
 
 
 def uncaught_error() -> BaseException | None:
-    """Returns the exception that ends this program, which is about to exit; None if no exception ends it.
+    """Returns the exception that ends this program at its exit; None if no exception ends the program.
 
     In an interactive session the function returns None, because exceptions do not end the session.
     """
@@ -328,7 +329,7 @@ def describe(error: BaseException) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Returns a text such as "rank 2" or "ranks 0, 1 and 3"; after sixteen ranks, it ends with "and 40 more"."""
+    """Returns a text such as "rank 2" or "ranks 0, 1 and 3"; after sixteen ranks, the text ends with "and 40 more"."""
     named = [str(rank) for rank in ranks[:MAX_NAMED_RANKS]]
     more = len(ranks) - len(named)
     if more:

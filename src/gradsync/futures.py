@@ -202,7 +202,7 @@ class CollectiveEnd:
         return threading.get_ident() == self._made_by
 
     def await_launch(self, seconds: float | None) -> bool:
-        """Waits until the collective is launched or has failed; returns False if that takes longer than `seconds`."""
+        """Waits until the collective is launched or has failed; returns False if the wait exceeds `seconds`."""
         with _lock:
             if self._callbacks is None:
                 return True
@@ -365,16 +365,17 @@ class CollectiveFuture:
     def result(self, timeout: float | None = None) -> Any:
         """Returns the result of the collective, and waits for it if necessary.
 
-        On a GPU the current stream, not the host, waits for the collective, so that work queued afterwards sees the
-        result. The host waits only for results in host memory.
+        On a GPU the host waits until the collective is launched, and until results in host memory are complete. The
+        current stream, not the host, waits for the end of the collective, so that later work on this stream uses the
+        result.
 
         Args:
             timeout: how many seconds the host waits. On the CPU, the host waits until the collective has ended; on a
                 GPU, until the collective is launched. None means until the collective's own deadline.
 
         Raises:
-            FutureNotReady: the wait might never end, because only the calling thread can complete the future, or
-                because the caller is a done-callback.
+            FutureNotReady: the wait might never end, because the caller is a done-callback, or because only the calling
+                thread can launch the bucket of the gradient.
             CollectiveTimeout: the wait reached its deadline; the collective continues.
             InvalidArgument: the timeout is not a number of seconds; or a done-callback called a collective, and
                 gradsync has logged but not yet raised the error of this call.
@@ -384,7 +385,7 @@ class CollectiveFuture:
         return self._end.value
 
     def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
-        """Waits and raises errors as result() does, but returns nothing.
+        """Waits and raises errors like result(), but returns nothing.
 
         Args:
             stream: the CUDA stream that waits; None means the current stream. On the CPU, gradsync ignores `stream`.
@@ -396,7 +397,7 @@ class CollectiveFuture:
         self._wait(stream, timeout)
 
     def exception(self) -> BaseException | None:
-        """Returns the error of the collective, or None if it succeeded; raises FutureNotReady if it has not ended."""
+        """Returns the collective's error, or None if it succeeded; raises FutureNotReady before the collective ends."""
         if not self.done():
             raise self._not_ready("exception()")
         return self._end.take_failure()
@@ -459,7 +460,7 @@ class CollectiveFuture:
         return end
 
     def _check_may_wait(self, completion: Completion | None) -> None:
-        """Raises an error if a done-callback would wait, because the collective may end on the callback's thread."""
+        """Raises an error if a done-callback would wait: perhaps only the callback's thread can end the collective."""
         if _thread_state.is_in_callback and (completion is None or not completion.done()):
             raise FutureNotReady(
                 f"{self.name} is not ready: a done-callback cannot wait for a collective, because the collective may "
@@ -488,7 +489,7 @@ class GradientFuture(CollectiveFuture):
     With gradient_as_bucket_view, the result is a view of the bucket. On a GPU the future has its value as soon as the
     bucket is launched; result() then makes the current stream, not the host, wait for the reduction. Before the launch,
     result() raises FutureNotReady in the thread that hands over gradients, because only that thread can launch the
-    bucket. result() raises GradientCancelled if the backward pass ended with an exception.
+    bucket. result() raises GradientCancelled if the backward pass ended with an exception before the reduction.
 
     Args:
         name: the gradient's name, the same on all ranks.
@@ -500,8 +501,8 @@ class GradientFuture(CollectiveFuture):
 
     _PENDING: ClassVar[str] = "its bucket has not been reduced yet"
     _LATE: ClassVar[str] = (
-        "was not reduced within {:g} s: its bucket is reduced when it is full, or when the thread that hands over "
-        "gradients calls flush()"
+        "was not reduced within {:g} s: gradsync reduces a bucket when the bucket is full, or when the thread that "
+        "hands over gradients calls flush()"
     )
 
     # gradsync makes up to ten thousand of these futures in a step, so __init__ only stores its arguments. The property
@@ -525,7 +526,7 @@ class GradientFuture(CollectiveFuture):
         return self._value
 
     def wait(self, stream: Any = None, *, timeout: float | None = None) -> None:
-        """Waits as result() does, but does not raise the error of the reduction, because the step's flush() raises it.
+        """Waits like result(), but does not raise the error of the reduction, because the step's flush() raises it.
 
         Args:
             stream: the CUDA stream that waits; None means the current stream. On the CPU, gradsync ignores `stream`.
@@ -541,24 +542,24 @@ class GradientFuture(CollectiveFuture):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the reduced gradient; raises FutureNotReady before it is ready."""
+        """The shape of the reduced gradient; raises FutureNotReady before the bucket is launched."""
         return tuple(self._ready_value("shape").shape)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the reduced gradient; raises FutureNotReady before it is ready."""
+        """The dtype of the reduced gradient; raises FutureNotReady before the bucket is launched."""
         return self._ready_value("dtype").dtype
 
     @property
     def device(self) -> Any:
-        """The device of the reduced gradient; raises FutureNotReady before it is ready."""
+        """The device of the reduced gradient; raises FutureNotReady before the bucket is launched."""
         return getattr(self._ready_value("device"), "device", "cpu")
 
     def numpy(self) -> Any:
         """Returns the reduced gradient in host memory.
 
         Raises:
-            FutureNotReady: the bucket of the gradient is not reduced yet.
+            FutureNotReady: the bucket of the gradient is not launched yet, or a done-callback would have to wait.
             PlanMismatch, RankFailed, ...: the reduction failed with this error.
         """
         value = self._ready_value("numpy()")

@@ -1,4 +1,4 @@
-"""The process group: joins the ranks of the world, makes its communicator, and ends it.
+"""Starts and ends the process group: joins the ranks of the world, and makes the world's communicator.
 
 This module holds the rendezvous client, and the rendezvous server if this rank hosts it. communicators/world.py holds
 the world's communicator. backend_choice.py chooses the backend, and rendezvous/hosting.py the address of the rendezvous
@@ -82,10 +82,10 @@ _FAILED_JOB_SECONDS = 0.5  # the wait before MPI ends all ranks, so that the oth
 
 _client: RendezvousClient | None = None
 _rendezvous: JoinedRendezvous | None = (
-    None  # kept for the next init_process_group(), which other ranks may call before this rank does
+    None  # kept for the next init_process_group(): another rank may be the first to call it
 )
 _settings: WorldSettings | None = None
-_siblings: dict[str, Communicator] = {}  # communicators of all ranks over other backends, by backend
+_siblings: dict[str, Communicator] = {}  # the world's communicators over other backends, by backend
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -104,17 +104,17 @@ def init_process_group(
     debug: bool | None = None,
     **removed: NoReturn,  # so that type checkers refuse misspelt arguments
 ) -> Communicator:
-    """Joins the other ranks and makes the world's communicator. Every rank must call it.
+    """Joins the other ranks and makes the world's communicator. Every rank must call this function.
 
     The result can be used in a `with` statement. The end of the `with` block destroys the process group, and an
     exception that leaves the block also makes the other ranks fail.
 
     Args:
-        backend: "auto", "nccl", "shm", "mpi" or "local". "auto" means "nccl" if each rank has a GPU. Otherwise it means
-            "local" for a world of one rank, "shm" if all ranks are on one host, and "mpi" if mpiexec or srun has
-            started them on several hosts. gradsync logs the choice and its reason. Within gs.override_backend(name),
-            "auto" means the backend `name`; elsewhere, "auto" means the value of GRADSYNC_BACKEND, if this variable is
-            set.
+        backend: "auto", "nccl", "shm", "mpi" or "local". "auto" means "nccl" if each rank has a GPU. Otherwise "auto"
+            means "local" for a world of one rank, "shm" if all ranks are on one host, and "mpi" if mpiexec or srun has
+            started the ranks on several hosts. gradsync logs the choice and its reason. Within
+            gs.override_backend(name), "auto" means the backend `name`; elsewhere, "auto" means the value of
+            GRADSYNC_BACKEND, if this variable is set.
         rank: this process's rank, 0 to world_size - 1. If rank and world_size are None, both are read from the
             environment. If no variable suggests a launcher, this process is a world of one rank, and a line on standard
             error says so.
@@ -124,22 +124,22 @@ def init_process_group(
         device: the device of the arrays: "cpu", or "cuda:N" for "nccl", where N is the GPU's number in this process. If
             None, "nccl" takes the visible GPU whose number is the rank's LOCAL_RANK, or the only visible GPU. This GPU
             becomes CuPy's current device.
-        timeout_seconds: the deadline for joining the other ranks.
-        collective_timeout_seconds: how long a collective waits for a rank; GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS, if set,
-            takes precedence.
+        timeout_seconds: how long this rank waits for the other ranks to join.
+        collective_timeout_seconds: how long a collective waits for a rank. If the variable
+            GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS is set, its value takes precedence.
         allow_shared_gpu: whether several ranks may use one GPU through NCCL. This is slow, and meant for tests. The
             variable GRADSYNC_ALLOW_SHARED_GPU=1 allows it too.
-        debug: whether to use the debug mode, the same on all ranks. In this mode, ranks check before every collective
-            that all ranks call the same collective, and a write to a gradient that gradsync is reducing raises
+        debug: whether to use the debug mode, the same on all ranks. In this mode, the ranks compare every collective
+            through the rendezvous server before data moves, and a write to a gradient that gradsync is reducing raises
             GradientChanged. None means the value of GRADSYNC_DEBUG. See docs/tracing.md.
 
     Returns:
         The world's communicator; gs.get_communicator() returns it too.
 
     Raises:
-        InvalidArgument: the process group is initialised already, the backend is unknown, the rank is outside the
-            world, or no rank is known.
-        BackendUnavailable: this process cannot use the backend; the error message says why.
+        InvalidArgument: the process group is initialised already, no rank is known, an argument or variable is invalid,
+            or the ranks ask for different backends.
+        BackendUnavailable: the backend cannot connect these ranks; the error message says why.
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks could not join.
     """
     global _settings
@@ -233,7 +233,7 @@ def is_initialized() -> bool:
 
 
 def get_communicator() -> Communicator:
-    """Returns the world's communicator; within `with gs.override_backend(name)` the communicator over that backend.
+    """Returns the world's communicator; within `with gs.override_backend(name)`, the one over the backend `name`.
 
     Raises:
         InvalidArgument: the process group is not initialised.
@@ -388,7 +388,7 @@ def _place_without_launcher(backend: str, address: str | None) -> RankEnvironmen
 def _reporting(
     where: str, client: RendezvousClient, *, raised_by_all: tuple[type[BaseException], ...] = ()
 ) -> Iterator[None]:
-    """Reports an exception of this rank in the block to the other ranks, except errors that all ranks raise."""
+    """Reports to the other ranks an exception that this rank raises in the block, but no error of `raised_by_all`."""
     try:
         yield
     except BaseException as error:
@@ -398,7 +398,7 @@ def _reporting(
 
 
 def _world_over(backend: str) -> Communicator | None:
-    """Returns the world's communicator over a backend, which all ranks make at its first use; None without a world."""
+    """Returns the world's communicator over a backend; None without a world. The first call for a backend makes it."""
     world, settings = get_initial_world(), _settings
     if world is None or settings is None or world.backend == backend:
         return world
@@ -407,8 +407,8 @@ def _world_over(backend: str) -> Communicator | None:
         sibling = _siblings[backend] = _connect_sibling(backend, world, settings)
         sibling._tree = world._tree
         world._tree.add(sibling)
-    # gradsync does not replace a closed communicator, because ranks that do not know yet that it is closed would not
-    # take part.
+    # gradsync does not replace a closed communicator: a rank that still uses the closed one would not help to make the
+    # new one.
     if sibling.closed:
         raise CommunicatorClosed(
             f"{world.label}: override_backend({backend!r}): its communicator cannot be used any more: "
@@ -508,7 +508,7 @@ def _leave_at_exit() -> None:
 
 
 def _forget_after_fork() -> None:
-    """Forgets the parent's connections in a forked child, in which the rendezvous has closed its copies."""
+    """Forgets the parent's connections in a forked child; rendezvous/connection.py has closed the child's copies."""
     global _client, _rendezvous
     _client = _rendezvous = None
 
