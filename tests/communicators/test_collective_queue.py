@@ -141,6 +141,26 @@ def test_the_end_of_the_program_does_not_wait_for_what_never_ends() -> None:
     assert seconds < WAIT
 
 
+def test_the_child_of_a_fork_gets_an_error_from_what_its_parent_submitted() -> None:
+    done, _ = run_to_the_end(
+        IMPORTS
+        + """
+    import os, warnings
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+    future = submit(comm._lifetime, "a test", threading.Event().wait)
+    child = os.fork()
+    if child == 0:
+        try:
+            future.result(20)
+        except gs.CommunicatorClosed as error:
+            os._exit(7 if "was submitted by the process that this one was forked from" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    """
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_after_an_exception_the_program_does_not_wait_at_all() -> None:
     script = textwrap.dedent(IMPORTS) + textwrap.dedent("""
         future = submit(comm._lifetime, "a test", threading.Event().wait)

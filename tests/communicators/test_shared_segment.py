@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import gradsync as gs
 from gradsync.communicators.shared_memory import segment as shared_segment
 from gradsync.communicators.shared_memory.segment import (
+    HUGE_PAGE_BYTES,
     create_segment,
     map_segment,
     open_segment,
@@ -38,6 +40,15 @@ def test_segment_is_zeroed_sealed_and_shared() -> None:
     assert second[100] == 7
     first.close()
     second.close()
+
+
+def test_a_mapping_for_huge_pages_begins_at_a_multiple_of_their_size() -> None:
+    mapped = []
+    for _ in range(3):
+        mapped.append(mmap.mmap(-1, mmap.PAGESIZE))  # so that the next mapping would not begin at a multiple by itself
+        mapped.append(map_segment(create_segment(8 * HUGE_PAGE_BYTES, allocated=False), on_huge_pages=True))
+    for mapping in mapped[1::2]:
+        assert np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE_BYTES == 0
 
 
 class OldKernel(mmap.mmap):

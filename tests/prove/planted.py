@@ -2,7 +2,7 @@
 
     python tests/prove/planted.py draw --seed 28 --each 3 --suffix d    # adds three of each room to planted_drawn.json
     python tests/prove/planted.py lines --python .venv-3.13/bin/python    # which test runs which line; ten minutes
-    python tests/prove/planted.py run [--shard 0/2] [--room bucketing] [--only NAME] [--limit 5] [--own-tests]
+    python tests/prove/planted.py run [--shard 0/2] [--room bucketing] [--only NAME] [--limit 5] [--tests GLOB]
     python tests/prove/planted.py table
     python tests/prove/planted.py check    # which of them the source has outgrown: change or draw these anew
 
@@ -285,8 +285,15 @@ def check() -> int:
     return 1 if outgrown else 0
 
 
-def run_one(defect: Defect, workers: int, limit_seconds: float, own_tests: bool) -> dict[str, Any]:
-    """Plants a defect in a copy of the tree, and runs the tests up to the first failure on behaviour."""
+def run_one(defect: Defect, workers: int, limit_seconds: float, tests: Sequence[str]) -> dict[str, Any]:
+    """Plants a defect in a copy of the tree, and runs the tests up to the first failure on behaviour.
+
+    Args:
+        defect: the defect.
+        workers: how many processes run tests.
+        limit_seconds: the time limit of the whole.
+        tests: globs of the files of tests to run; () runs the tests of the defect's room, then all others.
+    """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         tree = Path(folder) / "tree"
@@ -304,7 +311,9 @@ def run_one(defect: Defect, workers: int, limit_seconds: float, own_tests: bool)
             outcome["tests that run it"] = len(by_line)
             first = [test for test in by_line if test.startswith(tuple(of_room[:1]))]
             turns = [first, [test for test in by_line if test not in first]] if by_line else [of_room]
-        for chosen in turns[:1] if own_tests else turns:
+        if tests:
+            turns = [[str(path.relative_to(tree)) for glob in tests for path in tree.glob(glob)]]
+        for chosen in turns:
             by = _confirmed_failure(tree, chosen, workers, started + limit_seconds) if chosen else ""
             if by:
                 outcome |= {"found": True, "by": by}
@@ -433,7 +442,8 @@ def run(arguments: argparse.Namespace) -> int:
         and arguments.only in (None, defect.name)
     ]
     for defect in chosen[: arguments.limit]:
-        outcome = run_one(defect, arguments.workers, arguments.limit_seconds, arguments.own_tests)
+        tests = TESTS_OF_ROOM[defect.room] if arguments.own_tests else arguments.tests
+        outcome = run_one(defect, arguments.workers, arguments.limit_seconds, tests)
         with RESULTS.open("a") as file:
             file.write(json.dumps(outcome) + "\n")
         print(
@@ -477,6 +487,7 @@ def main() -> int:
     running.add_argument("--only")
     running.add_argument("--limit", type=int)
     running.add_argument("--own-tests", action="store_true", help="only the tests of the defect's room")
+    running.add_argument("--tests", action="append", default=[], metavar="GLOB", help="only the tests in these files")
     running.add_argument("--workers", type=int, default=2)
     running.add_argument("--limit-seconds", type=float, default=900.0)
     recording = commands.add_parser("lines")
