@@ -21,10 +21,10 @@ _CTAS_OF_A_SHARING_RANK = "4"
 
 
 def count_devices() -> int:
-    """Returns the number of GPUs that CUDA shows to this process, which has CuPy.
+    """Returns the number of GPUs that CUDA shows to this process. CuPy must be installed.
 
     Raises:
-        BackendUnavailable: the driver is missing.
+        BackendUnavailable: the driver is missing, or CUDA reports an error.
     """
     import cupy
 
@@ -50,7 +50,7 @@ def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shar
     with LOCAL_RANK=i uses visible device i of its host.
 
     Args:
-        wanted: the requested device: "cuda:N"; or "cuda" or None, if this function shall choose the device.
+        wanted: the requested device, such as "cuda:1". With "cuda" or None, this function chooses the device.
         local_rank: this rank's number among the ranks of its host.
         count: the number of visible devices.
         allow_shared_gpu: whether several ranks may use one device.

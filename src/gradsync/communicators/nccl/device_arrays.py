@@ -1,10 +1,10 @@
 """Functions for the arrays of a communicator on a GPU.
 
-The arrays may be CuPy arrays, arrays of other libraries, which are used without a copy, or host arrays, which are
-copied.
+The arrays may be CuPy arrays, device arrays of other libraries, or host arrays. gradsync uses device arrays of other
+libraries without a copy, and copies host arrays to the device and back.
 
-ArrayKind (host_arrays.py) specifies each method. Arithmetic runs on the current stream; the methods that launch it do
-not wait for its end.
+ArrayKind (host_arrays.py) specifies each method. Methods launch arithmetic on the current stream, and do not wait for
+the end of the arithmetic.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ class _Exporter:
 
 
 def _addresses_of(array: Any) -> Any:
-    """Returns a NumPy array with the addresses of a device array, to compare them; NumPy must not read the memory."""
+    """Returns a NumPy array over a device array's addresses, to compare addresses. NumPy must not read the memory."""
     if isinstance(array, np.ndarray):
         return array
     addresses = {

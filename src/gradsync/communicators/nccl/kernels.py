@@ -6,10 +6,10 @@ of these chunks on the device and launches the kernels. Memory bandwidth limits 
 enough loads in flight. The host only launches one kernel; it uploads a new table of chunks only if the addresses of the
 arrays are new.
 
-Each kernel of VALUE_SOURCE reads every value of a flat array once. One kernel checks that the values are finite,
-another sums their squares. The kernels use grid-stride loops, so that neighbouring threads read neighbouring values.
-Each thread writes its own partial sum. All threads that find a non-finite value clear the same flag. device_arrays.py
-launches these kernels. This file imports CuPy only when a FusedPacker is created.
+Each kernel of VALUE_SOURCE reads every value of a flat array once. One kernel checks that the values are finite, and
+another kernel adds up their squares. The kernels use grid-stride loops, so that neighbouring threads read neighbouring
+values. Each thread writes its own partial sum. All threads that find a non-finite value clear the same flag.
+device_arrays.py launches these kernels. This file imports CuPy only when a FusedPacker is created.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ CHUNK_BYTES = 32 * 1024
 # With this number, an array of 4 KiB still gives work to every thread of a block. The kernels use 32 registers, so
 # eight blocks fit on a multiprocessor. If the arrays are small, the eight blocks hide the latency of reading the table.
 THREADS_PER_BLOCK = 256
-# The address of a 16-byte load or store must be a multiple of this. Allocations on the device begin at such addresses,
-# so the kernels can use 16-byte loads and stores for most copies.
+# The address of a 16-byte load or store must be a multiple of 16. Allocations on the device begin at such addresses, so
+# the kernels can use 16-byte loads and stores for most copies.
 ALIGNMENT_BYTES = 16
 
-# A training step has tens of tables of a few kilobytes; an allocator returns the same few sets of addresses again and
-# again.
+# A training step has tens of tables of a few kilobytes. Later steps use these tables again, because an allocator
+# returns the same few sets of addresses.
 _MAX_TABLES = 256
 _MAX_TABLE_BYTES = 8 * 1024**2
 
@@ -115,7 +115,8 @@ extern "C" __global__ void split_chunks(const Chunk* chunks, char* flat) {
 # partial sums, and so the order of the additions, must depend only on the size of the array, so that the same values
 # give the same bits.
 MAX_BLOCKS = 1056
-# Each thread sums at least this number of values. With more blocks, there would be more partial sums to write and read.
+# Each thread reads at most this number of values, unless the array is too large for MAX_BLOCKS blocks. With a smaller
+# number, there would be more blocks, and so more partial sums to write and read.
 VALUES_PER_THREAD = 16
 
 VALUE_SOURCE = r"""

@@ -27,8 +27,8 @@ from gradsync.errors import CollectiveTimeout, GradsyncError, InvalidArgument, N
 
 _log = logging.getLogger("gradsync")
 
-# A host that waits first checks without a pause, because most collectives take microseconds. Later it sleeps between
-# checks.
+# A waiting thread first checks without a pause, because most collectives take microseconds. Later the thread sleeps
+# between checks.
 _CHECKS_WITHOUT_SLEEP = 200
 _SLEEP_SECONDS = 100e-6
 _VERDICT_SECONDS = 3.0  # how long `wait` waits after the deadline, so that the watcher can find the reason
@@ -38,7 +38,7 @@ CUDA_SUCCESS, _CUDA_NOT_READY = 0, 600
 # CUDA's errors for calls that are forbidden during a graph capture; such an error does not mean that the GPU has
 # failed. Source: cudaError_t.
 _CUDA_CAPTURE = range(900, 909)
-_CUDA_CAPTURE_IMPLICIT = 906  # the null stream was queried while a stream that waits for it captures
+_CUDA_CAPTURE_IMPLICIT = 906  # the null stream was queried, and a stream that synchronizes with it captures a graph
 
 
 class Events:
@@ -46,13 +46,13 @@ class Events:
 
     It is safe to record an event again. A stream that already waits for the event goes on waiting only for the work
     before the previous record. A stream that begins to wait after the new record also waits for the work between the
-    two records; it does not need this work, but it never waits for its own work.
+    two records. This stream may wait longer than needed, but it never waits for its own work.
     """
 
     def __init__(self) -> None:
         self._free: list[tuple[Any, Any]] = []
         # The keys contain the thread too, because the default streams of all threads have the same handle. The values
-        # contain the stream, so that CUDA does not give its handle to another stream.
+        # contain the stream, so that CUDA does not give the stream's handle to another stream.
         self._marks: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def take(self) -> tuple[Any, Any]:
@@ -89,7 +89,7 @@ class Launch:
     Attributes:
         name: the collective's name in errors and logs.
         has_begun: whether the ranks have agreed on this launch, or on one of its messages, so that NCCL may have begun.
-        peers: the world ranks to which messages are sent, or from which they come; None for a collective.
+        peers: the world ranks with which this rank exchanges messages; None for a collective.
         memory: the arrays that the GPU reads or writes. Without these references, CuPy's pool would reuse the memory
             while a stream still uses it.
         stream, thread: the stream on which the collective runs, and the id of the thread that launched it.
@@ -143,8 +143,8 @@ class Launch:
     def bring_back(self, flat: Any, native: Any) -> None:
         """Prepares the copy of a device array into the host array `native`.
 
-        The current stream copies the device array to pinned memory. When the collective has ended, the host copies it
-        from there into `native`.
+        The current stream copies the device array to pinned memory. When the collective has ended, the host copies the
+        values from pinned memory into `native`.
         """
         await_results_in(native)  # otherwise an earlier collective could overwrite the new result
         pinned = cupy.cuda.alloc_pinned_memory(max(flat.nbytes, 1))
@@ -238,7 +238,7 @@ class Launch:
         """
         # Not `self.ended.done`, which stays False for ever if the GPU has failed.
         status = cupy.cuda.runtime.eventQuery(self.ended.ptr)
-        if status == _CUDA_NOT_READY or status in _CUDA_CAPTURE:  # the latter: another thread captures a graph
+        if status == _CUDA_NOT_READY or status in _CUDA_CAPTURE:  # _CUDA_CAPTURE: another thread captures a graph
             return False
         if status == CUDA_SUCCESS:
             try:
@@ -324,7 +324,7 @@ _registering = threading.Lock()  # a set must not grow while another thread iter
 
 
 def await_results_in(array: Any) -> None:
-    """Waits until all launches of this process that write a result to a host array have written it."""
+    """Waits until all launches of this process that write a result to the given host array have written the result."""
     with _registering:
         launches = [launch for launch in _with_host_results if launch.will_write(array)]
     for launch in launches:
@@ -379,7 +379,7 @@ def refuse_capturing(stream: Any, label: str, what: str) -> None:
     try:
         if not stream.is_capturing():
             return
-    except RuntimeError as error:  # CuPy raises it if the capture is invalid
+    except RuntimeError as error:  # CuPy raises this error if the capture is invalid
         if getattr(error, "status", _CUDA_CAPTURE_IMPLICIT) not in _CUDA_CAPTURE:
             return  # the GPU has failed; the launch will raise the error
     raise InvalidArgument(_is_capturing(f"{label}: {what}"))

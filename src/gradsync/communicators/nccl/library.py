@@ -101,21 +101,21 @@ def check_library() -> int:
 
 
 class Nccl:
-    """One NCCL communicator of a client's ranks, which must all make one.
+    """One NCCL communicator of a client's ranks. All these ranks must make an object of this class.
 
-    If this fails, the caller must report the error to the rendezvous server, because the other ranks wait for this
-    rank.
+    If making the object fails, the caller must report the error to the rendezvous server, because the other ranks wait
+    for this rank.
 
     Args:
         client: this rank's connection to the rendezvous server.
-        device_id: the CUDA number of this rank's device, which no other rank uses.
+        device_id: the CUDA number of this rank's device.
         group: the group's name; no group since the last start of the ranks has had this name.
         deadline: the deadline for all steps, in time.monotonic() seconds.
 
     Attributes:
         binding: the module cupy.cuda.nccl.
         device_id: see Args.
-        has_ended: set when NCCL has destroyed or aborted the communicator.
+        has_ended: an event that is set when NCCL has destroyed or aborted the communicator, or has failed to do so.
 
     Raises:
         NcclError: NCCL failed.
@@ -144,7 +144,7 @@ class Nccl:
         self._calling = threading.RLock()  # held during a call of NCCL, or during all calls of a group
         self._ending = threading.Lock()  # protects _how
         self._how: str | None = None
-        # "abort" or "destroy", and a function to call before; only the first one counts.
+        # How to end the communicator ("abort" or "destroy"), and a function to call before. Only the first is used.
         self._ends: SimpleQueue[tuple[str, Callable[[], None] | None]] = SimpleQueue()
         self.has_ended = threading.Event()
         key = f"nccl/{group}/id"
@@ -153,11 +153,11 @@ class Nccl:
                 # Any process with the id can join, so no error or log may contain the id.
                 client.set(key, bytes(nccl.get_unique_id()))
         unique_id = client.get(key, from_rank=0, timeout_seconds=_left(deadline))
-        # ncclCommInitRank waits for all ranks, and nothing can interrupt it. So the ranks first wait for each other at
-        # the server, with a timeout.
+        # ncclCommInitRank waits for all ranks, and nothing can interrupt this wait. So the ranks first wait for each
+        # other at the server, with a timeout.
         client.barrier(f"nccl/{group}/ready", timeout_seconds=_left(deadline))
         self._raw: Any = self._init_rank(client, unique_id, _left(deadline))  # CuPy's communicator
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._raw))  # until _await_end ends it; see the top of this file
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._raw))  # _await_end releases it; see the top of this file
         # The thread starts now, because no thread can be started at interpreter exit.
         threading.Thread(target=self._await_end, name="gradsync-nccl-end", daemon=True).start()
 
@@ -264,8 +264,8 @@ class Nccl:
                 with self._errors("ncclGroupEnd"):
                     nccl.groupEnd()
             except BaseException:
-                # If the group has ended or not begun, this call does nothing. A group that stays open would delay all
-                # later calls.
+                # If the group has ended or has not begun, this call does nothing. A group that stays open would delay
+                # all later calls.
                 with contextlib.suppress(nccl.NcclError, KeyError):
                     nccl.groupEnd()
                 raise
@@ -318,8 +318,9 @@ class Nccl:
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def abort(self, before: Callable[[], None] | None = None) -> None:
-        """Ends the communicator now, on a separate thread. Returns at once; results of running collectives are
-        undefined.
+        """Ends the communicator now, on a separate thread. Returns at once.
+
+        The results of running collectives are undefined.
 
         Args:
             before: a function that the thread calls before the abort; the function may block.
@@ -339,7 +340,7 @@ class Nccl:
             )
 
     def leave(self, before: Callable[[], None]) -> None:
-        """Aborts the communicator, unless it has already ended. Call it when no object uses the communicator any more.
+        """Aborts the communicator, unless it has already ended. No object may use the communicator any more.
 
         `leave` acquires no lock, because the garbage collector may call `leave` in a thread that already holds the
         lock.
@@ -357,7 +358,7 @@ class Nccl:
         self._ends.put((how, before))
 
     def _await_end(self) -> None:
-        """Waits, on a separate thread, until the communicator shall end, and ends it."""
+        """Waits for the request to end the communicator, and ends the communicator. Runs on a separate thread."""
         # The device is set first: later another thread may hold the driver's lock, e.g. if cudaFree waits for a hung
         # kernel.
         self._cupy.cuda.Device(self.device_id).use()

@@ -1,8 +1,8 @@
 """The backend between GPUs: CuPy arrays over NCCL.
 
 A collective that the program calls runs on the caller's stream. A gradient bucket is reduced on the communicator's own
-stream. This stream first waits until the gradients are computed. Then it packs, reduces and splits the bucket, and an
-event is recorded on it. The host does not wait for the GPU.
+stream. The communicator's stream first waits until the gradients are computed. Then this stream packs, reduces and
+splits the bucket, and records an event. The host does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class NcclBackend(Backend):
         self.device = f"cuda:{device_id}"
         self.arrays = DeviceArrays(device_id)
         self._device = cupy.cuda.Device(device_id)
-        with self._device:  # before the ranks connect, because it may fail
+        with self._device:  # before the ranks connect, because making these objects may fail
             self._packer = FusedPacker()
             self._stream = cupy.cuda.Stream(non_blocking=True)  # for gradient buckets
         self._nccl = nccl = Nccl(client, device_id, group, deadline)
@@ -94,7 +94,7 @@ class NcclBackend(Backend):
         self._launch: Launch | None = None  # the launch that is being made, if any
         self._last: Launch | None = None
         self._watched = Watched(self, nccl, self._failures, self._agreements)
-        # This does not run at interpreter exit: the process group then closes its communicators, and other
+        # The finalizer does not run at interpreter exit: there the process group closes its communicators, and other
         # communicators cannot hang (see library.py).
         rest = partial(_end_rest, self._watched, self._agreements, client)
         weakref.finalize(self, nccl.leave, rest).atexit = False
@@ -363,11 +363,11 @@ class NcclBackend(Backend):
             self.arrays.write_back(flat, native)
 
     def _packed(self, arrays: Sequence[Any]) -> Any:
-        """Packs arrays into the flat buffer, and returns the used part of it. Enlarges the buffer if needed."""
+        """Packs arrays into the flat buffer, and returns the used part of the buffer. Enlarges the buffer if needed."""
         size_bytes = pack_layout(tuple([array.nbytes for array in arrays])).total_bytes
         if self._flat is None or self._flat.size < size_bytes:
-            # Filled with zeros, because NCCL reduces the gaps between the arrays too. The values in the gaps do not
-            # matter.
+            # Zeros, so that NCCL reads only initialized memory: NCCL reduces the gaps between the arrays too. No code
+            # uses the values in the gaps.
             self._flat = cupy.zeros(size_bytes, np.uint8)
         flat = self._flat[:size_bytes]
         if size_bytes:
@@ -401,7 +401,8 @@ class NcclBackend(Backend):
     def checked_stream(self, stream: Any, what: str) -> Any:
         device_id = self._nccl.device_id
         checked = None if stream is None else as_stream(stream, device_id, f"{self.label}: {what}")
-        # The current stream must not capture either: new arrays are allocated on it, and a given stream waits for it.
+        # The current stream must not capture either: gradsync allocates new arrays on the current stream, and makes a
+        # given stream wait for the current stream.
         current = cupy.cuda.get_current_stream(device_id)
         refuse_capturing(current, self.label, what)
         if checked is not None and checked is not current:
@@ -473,7 +474,7 @@ class _Launching:
             elif self._stream is not None:
                 where = self._stream
                 # When gradsync converts an array of another library, only the current stream waits for the work that
-                # computes it.
+                # computes the array. So this launch's stream must wait for the current stream.
                 where.wait_event(backend._events.mark(current))
             self.launch = launch = Launch(backend, backend._nccl, backend._events, where)
             last = _last_on_device.get(backend._nccl.device_id)
@@ -552,7 +553,7 @@ def _follow(stream: Any, marks: Sequence[Any]) -> None:
 
 
 def _end_rest(watched: Watched, agreements: NcclAgreements, client: RendezvousClient) -> None:
-    """Ends the watcher's checks and the answers to other ranks, after Python has garbage-collected a communicator."""
+    """Ends the checks for failures and the answers to other ranks, after Python has collected a communicator."""
     watched.stop()
     agreements.close()
     if client.name:  # only a group's client has a name; the world's client stays open

@@ -61,7 +61,10 @@ class History:
         self.expected = known.get(context)
 
     def break_off(self) -> None:
-        """Forgets the most recent events, after a disagreement. `expected` is None until the ranks agree again."""
+        """Forgets the most recent events, after a disagreement.
+
+        `expected` is None until the ranks have agreed on _CONTEXT_EVENTS more events.
+        """
         self._breaks += 1
         self._context = (-self._breaks,)  # different from all digests, which are not negative
         self.expected = None
@@ -123,7 +126,7 @@ class SpeculativeAgreement:
     def repeats(self, agreement: Agreement) -> bool:
         """Whether an event is the predicted event, so that this rank may launch it. If so, adds it to the history.
 
-        If not, this rank must ask the other ranks, with `ask`.
+        If this method returns False, this rank must ask the other ranks, with `ask`.
 
         Args:
             agreement: the digest and the description of this rank's event.
@@ -197,15 +200,18 @@ class SpeculativeAgreement:
         self.client.unfollow(self._group)
 
     def _launched_at(self, position: int) -> Agreement | None:
-        """Returns what this rank launched at an earlier position by prediction; None if it asked the others first."""
+        """Returns the event that this rank launched at an earlier position; None if this rank asked before the launch.
+
+        If the event is too old to be remembered, returns an Agreement that says so.
+        """
         age = self.position - position
         return self._launched[-age] if age <= len(self._launched) else _forgotten(position)
 
     def _on_asked(self, position: int) -> LaunchedEvent | None:
         """Handles another rank's question about the event at a position.
 
-        Returns the event that this rank has launched at this position without asking the other ranks; None if there is
-        none.
+        Returns the event that this rank has launched at this position without asking the other ranks; None if this rank
+        has not launched an event there, or has asked.
         """
         with self._lock:
             if position >= self.position:
@@ -279,10 +285,11 @@ class NcclAgreements:
         requests the next group. If the ranks of a message disagree, the method raises the error after the last group,
         because the peer of the other message waits for that message.
 
-        All predicted messages form one group. Every message that was not predicted forms a group of its own. These
-        groups are yielded in the order in which the server decides, which is the same on all ranks, so that ranks do
-        not wait for each other in a circle. The first of them is yielded at once, because the server may decide on the
-        second only after the other rank has received the first message.
+        All predicted messages form one group. Every message that was not predicted forms a group of its own. This
+        method yields the groups of messages that were not predicted in the order in which the server decides on them.
+        This order is the same on all ranks, so ranks do not wait for each other in a circle. This method yields the
+        first such group at once, because the server may decide on the second group only after the other rank has
+        received the first message.
 
         A rank always asks about its first message to another rank. NCCL connects two ranks in the first NCCL group that
         has a message between them, and both ranks must launch the same messages in that group. Source: NCCL,
@@ -398,8 +405,8 @@ class NcclAgreements:
                 self._label,
                 self._timeout_seconds,
                 self._failures,
-                # A rank that closes the communicator announces this for the collectives too. For the messages it does
-                # so only if it has sent or received one.
+                # A rank that closes the communicator announces this for the collectives. The rank announces this for
+                # the messages of a direction only if it has sent or received a message in this direction.
                 raise_if_no_answer=partial(self.raise_if_members_closed, direction),
             )
             found.asks_always = self.of_all.asks_always

@@ -85,17 +85,19 @@ class StorePath(ByteCollectives):
         sent, received = _parts(source, send_bounds), _parts(target, receive_bounds)
         received[rank][...] = sent[rank]
         self._move(
-            self.world_size,  # `gather` and `scatter` send to one rank, or from one rank
+            self.world_size,  # only `gather` and `scatter` call this method: at most one stream for each rank has bytes
             largest,
             {f"{rank}-{peer}": part for peer, part in enumerate(sent) if peer != rank},
             {f"{peer}-{rank}": part for peer, part in enumerate(received) if peer != rank},
         )
 
     def _move(self, streams: int, largest: int, outgoing: Mapping[Any, Array], incoming: Mapping[Any, Array]) -> None:
-        """Sends and receives named streams of bytes. Every rank must call it, with the same `streams` and `largest`.
+        """Sends and receives named streams of bytes.
+
+        Every rank must call this method, with the same `streams` and `largest`.
 
         Args:
-            streams: the number of streams between all ranks that are not empty.
+            streams: the largest number of streams between all ranks that are not empty.
             largest: the number of bytes of the longest stream.
             outgoing: the stream's name -> the bytes that this rank sends in that stream.
             incoming: the stream's name -> the buffer for the bytes that this rank receives in that stream.
@@ -108,8 +110,8 @@ class StorePath(ByteCollectives):
             for begin in range(0, largest, window):
                 self._move_window(begin, window, outgoing, incoming)
         except GradsyncError:
-            # If another rank has stopped because of a failure elsewhere, that failure is the reason, and is raised
-            # instead.
+            # If another rank has stopped because of a failure elsewhere, this rank raises that failure, which is the
+            # cause of this error.
             await_cause(CAUSE_SECONDS, self._check)
             raise
 

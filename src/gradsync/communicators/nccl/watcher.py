@@ -32,9 +32,9 @@ from gradsync.rendezvous.client import RendezvousClient
 
 _IDLE_SECONDS = 0.05
 _BUSY_SECONDS = 0.005  # the pause between checks while a launch runs; a done-callback may be late by this time
-# A call leaves up to this number of launches to the watcher. If there are more, the call itself checks the oldest
-# launches. Later calls check again only when there are twice as many launches, because a check costs as much as a
-# launch, and a GPU that is behind stays behind for a while.
+# The call of a collective leaves up to this number of launches to the watcher. If there are more launches, the call
+# itself checks the oldest launches. Later calls check again only when there are twice as many launches, because a check
+# costs as much as a launch, and a GPU that is behind stays behind for a while.
 _LEFT_TO_WATCHER = 8
 _SUSPICIOUS_AFTER_SECONDS = 1.0  # after this time, the watcher checks whether a rank has closed
 
@@ -77,9 +77,9 @@ class Watched:
         _watch(self)
 
     def add(self, launch: Launch) -> None:
-        """Adds a launch to the watcher, and removes launches that have ended."""
+        """Adds a launch to the watcher. If the watcher has many launches, removes launches that have ended."""
         with self._lock:
-            self._running.append(launch)  # first: a signal handler that makes the communicator fail then ends it
+            self._running.append(launch)  # now, so that a signal handler that fails the communicator ends this launch
             failure = self.failure
         if failure is not None:
             self._end_running(failure)
@@ -110,7 +110,7 @@ class Watched:
         with self._lock:
             failed = list(self._running)
             self._running.clear()
-        for launch in reversed(failed):  # the last one first: if a wait for one raises, the later ones have failed too
+        for launch in reversed(failed):  # the last launch first: when one launch has failed, all later ones have too
             if not launch.done():
                 launch.end(error)
         for launch in failed:
@@ -159,7 +159,7 @@ class Watched:
                 lifetime.fail(error, is_raised=is_raised)
 
     def abort(self, error: BaseException, reason: str | None, culprit: int | None = None) -> bool:
-        """Breaks the communicator, and ends its launches, with an error. Returns whether it was not broken before.
+        """Breaks the communicator, and ends its launches, with an error. Returns False if it was broken before.
 
         Another thread aborts the NCCL communicator, because calls to the server or NCCL could block this thread.
 
@@ -265,7 +265,7 @@ class Watched:
         them.
         """
         if launch.seen_started_at is None:
-            if launch.started.done:  # before that the launch waits for this rank's own work
+            if launch.started.done:  # before this event, the launch waits for this rank's own work
                 launch.seen_started_at = now
             return
         is_call = launch is self.call

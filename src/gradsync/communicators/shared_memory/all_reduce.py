@@ -1,22 +1,22 @@
 """The all-reduce over shared memory.
 
-An array or list of at most SMALL_BYTES is reduced in one shot: every rank publishes its values in a slot, and after one
-barrier every rank reduces the whole values of all ranks.
+An array or list of at most SMALL_BYTES is reduced in one shot: every rank copies its values into its buffer in shared
+memory, and after one barrier every rank reduces all values of all ranks.
 
-A larger list is pipelined, chunk by chunk. Each chunk is divided into one slice for each rank, which owns that slice.
-Every rank copies the slices that other ranks own into its own buffer in shared memory: it publishes them. Then every
-rank reduces the slice that it owns, and writes the result into the buffers of the other ranks, which copy it from there
-to their targets. So each rank reads and reduces only 1/n of the list. (In measurements the all-reduce took a quarter
-longer if each rank instead copied the results from the memory of their owner.)
+A larger list is pipelined, chunk by chunk. Each chunk is divided into one slice for each rank; the rank owns its slice.
+To publish a chunk, every rank copies the slices that other ranks own into its own buffer in shared memory. Then every
+rank reduces the slice that it owns, and writes the result into the buffers of the other ranks. To deliver a chunk,
+every rank copies the results from its own buffer to its targets. So each rank reduces only 1/n of the list. (In
+measurements the all-reduce took a quarter longer if each rank copied the results from the buffers of other ranks.)
 
 This file has three parts. The first part makes the plan of the pipeline: it divides the list, as one flat sequence of
 elements, into chunks, slices and steps. The second part has the NumPy calls that copy. A call is prepared once and run
 many times, because creating a view takes as long as copying some kilobytes. Pieces of arrays below some kilobytes are
-copied together in one call. The third part has the plans: OneShot for one array, and ListAllReduce.
+copied together in one call. The third part has the plans: OneShot for one small array, and ListAllReduce for a list.
 
 Reductions combine the operands in rank order, so all ranks get bitwise equal results, and equal inputs give bitwise
 equal results in every run. The result of an element is the same in arrays of every size. Products of complex numbers
-are an exception, because NumPy rounds them differently in vector and scalar code.
+are an exception, because NumPy rounds these products differently in vector and scalar code.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SMALL_BYTES = 128 * 1024
 _ASSIGN_UP_TO_BYTES = 4096
 # Smaller pieces are copied together: a NumPy call takes as long as copying some kilobytes.
 _WORTH_A_CALL_BYTES = 4096
-# The number of bytes that one call reduces, and the next call divides, while they are in the cache.
+# The number of bytes that one call reduces, and the next calls copy or divide, while these bytes are in the cache.
 _REDUCED_BYTES = 256 * 1024
 # The number of bytes that one call copies into shared memory, on processors with a slow memcpy, such as Zen 3. Measured
 # there: overwriting memory that other ranks have read (see arena.py) takes twice as long per byte in calls of twice
@@ -139,7 +139,7 @@ def plan_stream(
         itemsize: the number of bytes of an element. Slices begin on cache lines, so that no two ranks write into one
             line.
         rank: the rank whose chunks are returned.
-        world_size: the number of ranks, and so of slices in a chunk.
+        world_size: the number of ranks, which is also the number of slices of a chunk.
     """
 
     def cut(whole: list[Section], of_one: int) -> tuple[Section, ...]:
@@ -188,10 +188,10 @@ def worth_a_call(whole: Section, itemsize: int, of_one: int, of_several: int) ->
 def plan_steps(count: int) -> Iterator[Step]:
     """Yields the steps that all-reduce `count` chunks; `count` is at least 1.
 
-    A chunk can be reduced when all ranks have published it, and delivered when all ranks have reduced it. A rank
-    reduces a chunk two steps after it published the chunk, and delivers the results two steps later. So a rank can
-    continue while another rank is still in the previous step; otherwise every short delay of one rank would delay all
-    ranks. In the steps after the last chunk is published, each rank waits for all ranks.
+    A rank can reduce a chunk when all ranks have published the chunk, and deliver the chunk when all ranks have reduced
+    it. A rank reduces a chunk two steps after publishing the chunk, and delivers the results two steps later. So a rank
+    can continue while another rank is still in the previous step; otherwise every short delay of one rank would delay
+    all ranks. After the step that publishes the last chunk, and after the next step, each rank waits for all ranks.
     """
     behind = CHUNKS_IN_FLIGHT // 2
     for number in range(count):
@@ -288,10 +288,10 @@ def _scatter(memories: Sequence[memoryview], places: Sequence[memoryview]) -> No
 
 
 class Plan:
-    """Base class of the plans: collectives for given sizes, which run many times. Plans use the shared memory."""
+    """Base class of plans. A plan is a collective for arrays of given sizes, which can run many times."""
 
     def release(self) -> None:
-        """Releases the shared memory; the plan cannot run any more."""
+        """Drops the plan's references to the shared memory; the plan cannot run any more."""
         self.__dict__.clear()
 
 
@@ -299,7 +299,7 @@ class OneShot(Plan):
     """The plan of the all-reduce of one small array.
 
     Args:
-        context: what every collective of the communicator uses.
+        context: the memory and objects that all collectives of the communicator use.
         dtype, size, op: the dtype of the array, the number of its elements, and the operator of the reduction.
     """
 
@@ -332,11 +332,11 @@ class OneShot(Plan):
 class _ChunkCheck:
     """Checks the chunks of one list of arrays for non-finite values.
 
-    A rank sets its flag for a slot if it finds a non-finite result in the chunk that uses the slot. It resets the flag
-    when all ranks have published the next chunk in this slot: by then they have delivered the old chunk.
+    A rank sets its flag for a slot if it finds a non-finite result in the chunk that uses the slot. The rank resets the
+    flag when all ranks have published the next chunk in this slot. By then all ranks have delivered the old chunk.
 
     Args:
-        context: what every collective of the communicator uses.
+        context: the memory and objects that all collectives of the communicator use.
         sources: this rank's arrays.
         chunk_elements: the number of elements of a chunk.
         is_finite: a function that returns whether all elements of an array are finite.
@@ -354,7 +354,7 @@ class _ChunkCheck:
         self._context.flags[chunk % CHUNKS_IN_FLIGHT][self._context.rank] = is_nonfinite
 
     def check_results(self, chunk: int, section: Section, results: Array) -> None:
-        """Checks results that this rank has reduced. If one is not finite, also checks this rank's contribution."""
+        """Checks results that this rank has reduced. If one result is not finite, checks this rank's contribution."""
         if not self.is_finite(results):
             self.set_flag(chunk, True)
             self._context.finder.note_nonfinite_result()
@@ -385,20 +385,20 @@ _StepCalls = tuple[list[tuple[str, list[Call]]], Wait]
 class ListAllReduce(Plan):
     """The all-reduce of one list of arrays: in one shot if the list is small, otherwise pipelined.
 
-    In the pipeline several chunks are in progress at once; each uses one slot (see plan_steps). A rank publishes a
-    chunk in its buffer of a slot only after it has copied the results of the earlier chunk out of that buffer. Other
-    ranks use the buffer only between two barriers: the barrier after the chunk was published, and the barrier after it
-    was reduced.
+    In the pipeline several chunks are in progress at once; each chunk uses one slot (see plan_steps). A rank publishes
+    a chunk in its buffer of a slot only after it has copied the results of the earlier chunk out of that buffer. Other
+    ranks use the buffer only between two barriers: the barrier after the chunk was published, and the barrier after the
+    chunk was reduced.
 
-    The kept calls never refer to this object: in a reference cycle, arrays that the program has dropped would stay in
-    memory until the next garbage collection.
+    The kept calls never refer to this object. Otherwise, because of the reference cycle, arrays that the program has
+    dropped would stay in memory until the next garbage collection.
 
     Args:
-        context: what every collective of the communicator uses.
+        context: the memory and objects that all collectives of the communicator use.
         sources, targets: see Backend.all_reduce.
         op: the operator of the reduction, which the dtype must support.
         checks: the checks that the plan makes on the results.
-        wire: the dtype and the factors for the values that ranks exchange; None if they exchange the values unchanged.
+        wire: the dtype and the factors for the values that ranks exchange; None if ranks exchange the values unchanged.
     """
 
     def __init__(
@@ -423,7 +423,7 @@ class ListAllReduce(Plan):
         self._is_one_shot = self._size * dtype.itemsize <= SMALL_BYTES
         self._squares = context.squares if Checks.SQUARES in checks else None
         # In the pipeline a mean is computed as a sum, which is divided while it is copied to the targets. This saves
-        # one pass over the data. In half precision, one call adds and divides in float32, and rounds the result once.
+        # one pass over the data. In half precision, one call adds and divides in float32, and rounds only once.
         divides_late = op is ReduceOp.MEAN and accumulation_dtype(dtype) == dtype and not self._is_one_shot
         self._divisor = context.world_size if divides_late else 1
         self._reduce = reduction_of(ReduceOp.SUM if divides_late else op, dtype, context.world_size)
@@ -435,7 +435,7 @@ class ListAllReduce(Plan):
         self._kept: list[list[_StepCalls]] = []
 
     def keep(self) -> None:
-        """Prepares the calls of all steps now, so that all later runs use them."""
+        """Prepares the calls of all steps now. All later runs use these calls."""
         self._kept = [list(self._steps(number)) for number in range(ROUND_SLOTS if self._is_one_shot else 1)]
 
     def run(self, agreement: Agreement) -> None:
@@ -556,7 +556,7 @@ class ListAllReduce(Plan):
     # -- From the sources, and to the targets ------------------------------------------------------------------
 
     def _collecting(self, pieces: Sequence[Piece], packed: Array) -> list[Call]:
-        """Returns the calls that copy one piece, or several small ones, to one array, and convert them for exchange."""
+        """Returns the calls that copy one piece, or several small pieces, to one array in the dtype of the exchange."""
         sources = _pieces_of(self._sources, pieces)
         if self._wire is None:
             return [copying(sources[0], packed) if len(sources) == 1 else gathering(sources, packed)]
@@ -580,7 +580,7 @@ class ListAllReduce(Plan):
         return calls if len(pieces) == 1 else [*calls, scattering(delivered, _pieces_of(self._targets, pieces))]
 
     def _delivered(self, results: Array, pieces: Sequence[Piece]) -> Array:
-        """Returns one array with the values that the pieces get: the only piece, `results`, or a reused buffer."""
+        """Returns the array from which the pieces get their values: the only piece, `results`, or a reused buffer."""
         if len(pieces) == 1:
             return _pieces_of(self._targets, pieces)[0]
         if self._divisor == 1 and self._wire is None:

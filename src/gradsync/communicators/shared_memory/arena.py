@@ -1,16 +1,16 @@
-"""The shared memory of a communicator: its areas, and what every collective uses of them.
+"""The shared memory of a communicator: its areas, and the memory and objects that all collectives use.
 
 Ranks pass arrays to each other through five slots. Each slot has a buffer for each rank. A collective that moves data
 in rounds uses one slot in each round of the barrier: a rank writes to its own buffer, and after the barrier the other
-ranks read from it. The number of the round determines the slot, so all ranks know it.
+ranks read from this buffer. The number of the round determines the slot, so all ranks know the slot.
 
 Two slots would be correct for rounds: before a rank writes to a buffer again, all ranks have arrived at the next
-barrier, and so have read the buffer. Four are faster: with two, a rank would overwrite memory that another core has
-just read, and the processor would first have to transfer each cache line back from that core.
+barrier, and so have read the buffer. Four slots are faster. With two slots, a rank would overwrite memory that another
+core has just read, and the processor would first have to transfer each cache line back from that core.
 
 Large lists of arrays are all-reduced in chunks (see all_reduce.py). A chunk also uses a slot, into which other ranks
-write the results. The first chunk is published before any barrier of its collective, so its slot is the one that no
-round uses. Slot 0 also carries the messages between two ranks (see point_to_point.py).
+write the results. A rank publishes the first chunk before any barrier of its collective, so the first chunk uses slot
+0, which no round uses. Messages between two ranks also use slot 0 (see point_to_point.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gradsync.reduction import Array
 #: This size was measured on a processor with a slow memcpy (Zen 3). On a Xeon, chunks of half this size are 5 to 9 %
 #: faster for lists of 4 MB and more. Rank 0 measures memcpy for all ranks.
 SLOT_BYTES = 1024 * 1024
-#: The largest number of bytes that a rank publishes in one round of the other collectives, in which some ranks already
-#: write for the next round while others still read.
+#: The largest number of bytes that a rank publishes in one round of the other collectives. While some ranks still read
+#: in this round, other ranks already write for the next round.
 ROUND_BYTES = 512 * 1024
 #: The number of slots for chunks: slots 0 to 3. A chunk uses a slot from its publication in shared memory until its
 #: results are copied out.
@@ -45,7 +45,7 @@ SlotArrays = tuple[tuple[Array, ...], ...]  # [number of the slot][rank] -> the 
 def _areas(world_size: int) -> dict[str, int]:
     """Returns the areas of a communicator's shared memory in their order, with their sizes in bytes.
 
-    Each area except the last has whole cache lines.
+    Each area except the last consists of whole cache lines.
     """
     return {
         "slots": (1 + ROUND_SLOTS) * world_size * SLOT_BYTES,
@@ -62,7 +62,7 @@ def segment_bytes(world_size: int) -> int:
 
 
 def areas_of(memory: memoryview, world_size: int) -> dict[str, memoryview]:
-    """Divides segment_bytes(world_size) bytes of shared memory into areas. Cache lines are arrays of 8-byte words."""
+    """Divides segment_bytes(world_size) bytes of shared memory into areas. Areas of lines consist of 8-byte words."""
     areas, begin = {}, 0
     for name, size_bytes in _areas(world_size).items():
         area = memory[begin : begin + size_bytes]
@@ -84,7 +84,8 @@ class ShmContext:
 
     Attributes:
         rank, world_size, barrier, chunk_bytes, recorder: see Args.
-        share_bytes: in an all_to_all or reduce_scatter, one round moves at most this number of bytes for each rank.
+        share_bytes: the largest number of bytes that a rank publishes for each other rank in one round of an all_to_all
+            or a reduce_scatter.
         flags: [number of the slot][rank] -> a byte that only the given rank writes, and all ranks read: whether that
             rank found a non-finite result in the chunk that uses the slot.
         finder: the object that collects non-finite values.
@@ -132,7 +133,7 @@ class ShmContext:
         return self.slots(dtype)[1:]
 
     def buffer(self, name: str, dtype: np.dtype[Any], length: int) -> Array:
-        """Returns a buffer of this process for the elements of one chunk, which all collectives use under this name."""
+        """Returns a buffer of this process for the elements of one chunk. Equal names give the same memory."""
         whole = self._buffers.get(name)
         if whole is None:  # a caller's float64 has four times the size of the bfloat16 that ranks exchange
             whole = self._buffers[name] = np.empty(4 * SLOT_BYTES, np.uint8)
@@ -146,7 +147,7 @@ class ShmContext:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def release(self) -> None:
-        """Releases the shared memory, even if another object still refers to this one."""
+        """Releases the shared memory, even if another object still refers to this context."""
         self.__dict__.clear()
 
 

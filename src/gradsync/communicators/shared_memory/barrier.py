@@ -1,9 +1,10 @@
 """The barrier of a shared-memory communicator, which also compares digests and announces close and abort.
 
-Each rank owns one cache line in shared memory, and memory for a text. A rank writes only to its own cache line and
-text, and reads those of all ranks. A rank's cache line contains the number of the last round at which the rank has
-arrived, the 64-bit digest of the collective that the rank has called, and whether the rank has closed or aborted the
+Each rank owns one cache line in shared memory, and memory for a text. All ranks read these cache lines and texts, but
+only their owner writes them. A rank's cache line contains the number of the last round at which the rank has arrived,
+the 64-bit digest of the collective that the rank has called, and whether the rank has closed or aborted the
 communicator. So a rank that arrives at the barrier writes to one cache line only, and the digests take no extra time.
+In addition, each rank that aborts writes to one word that all ranks share.
 
 On x86-64, other cores see aligned 8-byte stores in program order. The barrier, and the protocols that use it, rely on
 this guarantee alone. On other processors check_platform raises an error.
@@ -26,23 +27,23 @@ from gradsync.communicators.failures import (
 )
 from gradsync.errors import CollectiveTimeout, RankFailed, RendezvousError
 
-# Each rank has a cache line of eight words. After these cache lines there is a common one, whose first word is not zero
-# once any rank has aborted. The first three words of a rank's cache line belong to the barrier, and the last two are
-# not used.
+# Each rank has a cache line of eight words. After these cache lines there is one common cache line, whose first word is
+# not zero once any rank has aborted. The first three words of a rank's cache line belong to the barrier, and the last
+# two words are not used.
 WORDS_PER_RANK = 8
 LINE_BYTES = 8 * WORDS_PER_RANK
 _STATE = 3
 _CULPRIT = 4  # after an abort: the world rank that has failed, often this rank itself
 _ABORTED_AT = 5  # after an abort: the first round of the barrier that this rank did not complete
-# The last two states. _ABORTED_BY_SERVER: the rank aborted because of a failure that the server sends to all ranks.
-# _CLOSED_AFTER_FAILURE: the rank closed after it had received such a failure. Every other rank has received this
-# failure from the server too, or will receive it soon.
+# _ABORTED_BY_SERVER: the rank aborted because of a failure that the rendezvous server sends to all ranks.
+# _CLOSED_AFTER_FAILURE: the rank closed after it had received such a failure. In these two states every other rank has
+# also received the failure from the server, or will receive the failure soon.
 _OPEN, _CLOSED, _ABORTED, _ABORTED_BY_SERVER, _CLOSED_AFTER_FAILURE = 0, 1, 2, 3, 4
 REASON_BYTES = 1024  # the memory for the text with the reason of an abort
 
-# A waiting rank first spins; if all cores are idle, the wait ends in less than a microsecond. Then the rank yields, in
-# case another process needs this core. Then it sleeps, because a process that only yields gets too little time if
-# another process is busy. While it sleeps, it checks for failures.
+# A waiting rank first spins: if each rank has a core of its own, most waits end within a microsecond. Then the rank
+# yields, in case another process needs this core. Then the rank sleeps, because a process that only yields gets too
+# little time if another process is busy. Between two sleeps, the rank checks for failures.
 SPINS = 60
 _YIELD_FOR_SECONDS = 100e-6
 _SLEEP_SECONDS = 50e-6
@@ -214,7 +215,7 @@ class SharedBarrier:
             CollectiveTimeout: the missing ranks did not arrive before the deadline.
         """
         awaited = missing()
-        if self.words[self._line + _STATE] != _OPEN:  # another thread of this process closed or aborted it
+        if self.words[self._line + _STATE] != _OPEN:  # another thread closed or aborted the communicator
             raise RankFailed(
                 f"{self.label}: the communicator was closed or aborted during a collective",
                 rank=self.ranks[self._rank],
@@ -243,7 +244,7 @@ class SharedBarrier:
     def check_for_aborts(self, round_number: int) -> None:
         """Raises an error if another rank has aborted in this round of the barrier or in an earlier round.
 
-        A rank raises this error even if the other rank aborted after it had arrived at the round.
+        This rank raises the error even if the other rank had arrived at the round before it aborted.
 
         Args:
             round_number: the round in which this rank waits; ANY_ROUND if an abort in any round is an error.
@@ -254,7 +255,7 @@ class SharedBarrier:
             if state in (_ABORTED, _ABORTED_BY_SERVER) and self.words[line + _ABORTED_AT] <= round_number:
                 if state == _ABORTED_BY_SERVER:
                     await_cause(CAUSE_SECONDS, self.failures.check)
-                self.failures.check()  # raises the server's error, if there is one: it is the same on every rank
+                self.failures.check()  # raises the server's error if there is one, because all ranks raise that error
                 begin = peer * REASON_BYTES
                 reason = bytes(self._reasons[begin : begin + REASON_BYTES]).rstrip(b"\0").decode(errors="replace")
                 text = f"{self.label}: rank {self.ranks[peer]} aborted: {reason}"
@@ -277,7 +278,7 @@ class SharedBarrier:
 
         Args:
             reason: the reason of the abort, which the error of every rank shows.
-            culprit: the world rank that has failed; None if it is this rank.
+            culprit: the world rank that has failed; None if this rank has failed.
         """
         state = _ABORTED_BY_SERVER if self.failures.was_raised else _ABORTED
         self._announce(state, reason, self.ranks[self._rank] if culprit is None else culprit)

@@ -2,8 +2,8 @@
 
 A plan is a collective for given sizes: the copies into this rank's buffer of a slot, and the reads from the buffers of
 the other ranks. A plan is made once, and keeps no reference to a caller's array, so all calls with the same sizes use
-the same plan. In one collective some ranks may make a new plan while others use an old one: the rounds of both are the
-same.
+the same plan. In one collective some ranks may make a new plan while other ranks use an old plan: the rounds of both
+plans are the same.
 
 To publish data, a rank writes the data into its own buffer. After a barrier, the other ranks read the data from that
 buffer. A large array is moved in several rounds: while some ranks still read in one round, others already write for the
@@ -32,9 +32,9 @@ from gradsync.reduction import Array, ReduceOp, Wire, reduction_of
 _BYTE = np.dtype(np.uint8)
 
 _MAX_PLANS = 1024
-_MAX_ROUNDS_HELD = 8  # a plan with more rounds makes them again in each run: this is cheap next to the copies
-# An array with at most this number of chunks can use a plan that keeps its NumPy calls. The calls take about 0.2 % of
-# the array's memory. The calls of a few arrays are kept, of up to 1 GiB each.
+_MAX_ROUNDS_HELD = 8  # a plan with more rounds makes them again in each run, which takes less time than its copies
+# An array with at most this number of chunks (1 GiB) can use a plan that keeps its NumPy calls. The calls take about
+# 0.2 % of the array's memory. The calls of the last _MAX_ARRAYS_KEPT arrays are kept.
 MAX_CHUNKS_KEPT = 1024
 _MAX_ARRAYS_KEPT = 16
 
@@ -43,7 +43,7 @@ class Plans:
     """The plans of one communicator. A plan is made at its first use; the least recently used plans are deleted.
 
     Args:
-        context: what every collective of the communicator uses.
+        context: the memory and objects that all collectives of the communicator use.
 
     Attributes:
         of: a function; of(kind, *arguments) returns the plan kind(context, *arguments).
@@ -131,7 +131,7 @@ class Movement(Plan):
     """The plan of a collective that moves parts of the source to the targets of the ranks.
 
     Args:
-        context: what every collective of the communicator uses.
+        context: the memory and objects that all collectives of the communicator use.
         size: the number of elements of the largest part.
         step: the number of elements of each part that one round moves.
         make: a function; make(begin, end) returns the round for the elements [begin, end) of each part.
@@ -218,7 +218,7 @@ class ReduceScatter(Movement):
     """The plan of a reduce_scatter: every rank publishes the other ranks' parts, and reduces its own part.
 
     Args:
-        context: what every collective of the communicator uses.
+        context: the memory and objects that all collectives of the communicator use.
         dtype, op: the dtype of the array, and the operator of the reduction.
         bounds: the bounds of the ranks' parts in the array.
     """
@@ -270,7 +270,7 @@ def _round_of_shares(
     """Returns a round in which every rank publishes a share for each of the other ranks.
 
     Args:
-        context: what every collective of the communicator uses.
+        context: the memory and objects that all collectives of the communicator use.
         send_bounds: the bounds of the parts of the source, one for each rank.
         begin, end: the elements of each part that the round moves.
         kept: see Round.
@@ -301,7 +301,7 @@ class Broadcast(Plan):
     """The plan of one broadcast of several arrays, which copies all arrays as bytes, whatever their dtypes.
 
     Args:
-        context: what every collective of the communicator uses.
+        context: the memory and objects that all collectives of the communicator use.
         sizes: the sizes of the arrays in bytes.
         root: the rank whose values all ranks get.
     """

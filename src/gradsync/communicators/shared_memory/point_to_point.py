@@ -2,10 +2,10 @@
 
 Each ordered pair of ranks has two cache lines. The sender writes one of them, the receiver writes the other, and each
 side reads both. Each side posts its message: it writes the digest and the size of the message, and then the number of
-the message, to its own cache line. Then each side compares its digest and size with those of the other side, so both
-sides get the same result. The bytes go through the sender's slots, which successive pieces of the message use one after
-the other. The sender counts the pieces that it has written, the receiver counts the pieces that it has read, and each
-continues as far as the other's count allows.
+the message, to its own cache line. Then each side compares the digests and sizes of both sides, so both sides get the
+same result. The bytes go through four parts of the sender's buffer (SLOTS), which successive pieces of the message use
+in turn. The sender counts the pieces that it has written, the receiver counts the pieces that it has read, and each
+side continues as far as the count of the other side allows.
 
 Neither side can be more than one message ahead, because a message ends for the sender only when the receiver has read
 all of it. A side that is one message ahead posts the next message while the slower side may still have to compare the
@@ -67,7 +67,7 @@ class Transfer:
     Attributes:
         peer, channel: see Args.
         number: the number of the last message.
-        is_over: whether the last message was moved, or this side knows that the two sides disagree on it.
+        is_over: whether the last message was moved, or this side knows that the two sides disagree on this message.
         dispute: this rank's description of the last message, if the sides disagree on it; otherwise None.
     """
 
@@ -186,7 +186,7 @@ class Outgoing(Transfer):
 
     def _prepare(self) -> int:
         self._taken = 0
-        # All slots are free: no message of this rank is in progress, and after a disagreement the receiver reads no
+        # All slots are free: this rank has ended its earlier messages, and after a disagreement the receiver reads no
         # piece.
         if self._pieces:
             self._write()
@@ -256,7 +256,7 @@ class PointToPoint:
         self._transfers: dict[tuple[type[Transfer], int], Transfer] = {}
 
     def move(self, send: Message | None, receive: Message | None) -> None:
-        """Sends a message, receives one, or both at once. Returns when the receivers have read their whole message.
+        """Sends a message, receives a message, or both at once. Returns when the receivers have read their messages.
 
         Args:
             send: the message to the rank `send.peer`. If `send.peer` is this rank itself, `receive.peer` must be this
@@ -264,8 +264,8 @@ class PointToPoint:
             receive: the message from the rank `receive.peer`, with a writable array.
 
         Raises:
-            PlanMismatch: the two ranks of a message disagree on it, and both raise this error. If the other rank has
-                called a collective, and waits there for this rank, all ranks raise this error.
+            PlanMismatch: the two ranks of a message disagree on the message, and both ranks raise this error. If the
+                other rank has called a collective, and waits there for this rank, all ranks raise this error.
             RankFailed, CollectiveTimeout: see SharedBarrier.agree. The error names the peer as the rank that is
                 missing. If two ranks both send first, and so wait for each other, both raise CollectiveTimeout.
         """
@@ -331,7 +331,7 @@ class PointToPoint:
         raise mismatch(barrier.label, transfer.agreement, descriptions)
 
     def _transfer(self, kind: type[Transfer], peer: int) -> Transfer:
-        """Returns the transfer to or from a peer. It is made at the first message."""
+        """Returns the transfer to or from a peer. The first call for a peer makes the transfer."""
         transfer = self._transfers.get((kind, peer))
         if transfer is None:
             sender, receiver = (self._rank, peer) if kind is Outgoing else (peer, self._rank)

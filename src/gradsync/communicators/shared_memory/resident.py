@@ -31,7 +31,8 @@ from gradsync.communicators.shared_memory.segment import (
 from gradsync.diagnostics import tracing
 from gradsync.reduction import Array, Call, ReduceOp, reduction_of
 
-# The number of bytes that one call reduces, and the next calls write to the other ranks, while they are in the cache.
+# The number of bytes that one call reduces, and the next calls write to the other ranks, while the bytes are in the
+# cache.
 _CHUNK_BYTES = 384 * 1024
 
 # Parts of at least this size use huge pages, if the kernel provides them in time.
@@ -46,7 +47,7 @@ class SharedResidentMemory(ResidentMemory):
 
     Args:
         parts: [rank] -> the bytes of that rank's part.
-        context: what every collective of the communicator uses.
+        context: the memory and objects that all collectives of the communicator use.
     """
 
     def __init__(self, parts: Sequence[Array], context: ShmContext) -> None:
@@ -67,7 +68,7 @@ class ResidentAllReduce:
         parts: [rank] -> the elements in that rank's part.
         op: the operator.
         checks: the checks that are made during the reduction.
-        context: what every collective of the communicator uses.
+        context: the memory and objects that all collectives of the communicator use.
     """
 
     def __init__(self, parts: Sequence[Array], op: ReduceOp, checks: Checks, context: ShmContext) -> None:
@@ -102,7 +103,7 @@ class ResidentAllReduce:
         is_finite = finite_test(dtype) if Checks.NONFINITE in self._checks else None
         if is_finite is None:
             # The result is first written to the part of rank 0 or rank 1, because the reduction reads both parts before
-            # it writes the first sum. If this rank is one of the two, the result goes to its own part.
+            # it writes the first result. Rank 0 writes to its own part, and other ranks write to the part of rank 1.
             result = parts[min(context.rank, 1)]
         else:  # the contributions must stay unchanged for the check
             result = context.buffer("result", dtype, parts[0].size)
@@ -125,7 +126,7 @@ def make_resident_memory(
     """Makes shared memory on rank 0, which the other ranks open. Every rank must call this function.
 
     Args:
-        context: what every collective of the communicator uses.
+        context: the memory and objects that all collectives of the communicator use.
         size_bytes: the size of each rank's part in bytes.
         broadcast: a function; broadcast(data) returns the data of rank 0, which are at most 128 bytes.
         await_all: a function that returns when all ranks have called it.
@@ -142,7 +143,7 @@ def make_resident_memory(
     make = (lambda: create_segment(part_bytes * world_size, allocated=False)) if rank == 0 else None
     descriptor = share_segment(make, broadcast, await_all)
     try:
-        # Each rank allocates its own part, so that this happens in parallel and near the rank's processor.
+        # Each rank allocates its own part, so that the ranks allocate in parallel, and each part is near its processor.
         reserve(descriptor, begin, end)
     except BaseException:
         os.close(descriptor)

@@ -2,8 +2,8 @@
 
 A memfd has no name, so nothing remains after all processes were killed. A small /dev/shm does not limit the size of a
 memfd. The first rank creates the memfd. The other ranks open the memfd through the first rank's folder in /proc, which
-the kernel permits only to processes of the same user. They learn the number of the file descriptor through the
-authenticated rendezvous. Source: UCX shares memory in the same way, see its option UCX_POSIX_USE_PROC_LINK.
+the kernel permits only to processes of the same user. The first rank sends the number of the file descriptor through
+the authenticated rendezvous. Source: UCX shares memory in the same way, see its option UCX_POSIX_USE_PROC_LINK.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
     """Makes shared memory that is filled with zeros, and returns its file descriptor.
 
     The memory is allocated here, so that a lack of memory is an error now, and not a SIGBUS at the first access.
-    /dev/shm does not limit the size of a memfd, and after too large an allocation the kernel would kill processes. So
-    this function first checks the kernel's estimate of the available memory.
+    /dev/shm does not limit the size of a memfd, and if a memfd uses all memory, the kernel kills processes. So this
+    function first checks the kernel's estimate of the available memory.
 
     Args:
         size_bytes: the size of the memory in bytes.
@@ -173,7 +173,7 @@ def share_segment(
 
 
 def ticket_of(descriptor: int) -> bytes:
-    """Returns the text by which other processes find a segment of this process, see `open_segment`."""
+    """Returns the text from which `open_segment` in another process finds a segment of this process."""
     return f"{machine_identity()}\n{os.getpid()}\n{descriptor}".encode()
 
 

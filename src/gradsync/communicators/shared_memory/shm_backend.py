@@ -74,8 +74,8 @@ class ShmBackend(Backend):
     ) -> None:
         super().__init__(client, group, timeout_seconds)
         rank, world_size = self.rank, self.world_size
-        # Called now, because the ranks may have been moved to one core while they joined. The core depends on the world
-        # rank, because all groups use the same cores.
+        # The kernel may have moved several ranks to one core while they joined, so each rank now begins on a core of
+        # its own. The core depends on the world rank, because all groups use the same cores.
         begin_on_core(self.ranks[rank])
         self._mapping = map_segment(descriptor)
         populate(self._mapping, 0, len(self._mapping))
@@ -89,7 +89,7 @@ class ShmBackend(Backend):
         self.converts = world_size > 1
         self.finder = context.finder if world_size > 1 else None
         self.squares = context.squares if world_size > 1 else None
-        # If the program drops a group and the garbage collector deletes it, other ranks may still wait in a collective.
+        # If the program drops a group without closing it, other ranks may still wait in a collective of this group.
         self._when_dropped = weakref.finalize(self, _announce_dropped, self._barrier, os.getpid())
         self._when_dropped.atexit = False
 
@@ -152,7 +152,7 @@ class ShmBackend(Backend):
     def exchange(self, send: Message | None, receive: Message | None) -> None:
         self._channels.move(send, receive)
 
-    # -- Plans, for arrays that fit one round, or a few chunks ---------------------------------------------------
+    # -- Plans for arrays of at most one round, or at most MAX_CHUNKS_KEPT chunks --------------------------------
 
     def plan_all_reduce(self, size: int, dtype: np.dtype[Any], op: ReduceOp) -> Run | None:
         size_bytes = size * dtype.itemsize
@@ -209,8 +209,8 @@ class ShmBackend(Backend):
 
     def release(self) -> None:
         self._when_dropped.detach()
-        # These objects form reference cycles. They are deleted here, so that the memory is freed now, and not by a
-        # later garbage collection.
+        # These objects form reference cycles. This method deletes the objects, so that the memory is freed now, and not
+        # by a later garbage collection.
         self._plans.release()
         self._context.release()
         del self._plans, self._context, self._channels
@@ -224,7 +224,7 @@ class ShmBackend(Backend):
 
 
 def _announce_dropped(barrier: SharedBarrier, pid: int) -> None:
-    if os.getpid() == pid:  # in a forked child the memory is still that of the parent
+    if os.getpid() == pid:  # a forked child shares the memory with its parent, which still uses the communicator
         barrier.announce_closed()
 
 
@@ -285,6 +285,6 @@ def connect_shared_memory(
         descriptor = share_segment(make, broadcast, partial(client.barrier, key, timeout_seconds=timeout_seconds))
     except BackendUnavailable:
         if client.rank != 0:
-            await_cause(CAUSE_SECONDS, client.check)  # if the root is gone because of a failure, that failure is raised
+            await_cause(CAUSE_SECONDS, client.check)  # if rank 0 is gone because of a failure, raises that failure
         raise
     return ShmBackend(descriptor, client, group, collective_timeout_seconds, SLOT_BYTES if is_slow else SLOT_BYTES // 2)
