@@ -5,7 +5,8 @@ The rest of gradsync imports only these names:
 - `client.RendezvousClient`: a rank's membership of a generation, or of a group of its ranks. `connect`, `group`,
   `close`, `abandon`; `set`, `get(from_rank=)`, `delete`, `exchange`, `barrier`; `agree`, `launched_position`, `follow`,
   `unfollow`; `announce_left`, `left_ranks`; `check`, `has_failed`, `report_failure`, `report_waiting`, `report_stuck`,
-  `describe_with`. The process group connects and closes; communicators use the rest.
+  `describe_with`. The process group connects and closes, and communicators use the other methods. Launchers of several
+  machines also use `begin_start`, `note_start` and `note_end`.
 - `server.RendezvousServer`: `start`, `serve_forever`, `stop`, `wait_until_empty`, `abandon`; a launcher reports the
   start and end of its processes with `note_start` and `note_end`. Launchers use this class, and so does a rank that
   hosts the server.
@@ -16,9 +17,9 @@ The rest of gradsync imports only these names:
 - `hosting.join`: decides which process hosts the server and at which address, joins, and returns this rank's client.
 - `secret_files`: how processes of one machine find a server and its secret.
 
-A generation is a set of ranks that have joined together. It forms when all launched ranks have joined. The first
-failure ends the generation: every rank gets the same error, at once and at every later call. The keys and exchanges of
-a generation are removed at its end.
+A generation is a set of ranks that have joined together. A generation forms when all launched ranks have joined. At the
+first failure every rank gets the same error, at once and at every later call. The server removes the keys and exchanges
+of a generation when all its connections have ended.
 
 The modules from the bottom up:
 

@@ -1,9 +1,9 @@
-"""Agreement of a group's members on their next collective; NCCL communicators ask for it.
+"""Agreement of a group's members on their next collective; NCCL communicators use this service.
 
 NCCL cannot carry a digest of the collective, so its communicators ask the rendezvous server. Each communicator is a
-group that numbers its collectives: position 0, 1, 2, ... If a rank's next collective is the one that the common history
-predicts, the rank launches it without asking. Otherwise the rank asks the server whether all members run the same
-collective: it sends the digest of its collective, and waits for the decision.
+group that numbers its collectives: position 0, 1, 2, ... If the common history predicts a rank's next collective, the
+rank launches this collective without asking. Otherwise the rank asks the server whether all members run the same
+collective: the rank sends the digest of its collective, and waits for the decision.
 
 This module is part of the server's core, without I/O. The server decides on a position when every member has reported
 the digest of its collective there. A member reports the digest in its own question or, if it has already launched the
@@ -11,9 +11,10 @@ collective, in a LAUNCHED frame. The server forwards the first question about a 
 that has launched its collective at this position answers with LAUNCHED; every other member asks the server too before
 it launches.
 
-A launched collective cannot be taken back. Suppose that one member has launched a collective, and another member asks
-about a different one at the same position. Then the server answers LAUNCHED at once to every question about this
-position or a later one. If both collectives are equal, the member that has launched counts as a member that has asked.
+A rank cannot withdraw a launched collective. Suppose that one member has launched a collective, and another member asks
+about a different collective at the same position. Then the server answers LAUNCHED at once to every question about this
+position or a later position. If both collectives are equal, the member that has launched counts as a member that has
+asked.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gradsync.rendezvous.frames import Decision, FrameType, Send, is_under
 from gradsync.rendezvous.roster import Members, Roster, list_members
 from gradsync.rendezvous.store import Gathering, Request, WaitTable, members_with
 
-_REMEMBERED_DECISIONS = 16  # in one group, for members that had cancelled their question before the decision
+_REMEMBERED_DECISIONS = 16  # for each group; members that had cancelled their question before the decision ask again
 
 
 def _decide(request: Request, decision: Decision, position: int) -> Send:
@@ -50,10 +51,10 @@ class Agreement(Gathering):
         self.is_forwarded = False  # whether a question was forwarded to the other members
 
     def decision(self) -> Decision | None:
-        """Returns the decision, or None while it is open.
+        """Returns the decision, or None while the decision is open.
 
-        MISMATCH needs the reports of all members, because a member that has not reported yet may have launched its
-        collective; the decision is then LAUNCHED.
+        MISMATCH needs the reports of all members: if a member that has not reported yet has launched its collective,
+        the decision is LAUNCHED.
         """
         has_launched = len(self.values) > len(self.waits)
         if not has_launched and not self.is_complete:
@@ -74,7 +75,7 @@ class Group:
     ranks: Members
     positions: dict[int, Agreement] = field(default_factory=dict)
     launched_from: int | None = None  # the lowest position that got the decision LAUNCHED
-    decided: dict[int, Decision] = field(default_factory=dict)  # the last positions with another decision
+    decided: dict[int, Decision] = field(default_factory=dict)  # the last decisions AGREED and MISMATCH, by position
 
     def remember(self, position: int, decision: Decision) -> None:
         """Keeps a decision for members that ask again; drops the oldest decision if there are too many."""
@@ -102,7 +103,7 @@ class AgreementService:
         self._groups: dict[str, Group] = {}
 
     def ask(self, request: Request, name: str, position: int, digest: int, ranks: list[int] | None) -> list[Send]:
-        """Handles a member's question about a position; once all members have reported, all get the decision."""
+        """Handles a member's question about a position. If the question decides, all waiting members get the answer."""
         group = self._find(request, name, ranks)
         if isinstance(group, Send):
             return [group]
@@ -119,7 +120,8 @@ class AgreementService:
     def report_launched(self, request: Request, name: str, position: int, digest: int) -> list[Send]:
         """Records the collective that a member has launched already, from a LAUNCHED frame, which gets no answer.
 
-        A report is ignored if the rank is not a member, or has reported for this position before.
+        A report is ignored if the rank is not a member, or has reported for this position before, or if the server has
+        decided on this position.
         """
         group, rank = self._groups.get(name), request.rank
         if group is None or rank not in group.ranks or position in group.decided:
@@ -133,7 +135,7 @@ class AgreementService:
         return self._conclude(agreement)
 
     def forget(self, prefix: str) -> None:
-        """Removes the groups that all members have left."""
+        """Removes the group with the name `prefix`, and all groups whose names begin with "prefix/"."""
         for name in [name for name in self._groups if is_under(name, prefix)]:
             del self._groups[name]
 

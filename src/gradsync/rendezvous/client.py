@@ -48,12 +48,12 @@ class RendezvousClient:
     """A rank's membership in one generation (made by `connect`), or in a group of its ranks (made by `group`).
 
     Any number of threads may use one client; each call has its own deadline. Every call returns its result or raises a
-    typed error. Once the generation has failed, every call raises that failure. The methods of a group take ranks of
-    the group; errors and reports name ranks of the world.
+    typed error. Once the generation has failed, every call that waits for an answer raises this failure. The methods of
+    a group take ranks of the group; errors and reports name ranks of the world.
 
     Attributes:
         rank, world_size: this rank's number, and the number of members.
-        world_ranks: for each member, in the order of their ranks in this group, its rank in the world.
+        world_ranks: the world rank of each member, in the order of the members' ranks in this group.
         name: the group's name; "" is the world.
         label: this rank in messages, e.g. "rank 1/4", or "rank 1/2 of group 'pair' (rank 2 of the world)".
         generation: the generation's number, counted by the server from 1.
@@ -115,8 +115,8 @@ class RendezvousClient:
             world_size: the number of launched ranks.
             timeout_seconds: one deadline for connecting and joining.
             noun: the word for a member in messages, "rank" or "node"; the server must use the same word.
-            generation: the number of the generation to join; 0 is the one that forms next. The server refuses this
-                rank if the generation has already formed without this rank.
+            generation: the number of the generation to join; 0 means the generation that forms next. The server refuses
+                this rank if the generation has already formed without this rank.
             start: the name of the start or restart to which this rank belongs, if several launchers share the server;
                 see `begin_start`.
 
@@ -152,7 +152,7 @@ class RendezvousClient:
                 )
             except BaseException as error:
                 connection.abandon()
-                # A server that is flooded with connections may drop one that has not authenticated yet.
+                # A server that is flooded with connections may drop a connection that has not authenticated yet.
                 if not isinstance(error.__cause__, ConnectionLost) or connection.is_accepted or not attempts_left:
                     raise
                 continue
@@ -214,7 +214,7 @@ class RendezvousClient:
         return bool(self._ask_at_once(f"set {key!r}", FrameType.SET, self._scoped(key), data, replace))
 
     def get(self, key: str, *, from_rank: int | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bytes:
-        """Returns the value of a key; waits until it is set.
+        """Returns the value of a key; waits until the key is set.
 
         Args:
             key: the key's name.
@@ -278,9 +278,11 @@ class RendezvousClient:
         """Asks whether all members run the same collective at a position of their group, and returns the decision.
 
         Returns once every member has called `agree` for this position, or has reported through `follow` that it has
-        launched its collective already. AGREED: all digests are equal. MISMATCH: the digests differ, and no member has
-        launched. LAUNCHED: a member has launched a collective with another digest. From this position on, the server
-        answers every question of the group with LAUNCHED at once; `launched_position` returns this position.
+        launched its collective already. The decision LAUNCHED may come earlier.
+
+        AGREED: all digests are equal. MISMATCH: the digests differ, and no member has launched its collective.
+        LAUNCHED: a member has launched a collective with another digest. From this position on, the server answers
+        every question of the group with LAUNCHED at once; `launched_position` returns this position.
 
         Args:
             group: the group's name, at most 960 bytes.
@@ -288,12 +290,12 @@ class RendezvousClient:
             digest: the digest of this rank's next collective, an unsigned integer of 64 bits.
             timeout_seconds: this rank's deadline.
             arriving: a pair (list, item). The item is appended to the list when the decision arrives, before the thread
-                that waits for it wakes. So the items of several threads are in the order in which the server decided;
-                the threads have no other way to learn this order.
+                that waits for the decision wakes. So the items of several threads are in the order in which the server
+                decided; the threads have no other way to learn this order.
 
         Raises:
-            InvalidArgument: an argument is out of its range, the members differ from an earlier call's, or this rank
-                already waits at this position.
+            InvalidArgument: an argument is out of its range, the members differ from the members in an earlier call, or
+                this rank already waits at this position.
             RendezvousTimeout: `missing_ranks` has the members that did not report; the text has their states.
             RankFailed: a rank died, or a member that has not reported has left.
         """
@@ -309,12 +311,13 @@ class RendezvousClient:
     def launched_position(self, group: str) -> int | None:
         """Returns the first position where a member launched a different collective; None before a decision LAUNCHED.
 
-        If it is lower than the position that this rank asked about, this rank too has launched a collective there.
+        If this position is lower than the position that this rank asked about, this rank has also launched a collective
+        there.
         """
         return self._launched_positions.get(self._scoped(group))
 
     def follow(self, group: str, on_asked: OnAsked) -> None:
-        """Sets the callback that runs when another member asks about a position; its result goes to the server.
+        """Sets the callback that runs when another member asks about a position. The server gets the callback's result.
 
         Call `follow` before the group's first collective: questions that arrive earlier are dropped. `on_asked` runs in
         a thread of this client; the callback must be quick, must not raise, and must not wait for the server.
@@ -337,7 +340,7 @@ class RendezvousClient:
     # Reports of a launcher about its ranks, on a server that several launchers share.
 
     def begin_start(self, start: str, world_size: int) -> None:
-        """Announces a start or restart of all ranks. Every launcher must call this before it starts its ranks.
+        """Announces a start or restart of all ranks. Every launcher must call this method before it starts its ranks.
 
         All launchers pass the same arguments. Each rank passes the name `start` to `connect`. The server closes the
         connections of the ranks of the previous start.
@@ -426,7 +429,7 @@ class RendezvousClient:
 
         Args:
             positions: returns the number of collectives that this rank has begun in each group, for at most 16
-                groups. The client calls it at every heartbeat, at most twice a second.
+                groups. The client calls `positions` at every heartbeat (at most twice a second), and before `report`.
             report: returns a text about this rank, which the other ranks' errors show, shortened to 16 KiB; and this
                 rank's last collectives by group: for each collective its number, digest, description (at most 200
                 bytes), and whether it still runs on this rank. At most 128 collectives.
@@ -440,22 +443,22 @@ class RendezvousClient:
     ) -> None:
         """Reports that this rank waits for others in a collective; does not wait for an answer, and does not raise.
 
-        The server logs one notice for each collective, however many ranks report that they wait in it.
+        The server logs one notice for each collective, even if several ranks report that they wait in this collective.
 
         Args:
             group: the group's name, the same as in the result of the callback `positions` (`describe_with`).
-            position: the number of the collective in the group, counted from 1.
+            position: the number of the collective in the group, counted from 1; 0 for a send or receive.
             what: the collective in words, with its number, e.g. "all_reduce #57".
             waited_seconds: how long this rank has waited in the collective.
-            missing: the world ranks that this rank waits for. None if this rank does not know them: the server then
-                names the ranks that have begun fewer collectives.
+            missing: the world ranks for which this rank waits. None if this rank does not know these ranks: the server
+                then names the ranks that have begun fewer collectives.
         """
         self._post(FrameType.STUCK, *self._wait_fields(group, position, what, waited_seconds, missing), False)
 
     def report_stuck(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
     ) -> NoReturn:
-        """Fails the generation because a collective has reached its deadline, and raises that failure.
+        """Fails the generation because a collective has reached its deadline, and raises this failure.
 
         The server asks every rank for its status, and waits at most half a second for the answers. Then every rank,
         including the missing ones, gets the same error, in its current or next call. The arguments are those of

@@ -1,18 +1,18 @@
-"""A rank's connection to the rendezvous server; one daemon thread reads from it until it is closed.
+"""A rank's connection to the rendezvous server. One daemon thread reads from the connection until it is closed.
 
-`dial` connects, authenticates, and tries again until the server is up; `client` uses the connection. These rules hold,
-and each has a test:
+`dial` connects, authenticates, and tries again until the server is up; `client` uses the connection. Each of these
+rules has a test:
 
 - Only one thread reads. Each thread that sends a request waits for the answer on a lock of its own. No thread waits on
-  a Condition or an Event, whose inner lock would stay held if Ctrl-C arrived as the wait begins.
+  a Condition or an Event, whose inner lock would stay held if Ctrl-C arrived when the wait begins.
 - A send never blocks. Bytes that do not fit the socket's buffer are written later, by the thread that waits for the
   answer or by the reader. So no blocked send can delay the heartbeats, which the reader sends.
 - A second thread answers the questions of other ranks, so that a callback that blocks, or writes a long dump, delays
   neither answers to this rank's requests nor heartbeats.
-- If a process's own timer fires late, this process was paused (by SIGSTOP, for example). So it does not report its peer
-  as silent.
-- After a fork the child closes its copy of the descriptor, replaces the locks and acquires none.
-- The reader is a daemon thread, so LEAVE can be sent at exit, while daemon threads still run.
+- If a process's own timer fires late, this process was paused (by SIGSTOP, for example). Then this process does not
+  report its peer as silent.
+- After a fork the child closes its copy of the descriptor, replaces the locks, and acquires no lock.
+- The reader is a daemon thread, because daemon threads still run at exit, when the client sends LEAVE.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ _LEAVE_SECONDS = 1.0
 _WRITE_EVERY_SECONDS = 0.005  # how often a waiting thread tries to send the bytes that did not fit the socket's buffer
 _HANDSHAKE_SECONDS = 5.0
 _NO_ANSWER = "no answer to the handshake: a busy server, or another service"
-# A flooded server drops its oldest unauthenticated connections. Another service ends each connection. A client cannot
-# distinguish the two in one attempt, but in the attempts of several seconds.
+# A flooded server drops its oldest unauthenticated connections. A different service ends each connection. A client
+# cannot distinguish the two cases in one attempt, so it tries for several seconds.
 _FLOOD_SECONDS = 5.0
 _DIAL_SECONDS = 3.0
 _FIRST_BACKOFF_SECONDS = 0.005
@@ -208,7 +208,7 @@ class Connection:
         self.raise_failure()
         try:
             self.post(frame_type, *fields, pending=pending)
-            self.raise_failure()  # a failure from before the request was registered does not end the wait below
+            self.raise_failure()  # because a failure before `post` registered the request does not end the wait below
             if not self._wait(pending, deadline):
                 self.post(FrameType.CANCEL, pending.sequence)
                 self._wait(pending, time.monotonic() + _ANSWERED_WITHIN_SECONDS)
@@ -221,7 +221,7 @@ class Connection:
         except GradsyncError:
             raise
         except BaseException as error:  # e.g. KeyboardInterrupt: the server must not count this rank as waiting
-            if frame_type is FrameType.JOIN:  # tell the others why, so that they do not wait
+            if frame_type is FrameType.JOIN:  # report the reason to the other ranks, so that they do not wait
                 self.report_failure(describe(error), None)
             elif pending.sequence:
                 with contextlib.suppress(RendezvousError):
@@ -265,7 +265,7 @@ class Connection:
         try:
             with contextlib.suppress(ConnectionLost):
                 self.post(frame_type, *fields, pending=pending)
-            if self.failure is None:  # a failure from before the message was registered does not end the wait
+            if self.failure is None:  # because a failure before `post` registered the message does not end the wait
                 self._wait(pending, time.monotonic() + FAILURE_WITHIN_SECONDS)
         finally:
             self._pending.pop(pending.sequence, None)
@@ -327,7 +327,7 @@ class Connection:
             has_input = bool(waiter.poll(wait_seconds * 1000.0 + 1.0))
 
     def run_once(self, *, has_input: bool) -> bool:
-        """Reads new bytes, writes unsent ones, and sends a heartbeat when it is due.
+        """Reads new bytes, writes unsent bytes, and sends a heartbeat if a heartbeat is due.
 
         Returns:
             Whether the connection is still open.
@@ -345,7 +345,7 @@ class Connection:
                 self._beat(now, was_late=was_late)
         except (ConnectionLost, FrameError) as error:
             self._lose(error)
-        except Exception as error:  # no caller would see it
+        except Exception as error:  # no caller would see the error
             _log.exception("%s: the reader's thread of the rendezvous client has failed", self.label)
             self._lose(RendezvousError(f"internal error: {describe(error)}"))
         else:
@@ -361,7 +361,7 @@ class Connection:
                 _log.warning("%s: %s responds again", self.label, self._server_name())
 
     def _handle(self, message: Message) -> None:
-        """Passes an answer to its request, others to the answering thread; never waits, and calls no callback."""
+        """Passes an answer to its request, and a question to the answering thread. Never waits, calls no callback."""
         kind = message.type
         if kind is FrameType.PULSE:
             self.is_accepted = True  # the server sends the first PULSE when it accepts the JOIN
@@ -393,7 +393,7 @@ class Connection:
             pending.is_over.release()
 
     def _fail(self, failure: GradsyncError) -> None:
-        """Sets `failure`, unless there is one, then ends all requests.
+        """Sets `failure` if it is None, and then ends all requests.
 
         `failure` is set first, so that a request that is registered later finds the failure, see `ask`.
         """
@@ -412,7 +412,7 @@ class Connection:
         self._fail(failure)
 
     def _beat(self, now: float, *, was_late: bool) -> None:
-        """Sends a heartbeat when one is due, and inspects the server if the server has been silent."""
+        """Sends a heartbeat, and inspects the server if the server has been silent."""
         if not self._has_asked or self.failure is not None:  # the server expects no heartbeat
             self._server_peer.reset(now)
             return
@@ -455,7 +455,7 @@ class Connection:
         self._followed[group] = rank, on_asked
 
     def unfollow(self, group: str) -> None:
-        """Removes the callback; a call that is running still finishes. Idempotent."""
+        """Removes the callback; a running call of the callback still finishes. Idempotent."""
         self._followed.pop(group, None)
 
     def _push(self, message: Message) -> None:
@@ -500,7 +500,7 @@ class Connection:
                 self.post(FrameType.LAUNCHED, group, position, operator.index(event.digest))
         except ConnectionLost:
             raise
-        except Exception:  # the asking rank cannot handle it
+        except Exception:  # the rank that asks cannot handle the error
             _log.exception("%s: position %d of group %r counts as not launched", self.label, position, group)
 
     def _answer_inquiry(self) -> None:
@@ -539,8 +539,8 @@ class Connection:
         failure = self.failure
         self._fail_as_closed()
         try:
-            # This rank has failed if it has lost the server: a LEAVE that still arrived would hide that from the
-            # others.
+            # A rank that has lost the server counts as failed. A LEAVE that still arrives would hide this failure from
+            # the other ranks.
             if not isinstance(failure, RendezvousError):
                 self._send_leave()
         finally:
@@ -658,7 +658,7 @@ def dial(address: str, *, secret: bytes, deadline: float, label: str, generation
         secret: the run's secret.
         deadline: monotonic seconds.
         label: the caller's name in messages, e.g. "rank 1/4".
-        generation: the generation to join; 0 is the one that forms next.
+        generation: the generation to join; 0 means the generation that forms next.
 
     Raises:
         RendezvousTimeout: no server was reached by the deadline; the text has the address and the last cause.

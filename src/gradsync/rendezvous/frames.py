@@ -41,7 +41,7 @@ STUCK = 1  # a kind of failure: a rank did not arrive at a collective in time
 SILENCE = 2  # a kind of failure: a rank is silent, and its process is paused (SIGSTOP), gone or unreachable
 
 
-#: A rank's last collectives by group: the number, digest and description of each, and whether it still runs there.
+#: A rank's last collectives by group: for each collective its number, digest, description, and whether it runs.
 Calls = Mapping[str, Sequence[tuple[int, int, str, bool]]]
 
 
@@ -327,7 +327,7 @@ def _describe(value: Any) -> str:
 # sockets and the clock, and carries out the actions.
 
 
-@dataclass(slots=True)  # not frozen, nor is Send: see Message
+@dataclass(slots=True)  # not frozen, for the reason that is given at Message
 class Received:
     """An authenticated message arrived."""
 
@@ -383,7 +383,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Asks the server to write what was sent to this connection, as far as the socket takes it now, and to close it."""
+    """Asks the server to write as many queued bytes as the socket takes now, and then to close the connection."""
 
     connection: int
 

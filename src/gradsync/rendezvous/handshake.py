@@ -134,7 +134,7 @@ class ServerHandshake:
         """Handles the client's next frame: returns the CHALLENGE to send after a HELLO, the session after a PROOF.
 
         Raises:
-            FrameError: the frame is not the expected one.
+            FrameError: the frame does not have the expected type or sequence, or is malformed.
             AuthenticationError: the client's proof is wrong.
         """
         if not self._transcript:
@@ -154,7 +154,7 @@ class ServerHandshake:
     def _verify(self, frame: Frame) -> Session:
         _expect(frame, FrameType.PROOF, 1)
         if frame.body:
-            raise FrameError("malformed PROOF: it has no body")
+            raise FrameError("malformed PROOF: its body must be empty")
         transcript = self._transcript + frame.signed
         if not hmac.compare_digest(_sign(self._secret, _CLIENT_PROOF, transcript), frame.mac):
             raise AuthenticationError("the client does not know the secret of this run")
@@ -167,7 +167,7 @@ class ClientHandshake:
     Args:
         secret: the run's secret.
         nonce: 24 new random bytes.
-        generation: the generation to join; NEXT_GENERATION is the one that forms next.
+        generation: the generation to join; NEXT_GENERATION means the generation that forms next.
 
     Attributes:
         run_id, server: the server's run id and process, valid once `receive` has accepted the server's proof.
@@ -188,9 +188,9 @@ class ClientHandshake:
         """Handles the CHALLENGE; returns the PROOF to send and the session that starts after it.
 
         Raises:
-            FrameError: the frame is not a CHALLENGE: another service uses that port.
+            FrameError: the frame is not a valid CHALLENGE, because another service uses the port.
             RendezvousError: the server speaks another version of the protocol.
-            AuthenticationError: the server's proof is wrong: the secrets differ.
+            AuthenticationError: the server's proof is wrong, because the secrets differ.
         """
         _expect(frame, FrameType.CHALLENGE, 0)
         self.run_id, self.server = _read_challenge(frame.body)

@@ -10,9 +10,10 @@
 | srun, on several machines | rank 0, at the step's first host; port by the step's number | GRADSYNC_SECRET_FILE |
 | mpiexec or srun, with mpi4py | rank 0, at a free port; it sends the address over MPI | sent over MPI |
 
-Rank 0 makes its file in the user's runtime directory (`secret_files.py`), and removes it when all ranks have joined: a
-rank of the next run must not find it. The last three rows apply if MASTER_ADDR and MASTER_PORT are not set. The last
-row applies to runs with backend "mpi", and to runs on several machines to which no other row applies.
+Rank 0 makes its file in the user's runtime directory (`secret_files.py`), and removes the file when all ranks have
+joined, because a rank of the next run must not find it. The two rows before the last row apply if MASTER_ADDR and
+MASTER_PORT are not set. The last row applies to runs with backend "mpi", and to runs on several machines to which no
+other row applies.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Share = Callable[[bytes, float], list[bytes]]
 
 
 class RendezvousPoint(NamedTuple):
-    """The address at which a world's ranks find their server. Each rank computes it without asking the others.
+    """The address at which a world's ranks find their server. Each rank computes this address on its own.
 
     Attributes:
         address: host:port; None if rank 0 chooses a free port.
@@ -138,10 +139,10 @@ def join(
         own: this rank's environment.
         address: host:port from the caller; None takes the address from the environment.
         timeout_seconds: one deadline for the whole call.
-        kept: the rendezvous that this process's last `join` returned; used again if its address and world size are the
-            same, else closed.
-        share: sends rank 0's address and secret to the other ranks over MPI; None if these know both without MPI.
-            `share` must be None on all ranks or on no rank.
+        kept: the rendezvous that this process's last `join` returned. If its address and world size are the same,
+            `join` uses it again; otherwise `join` closes it.
+        share: the function that sends rank 0's address and secret to the other ranks over MPI; None if the other ranks
+            find both without MPI. `share` must be None on all ranks or on no rank.
 
     Returns:
         The joined client, and the rendezvous to keep for the next call.
@@ -210,7 +211,7 @@ def _rendezvous_point(own: RankEnvironment, address: str | None) -> RendezvousPo
     if own.address is not None:
         return RendezvousPoint(own.address, own.address, ADDRESS)
     if own.world_size == 1:
-        return RendezvousPoint(None, "alone")  # no other rank needs to find it
+        return RendezvousPoint(None, "alone")  # no other rank needs to find the server
     if own.run_name is not None:
         return RendezvousPoint(None, own.run_name)
     if own.master_addr is None or own.master_port is None:
@@ -323,7 +324,7 @@ def _share_over_mpi(
     if own.rank != 0:
         address, secret = share(b"", deadline)[0].decode().split("\n")
         return JoinedRendezvous(point, own.world_size, Endpoint(address, bytes.fromhex(secret)))
-    # A secret that outlives the run never goes over MPI, where others could read it.
+    # A secret that outlives the run never goes over MPI, where other users could read it.
     joined = kept or _start_hosting(point, own, None, host, is_found_by_file=False)
     with _closing_at_failure(joined, kept):
         share(f"{joined.endpoint.address}\n{joined.endpoint.secret.hex()}".encode(), deadline)
@@ -333,8 +334,8 @@ def _share_over_mpi(
 def _own_host(own: RankEnvironment, share: Share, deadline: float) -> str:
     """Returns the address at which the other ranks reach this machine. Every rank must call `_own_host`.
 
-    It is the address from which this machine sends to another machine of the job; the loopback address if all ranks are
-    on this machine.
+    The result is the address from which this machine sends to another machine of the job. If all ranks are on this
+    machine, the result is the loopback address.
     """
     if own.local_world_size == own.world_size:
         return _LOOPBACK

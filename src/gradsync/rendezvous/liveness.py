@@ -1,9 +1,10 @@
 """Liveness: how long a process has been silent, whether it still runs, and whether it counts as lost.
 
 Server and client use this module: the server's core keeps one `Peers` table, a client keeps one `Peer` for the server.
-Both send heartbeats. Silence alone proves nothing: a process in a long call that holds Python's lock (the GIL) is
-silent too. When a process is silent, its peer therefore inspects the process and the connection to it. The process
-counts as lost once two inspections in a row find it stopped (by SIGSTOP, for example), gone or unreachable.
+A client sends heartbeats, and the server answers each heartbeat. Silence alone does not prove a failure: a process in a
+long call that holds Python's lock (the GIL) is silent too. So when a process is silent, its peer inspects the process
+and the connection to it. The process counts as lost once two inspections in a row find that the process is stopped (by
+SIGSTOP, for example), gone or unreachable.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from gradsync.machine import read_stat
 
 HEARTBEAT_SECONDS = 0.5
 _MANY_RANKS = 257
-_HEARTBEAT_SECONDS_OF_MANY = 1.25  # less than SILENT_AFTER_SECONDS, so that failures are found at the same time
+_HEARTBEAT_SECONDS_OF_MANY = 1.25  # less than SILENT_AFTER_SECONDS, so that failures are found as soon as with 0.5 s
 SILENT_AFTER_SECONDS = 1.5
 SLOW_AFTER_SECONDS = 5.0
 LATE_AFTER_SECONDS = 1.0  # a process whose own timer fires this late was paused itself, by SIGSTOP for example
 INSPECT_EVERY_SECONDS = 0.5
-# The third inspection, 2.5 s after the last heartbeat, reaches this limit, so that the fourth one, at 3 s, decides. The
-# second inspection does not reach the limit, even if it or the last acknowledgement is late by 0.2 s.
+# The third inspection, 2.5 s after the last heartbeat, reaches this limit, so that the fourth inspection, at 3 s,
+# decides. The second inspection does not reach the limit, even if this inspection or the last acknowledgement is late
+# by 0.2 s.
 _UNREACHABLE_AFTER_MS = 2250
 # This limit is for a network that is cut in one direction only: the peer's retransmissions still arrive, and
 # acknowledge nothing new.
@@ -35,7 +37,7 @@ _TCP_INFO = struct.Struct("=2xB21xI24xII4x")
 
 
 def heartbeat_seconds(world_size: int) -> float:
-    """Returns the interval between a rank's heartbeats; longer in large worlds, for the sake of the server."""
+    """Returns the interval between a rank's heartbeats, which is longer in large worlds to reduce the server's load."""
     return HEARTBEAT_SECONDS if world_size < _MANY_RANKS else _HEARTBEAT_SECONDS_OF_MANY
 
 
@@ -64,7 +66,7 @@ class ProcessState(enum.Enum):
         Args:
             who: the peer's name.
             evidence: the reason for the inspection, e.g. "no sign of life for 3.0 s".
-            when: when the peer was lost, e.g. " while joining"; "" if the sentence does not say it.
+            when: when the peer was lost, e.g. " while joining"; "" leaves out the time.
         """
         return f"{who} {self.value}{when}: {self.detail}; {evidence}"
 
@@ -95,8 +97,8 @@ class Peer:
 
     Args:
         now: monotonic seconds.
-        is_connected: whether the process has joined, and sends heartbeats. A process that has not joined sends no
-            heartbeats: its peer inspects it every half second, and it counts as alive unless it is stopped (SIGSTOP).
+        is_connected: whether the process has joined, and sends heartbeats. A process that has not joined is inspected
+            every half second, and counts as alive unless the process is stopped (SIGSTOP).
 
     Attributes:
         last_seen_at: the time of the last sign of life, in monotonic seconds.
@@ -115,7 +117,7 @@ class Peer:
         self._is_reported = False
 
     def note_alive(self, now: float) -> bool:
-        """Records a sign of life; returns whether that ends a silence that was reported as SLOW."""
+        """Records a sign of life; returns whether this sign ends a silence that was reported as SLOW."""
         self.last_seen_at = now
         self.last_state = self._judged_state = None
         was_reported, self._is_reported = self._is_reported, False
@@ -155,7 +157,7 @@ class Peer:
 
 
 def process_key(rank: int) -> int:
-    """Returns the key of a rank's process that has not joined. Called with such a key, it returns the rank.
+    """Returns the key of a rank's process that has not joined. Called with such a key, this function returns the rank.
 
     The key is negative. A joined rank has the number of its connection as its key, which is not negative.
     """
@@ -189,7 +191,7 @@ class Peers:
             self._set_due()
 
     def note_alive(self, key: int, now: float) -> bool:
-        """Records a sign of life; returns whether that ends a silence that was reported as SLOW."""
+        """Records a sign of life; returns whether this sign ends a silence that was reported as SLOW."""
         peer = self._peers.get(key)
         return peer is not None and peer.note_alive(now)
 

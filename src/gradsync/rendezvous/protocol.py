@@ -1,9 +1,9 @@
 """The server's core: generations, their members, and a handler for each frame.
 
 `RendezvousCore.handle` takes the time and an event, and returns actions. The core has no sockets, no clock and no
-randomness, so tests and model checkers can call it as `server` does. A connection joins as one rank; it joins the
-earliest generation that this rank has not joined before. A generation forms when all its ranks have joined and the
-generation before has ended. A generation ends when all its connections have ended.
+randomness, so tests and model checkers can call the core without a server. A connection joins as one rank: the
+connection joins the earliest generation that this rank has not joined before. A generation forms when all its ranks
+have joined and the generation before has ended. A generation ends when all its connections have ended.
 
 A generation fails when a connection ends without a LEAVE, when a member reports a failure, when a silent member is
 found stopped (SIGSTOP), gone or unreachable, or when a member does not arrive at a collective in time. A
@@ -47,7 +47,7 @@ _NOTICE_INTERVAL_SECONDS = 5.0
 
 
 class Generation:
-    """One generation: its members, their store and its failure. It is the `WaitTarget` for which joining ranks wait."""
+    """One generation: its members, their store and its failure. Joining ranks wait for it as a `WaitTarget`."""
 
     def __init__(self, world_size: int, waits: WaitTable, noun: str) -> None:
         self.roster = Roster(world_size, noun)
@@ -93,7 +93,7 @@ class RendezvousCore:
             waiting ranks end too.
 
     Attributes:
-        formed_count: the number of the last generation that formed.
+        formed_count: the number of the last generation that formed; 0 before the first.
     """
 
     def __init__(self, world_size: int, *, machine: str = "", noun: str = "rank", host: int | None = None) -> None:
@@ -229,7 +229,7 @@ class RendezvousCore:
                 generation.departures.leave(request, name, ranks, position)
             return []
         self._remove_connection(request.connection)
-        if request.rank in generation.roster.members:  # otherwise it was still joining, and is removed by now
+        if request.rank in generation.roster.members:  # otherwise the rank was still joining, and is removed by now
             generation.roster.members[request.rank].is_present = False
             generation.roster.left[request.rank] = None
             if generation.is_running:
@@ -270,8 +270,8 @@ class RendezvousCore:
         ended = [cancelled]
         self._waits.close(cancelled)
         if is_join and request.rank == self._host:
-            # The server ends after the host has cancelled its join. Before that every other rank gets the names of the
-            # missing ranks.
+            # The server ends after the host has cancelled its join. Before the server ends, every other rank gets the
+            # names of the missing ranks.
             for _, member in generation.roster.present():
                 ended += self._waits.close_all(member.connection)
         actions: list[Action] = []
@@ -294,7 +294,10 @@ class RendezvousCore:
     # Generations.
 
     def _advance_generations(self, now: float) -> list[Action]:
-        """Drops ended generations; forms the next one once it is complete, or fails it if it cannot become complete."""
+        """Drops ended generations. Forms the next generation once all its ranks have joined.
+
+        If the process of a missing rank has ended, fails this generation.
+        """
         self._generations = [g for g in self._generations if not g.roster.is_empty()]
         first = self._generations[0] if self._generations else None
         forming = first if first is not None and first.is_forming else None
@@ -436,10 +439,10 @@ _OF_LAUNCHERS = (FrameType.BEGIN_START, FrameType.STARTED, FrameType.ENDED, Fram
 class LaunchersCore:
     """The core of a server that the launchers of several machines and their ranks share.
 
-    It passes each event to one of two objects of `RendezvousCore`: one serves the launchers, the other serves the ranks
-    of the current start. A start is one start or restart of all ranks. The launchers announce each start, and report
-    which of the ranks' processes have started and ended. Each launcher also inspects processes on its own machine,
-    because the server cannot see them.
+    This core passes each message to one of two objects of `RendezvousCore`: one object serves the launchers, the other
+    object serves the ranks of the current start. A start is one start or restart of all ranks. The launchers announce
+    each start, and report which of the ranks' processes have started and ended. Each launcher also inspects processes
+    on its own machine, because the server cannot see these processes.
 
     Args:
         nnodes: the number of launchers. The launcher of node 0 hosts the server.
@@ -456,7 +459,7 @@ class LaunchersCore:
         self._launcher_of: dict[int, int] = {}  # rank -> connection of the launcher that has started it
 
     def handle(self, now: float, event: Event) -> list[Action]:
-        """Handles one event and returns the actions, as `RendezvousCore.handle`."""
+        """Handles one event and returns the actions; see `RendezvousCore.handle`."""
         if isinstance(event, Received):
             connection, message = event.connection, event.message
             if connection in self._rank_connections:

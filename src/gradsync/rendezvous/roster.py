@@ -1,6 +1,6 @@
 """The roster: the members of one generation, their states, and the texts of their failures.
 
-Part of the server's core, without I/O.
+This module is part of the server's core, without I/O.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gradsync.rendezvous.liveness import ProcessState
 JOINING_PHASE = "joining"
 RUNNING_PHASE = "running"
 LEFT_PHASE = "left"
-_MISSING_RANK_BYTES = 3  # the most that a rank takes in an encoded list
-_MAX_RANKS_BESIDE_TEXT = 12 * 1024  # fewer than fit into a frame beside the shortest text
+_MISSING_RANK_BYTES = 3  # the largest number of bytes for one rank in an encoded list
+_MAX_RANKS_BESIDE_TEXT = 12 * 1024  # a failure that lists this number of ranks still has room for a text of 12 KiB
 
 # Ranks in ascending order. All ranks together are a `range`, which is compared, hashed and searched in constant time.
 # With a tuple of n ranks, each request would cost the server n steps.
@@ -31,7 +31,7 @@ Members = tuple[int, ...] | range
 
 
 def members_of(ranks: list[int] | None, world_size: int) -> Members | None:
-    """Returns the members that a request names; None if it names no rank, or a rank that does not exist.
+    """Returns the members that a request names; None if the request names no rank, or a rank that does not exist.
 
     Args:
         ranks: distinct, in ascending order; None is all ranks.
@@ -48,7 +48,7 @@ def list_members(members: Iterable[int]) -> str:
 
 
 def never_arrived(absent: Iterable[int], cancelled: Container[int]) -> tuple[int, ...]:
-    """Returns the absent ranks that have never arrived; if all have arrived and cancelled their waits, returns all."""
+    """Returns the absent ranks that never arrived; if all absent ranks arrived and cancelled, returns all of them."""
     absent = tuple(absent)
     return tuple(rank for rank in absent if rank not in cancelled) or absent
 
@@ -64,10 +64,10 @@ class Failure:
 
     Attributes:
         rank: the rank that caused the failure; if several ranks caused it, one of them.
-        phase: that rank's phase: joining, running or left.
+        phase: the phase of the rank that caused the failure: joining, running or left.
         text: the full description.
         kind: DEATH, STUCK or SILENCE, see `frames`.
-        missing: for a stuck collective, the ranks known not to have arrived.
+        missing: the ranks that have not arrived at a stuck collective, as far as they are known.
     """
 
     rank: int
@@ -152,7 +152,7 @@ class Roster:
         self._cancelled.discard(rank)
 
     def cancel(self, rank: int) -> None:
-        """Removes a joining rank, unless it has failed; it may join again."""
+        """Removes a joining rank, unless the rank has failed. The rank may join again."""
         if self.members[rank].is_present:
             del self.members[rank]
             self._cancelled.add(rank)
@@ -217,7 +217,7 @@ class Roster:
         return Failure(rank, JOINING_PHASE, text, SILENCE)
 
     def reported(self, rank: int, reason: str, culprit: int | None) -> Failure:
-        """Returns the failure that a rank has reported; its cause is that rank or, if given, the culprit."""
+        """Returns the failure that a rank has reported. It names the culprit, or this rank if there is no culprit."""
         text = f"{self.name(rank)} failed{self._while_joining()}: {reason}"
         return Failure(rank if culprit is None or culprit not in self.members else culprit, self.phase, text)
 
@@ -237,7 +237,7 @@ class Roster:
 
 
 def join_refusal(expected_size: int, rank: int, world_size: int, noun: str) -> str:
-    """Returns why a join is refused, with the expected and the given value; "" if the join is accepted."""
+    """Returns the reason to refuse a join, with the expected and the given value; "" if the join is accepted."""
     if world_size != expected_size:
         return f"the server expects world_size {expected_size}, {noun} {rank} joined with world_size {world_size}"
     if rank >= expected_size:

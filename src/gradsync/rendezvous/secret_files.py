@@ -1,9 +1,10 @@
 """Secret files: processes of one machine find a server and its secret in the user's runtime directory.
 
-Two kinds of processes use a secret file: ranks that our launcher did not start (`hosting.py`), and several launchers of
-one run (`launching/hosting.py`). Those two modules decide which process writes the file and which processes wait for
-it. The file is named after the server's address or the run, which all these processes know. Only this user can
-open its directory. Rank 0 removes its file when all ranks have joined. A launcher removes its file when its run ends.
+Two kinds of processes use a secret file: ranks that gradsync's launcher did not start (`hosting.py`), and several
+launchers of one run (`launching/hosting.py`). These two modules decide which process writes the file and which
+processes wait for the file. The name of the file contains the server's address or the name of the run, which all these
+processes know. Only this user can open the file's directory. Rank 0 removes its file when all ranks have joined. A
+launcher removes its file when its run ends.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Endpoint(NamedTuple):
     Attributes:
         address: host:port.
         secret: the secret, at least 16 bytes.
-        start: the name of the start or restart to which the ranks belong, on a server that launchers share with their
-            ranks; else None.
+        start: the name of the start or restart to which the ranks belong, if launchers share the server with their
+            ranks; otherwise None.
     """
 
     address: str
@@ -83,7 +84,7 @@ def wait_for(
         The endpoint, or None at the deadline.
 
     Raises:
-        InvalidArgument: other users could read or write the file, or it holds no secret.
+        InvalidArgument: other users could read or write the file, or the file holds no secret.
     """
     notice_at = time.monotonic() + _NOTICE_EVERY_SECONDS
     while (now := time.monotonic()) < deadline:

@@ -68,16 +68,16 @@ from gradsync.rendezvous.wire import (
 )
 
 HANDSHAKE_SECONDS = 5.0
-MAX_UNAUTHENTICATED = 64  # more than one for each rank, because all ranks may connect at once
+MAX_UNAUTHENTICATED = 64  # in addition to one connection for each rank, because all ranks may connect at once
 MAX_OUTPUT_BYTES = 1024**2
 _STOP_SECONDS = 10.0
 _ACCEPTS_AT_ONCE = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
-# Most of a heartbeat's cost is waking up for it. With many ranks and no requests, the loop waits a moment to handle
-# several heartbeats at once. With few ranks this wait saves too little to be worth the delay of requests.
+# A heartbeat costs time mostly because the event loop wakes up. With many ranks and no requests, the loop waits a
+# moment to handle several heartbeats at once. With few ranks this wait saves less time than it delays requests.
 _BATCH_SECONDS_PER_RANK = 40e-6
 _BATCH_FROM_SECONDS, _BATCH_UP_TO_SECONDS = 5e-3, 40e-3
-_WAITING_NOTICES = 100  # when so many notices wait for the log, new ones are dropped
+_WAITING_NOTICES = 100  # while this number of notices waits for the log, the server drops new notices
 _NOTICES_END_SECONDS = 0.2
 
 _log = logging.getLogger("gradsync.rendezvous")
@@ -90,7 +90,7 @@ class ServerConnection:
         number: the connection's number in the core.
         stream: the non-blocking socket.
         handshake: the state machine of this connection's handshake, not started yet.
-        deadline: the time by which its first authenticated message must arrive, in monotonic seconds.
+        deadline: the time by which the connection's first authenticated message must arrive, in monotonic seconds.
 
     Attributes:
         is_unauthenticated: True until the first authenticated message.
@@ -304,7 +304,7 @@ class RendezvousServer:
         self._submit(Ended(rank, how))
 
     def wait_until_empty(self, timeout_seconds: float) -> bool:
-        """Waits until every client has left; returns False at the deadline. A rank that hosts the server calls it.
+        """Waits until every client has left; returns False at the deadline. The rank that hosts the server calls this.
 
         Args:
             timeout_seconds: how long to wait at most.
@@ -526,7 +526,7 @@ class RendezvousServer:
             except (ConnectionLost, ValueError) as error:  # our own invalid message must fail only this connection
                 self._lost.append((connection, str(error)))
                 return None
-        else:  # it is dropped after its last messages have been written
+        else:  # the connection is dropped after its last messages have been written
             connection.is_closing = True
             self._lost.append((connection, "closed by the server"))
         return connection

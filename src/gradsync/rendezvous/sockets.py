@@ -101,7 +101,7 @@ def tune_stream(stream: socket.socket) -> None:
 
 
 class ConnectionLost(RendezvousError):
-    """The peer has closed or reset the connection, or reads nothing; the text says which."""
+    """The peer has closed or reset the connection, or reads no data; the text gives the reason."""
 
 
 def receive_some(stream: socket.socket, max_bytes: int) -> bytes:
@@ -136,7 +136,7 @@ def send_some(stream: socket.socket, unsent: bytearray) -> None:
 
 
 def _describe_holder(port: int) -> str:
-    """Returns " by process 42 (name)" for the lowest pid that listens on a port; "" if none can be found here."""
+    """Returns " by process 42 (name)" for the lowest pid that listens on a port; "" if no such process is found."""
     import glob  # imported here because a rank that binds no port does not need it
 
     tables = [table for table in ("/proc/net/tcp", "/proc/net/tcp6") if os.path.exists(table)]
@@ -174,8 +174,8 @@ def make_room(connections: int) -> None:
 def raise_limit(files: int) -> int | None:
     """Raises the process's limit of open files to `files` + 256, as far as the hard limit allows.
 
-    The usual limit is 1,024. A server for a thousand ranks, or a launcher of 130 ranks, needs more. Processes that this
-    one starts from now on inherit the new limit.
+    The usual limit is 1,024. A server for a thousand ranks, or a launcher of 130 ranks, needs more. Child processes
+    that start later inherit the new limit.
 
     Returns:
         The new limit if it is still lower than `files` + 256, else None.

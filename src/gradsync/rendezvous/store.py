@@ -33,7 +33,7 @@ class Request:
     Attributes:
         connection, rank, sequence: the connection and the rank that asked, and the number of the message.
         now: when the request arrived, in monotonic seconds.
-        target: what the request waits for, while it is in the `WaitTable`.
+        target: the object for which the request waits, while the request is in the `WaitTable`.
     """
 
     connection: int
@@ -68,8 +68,9 @@ class WaitTarget(Protocol):
     def missing_ranks(self, request: Request) -> tuple[int, ...]:
         """Returns the ranks that a request waits for, as far as they are known.
 
-        Ranks that arrived and then cancelled their wait are named only if no others are missing. Otherwise, when
-        several waits reach the same deadline one after the other, a later wait would name the rank of an earlier one.
+        The result contains ranks that arrived and then cancelled their wait only if no other ranks are missing.
+        Otherwise, when several waits reach the same deadline one after the other, a later wait would name the rank of
+        an earlier wait, although this rank had arrived.
         """
 
 
@@ -108,11 +109,11 @@ class Keys:
         self._roster = roster
         self._waits = waits
         self._values: dict[str, bytes] = {}
-        self._reads: dict[str, dict[Request, int | None]] = {}  # the waiting reads, and who sets the key, if known
+        self._reads: dict[str, dict[Request, int | None]] = {}  # key -> waiting read -> the rank that sets the key
         self._stored_bytes = 0
 
     def set(self, request: Request, key: str, value: bytes, replaces: bool) -> list[Send]:
-        """Stores a value, unless `replaces` is False and the key has one; answers whether it was stored."""
+        """Stores a value, unless `replaces` is False and the key has a value; answers whether the value was stored."""
         old = self._values.get(key)
         if old is not None and not replaces:
             return [request.reply(False)]
@@ -201,13 +202,13 @@ class Keys:
 
 
 class Gathering:
-    """Members that wait until all of them have arrived, each with a value: at an exchange or agreement.
+    """An exchange or agreement: its members wait until all members have arrived, each with a value.
 
     Args:
         ranks: the members.
         waits: the server's table of waiting requests.
-        open_ones, key: the gatherings that are open, and the key of this one among them. It is removed there when it
-            ends, and when its last member withdraws.
+        open_ones, key: the dictionary of the open gatherings, and the key of this gathering in it. The gathering leaves
+            the dictionary when it ends, and when its last member withdraws.
 
     Attributes:
         ranks: the members.
@@ -304,7 +305,7 @@ class Exchanges:
 
 
 def _release(exchange: Gathering) -> list[Send]:
-    """Answers the members with all values; without a list if all values are empty, as at a barrier."""
+    """Answers the members with all values. If all values are empty, as at a barrier, the answer has no list."""
     values = [value for _, value in sorted(exchange.values.items())]
     requests = exchange.close()
     if not any(values):
@@ -331,9 +332,9 @@ def _pieces(values: list[bytes]) -> list[list[bytes]]:
 
 
 class Departures:
-    """The ranks that have left each group, and the number of collectives that each of them had begun in it.
+    """The ranks that have left each group, and the number of collectives that each rank had begun in the group.
 
-    A member whose wait for other members takes too long asks which of them have left. Once every member has left the
+    A member that has waited too long for other members asks which members have left. Once every member has left the
     group, the server removes the group's entries, because a run may make many groups.
 
     Args:
@@ -347,7 +348,7 @@ class Departures:
         self._left: dict[tuple[str, Members], dict[int, int]] = {}
 
     def leave(self, request: Request, name: str, ranks: list[int] | None, position: int) -> None:
-        """Records that a member has left a group. A LEAVE frame gets no answer, so a wrong one is ignored."""
+        """Records that a member has left a group. A LEAVE frame gets no answer, so a wrong LEAVE frame is ignored."""
         members = members_of(ranks, self._roster.world_size) or ()
         if request.rank not in members:
             return
@@ -359,13 +360,13 @@ class Departures:
                 remove(name)
 
     def left_ranks(self, request: Request, name: str, ranks: list[int] | None) -> list[Send]:
-        """Answers with the members that have left a group, and the number of collectives that each had begun in it."""
+        """Answers with the members that have left a group, each followed by its number of begun collectives."""
         left = sorted(self._left.get((name, members_of(ranks, self._roster.world_size) or ()), {}).items())
         return [request.reply([number for rank_and_position in left for number in rank_and_position])]
 
 
 def members_with(request: Request, ranks: list[int] | None, roster: Roster, what: str) -> Members | Send:
-    """Returns the members that a request names; a refusal if the asking rank is none of them, or one does not exist."""
+    """Returns the members that a request names; a refusal if the rank that asks is not a member, or one is unknown."""
     members = members_of(ranks, roster.world_size)
     if members is not None and request.rank in members:
         return members

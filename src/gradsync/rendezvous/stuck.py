@@ -30,7 +30,7 @@ from gradsync.rendezvous.roster import Failure, Members, Roster, failure_room_by
 from gradsync.rendezvous.store import Request, WaitTable
 
 ANSWER_SECONDS = 0.4
-_WARNING_SECONDS = 0.3  # how long after the first report the notice is logged, because waiting ranks report one by one
+_WARNING_SECONDS = 0.3  # the time from the first report to the notice, because waiting ranks report one by one
 _INSPECTION_SECONDS = 0.05
 _MAX_COLLECTIVES = 1024
 _MAX_NOTICED = 4
@@ -56,7 +56,7 @@ class StuckCollective:
         what: the collective in words.
         waited_seconds: how long the ranks have waited.
         waiting: the ranks that wait. In a rank's own report, this rank.
-        missing: the ranks that they wait for; empty if these are not known.
+        missing: the ranks for which the waiting ranks wait; empty if the server does not know these ranks.
     """
 
     group: str
@@ -76,7 +76,7 @@ class Inquiry:
     """One status request to all members, and the answers that have arrived.
 
     Attributes:
-        reports: the ranks whose collective has reached its deadline, the first one first.
+        reports: the reports of the ranks whose collective has reached its deadline, the earliest report first.
         due_at: when the inquiry ends, in monotonic seconds.
         unanswered: the ranks that have not answered.
         texts, calls: the answers, by rank.
@@ -92,7 +92,7 @@ class Inquiry:
 
 
 class StuckCollectives:
-    """Finds the ranks of a generation that wait in a collective, and the ranks that they wait for.
+    """Finds the ranks of a generation that wait in a collective, and the ranks for which these ranks wait.
 
     Args:
         roster: the members.
@@ -125,7 +125,7 @@ class StuckCollectives:
         missing: list[int] | None,
         is_over: bool,
     ) -> list[Send]:
-        """Records that a rank waits for others in a collective, or has waited there to its deadline.
+        """Records that a rank waits for other ranks in a collective, or has waited there until its deadline.
 
         Each collective gets one notice, 0.3 s after the first report. At the first deadline, the server asks every
         member for its status.
@@ -269,7 +269,7 @@ def _report_text(
 
     Args:
         roster: the members.
-        all_stuck: the stuck collective, or every send and receive that has reached its deadline, the first one first.
+        all_stuck: the stuck collective, or every send and receive that has reached its deadline, the earliest first.
         reports: each rank's answer, by rank.
         states: the last inspected states of ranks that have not answered.
         disagreements: lines about ranks whose histories differ, and about ranks that wait for each other in a circle.
@@ -359,7 +359,7 @@ def _indent(text: str) -> str:
 def _disagreements(
     by_rank: Mapping[int, Calls], members: Mapping[str, Members], in_messages: Mapping[int, StuckCollective]
 ) -> list[str]:
-    """Returns a line for each group whose ranks called different collectives, and one if ranks wait in a circle.
+    """Returns a line for each group whose ranks called different collectives, and a line if ranks wait in a circle.
 
     Args:
         by_rank: the last collectives of each rank.

@@ -1,7 +1,7 @@
 """Seals and opens frames of the byte stream; `frames` has the schemas of their fields.
 
-`handshake` derives the keys of a `Session`; then both sides seal and open messages with the `Session`. Nothing here
-reads a socket, a clock or a source of randomness. A frame has these parts:
+`handshake` derives the keys of a `Session`; then both sides seal and open messages with the `Session`. This module
+reads no socket, no clock and no source of randomness. A frame has these parts:
 
     length    4 bytes, big endian: the number of bytes that follow
     type      1 byte
@@ -133,7 +133,7 @@ class Session:
 
     Args:
         send_key, receive_key: the direction keys that the handshake derived, 32 bytes each.
-        is_server: whether this is the server's side; the accepted frame types depend on it, and the first sequences.
+        is_server: whether this is the server's side, which determines the accepted frame types and the first sequences.
 
     Attributes:
         send_sequence: the sequence of the next frame to send.
