@@ -12,7 +12,7 @@ import sys
 
 __version__ = "0.2.0"
 
-# Name of torch.distributed or of its users -> what to use instead, for the error. docs/coming_from/ddp.md has them too.
+# For the error: a name that users of torch.distributed expect -> gradsync's name. docs/coming_from/ddp.md has the same.
 _FOREIGN = {
     "get_rank": "gs.get_communicator().rank",
     "get_world_size": "gs.get_communicator().world_size",

@@ -17,7 +17,7 @@ from gradsync.errors import InvalidArgument
 LARGEST_PORT = 65535
 #: How long the launcher waits, after it has asked ranks to end, before it kills them.
 DEFAULT_GRACE_SECONDS = 5.0
-#: The deadline for joining the other ranks, and for each request to the rendezvous server.
+#: How long a rank waits for the other ranks to join, and for the answer to each request to the rendezvous server.
 DEFAULT_TIMEOUT_SECONDS = 120.0
 #: The deadline of a collective.
 DEFAULT_COLLECTIVE_TIMEOUT_SECONDS = 300.0
@@ -72,7 +72,7 @@ def refuse_words(
         given: the unknown arguments, by name.
         known: the names of the function's arguments.
         removed: a mapping from the name of each argument that only earlier versions had, to advice for the user.
-        foreign: a mapping from names that other libraries use for the arguments, to what to use instead.
+        foreign: a mapping from names that other libraries use for the arguments, to advice for the user.
 
     Raises:
         InvalidArgument: only earlier versions of the function had this argument.
@@ -90,11 +90,11 @@ def did_you_mean(name: str, known: Iterable[str], foreign: Mapping[str, str] = {
     Args:
         name: the unknown name.
         known: the known names.
-        foreign: a mapping from names that other libraries use, to what to use instead.
+        foreign: a mapping from names that other libraries use, to gradsync's names for the same things.
 
     Returns:
         Text such as ": use threshold_bytes" for a name of another library; otherwise text such as ": did you mean
-        clip_norm?" with the most similar known name; "" if none is similar.
+        clip_norm?" with the most similar known name; "" if no known name is similar.
     """
     if name in foreign:
         return f": use {foreign[name]}"

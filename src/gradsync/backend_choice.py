@@ -1,8 +1,8 @@
 """Chooses the backend for all ranks, and makes their communicator. backends.py has the table of all backends.
 
 If the user names a backend, each rank checks the backend before joining. For "auto", rank 0 chooses the backend after
-all ranks have joined, because before that no rank knows whether every rank has its own GPU. If one rank has an error,
-all ranks raise it; otherwise the other ranks would wait for that rank.
+all ranks have joined, because a rank cannot know before whether every rank has its own GPU. If the ranks cannot agree
+on a backend after joining, all ranks raise the same error, so that no rank waits for a rank that has failed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BackendModule(Protocol):
         """
 
     def offer(self, settings: WorldSettings, /) -> str:
-        """Checks, after the ranks have joined, that this rank can use the backend; asks no other rank.
+        """Checks, after the ranks have joined, that this rank can use the backend; sends nothing to other ranks.
 
         Returns:
             The identity of the GPU that this rank will use, so that rank 0 can see whether two ranks have the same GPU;
@@ -76,8 +76,9 @@ def load(backend: str) -> BackendModule:
 def choose_before_joining(wanted: str, settings: WorldSettings) -> str:
     """Returns the backend if this process can determine it before it joins the other ranks; otherwise "auto".
 
-    The process can determine the backend if the user has named one, or if the world has only one rank. In both cases,
-    the function checks that this process can use the backend.
+    The process can determine the backend if the user has named a backend, or if the world has only one rank. In both
+    cases, the function checks that this process can use the backend. For "auto" and ranks on several hosts without
+    GPUs, the function checks that the ranks can use MPI.
 
     Args:
         wanted: the backend that the user asks for, one of BACKENDS; "auto" with a CUDA device means "nccl".
@@ -85,7 +86,8 @@ def choose_before_joining(wanted: str, settings: WorldSettings) -> str:
 
     Raises:
         InvalidArgument: the backend does not support the device, or is "local" although there are several ranks.
-        BackendUnavailable: this process cannot use the backend; the error message says why.
+        BackendUnavailable: this process cannot use the backend, or no backend can connect the ranks; the error message
+            says why.
     """
     place, device = settings.place, settings.device
     if device is not None and not (isinstance(device, str) and re.fullmatch(_DEVICE, device)):
@@ -146,17 +148,18 @@ def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
 
 
 def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSettings, *, is_checked: bool = True) -> str:
-    """Agrees with the other ranks of the world on a backend, and returns it. Every rank must call it after joining.
+    """Returns the backend on which all ranks of the world agree. Every rank must call this function after joining.
 
     Args:
         client: a rendezvous client of the ranks. A client can agree on one backend only.
         wanted: the backend that this rank asks for, or "auto".
         settings: the settings of the world.
-        is_checked: whether choose_before_joining() has checked that this rank can use the backend that it asks for.
+        is_checked: whether choose_before_joining() has checked that this rank can use the backend `wanted`.
 
     Raises:
-        InvalidArgument: the ranks ask for different backends, or only some ask for the debug mode; all ranks raise it.
-        BackendUnavailable: no backend can connect the ranks; all ranks raise it.
+        InvalidArgument: the ranks ask for different backends, or only some ranks ask for the debug mode. All ranks
+            raise this error.
+        BackendUnavailable: no backend can connect the ranks. All ranks raise this error.
         RendezvousTimeout, RankFailed: a rank did not call this function, or died.
     """
     from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES  # imported here: a single rank does not need it
@@ -183,7 +186,7 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
 
 
 def _decide(offers: Sequence[str], wanted: str, settings: WorldSettings) -> tuple[str, str]:
-    """Returns the backend for all ranks, and the reason for the choice; only rank 0 calls it.
+    """Returns the backend for all ranks, and the reason for the choice; only rank 0 calls this function.
 
     Args:
         offers: each rank's wanted backend, debug mode and offer, on separate lines.
@@ -243,7 +246,7 @@ def _why_not(offers: Sequence[str], settings: WorldSettings) -> str:
 
 
 def connect(backend: str, client: RendezvousClient | None, settings: WorldSettings, group: str) -> Communicator:
-    """Connects the ranks of a client over a backend, and returns their communicator.
+    """Connects the ranks of a rendezvous client over a backend, and returns the communicator of these ranks.
 
     Args:
         backend: the name of a backend that all these ranks can use.

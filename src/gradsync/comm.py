@@ -40,9 +40,9 @@ def get_rank() -> int:
 def get_local_rank() -> int:
     """Returns this process's rank on its machine, by which it can choose its GPU; 0 without a process group.
 
-    detectron2 requires a call of create_local_process_group() first. gradsync does not: without that group, it takes
-    the local rank from the launcher, for example from LOCAL_RANK of torchrun or `gradsync run` (see environment.py). If
-    the launcher gives no local rank, gradsync assumes that all ranks are on one machine.
+    detectron2 requires a call of create_local_process_group() first. gradsync does not require this call: without a
+    local group, gradsync takes the local rank from the launcher, for example from LOCAL_RANK of torchrun or `gradsync
+    run` (see environment.py). If the launcher gives no local rank, gradsync assumes that all ranks are on one machine.
     """
     group = _local_group()
     return place_on_machine()[0] if group is None else group.rank
@@ -51,23 +51,24 @@ def get_local_rank() -> int:
 def get_local_size() -> int:
     """Returns the number of ranks on this machine; 1 without a process group.
 
-    The number has the same source as the result of get_local_rank().
+    The number comes from the local group, or else from the launcher, as described for get_local_rank().
     """
     group = _local_group()
     return place_on_machine()[1] if group is None else group.world_size
 
 
 def create_local_process_group(num_workers_per_machine: int) -> None:
-    """Makes a group of the ranks on each machine. Every rank must call it, with the same number.
+    """Makes a group of the ranks on each machine. Every rank must call this function, with the same number.
 
-    The ranks of a machine must be consecutive, as launchers number them: 0 to n - 1 are on the first machine, the next
-    n ranks are on the second. A second call with the same number does nothing.
+    The ranks of a machine must be consecutive: launchers put the ranks 0 to n - 1 on the first machine, and the next n
+    ranks on the second machine. A second call with the same number does nothing.
 
     Args:
         num_workers_per_machine: the number of ranks on each machine, n. The world size must be a multiple of n.
 
     Raises:
-        InvalidArgument: the world size is not a multiple of n, or an earlier call has passed a different number.
+        InvalidArgument: n is not a positive integer, the world size is not a multiple of n, or an earlier call has
+            passed a different number.
         PlanMismatch: the ranks pass different numbers.
     """
     global _alone
@@ -96,7 +97,7 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
 
 
 def get_local_process_group() -> Communicator:
-    """Returns the group of this machine's ranks; other functions take it as their argument `group`.
+    """Returns the communicator of this machine's ranks, which you can pass to other functions as `group`.
 
     Raises:
         InvalidArgument: this process has not called create_local_process_group().
@@ -122,14 +123,14 @@ def synchronize() -> None:
 
 
 def all_gather(data: Any, group: Communicator | None = None) -> list[Any]:
-    """Returns a list of every rank's `data`, in rank order. Every rank must call it.
+    """Returns a list of every rank's `data`, in rank order. Every rank must call this function.
 
     Args:
-        data: any object that can be pickled. In a world of one rank, the list contains this object itself, not a copy.
+        data: any object that can be pickled. With one rank, the list contains this object itself, not a copy.
         group: the communicator of the ranks; None means the world communicator.
 
     Raises:
-        InvalidArgument: a rank's data cannot be pickled (then every rank raises the error), or cannot be unpickled.
+        InvalidArgument: a rank's data cannot be pickled (then every rank raises this error), or cannot be unpickled.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     communicator = _ranks_of(group, "all_gather")
@@ -139,11 +140,11 @@ def all_gather(data: Any, group: Communicator | None = None) -> list[Any]:
 def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[Any]:
     """Returns a list of every rank's `data`, in rank order, on rank `dst`, and an empty list on the other ranks.
 
-    Every rank must call it.
+    Every rank must call this function.
 
     Args:
-        data: any object that can be pickled. In a world of one rank, the list contains this object itself, not a copy.
-        dst: the rank in the group that gets the data. In a world of one rank, gradsync ignores `dst`.
+        data: any object that can be pickled. With one rank, the list contains this object itself, not a copy.
+        dst: the rank in the group that gets the data. With one rank, gradsync ignores `dst`.
         group: the communicator of the ranks; None means the world communicator.
 
     Raises:
@@ -157,21 +158,23 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
 
 
 def shared_random_seed() -> int:
-    """Returns a random number of 31 bits: the same on all ranks, and a new one in each call. Every rank must call it.
+    """Returns a random number of 31 bits: the same number on all ranks, and a new number in each call.
 
-    Ranks that seed a generator (for example a sampler's) with this number draw the same random numbers. The seed is
-    rank 0's next `np.random.randint(2**31)`, as in detectron2, so a program that calls `np.random.seed` gets the same
-    seeds in each run. Every rank draws a number, so that ranks with the same state of `np.random` keep the same state.
+    Every rank must call this function. Ranks that seed a generator (for example a sampler's generator) with this number
+    draw the same random numbers. The seed is rank 0's next `np.random.randint(2**31)`, as in detectron2, so a program
+    that calls `np.random.seed` gets the same seeds in each run. Every rank draws a number, so that ranks with the same
+    state of `np.random` keep the same state.
     """
-    seed = int(np.random.randint(2**31))  # of NumPy's global generator, because programs seed it
+    seed = int(np.random.randint(2**31))  # from NumPy's global generator, because programs seed this generator
     world = _ranks_of(None, "shared_random_seed")
     return seed if world is None else int(world.objects.broadcast_for("shared_random_seed", seed))
 
 
 def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any, Any]:
-    """Reduces a dictionary of scalars over all ranks, for logging. Every rank must call it, and gets the results.
+    """Reduces a dictionary of scalars over all ranks, for logging.
 
-    The results have the same bits on all ranks. In detectron2, only rank 0 gets the right results.
+    Every rank must call this function, and every rank gets the results. The results have the same bits on all ranks. In
+    detectron2, only rank 0 gets the right results.
 
     Args:
         input_dict: the scalars, by name. A scalar is a number of Python or NumPy, or a 0-d array of NumPy, CuPy or any
@@ -187,7 +190,7 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
         PlanMismatch: the ranks have different names, or different values of `average`. All ranks raise this error, and
             the error message lists the names that each rank lacks.
         InvalidArgument: a value is not a scalar, a sum of integers needs more than 64 bits, or the ranks' types have no
-            common type; all ranks raise it.
+            common type. All ranks raise this error.
         RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     world = _ranks_of(None, "reduce_dict")
@@ -224,14 +227,14 @@ def _local_group() -> Communicator | None:
 
 
 def _contribution(input_dict: Mapping[Any, Any]) -> dict[Any, np.generic] | str:
-    """Returns this rank's scalars for reduce_dict, or the reason why they cannot be reduced; never raises."""
+    """Returns this rank's scalars for reduce_dict, or the reason why reduce_dict cannot reduce them; never raises."""
     if not isinstance(input_dict, Mapping):
         return f"got {type(input_dict).__name__}"
     try:
         return {name: _scalar(name, value) for name, value in input_dict.items()}
     except InvalidArgument as error:
         return str(error)
-    except Exception as error:  # this rank must still contribute, because the others wait for it
+    except Exception as error:  # this rank must still contribute, because the other ranks wait for its contribution
         return describe(error)
 
 

@@ -29,9 +29,10 @@ _Fingerprints = dict[str, _Fingerprint]
 def check_consistency(named_arrays: Any, communicator: Communicator | None = None) -> None:
     """Checks that all ranks have the same arrays: names, shapes, dtypes and values, bit for bit.
 
-    Every rank must call it. gradsync compares the values by their SHA-256 digests, so it sends little data. A processor
-    with SHA instructions, as nearly all have since 2019, computes digests of 1 to 2 GB/s. -0.0 and 0.0 differ, and so
-    do NaNs with different bits. gradsync sends the names with pickle, so all ranks must trust each other.
+    Every rank must call this function. gradsync compares SHA-256 digests of the values, so it sends little data. On a
+    processor with SHA instructions (most processors since 2019), gradsync computes the digests of 1 to 2 GB of values
+    per second. gradsync reports -0.0 and 0.0 as different, and also NaNs with different bits. gradsync sends the names
+    with pickle, so all ranks must trust each other.
 
     Args:
         named_arrays: a mapping of names to arrays, or a list of (name, array) pairs, in any order; or a list of arrays,
@@ -40,9 +41,10 @@ def check_consistency(named_arrays: Any, communicator: Communicator | None = Non
         communicator: the communicator of the ranks; None means the world communicator.
 
     Raises:
-        PlanMismatch: an array differs between ranks. All ranks raise the same error, which names the first such array
-            and the difference. The communicator stays usable.
-        InvalidArgument: a value is not an array, or two arrays have the same name.
+        PlanMismatch: an array differs between ranks. All ranks raise the same error, which names the first array that
+            differs, and the difference. The communicator stays usable.
+        InvalidArgument: `named_arrays` is not a mapping or list, a value is not an array, or two arrays have the same
+            name.
         RankFailed, CollectiveTimeout, CommunicatorClosed: the exchange of digests failed.
     """
     communicator = group_or_world(communicator, "check_consistency", "communicator")
@@ -81,7 +83,7 @@ def _fingerprint_of(native: Array, communicator: Communicator) -> _Fingerprint:
 def _difference(
     communicator: Communicator, different: list[str], count: int, by_rank: list[_Fingerprints]
 ) -> PlanMismatch:
-    """Returns the error for arrays that differ between ranks; it is the same on all ranks."""
+    """Returns the error for arrays that differ between ranks; only the rank's label differs between ranks."""
     name = different[0]
     shown = {
         rank_in_world: str(of_rank[name]) if name in of_rank else "(no array of this name)"

@@ -2,10 +2,10 @@
 
 Both hooks use error feedback: each rank stores the error that compression makes in a step (the compression error), and
 adds this error to the gradients of the next step. So over many steps, the sum of the results differs from the true sum
-only by the error of one step. Sources: Seide et al., "1-bit stochastic gradient descent and its application to
-data-parallel distributed training of speech DNNs", Interspeech 2014 (section 3.1). For the proof that the rate of
-convergence stays that of SGD: Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
-schemes", ICML 2019.
+only by the error of one step. Source: Seide et al., "1-bit stochastic gradient descent and its application to
+data-parallel distributed training of speech DNNs", Interspeech 2014 (section 3.1). Karimireddy et al., "Error feedback
+fixes SignSGD and other gradient compression schemes", ICML 2019, prove that SGD with error feedback converges at the
+same rate as SGD.
 
 A hook stores the compression error of each bucket, so each callback needs its own hook. If the set of gradients in a
 bucket changes (in the first steps, or with a new bucket size), the hook sets the bucket's compression error to zero.
@@ -55,12 +55,13 @@ class Int8Hook:
     float32, or in float64 for float64 gradients. The error that a rank adds in one step is at most 1/254 of the largest
     absolute value in the block.
 
-    With p ranks, each rank receives (p - 1) / 4 times the bytes of float32 gradients; in an all-reduce it receives
-    2 (p - 1) / p times these bytes. So the hook moves fewer bytes than an all-reduce only with fewer than 8 ranks; with
-    2 ranks it moves about a quarter of them. The hook all-reduces integers and complex numbers without compression.
+    With p ranks, each rank receives (p - 1) / 4 times the bytes of float32 gradients. In an all-reduce, each rank
+    receives 2 (p - 1) / p times these bytes. So the hook moves fewer bytes than an all-reduce only with fewer than 8
+    ranks. With 2 ranks, the hook moves about a quarter of the bytes of an all-reduce. The hook all-reduces integers and
+    complex numbers without compression.
 
     Source: QSGD (Alistarh et al., NeurIPS 2017, section 4) also divides gradients into blocks with one scale each.
-    Unlike QSGD, this hook rounds to nearest, and uses error feedback.
+    Unlike QSGD, this hook rounds to the nearest integer, and uses error feedback.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class Int8Hook:
         self._errors.clear()
 
     def __call__(self, bucket: GradientBucket) -> Any:
-        """Returns `bucket.flat` with the reduced values, or the future of an all-reduce into it.
+        """Returns `bucket.flat` with the reduced values, or the future of an all-reduce into `bucket.flat`.
 
         Every rank must call the hook for the same buckets in the same order.
 
@@ -117,7 +118,7 @@ def _views(message: Array, blocks: int) -> _Blocks:
 
 
 def _block_ranges(blocks: int, xp: Any) -> list[slice]:
-    """Returns ranges of blocks to process together: all on a GPU; on the host, as many as fit into a core's cache."""
+    """Returns ranges of blocks to process together: all blocks on a GPU; on the host, blocks that fit into a cache."""
     step = 128 if xp is np else blocks
     return [slice(begin, min(begin + step, blocks)) for begin in range(0, blocks, step)]
 
@@ -154,13 +155,13 @@ class _LowRankState:
 
 
 class PowerSGDHook:
-    """PowerSGD: treats a bucket as a square matrix, and sends two thin factors of it, with `rank` columns each.
+    """PowerSGD: treats a bucket as a square matrix M, and sends two factors of M, P and Q, with `rank` columns each.
 
     Each step does one power iteration, which moves the factors of the last step towards the largest singular vectors of
-    the matrix M. P = M Q is averaged over the ranks and made orthonormal, Q = M^T P is averaged, and the result is P
-    Q^T. Every rank gets the same bits if all ranks have the same processor and libraries. For a bucket of n elements,
-    the hook sends 2 * rank * sqrt(n) elements. If it would send more than n / 2 elements, or if the elements are
-    integers or complex numbers, the hook all-reduces the bucket without compression.
+    M. The hook averages P = M Q over the ranks, and makes the columns of P orthonormal. Then the hook averages Q = M^T
+    P. The result is P Q^T. Every rank gets the same bits if all ranks have the same processor and libraries. For a
+    bucket of n elements, the hook sends 2 * rank * sqrt(n) elements. If the hook would send more than n / 2 elements,
+    or if the elements are integers or complex numbers, the hook all-reduces the bucket without compression.
 
     Args:
         rank: the number of columns of each factor. More columns make the compression error smaller and the hook slower.
@@ -182,12 +183,12 @@ class PowerSGDHook:
         self.settings = f"PowerSGDHook(rank={rank}, start_after={start_after})"  # these must be equal on all ranks
 
     def reset(self) -> None:
-        """Resets the stored compression errors, the factors and the number of steps."""
+        """Resets the stored compression errors, the factors and the number of steps of all buckets."""
         self._states.clear()
         self._steps.clear()
 
     def __call__(self, bucket: GradientBucket) -> Any:
-        """Returns `bucket.flat` with the reduced values, or the future of an all-reduce into it.
+        """Returns `bucket.flat` with the reduced values, or the future of an all-reduce into `bucket.flat`.
 
         Every rank must call the hook for the same buckets in the same order.
 

@@ -84,7 +84,7 @@ def machine_identity() -> str:
 
 
 class Latch:
-    """A flag that threads can wait for, and that can be set and cleared.
+    """A flag for which threads can wait. Any thread can set or clear the flag.
 
     gradsync uses a Latch instead of threading.Event. If Ctrl-C arrives as a wait begins, the inner lock of an Event
     stays held, and the thread that sets the Event would wait for ever. In a Latch, each wait has its own lock.
@@ -106,7 +106,7 @@ class Latch:
         self.is_set = False
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until the flag is set; returns False if that takes longer than `seconds`."""
+        """Waits until the flag is set; returns False if the flag is not set within `seconds`."""
         waiting = threading.Lock()
         waiting.acquire()
         self._waiting.append(waiting)
@@ -131,8 +131,12 @@ def run_with_timeout(
         seconds: the number of seconds that the function may take.
         check: a function that is called repeatedly during the wait. If it raises an exception, the wait ends.
 
+    Returns:
+        The result of the function.
+
     Raises:
         TimeoutError: the function did not return in time.
+        BaseException: the function or `check` raised this exception.
     """
     outcome: list[_Result] = []
     errors: list[BaseException] = []
@@ -173,7 +177,7 @@ def blas_thread_variables(n_processes: int, environ: Mapping[str, str] = os.envi
     """Returns environment variables that divide the cores among the linear algebra threads of `n_processes` ranks.
 
     Args:
-        n_processes: number of ranks on this machine.
+        n_processes: the number of ranks on this machine.
         environ: the environment variables. The result leaves out the variables that are already set in `environ`.
 
     Returns:
@@ -249,7 +253,7 @@ def default_process_count(device_type: str = "auto") -> int:
 class MemoryGroup(NamedTuple):
     """A memory control group (cgroup). Its methods return None for values that cannot be read.
 
-    All values of a group include those of the groups inside this group.
+    All values of a group include the values of the groups inside this group.
 
     Attributes:
         directory: the path of the folder with the files of the group.
@@ -301,7 +305,7 @@ def memory_groups(root: str = "") -> list[MemoryGroup]:
     paths = _group_paths(f"{root}/proc/self/cgroup")
     for folder, controller, is_v1 in (("/sys/fs/cgroup/memory", "memory", True), ("/sys/fs/cgroup", "", False)):
         # In a container, the path may begin with names of the host that the container does not see. Then only the
-        # folder itself has files: they belong to the container's group.
+        # folder itself has files, which belong to the container's group.
         names = [name for name in paths.get(controller, "").split("/") if name]
         parents = ["/".join((root + folder, *names[:depth])) for depth in range(len(names), -1, -1)]
         groups = [MemoryGroup(parent, is_v1) for parent in parents]
@@ -363,7 +367,7 @@ def _lines(path: str) -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of the network interface with an address, such as "eth0"; None if no interface has it.
+    """Returns the name of the network interface with an address, such as "eth0"; None if no interface has the address.
 
     Args:
         address: a numeric IPv4 or IPv6 address.
@@ -400,10 +404,10 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def own_addresses() -> list[str]:
-    """Returns the numeric addresses at which other machines may reach this one, IPv4 first.
+    """Returns the numeric addresses at which other machines may reach this machine, IPv4 first.
 
     The list leaves out loopback addresses, link-local addresses and addresses of container bridges, because many
-    machines have the same ones.
+    machines have the same addresses of these kinds.
     """
     import ipaddress
 

@@ -23,15 +23,15 @@ def shard_indices(
     uneven: str = "pad",
     communicator: Communicator | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Returns the indices of this rank's samples in an epoch. Needs no communication, and no init_process_group().
+    """Returns the indices of this rank's samples in an epoch. Works without communication and init_process_group().
 
     All ranks put the samples into the same order. Rank r gets the samples at positions r, r + world_size, r + 2 *
-    world_size and so on. So the ranks together have every sample (see `uneven`). The order depends only on `n`, `seed`
-    and `epoch`: it is the same for any number of ranks and any version of NumPy.
+    world_size and so on. Together the ranks have every sample, except with uneven="drop". The order depends only on
+    `n`, `seed`, `epoch` and `shuffle`: it is the same for any number of ranks and any version of NumPy.
 
     Args:
         n: the number of samples in the data set. There may be fewer samples than ranks.
-        epoch: the epoch, 0 or more; each epoch has its own order.
+        epoch: the number of the epoch, 0 or more. With `shuffle`, each epoch has its own order.
         seed: the training's seed, 0 or more; the same on all ranks.
         shuffle: whether to shuffle the samples. False keeps the order of the data set.
         uneven: the rule for an `n` that is not a multiple of the number of ranks. "pad" repeats samples from the

@@ -1,8 +1,9 @@
 """JAX: averages the gradients of a pytree over the ranks, inside or outside jax.jit, and broadcasts a pytree.
 
-JAX's arrays are read-only, so results are new arrays. On the CPU the adapter copies neither gradients nor results. The
-adapter copies arrays on a GPU through host memory, so use JAX's own collectives on GPUs. With gradsync's launcher you
-do not need jax.distributed; each rank uses only its own devices.
+JAX's arrays are read-only, so results are new arrays. On the CPU the adapter reads gradients without a copy, and JAX
+takes a result without a copy if its memory begins on a cache line. The adapter copies arrays on a GPU through host
+memory, so use JAX's own collectives on GPUs. With gradsync's launcher you do not need jax.distributed; each rank uses
+only its own devices.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ Tree = TypeVar("Tree")
 def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicator | None = None) -> Tree:
     """Averages all gradients of a pytree over the ranks.
 
-    Every rank must call it, with a pytree that has the same paths, and leaves of the same shapes and dtypes. Inside
-    jax.jit, the gradients are averaged each time the compiled function runs, not when JAX traces it. All ranks must
-    then run the same compiled functions. A compiled function with several calls of average_gradients() runs them in the
-    order in which JAX traced them. Inside jax.jit, a failure raises an error of JAX that contains gradsync's text. A
-    compiled function runs in parallel with your program: wait for its results (jax.block_until_ready) before you call
-    another collective.
+    Every rank must call this function, with a pytree that has the same paths, and leaves of the same shapes and dtypes.
+    Inside jax.jit, gradsync averages the gradients each time the compiled function runs, not when JAX traces it. All
+    ranks must then run the same compiled functions. A compiled function with several calls of average_gradients() runs
+    these calls in the order in which JAX traced them. Inside jax.jit, a failure raises an error of JAX that contains
+    gradsync's text. A compiled function runs in parallel with your program: wait for its results
+    (jax.block_until_ready) before you call another collective.
 
     Args:
         tree: any pytree of arrays or numbers; None is not a leaf.
@@ -78,8 +79,8 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
 def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None = None) -> Tree:
     """Sends the root's pytree, e.g. parameters and optimiser state, to all ranks.
 
-    Every rank must call it, with a pytree that has the same paths, and arrays of the same shapes and dtypes. gradsync
-    sends leaves that are not arrays, such as step counters, by pickle, so ranks must trust the root.
+    Every rank must call this function, with a pytree that has the same paths, and arrays of the same shapes and dtypes.
+    gradsync sends leaves that are not arrays, such as step counters, by pickle, so ranks must trust the root.
 
     Args:
         tree: any pytree; its leaves do not change.

@@ -11,8 +11,8 @@ gradsync passes CUDA tensors to NCCL through DLPack. Nobody has run this adapter
 
 Autograd calls a hook for each parameter whose gradient it has accumulated. At the end of the pass, before
 loss.backward() returns, autograd calls a callback. After an exception autograd deletes this callback at once, without
-calling it. This deletion shows the adapter that the pass has failed; the adapter then ends the pass on the other ranks,
-so that they need not wait.
+calling it. From this deletion the adapter knows that the pass has failed. The adapter then ends the pass on the other
+ranks, so that these ranks do not wait for this rank.
 
 Python's garbage collector cannot follow the references from a parameter to its hooks. If an object has a reference to a
 parameter, and the parameter's hook refers back to the object, Python never collects the two. So no hook has a strong
@@ -48,7 +48,7 @@ except ModuleNotFoundError as error:
 
 _BFLOAT16 = "bfloat16"  # PyTorch and NumPy exchange arrays of bfloat16 as 16-bit integers
 
-# A module that outlives its Synchronised is synchronised as before.
+# If the program deletes a Synchronised, but not its module, gradsync still synchronises the module's gradients.
 _passes_by_module: WeakKeyDictionary[torch.nn.Module, _BackwardPasses] = WeakKeyDictionary()
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -166,10 +166,10 @@ class Synchronised(torch.nn.Module):
     def join(self) -> Iterator[Join]:
         """Returns a context manager for a loop over batches in which ranks may have different numbers of batches.
 
-        A rank whose loop has ended waits at the end of the block. It takes part in the collectives with zeros until all
-        loops have ended.
-        After the block, gradsync copies the parameters and buffers to all ranks from a rank that had a batch in the
-        last step. Within the block gradsync does not broadcast buffers. See AllreduceCallback.join.
+        A rank whose loop has ended waits at the end of the block. This rank takes part in the collectives with zeros
+        until all loops have ended. After the block, gradsync copies the parameters and buffers to all ranks from a rank
+        that had a batch in the last step. Within the block gradsync does not broadcast buffers. See
+        AllreduceCallback.join.
 
         Raises:
             InvalidArgument: find_unused_parameters is True; this option needs a collective that ranks without batches
@@ -224,7 +224,7 @@ class Synchronised(torch.nn.Module):
 
 
 def _release(module: torch.nn.Module) -> None:
-    """Removes the hooks of an earlier Synchronised of the module or a submodule, so that nothing is reduced twice."""
+    """Removes the hooks of an earlier Synchronised of the module or a submodule, so that no hook reduces twice."""
     for part in module.modules():
         earlier = _passes_by_module.pop(part, None)
         if earlier is not None:
@@ -278,7 +278,7 @@ class _BackwardPasses:
         broadcasts_buffers: whether each synchronising pass copies the buffers of rank 0 to all ranks.
 
     Attributes:
-        is_synchronising: whether gradients are passed to the callback; if False, they stay on this rank.
+        is_synchronising: whether this object passes gradients to the callback; if False, gradients stay on this rank.
         broadcasts_buffers: see Args.
     """
 
@@ -455,7 +455,7 @@ class _BackwardPasses:
     def _complete(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Passes the gradients of local passes to the callback.
 
-        Older gradients are not passed, because an earlier synchronising pass has already reduced them.
+        The method does not pass older gradients, because an earlier synchronising pass has already reduced them.
 
         Returns:
             For each parameter 1 if it has a gradient on this rank, else 0.
@@ -463,7 +463,7 @@ class _BackwardPasses:
         for name, parameter in self._parameters.items():
             if name in self._with_local_gradient and name not in self._with_gradient and parameter.grad is not None:
                 self._hand_over(name, parameter)
-        # These gradients are kept, because the callback writes zeros to their memory in the buckets.
+        # The copies keep these gradients, because the callback writes zeros to their memory in the buckets.
         self._kept = {
             name: view.clone()
             for name, view in self._views.items()

@@ -18,19 +18,19 @@ _ENOUGH_PORTS = 1000
 _MOST_PORTS = 4096
 _MOST_KEPT = 64
 
-# The descriptors that reserve the newest ports, as integers: a socket object that is still open at exit prints a
-# warning.
+# The descriptors that reserve the newest ports. The deque has integers, because Python prints a warning if a socket
+# object is still open at exit.
 _kept: deque[int] = deque()
 
 
 def free_port() -> int:
     """Returns a TCP port that is not in use, for a server on any interface of this machine.
 
-    No socket is bound to the port, so that every kind of server can bind it, with or without SO_REUSEADDR. The kernel
-    gives this port neither to a server that binds port 0 nor to an outgoing connection, so the port stays free until
+    No socket is bound to the port, so every kind of server can bind the port, with or without SO_REUSEADDR. The kernel
+    does not give this port to a server that binds port 0, or to an outgoing connection. So the port stays free until
     the caller's server binds it, unless another program asks for this port number. If the kernel is configured to
     choose from all ports, another program can get the port before the caller's server. While the calling process lives,
-    no other call of `free_port` on this machine, or in this container, returns the same port; a process reserves only
+    no other call of `free_port` on this machine, or in this container, returns the same port. A process reserves only
     its 64 newest ports.
 
     Raises:
@@ -84,7 +84,7 @@ def _ports_to_try() -> range:
 
 
 def _reserve(port: int) -> int | None:
-    """Reserves a port: binds an abstract socket name, and returns its descriptor; None if the name is already bound.
+    """Reserves a port: binds an abstract socket name, and returns the socket's descriptor; None if the name is taken.
 
     An abstract name belongs to a network namespace, as ports do, and disappears with the process that holds it.
     """

@@ -22,7 +22,7 @@ from gradsync.rendezvous.sockets import bind_listener, format_address, is_loopba
 
 
 def own_address(host: str) -> str | None:
-    """Returns the IP address of a host name or address; None if it does not belong to this machine."""
+    """Returns the IP address of a host name or address; None if this address does not belong to this machine."""
     try:
         address = str(look_up(host, 0)[0][4][0])
     except (OSError, ValueError):  # not a host name or address
@@ -37,8 +37,9 @@ def launcher_endpoint(
     """Yields the rendezvous server's endpoint for a call of `launcher`, and its socket if this process hosts it.
 
     The endpoint and the socket are None if this call starts all ranks and `host` is loopback: the supervisor then makes
-    an endpoint. The endpoint has the secret b"" if the first launcher has made a secret on this machine: the ranks then
-    find it, as they would without a launcher (`rendezvous/hosting.py`).
+    an endpoint. If the first launcher on this machine has made the secret, the other launchers get an endpoint with the
+    secret b"". Their ranks read the secret from the first launcher's file, like ranks without a launcher
+    (`rendezvous/hosting.py`).
 
     Args:
         host, port: the address at which the first launcher hosts the server.
@@ -80,9 +81,9 @@ def launcher_endpoint(
 
 @contextlib.contextmanager
 def _published_secret(address: str) -> Iterator[bytes]:
-    """Writes a new secret to a file, in which the ranks of this machine's other launchers find it.
+    """Writes a new secret to a file, from which the ranks of this machine's other launchers read it.
 
-    The file is removed when the context ends.
+    When the context ends, the function removes the file.
     """
     secret = os.urandom(32)
     path = secret_path(address)

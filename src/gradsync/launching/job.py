@@ -1,6 +1,6 @@
-"""The description of a launch: the program, the number of processes and the options; each rank's environment variables.
+"""The description of a launch (program, number of processes, options), and each rank's environment variables.
 
-The variables are gradsync's own variables, torchrun's variables, and the rank's GPU.
+The launcher sets gradsync's own variables, torchrun's variables, and the variable of the rank's GPU.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Target(NamedTuple):
         record: the data that a rank reads at its start (the start record); `marshal` can write all of it.
         command_line: the arguments that `ps` shows for the rank.
         descriptors: file descriptors that the ranks inherit.
-        call: the function with its positional and keyword arguments, if the ranks are forked and inherit the call; else
-            None.
+        call: the function with its positional and keyword arguments, if the ranks are forked and inherit the call;
+            otherwise None.
     """
 
     record: dict[str, Any]
@@ -70,12 +70,12 @@ class Job:
         master_addr: the value of MASTER_ADDR in the ranks, for the user's own use.
         master_port: the value of MASTER_PORT in the ranks, for the user's own use; None or 0 chooses a free port.
         rendezvous_port: the port of the rendezvous server on 127.0.0.1; 0 chooses a free port.
-        endpoint: the address and secret of a rendezvous server that several launchers share; by default this launcher
-            hosts its own server.
-        listener: the endpoint's bound socket, if this process runs the server.
+        endpoint: the address and secret of the rendezvous server, if the caller has chosen them, for example because
+            several launchers share the server. By default the supervisor hosts a server with a new secret.
+        listener: the bound socket at the endpoint's address, if this process runs the server.
         start_method: "spawn", "fork" or "forkserver".
-        gpus: the value of CUDA_VISIBLE_DEVICES for each process; by default each inherits this process's value.
-        stdin_rank: the rank that gets this process's standard input; the others read /dev/null.
+        gpus: the value of CUDA_VISIBLE_DEVICES for each process; by default each process inherits this process's value.
+        stdin_rank: the rank that gets this process's standard input; the other ranks read /dev/null.
         grace_seconds: the time between SIGTERM and SIGKILL.
         max_restarts: the limit of restarts; a restart starts all ranks again after a failure.
         state_dir: the folder where ranks keep their state across restarts; the ranks find its path in
@@ -141,7 +141,7 @@ def rank_environment(
     restart: int = 0,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Returns a rank's environment variables: those inherited from this process, and the rank's own.
+    """Returns a rank's environment variables: the variables inherited from this process, and the rank's own variables.
 
     Args:
         job: the job that the rank belongs to.
@@ -190,8 +190,8 @@ def rank_environment(
     kept = {name: value for name, value in environ.items() if name not in removed}
     blas = blas_thread_variables(job.n_ranks, environ)
     torchrun = {
-        # torchrun calls a machine a group. These values assume equal machines; `nodes.py` replaces them by the true
-        # values.
+        # torchrun calls a machine a group. These values are right if all machines have equally many ranks; `nodes.py`
+        # replaces them by the true values.
         "GROUP_RANK": str(job.rank_start // job.n_ranks),
         "GROUP_WORLD_SIZE": str(-(-job.world_size // job.n_ranks)),
         "ROLE_NAME": "default",
@@ -208,7 +208,7 @@ def rank_environment(
 
 
 def log_added_variables(job: Job, environ: Mapping[str, str] = os.environ) -> None:
-    """Logs the variables (of NCCL, and for the number of threads) that the launcher sets because the user has not."""
+    """Logs the variables (of NCCL, and for the number of threads) that the launcher sets and the user has not set."""
     environment.configure_logging(environ)
     added = _nccl_variables(job) | blas_thread_variables(job.n_ranks, environ)
     names = " ".join(f"{name}={value}" for name, value in added.items() if name not in environ)

@@ -1,9 +1,9 @@
-"""`gs.launch`: calls a function in several rank processes on this machine; and what `gs.spawn` and `gs.launcher` share.
+"""`gs.launch`: calls a function in several rank processes on this machine.
 
-A call is prepared before any process starts. The launcher sends it as bytes that pickle has made, or cloudpickle if
-pickle cannot pickle the call. A rank reads the call with `pickle.loads` in both cases; `pickle.loads` imports
-cloudpickle if needed. Forked ranks inherit the call, so nothing is sent. After the run, the results or the error go to
-the caller.
+`gs.spawn` and `gs.launcher` use functions of this module too. The launcher pickles the call before any process starts,
+with pickle, or with cloudpickle if pickle cannot pickle the call. A rank reads the call with `pickle.loads` in both
+cases; `pickle.loads` imports cloudpickle if needed. Forked ranks inherit the call, so the launcher does not pickle it.
+After the run, the caller gets the results or the error.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _CUDA_SUCCESS = 0
 
 
 class WorkerError(GradsyncError, ProcessError):
-    """A worker of `launch` failed; no other worker runs any more.
+    """A worker (a rank process of `launch`) failed; gradsync has ended the other workers.
 
     The first line of the error reads "worker[1] failed with exitcode=2".
 
     Attributes:
         msg: the failure in words, and the worker's traceback if there is one.
-        exitcode: the worker's exit code; -n if signal n killed it; None if it could not be killed.
+        exitcode: the worker's exit code; -n if signal n killed the worker; None if gradsync could not kill the worker.
         worker_id: the worker's rank.
         results: a dictionary from rank to return value, for the workers that had sent their values.
     """
@@ -104,10 +104,10 @@ def launch(
         with code 0 before the function returns.
 
     Raises:
-        InvalidArgument: `args` is a tuple of length 1, or of as many items as `func` has required parameters, so it may
-            be meant as separate arguments, as before 0.2. Or the function or its argument cannot be pickled, `nprocs`
-            is not a positive integer, the `__main__` guard is missing, or ranks would be forked although this process
-            has initialised CUDA.
+        InvalidArgument: `args` is a tuple of length 1, or of as many items as `func` has required parameters: perhaps
+            the caller means separate arguments, as before 0.2. Or the function or its argument cannot be pickled,
+            `nprocs` is not a positive integer, the `__main__` guard is missing, or the start method is "fork" and this
+            process has initialised CUDA.
         WorkerError: a worker failed.
         MainProcessError: this process received SIGINT, SIGTERM or SIGHUP (only if its main thread called `launch`).
     """
@@ -131,7 +131,7 @@ def launch(
 
 
 def _arguments(func: object, args: Any) -> tuple[Any, ...]:
-    """Returns the positional arguments of the call: `args` as the only one, or none if `args` is an empty tuple.
+    """Returns the positional arguments of the call: `args` as the only argument; none if `args` is an empty tuple.
 
     Raises:
         InvalidArgument: `args` is a tuple that may be meant as several arguments: before 0.2, launch(f, (a, b)) called
@@ -167,10 +167,10 @@ def set_start_method(method: str) -> None:
 
     Args:
         method: "spawn" (the default) starts fresh interpreters: the function and its arguments must be picklable, and a
-            script needs the `if __name__ == "__main__":` guard. "forkserver" does the same as "spawn", for programs
-            that use this name with multiprocessing. "fork" copies this process with its memory: closures and notebook
-            functions work, but CUDA must not be initialised, and locks that other threads hold at that moment are never
-            released in the copies.
+            script needs the `if __name__ == "__main__":` guard. "forkserver" means the same as "spawn": programs may
+            use this name, because multiprocessing has it. "fork" copies this process with its memory: closures and
+            notebook functions work, but CUDA must not be initialised. If another thread holds a lock at the fork, no
+            thread ever releases this lock in the copies.
 
     Raises:
         InvalidArgument: there is no such method.
@@ -180,7 +180,7 @@ def set_start_method(method: str) -> None:
 
 
 def chosen_start_method(who: str, method: str | None) -> str:
-    """Returns the start method of a call: the method that the call names, or else the one from `set_start_method`.
+    """Returns the start method of a call: the method that the call names, or else the method of `set_start_method`.
 
     Args:
         who: the name of the public function, for the error.
@@ -261,8 +261,8 @@ def _pickled_target(call: Call, name: str) -> Target:
     ranks_import_main = _has_main(preparation)
     if not ranks_import_main:
         preparation.pop("init_main_from_path", None)
-    # Queues and locks of multiprocessing can be pickled only while multiprocessing spawns a process, so pretend that it
-    # does.
+    # Queues and locks of multiprocessing can be pickled only while multiprocessing spawns a process. The next line
+    # pretends that multiprocessing spawns a process.
     context.set_spawning_popen(inherited)
     try:
         record = {
@@ -465,7 +465,7 @@ def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
 
 
 def failure(outcome: Outcome, root: RankOutcome, message: str) -> RankFailed:
-    """Returns the error for a run with a failed rank; it has the return values that have arrived from other ranks.
+    """Returns the error for a run with a failed rank; the error has the return values that other ranks have sent.
 
     Args:
         outcome: the outcome of the run.
@@ -489,7 +489,7 @@ def failure(outcome: Outcome, root: RankOutcome, message: str) -> RankFailed:
 
 
 def raise_for_signal(outcome: Outcome) -> None:
-    """Raises the exception for the signal that ended a run; does nothing if no signal did.
+    """Raises the exception for the signal that ended a run; does nothing if no signal ended the run.
 
     Raises:
         KeyboardInterrupt: the signal was SIGINT.

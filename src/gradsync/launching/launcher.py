@@ -1,7 +1,7 @@
-"""`gs.launcher`: a decorator that makes each call of a function run it on several ranks.
+"""`gs.launcher`: a decorator that makes each call of a function run the function on several ranks.
 
-Ranks import scripts with decorated functions too, so the modules that start ranks are imported only when a decorated
-function is called.
+Ranks import scripts with decorated functions too, so this module imports the modules that start ranks only when the
+program calls a decorated function.
 """
 
 from __future__ import annotations
@@ -66,17 +66,18 @@ def launcher(
     *,
     start_method: str | None = None,
 ) -> Callable[..., Any]:
-    """Decorates a function, so that a call runs it in `n_gpus` processes on this machine, one per rank.
+    """Decorates a function, so that a call runs the function in `n_gpus` processes on this machine, one per rank.
 
-    It can be used as `@gs.launcher`, as `@gs.launcher(n_gpus=2)`, or as a call: `gs.launcher(func, 2)`. In each rank
-    the process group is initialised before the function runs (`gs.get_communicator()` returns its communicator), and
-    destroyed when the function has ended. With the start methods "spawn" and "forkserver" a script that calls the
-    function needs the `if __name__ == "__main__":` guard. Nothing starts, and no port is bound, before the call.
+    Write `@gs.launcher`, `@gs.launcher(n_gpus=2)`, or the call `gs.launcher(func, 2)`. In each rank, gradsync
+    initialises the process group before the function runs, and destroys the process group when the function has ended.
+    With the start methods "spawn" and "forkserver" a script that calls the function needs the `if __name__ ==
+    "__main__":` guard. gradsync starts processes and binds ports only during a call.
 
     For a run on several machines, every machine calls the function with the same `world_size`, `master_ip` and `port`,
-    and its own `rank_start`. All ranks wait for each other after the group is initialised and before they leave it. The
-    machine with rank_start 0 hosts the rendezvous server at `master_ip`:`port`. If other machines can reach this
-    address, every machine needs the secret of the run, in a file of mode 0600 whose path is in GRADSYNC_SECRET_FILE.
+    and its own `rank_start`. All ranks then wait for each other after they have joined the process group, and before
+    they leave it. The machine with rank_start 0 hosts the rendezvous server at `master_ip`:`port`. If other machines
+    can reach this address, every machine needs the secret of the run, in a file of mode 0600 whose path is in
+    GRADSYNC_SECRET_FILE.
 
     Args:
         func: the function to decorate. Lambdas, closures and functions of a notebook need cloudpickle, or the start
@@ -98,7 +99,7 @@ def launcher(
         The decorated function. Calling it returns a list of the return values of this machine's ranks, in their order.
         The value is None, with a RuntimeWarning, for a process that exits with code 0 before the function returns. The
         call raises InvalidArgument if the function or an argument cannot be pickled, or if forked ranks could not use
-        CUDA. It raises RankFailed if a rank fails; the attributes of this error are the rank, its exit code and
+        CUDA. The call raises RankFailed if a rank fails; the attributes of this error are the rank, its exit code and
         traceback, and the return values of the ranks that had finished. The call raises AuthenticationError if the
         secret is missing, and RendezvousError if the port is taken. Ctrl-C raises KeyboardInterrupt. SIGTERM and SIGHUP
         raise SystemExit(128 + n), where n is the signal's number.
@@ -143,7 +144,7 @@ def launcher(
 
 
 def _check_node(n_gpus: int | None, world_size: int | None, rank_start: int, master_ip: object, port: int) -> None:
-    """Checks that this node's ranks are within world_size, and that every node but the first is given a port."""
+    """Checks that this node's ranks are within world_size, and that every node except the first has a port."""
     if not isinstance(master_ip, str) or not master_ip:
         raise InvalidArgument(f"launcher needs master_ip to be an address or a host's name, got {master_ip!r}")
     if rank_start > 0 and world_size is None:
@@ -273,9 +274,9 @@ def call_in_group(
     Args:
         function: the function, or its name as `_reference` returns it.
         backend: the backend for `init_process_group`.
-        has_others: whether other machines have ranks too. Then no rank calls the function before all ranks have joined
-            the group, and no rank leaves the group before the function has returned in all ranks.
-        args, kwargs: the arguments of the function.
+        has_others: whether other launchers have ranks too. Then no rank calls the function before all ranks have joined
+            the process group, and no rank leaves the process group before the function has returned in all ranks.
+        args, kwargs: the positional and keyword arguments of the function.
 
     Returns:
         The function's return value.

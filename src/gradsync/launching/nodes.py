@@ -2,16 +2,16 @@
 
 Node 0 hosts one server, for the launchers and for their ranks. Each start of the ranks has four steps:
 
-1. All launchers join at the server, again for each start, and exchange their records (`_NodeRun._join`). A launcher
-that was lost, and that the user has started again, takes part in the next start. 2. Each launcher starts its ranks and
-watches them (`Supervisor`). 3. The first launcher whose ranks fail, or that gets a signal, sets the key "cause" on the
-server; all launchers read this key, and end their ranks (`_Link`). 4. When its ranks have ended, each launcher waits
-until the ranks of all machines have ended. With the same cause all launchers return the same exit code, or start the
-ranks again.
+1. All launchers join at the server, again for each start, and exchange their records (`_NodeRun._join`). If the server
+has lost a launcher, and the user has started this launcher again, it takes part in the next start. 2. Each launcher
+starts its ranks and watches them (`Supervisor`). 3. The first launcher whose ranks fail, or that gets a signal, sets
+the key "cause" on the server; all launchers read this key, and end their ranks (`_Link`). 4. When its ranks have ended,
+each launcher waits until the ranks of all machines have ended. All launchers know the same cause, so all launchers
+return the same exit code, or all start the ranks again.
 
 If a launcher dies, or its machine loses its network, the server reports this to the other launchers. Threads wait for
-messages from the other launchers, and wake the supervisor's loop by a number in its `SignalInbox`, as a signal does; so
-the loop never waits for the network.
+messages from the other launchers. To wake the supervisor's loop, such a thread puts a number into the `SignalInbox`,
+like a signal. So the loop never waits for the network.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ from gradsync.rendezvous.secret_files import Endpoint
 from gradsync.rendezvous.server import RendezvousServer
 from gradsync.rendezvous.sockets import ConnectionLost, bind_listener
 
-# Less than the 5 s between the server's notices, which could otherwise name a launcher that is about to connect again.
+# Less than the 5 s between the server's notices: otherwise the server could report a launcher as missing that is about
+# to connect again.
 _JOIN_NOTICE_SECONDS = 4.0
 _RETRY_SECONDS = 0.5
 _EXCHANGE_SECONDS = 30.0  # how long to wait for the records of all launchers that have joined
 _LEAVING_SECONDS = 5.0  # how long node 0 waits until the other launchers have left, at the end
 _LEAVING_AFTER_LOSS_SECONDS = 0.5
-_CAUSE_SECONDS = 1.0  # how long a launcher whose ranks failed because of another rank lets others report first
+_CAUSE_SECONDS = 1.0  # how long a launcher waits for another launcher's cause, if its ranks failed because of others
 _NO_LIMIT_SECONDS = 1e8  # no limit is needed: heartbeats detect a launcher that is gone
 _MAX_CAUSE_BYTES = 60 * 1024  # the largest value on the server
 _START_BYTES = 8
@@ -82,7 +83,7 @@ class NodeOptions:
         rendezvous: host:port of the rendezvous server, as the user wrote it.
         secret: the secret of the run.
         join_timeout_seconds: how long a launcher waits until the other launchers have joined.
-        node_address: this machine's address, if the user gave it; else None.
+        node_address: this machine's address, if the user gave an address; otherwise None.
     """
 
     nnodes: int
@@ -203,12 +204,12 @@ class NodeRecord(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """Why the ranks of all machines end: a failure or a signal on one machine.
+    """The reason why the ranks of all machines end: a failure or a signal on one machine.
 
     Attributes:
         node: the machine's number.
-        how: what happened to the node, in words that follow the node's name.
-        text: the report on the rank that failed; "" if the cause is no rank.
+        how: the event on the node, in words that follow the node's name, such as "was ended by SIGTERM".
+        text: the report on the rank that failed; "" if no rank is the cause.
         exit_code: the exit code of all launchers.
         may_retry: whether the ranks may be started again.
         is_lost: whether the node's launcher is gone.
@@ -231,7 +232,7 @@ class Cause(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes, reader: int) -> Cause:
-        """Returns the cause that a launcher has sent; if it cannot be read, a cause on the reader's node that says so.
+        """Returns the cause that a launcher has sent. If the bytes are invalid, returns a cause that says so.
 
         Args:
             data: the cause as bytes.
@@ -344,7 +345,7 @@ def _check_reachable(host: str, address: str, notices: Notices) -> None:
 
 
 class _NodeRun:
-    """One run: starts the ranks, and restarts them after failures."""
+    """One run on several machines: starts this machine's ranks, and restarts them after failures."""
 
     def __init__(
         self,
@@ -383,8 +384,8 @@ class _NodeRun:
         """Starts the ranks once, and waits until they have ended.
 
         Returns:
-            Why the ranks ended, or None if all ranks ended well; the text to print; and whether the ranks may be
-            started again.
+            The cause of the ranks' end, or None if no rank failed; the text to print; and whether the launcher may
+            start the ranks again.
         """
         with contextlib.ExitStack() as stack:
             master_port = 0 if self._server is None else stack.enter_context(reserved_port())
@@ -441,7 +442,7 @@ class _NodeRun:
             This launcher's connection to the server, and the records of all launchers, in the order of the nodes.
 
         Raises:
-            RendezvousTimeout: not all launchers joined in time; the text names the missing ones.
+            RendezvousTimeout: not all launchers joined in time; the text names the missing launchers.
             AuthenticationError: the secrets differ.
             RendezvousError: the rendezvous server refused this launcher, or is gone.
             InvalidArgument: the options of the launchers differ.
@@ -578,11 +579,11 @@ class _Link:
             self._client.close()
 
     def watch(self, signals: SignalInbox) -> None:
-        """Makes the supervisor end the ranks when a launcher reports a cause, or is lost; returns at once."""
+        """Makes the supervisor end the ranks when a launcher reports a cause, or is lost; returns immediately."""
         _run_in_thread(lambda: self._wait_for_cause(signals))
 
     def report(self, outcome: Outcome) -> None:
-        """Reports to the other launchers why the ranks on this machine will end; returns at once."""
+        """Reports to the other launchers why the ranks on this machine will end; returns immediately."""
         if self._cause is None:
             _run_in_thread(lambda: self._set_cause_of(outcome))
 
@@ -593,7 +594,7 @@ class _Link:
             outcome: how the ranks of this machine ended.
 
         Returns:
-            Why the ranks ended; None if all ranks ended well.
+            The cause of the ranks' end; None if no rank failed.
         """
         failed = outcome.exit_code != 0
         with contextlib.suppress(GradsyncError):  # `_loss` returns a failure
@@ -601,11 +602,11 @@ class _Link:
                 self._set_cause_of(outcome)
             if any(self._client.exchange("ended", b"failed" * failed, timeout_seconds=_NO_LIMIT_SECONDS)):
                 self._cause = Cause.from_bytes(self._client.get("cause"), self._node)
-        # A machine that is cut off is lost; the failures of its ranks, and of ranks here, follow from this.
+        # If a machine has lost its network, the loss is the cause, and failures of ranks on any machine follow from it.
         return self._loss() or self._cause or (cause_of(self._node, outcome) if failed else None)
 
     def _loss(self) -> Cause | None:
-        """Returns the cause if a launcher is lost: the one that the server names, or node 0 if the server is lost."""
+        """Returns the loss of a launcher, or of the server on node 0, as the cause; None if the server works."""
         if not self._client.has_failed():
             return None
         node, why = 0, "the rendezvous server on node 0 is gone, or this machine has lost its network"
@@ -623,7 +624,11 @@ class _Link:
             self._client.set("cause", cause.to_bytes(), replace=False)
 
     def _set_cause_of(self, outcome: Outcome) -> None:
-        """Sets the cause, unless another launcher was first; a mere consequence lets the cause come first."""
+        """Sets the cause, unless another launcher was first.
+
+        If the failure on this machine only follows from another rank's failure, the method first waits for a cause from
+        another launcher.
+        """
         root = outcome.root_cause
         error = None if root is None or outcome.signal_number is not None else root.error
         if error is not None and error.is_consequence and not error.is_timeout:  # a silent rank reports no error

@@ -34,15 +34,15 @@ class RankOutcome:
     Attributes:
         rank: the number of the rank.
         pid: the rank's process id, which is also the id of its session and process group; 0 until the rank has begun.
-        exit_code: the rank's exit code; -n if signal n killed the rank; 1, however its process ends after that, if the
-            rank has reported an error; None if the rank runs, or could not be killed.
+        exit_code: the rank's exit code; -n if signal n killed the rank; None if the rank still runs, or could not be
+            killed. If the rank has reported an error, exit_code is 1, whatever the exit code of its process is.
         result: the return value, if the rank ran a function.
-        error: the exception that ended the rank, if it reported one.
-        order: the rank's position among the failures, in the order of their detection; None if it did not fail.
+        error: the exception that ended the rank, if the rank reported an exception.
+        order: the rank's position among the failures, in the order of their detection; None if the rank did not fail.
         was_asked_to_end: whether the rank failed only after the supervisor had asked it to end.
-        memory_kill: the reason, in words, if the kernel's out-of-memory killer ended the rank; else None.
+        memory_kill: the reason, in words, if the kernel's out-of-memory killer ended the rank; otherwise None.
         was_paused: whether a signal such as SIGSTOP had paused the rank when the first rank failed.
-        peak_bytes: the peak memory in bytes of the rank, or of one of its child processes if that is larger; 0 until
+        peak_bytes: the peak memory in bytes of the rank, or of a child process of the rank with a larger peak; 0 until
             the rank has ended.
         last_lines: the last lines of the rank's output, if the launcher shows the output.
     """
@@ -123,13 +123,13 @@ class Outcome(NamedTuple):
 
     @property
     def may_be_tried_again(self) -> bool:
-        """Whether a restart is possible: a rank failed, and all ranks have ended, so that none still holds a GPU."""
+        """Whether a restart is possible: a rank failed, no signal came, and no rank still runs and holds a GPU."""
         root = self.root_cause
         return self.signal_number is None and root is not None and all(r.exit_code is not None for r in self.ranks)
 
     @property
     def exit_code(self) -> int:
-        """The launcher's exit code: 128 + n after signal n, else the root cause's exit code; 0 if no rank failed."""
+        """The launcher's exit code: 128 + n after signal n; the root cause's exit code; or 0 without a failure."""
         if self.signal_number is not None:
             return 128 + self.signal_number
         root = self.root_cause
@@ -173,7 +173,8 @@ def failure_text(outcome: Outcome) -> str:
     """Returns the report of a failed run: lines about the other ranks, then the cause with its traceback.
 
     Returns:
-        The report; "" if no rank failed, or if the ranks ended only because the launcher received a signal.
+        The report; "" if no rank failed. If the ranks ended only because the launcher received a signal, the report
+        contains only the ranks that could not be killed.
     """
     root = outcome.root_cause
     if root is None:
@@ -181,7 +182,7 @@ def failure_text(outcome: Outcome) -> str:
     alike = outcome.failed_alike
     others = [rank for rank in outcome.ranks if rank not in alike]
     if outcome.signal_number is not None and root.was_asked_to_end and root.exit_code is not None:
-        return "".join(_hanging(others))  # the ranks ended because the launcher asked them to
+        return "".join(_hanging(others))  # the ranks ended because the launcher asked them to end
     missed = {rank.error.missed_rank for rank in outcome.ranks if rank.error is not None}
     lines = [lines_on_others(others)]
     for rank in others:
@@ -202,7 +203,7 @@ def cause_text(outcome: Outcome) -> str:
     missed = root.error.missed_rank if root.error is not None and root.error.is_consequence else None
     shown = next((rank for rank in outcome.ranks if rank.rank == missed), root)
     lines = ""
-    # The last output of a single rank is right above the report; other ranks may have printed many lines after theirs.
+    # The last output of a single rank is right above the report. With several ranks, others may have printed later.
     if len(outcome.ranks) > 1 and shown.last_lines:
         last_lines = "".join(f"    {line}\n" for line in shown.last_lines[-_LAST_LINES:])
         lines = f"gradsync: the last output of rank {shown.rank}:\n{last_lines}"
@@ -265,10 +266,10 @@ class OomWatch:
         self._hits_before = [group.limit_hits() or 0 for group in self._groups]
 
     def kills(self) -> int:
-        """Returns how many processes the killer has ended in this process's control group; 0 if this cannot be read.
+        """Returns how many processes the killer has ended in this process's control group; 0 if this is not known.
 
-        If this process is in no control group, returns the number for the whole machine. The numbers of parent control
-        groups are not used, because they include processes of other programs.
+        If this process is in no control group, returns the number for the whole machine. The method does not use the
+        numbers of parent control groups, because they include processes of other programs.
         """
         return max(0, self._killed() - self._killed_before)
 

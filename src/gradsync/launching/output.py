@@ -1,8 +1,8 @@
 """The output of the launcher and its ranks: lines on the launcher's own streams, with the rank before each line.
 
 Each stream of the launcher has a thread that reads the ranks' pipes and writes to the stream. A blocked terminal blocks
-this thread, and never the supervisor; ranks then wait in print(), as they would without a launcher. All output is
-handled as bytes, so that bytes that are not valid text are written unchanged.
+this thread, and never the supervisor; ranks then wait in print(), as without a launcher. The thread reads and writes
+bytes, so that bytes that are not valid text stay unchanged.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ REPORT_SECONDS = 1.0
 _READ_BYTES = 64 * 1024
 _TAIL_BYTES = 16 * 1024
 _CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # the bytes of UTF-8 that begin no character
-# An incomplete line is shown if it is not complete after this long: it may be a question to the user.
+# After this time the launcher shows an incomplete line, because this line may be a question to the user.
 _PARTIAL_LINE_SECONDS = 0.1
 
 _ERASE_LINE = b"\x1b[K"
 
-# A line up to this length is written whole; a longer line is written in pieces, so that memory stays bounded.
+# The launcher writes a line up to this length whole, and a longer line in pieces, so that memory stays bounded.
 _MAX_LINE_BYTES = 256 * 1024
 
 # Colours of terminals with 256 colours: at least 4:1 contrast on black and on white; neighbours differ in hue. There is
@@ -44,10 +44,10 @@ _LOG_NAME = re.compile(r"rank-(\d+)(?:\.restart-\d+)?\.log", re.ASCII)
 
 
 class Notices:
-    """Prints the launcher's notices; drops them without an error if the terminal is gone.
+    """Prints the launcher's notices; drops the notices without an error if the terminal is gone.
 
     Args:
-        stream: the stream to print to; if it is None, nothing is printed.
+        stream: the stream to print to; None prints nothing.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -58,7 +58,7 @@ class Notices:
 
         Args:
             text: the lines.
-            wait_seconds: how long to wait for a blocked terminal before the lines are dropped; None means no limit.
+            wait_seconds: how long to wait for a blocked terminal before print() drops the lines; None means no limit.
         """
         with contextlib.suppress(OSError, ValueError):  # the stream has no reader
             if self._stream is not None and (wait_seconds is None or _takes_text(self._stream, wait_seconds)):
@@ -81,10 +81,9 @@ class OutputForwarder:
     """Writes the ranks' output to the launcher's streams, with a thread for each stream.
 
     Args:
-        stdout: the stream to which the ranks' stdout is written. Python replaces a closed stream by None; then this
-            output is dropped.
-        stderr: the stream to which the ranks' stderr is written; if it is None, this output is dropped.
-        prefix: whether each line begins with its rank; otherwise lines are written unchanged.
+        stdout: the stream that gets the ranks' stdout. None (Python's value for a closed stream) drops this output.
+        stderr: the stream that gets the ranks' stderr; None drops this output.
+        prefix: whether each line begins with its rank; if False, lines stay unchanged.
         log_dir: the folder for the ranks' log files, one for each rank; see `prepare_log_directory`.
         restart, ranks_elsewhere: see `prepare_log_directory`.
 
@@ -114,7 +113,7 @@ class OutputForwarder:
         self._ranks: dict[int, RankOutput] = {}
 
     def add(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
-        """Adds the pipes of a rank's output; this object closes their read ends. Call this before `start`.
+        """Adds the pipes of a rank's output; this object closes their read ends. Call this method before `start`.
 
         Args:
             rank: the rank; add each rank only once.
@@ -136,13 +135,13 @@ class OutputForwarder:
         return self._ranks[rank].last_lines()
 
     def finish(self, wait_seconds: float) -> bool:
-        """Writes all output that has arrived, and ends the threads. It can be called again, to wait for longer.
+        """Writes all output that has arrived, and ends the threads. Call this method again to wait for longer.
 
         Args:
             wait_seconds: how long to wait for a blocked terminal or a slow reader.
 
         Returns:
-            Whether the threads have ended. Otherwise they go on until the program ends.
+            Whether the threads have ended. If not, the threads continue until the program ends.
         """
         for writer in self._writers:
             writer.end()
@@ -193,7 +192,7 @@ class RankOutput:
             tail = self._tail
         if (
             len(tail) == _TAIL_BYTES
-        ):  # begins within a line; of a longer line, the end from a whole character on is left
+        ):  # the tail begins within a line: drops this line, or only a broken character if there is no other line
             first, _, rest = tail.partition(b"\n")
             tail = rest or first.lstrip(_CONTINUATION_BYTES)
         lines = tail.replace(b"\r\n", b"\n").decode("utf-8", "replace").split("\n")
@@ -208,20 +207,20 @@ class _RankStream:
         self.rank = rank
         self.descriptor = descriptor
         self.output = output
-        self.rest = b""  # the part of the incomplete line that is not shown for good
+        self.rest = b""  # the part of the incomplete line that is not shown yet, or that may still change
         self.due: float | None = None  # when to show an incomplete line
 
 
 class _Writer(threading.Thread):
     r"""A thread that copies the ranks' pipes to one destination; a blocked destination blocks only this thread.
 
-    With prefixes, each line is written as its last state: a program overwrites the states of a progress bar with \r.
-    Bars of several ranks overwrite each other.
+    With prefixes, the thread writes only the last state of each line: a program overwrites the states of a progress bar
+    with \r. The progress bars of several ranks overwrite each other.
 
     Args:
-        descriptor: the descriptor to write to; if it is -1, the output is dropped.
+        descriptor: the descriptor to write to; -1 drops the output.
         prefix: whether each line begins with its rank.
-        warnings: the descriptor to which warnings are written.
+        warnings: the descriptor that gets the warnings; -1 drops the warnings.
 
     Attributes:
         prints_loss: whether to print the reason if nothing can be written to the destination any more.
@@ -247,7 +246,7 @@ class _Writer(threading.Thread):
         self._selector.register(self._wake, selectors.EVENT_READ)
 
     def add(self, stream: _RankStream) -> None:
-        """Adds a stream; call it before the start."""
+        """Adds a stream; call this method before the thread starts."""
         self._streams.append(stream)
         self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
         self._label_width = max(self._label_width, len(_label(stream.rank)))
@@ -281,7 +280,7 @@ class _Writer(threading.Thread):
                 if stream.due is not None and stream.due <= time.monotonic():
                     self._show_rest(stream)
                 elif is_ending and stream.descriptor not in ready:
-                    self._end(stream)  # a process that outlives the run may hold it open
+                    self._end(stream)  # a process that outlives the run may hold the pipe open
 
     def _seconds_to_wait(self, is_ending: bool) -> float | None:
         if is_ending:
@@ -321,7 +320,7 @@ class _Writer(threading.Thread):
 
     def _write(self, stream: _RankStream, data: bytes) -> None:
         r"""Writes whole lines, the beginning of a line, or the state of a progress bar, which ends with \r."""
-        # Without prefixes a rank's stdout may continue a line of its stderr, as it would without a launcher.
+        # Without prefixes a rank's stdout may continue a line of its stderr, as without a launcher.
         owner = stream if self._has_prefix else stream.rank
         is_bar = self._has_prefix and data.endswith(b"\r")
         continues = self._open is owner and not is_bar
@@ -403,7 +402,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether to use colour, by Python's rule: NO_COLOR first, then FORCE_COLOR, then the terminal."""
+    """Returns whether to use colour, by Python's rule: NO_COLOR decides first, then FORCE_COLOR, then the terminal."""
     if environment.get("NO_COLOR"):
         return False
     if environment.get("FORCE_COLOR"):
@@ -450,7 +449,7 @@ def prepare_log_directory(directory: str, restart: int = 0, ranks_elsewhere: Con
             name = _LOG_NAME.fullmatch(entry.name)
             # A symbolic link stays, because the user has made it.
             if name and int(name[1]) not in ranks_elsewhere and entry.is_file(follow_symlinks=False):
-                with contextlib.suppress(FileNotFoundError):  # another launcher may have removed it
+                with contextlib.suppress(FileNotFoundError):  # another launcher may have removed the file
                     os.unlink(entry.path)
     except OSError as error:
         raise InvalidArgument(

@@ -39,11 +39,12 @@ main()"""
 def start_record(target: Target, secret: bytes, *, shows_lines: bool) -> Iterator[int]:
     """Yields the descriptor of an anonymous file with the start record, which every rank reads at its start.
 
-    A pipe is not enough: when it is full, the launcher would wait until a rank reads it, and could start no other rank.
+    A pipe is not enough: when the pipe is full, the launcher would wait until a rank reads from the pipe, and could
+    start no other rank.
 
     Args:
         target: the program of the ranks.
-        secret: the secret of the run; b"" if the ranks find it themselves.
+        secret: the secret of the run; b"" if the ranks find the secret themselves.
         shows_lines: whether the launcher shows the ranks' output line by line.
     """
     record = target.record | {"secret": secret, "shows_lines": shows_lines}
@@ -78,7 +79,7 @@ class RankProcess:
         self.status = self.report = self.sentinel = self._command = self._result_file = -1
         self._guard_pid = 0
         self._reap_guard: Callable[[], int] = lambda: 0
-        self._command_lock = threading.Lock()  # another thread may signal a rank while this one closes its pipes
+        self._command_lock = threading.Lock()  # one thread may signal the rank while another thread closes its pipes
 
     @no_other_fork()
     def start(
@@ -124,7 +125,7 @@ class RankProcess:
         return GuardDescriptors(*given)
 
     def read_report(self) -> bool:
-        """Reads the report if it has arrived; returns True if it has not arrived, but may still arrive."""
+        """Reads the rank's report if the report has arrived; returns True if the report may still arrive."""
         outcome = self.outcome
         if outcome.result is not None or outcome.error is not None:
             return False
@@ -184,7 +185,7 @@ class RankProcess:
         return found is not None and found.state == "T"
 
     def reap(self) -> None:
-        """Handles the end of a rank. Its status pipe has closed, which means that no process of the rank is left."""
+        """Handles the end of a rank whose status pipe has closed, or whose guard has ended."""
         code = self._reap_guard()
         if not self._has_ended and code != GAVE_UP:
             # The guard never began, or somebody killed the guard and the rank died with it.
@@ -270,7 +271,7 @@ class RankProcess:
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Blocks SIGINT; a rank that starts meanwhile inherits this, and unblocks SIGINT when it can handle it."""
+    """Blocks SIGINT; a rank that starts meanwhile has SIGINT blocked too, until the rank can handle this signal."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -27,9 +27,9 @@ class SignalInbox:
     """A context that collects SIGINT, SIGTERM, SIGHUP and SIGTSTP in the main thread, instead of their usual effect.
 
     Only the main thread can install handlers, so an inbox in another thread gets no signals. A signal that the process
-    ignores (as under nohup, or in a background job) stays ignored. SIGCHLD is an exception: if it were ignored, the
-    kernel would discard exit codes, and a failed rank would seem to have ended well. When the `with` block ends, each
-    signal that was not read takes its usual effect.
+    ignores (as under nohup, or in a background job) stays ignored. SIGCHLD is an exception: if a process ignores
+    SIGCHLD, the kernel discards exit codes, and a failed rank would seem to have succeeded. When the `with` block ends,
+    each signal that was not read takes its usual effect.
 
     Args:
         installs_handlers: whether to install signal handlers. Without handlers, for a program that continues while a
@@ -88,7 +88,7 @@ class SignalInbox:
                 signal.raise_signal(number)
 
     def put(self, number: int) -> None:
-        """Adds a signal as if it had arrived. Any thread may call this. After the `with` block it does nothing."""
+        """Adds a signal as if it had arrived. Any thread may call this method. After the `with` block: no effect."""
         with self._writing, contextlib.suppress(BlockingIOError):
             if self._writer >= 0:
                 os.write(self._writer, bytes([number]))
@@ -121,9 +121,9 @@ def _do_nothing(_number: int, _frame: FrameType | None) -> None:
 def no_other_fork() -> Iterator[None]:
     """Makes forks of other threads wait while this thread starts a process.
 
-    The children of such forks would keep copies of descriptors that this thread is about to close: of the rank's ends
-    of its pipes, from whose closing the launcher learns that the rank has ended, and of a pipe that `subprocess.Popen`
-    reads until the pipe is closed everywhere.
+    The child of such a fork would keep copies of descriptors that this thread is about to close. One of these
+    descriptors is the rank's end of a pipe: the launcher knows that the rank has ended when all copies of this end are
+    closed. Another belongs to a pipe that `subprocess.Popen` reads until all copies of the write end are closed.
     """
     with _fork_lock:
         yield
@@ -139,9 +139,9 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Runs in the child of every fork, also in user code: restores signal handling.
+    """Restores signal handling in the child of every fork, also of a fork in the user's code.
 
-    Otherwise a signal to the child would be written to the inbox of its parent.
+    Otherwise Python would write a signal to the child into the pipe of the parent's inbox.
     """
     global _fork_lock
     _fork_lock = threading.RLock()

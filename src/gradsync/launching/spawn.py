@@ -37,7 +37,7 @@ from gradsync.machine import Latch, default_process_count
 _PROXIES = ("http_proxy", "https_proxy")
 
 _KNOWN = ("start_method", "gpus", "ips", "backend", "print_config")
-# For each deprecated option, the option that gets its value, and what a warning adds.
+# For each deprecated option: the option that gets its value, and the end of the warning.
 _DEPRECATED = {
     "selected_devices": ("gpus", "; use gpus"),
     "cluster_node_ips": ("ips", "; use ips"),
@@ -58,8 +58,8 @@ def spawn(
     """Calls `func(*args)` in `nprocs` processes on this machine.
 
     Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
-    and the variables that `init_process_group()` needs; http_proxy and https_proxy are removed from it. The function
-    must call `init_process_group()` itself. When a process fails, gradsync ends the others. With the start methods
+    and the variables that `init_process_group()` needs, but not http_proxy and https_proxy. The function must call
+    `init_process_group()` itself. When a process fails, gradsync ends the other processes. With the start methods
     "spawn" and "forkserver" a script that calls `spawn` needs the `if __name__ == "__main__":` guard.
 
     Args:
@@ -67,14 +67,14 @@ def spawn(
             method "fork".
         args: the function's positional arguments. They must be picklable, unless the start method is "fork".
         nprocs: the number of processes; -1 means one per entry of `gpus`; without `gpus`, one per visible GPU; without
-            a GPU, one per usable core.
-        join: whether to wait for all processes. If it is False, a thread watches them while the caller continues.
+            a GPU, or with the backend "shm", one per usable core.
+        join: whether to wait for all processes. If False, a thread watches the processes while the caller continues.
         daemon: whether this program, at its end, ends the processes instead of waiting for them (only with
             `join=False`).
         **options: start_method: "spawn", "fork" or "forkserver"; by default the method of `gs.set_start_method`,
             initially "spawn". gpus: the GPUs of the processes, one for each, such as "4,5"; if CUDA_VISIBLE_DEVICES is
             set, it must contain these GPUs. ips: addresses of this machine. backend: the backend that
-            `init_process_group("auto")` uses; "auto" chooses it by the devices, and "gloo" is replaced by "shm".
+            `init_process_group("auto")` uses; "auto" chooses the backend by the devices, and "gloo" means "shm".
             print_config: whether to print the settings. These options are deprecated, and give a DeprecationWarning:
             selected_devices (use gpus), cluster_node_ips and node_ip (use ips), started_port (the port of the
             rendezvous server), use_paddlecloud.
@@ -84,7 +84,7 @@ def spawn(
 
     Raises:
         InvalidArgument: an option is unknown or has a wrong value, the function or an argument cannot be pickled, the
-            `__main__` guard is missing, or ranks would be forked although this process has initialised CUDA.
+            `__main__` guard is missing, or the start method is "fork" and this process has initialised CUDA.
         RankFailed: a process failed (only with `join`). If an exception ended the process, the error's text is "Process
             1 terminated with the following error:" and the traceback; otherwise the text names the signal or the exit
             code. A process that Ctrl-C has ended has no traceback.
@@ -207,17 +207,17 @@ class MultiprocessContext:
 
     @property
     def return_queues(self) -> list[RankQueue]:
-        """For each rank, a queue with the return value of its function, once it has arrived."""
+        """For each rank, a queue that gets the return value of the rank's function."""
         return [process.return_queue for process in self.processes]
 
     @property
     def error_queues(self) -> list[RankQueue]:
-        """For each rank, a queue with the traceback of the exception that ended it."""
+        """For each rank, a queue that gets the traceback of the exception that ended the rank."""
         return [process.error_queue for process in self.processes]
 
     @property
     def sentinels(self) -> list[int]:
-        """For each rank, a descriptor for `multiprocessing.connection.wait`: readable once the rank has ended."""
+        """For each rank, a descriptor for `multiprocessing.connection.wait`; see `SpawnedProcess.sentinel`."""
         return [process.sentinel for process in self.processes]
 
     def pids(self) -> list[int | None]:
@@ -231,7 +231,7 @@ class MultiprocessContext:
             timeout: how many seconds to wait at most.
 
         Returns:
-            True if all have ended, False at the timeout.
+            True if all ranks have ended, False at the timeout.
 
         Raises:
             RankFailed: a rank failed; all ranks have ended.
@@ -277,7 +277,7 @@ class MultiprocessContext:
             self.processes[rank.rank].update()
 
     def _interrupt(self) -> None:
-        """Ends the ranks as a Ctrl-C would, and waits for their end."""
+        """Ends the ranks like a Ctrl-C, and waits for their end."""
         while not self._end.is_set:
             self._signals.put(signal.SIGINT)
             with contextlib.suppress(KeyboardInterrupt):  # the loop forwards this second Ctrl-C too
@@ -298,7 +298,7 @@ class MultiprocessContext:
 
 
 def _end_if_interrupted(reference: weakref.ref[MultiprocessContext], pid: int) -> None:
-    """Ends the ranks if Ctrl-C ends the program. The interpreter calls this before it waits for its threads."""
+    """Ends the ranks if Ctrl-C ends the program. The interpreter calls this function before it waits for threads."""
     context = reference()
     # A forked copy of the program leaves the ranks alone.
     if context is not None and pid == os.getpid() and getattr(sys, "last_type", None) is KeyboardInterrupt:
@@ -323,8 +323,8 @@ class RankQueue:
     the object, or if an earlier call has returned the object.
 
     Args:
-        objects: the list to which the object is appended when it arrives.
-        is_settled: set when the object has arrived, or cannot arrive.
+        objects: the list that gets the object when the object arrives.
+        is_settled: a flag that is set when the object has arrived, or can no longer arrive.
         convert: a function that makes the result of `get` from the object.
     """
 
@@ -352,7 +352,7 @@ class RankQueue:
         return self._convert(thing)
 
     def empty(self) -> bool:
-        """Whether the queue is empty now."""
+        """Returns whether the queue is empty now."""
         return not self._objects
 
 
@@ -391,7 +391,7 @@ class SpawnedProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id, after waiting until the process has begun; None if it never began."""
+        """The process id; None if the process never began. Reading this property waits for the process's start."""
         self._begun.wait()
         return self._rank.outcome.pid or None
 
@@ -403,7 +403,7 @@ class SpawnedProcess:
         return self._rank.outcome.exit_code
 
     def is_alive(self) -> bool:
-        """Whether the process, or a process that it has started, still runs."""
+        """Returns whether the process, or a process that it has started, still runs."""
         return not self._ended.is_set
 
     def join(self, timeout: float | None = None) -> None:
@@ -426,7 +426,7 @@ class SpawnedProcess:
         """Puts the rank's report into its queue. Only the thread that watches the rank calls this method.
 
         Args:
-            has_ended: whether the rank has ended for sure, or cannot be killed.
+            has_ended: whether the caller knows that the rank has ended, or that gradsync cannot kill the rank.
         """
         outcome = self._rank.outcome
         has_ended = has_ended or self._rank.is_reaped

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradsync.rendezvous.client import RendezvousClient
     from gradsync.rendezvous.server import RendezvousServer
 
-_LEAVING_SECONDS = 5.0  # how long a server waits until the ranks of other launchers have left
+_LEAVING_SECONDS = 5.0  # how long this launcher's server waits for the ranks of other launchers to leave
 _LAST_OUTPUT_SECONDS = 2.0  # how long to wait for a blocked terminal at the end of the run
 _CHECK_SIGNALS_SECONDS = 0.2
 _FILES_OF_A_RANK = 9  # pipes for status, report, commands and output; the result; the connection to the server
@@ -63,8 +63,9 @@ def supervise(
 ) -> Outcome:
     """Runs a job until all its ranks have ended; restarts all ranks after a failure, as often as the job allows.
 
-    Hosts the rendezvous server of the run, unless the job has the endpoint of a different server. Forwards SIGINT,
-    SIGTERM and SIGHUP to the ranks; each of these signals ends the job, and its number is in the outcome.
+    The function hosts the rendezvous server of the run, unless the job has the endpoint of a different server. It
+    forwards SIGINT, SIGTERM and SIGHUP to the ranks. Each of these signals ends the job, and its number is in the
+    outcome.
 
     Args:
         job: the job.
@@ -97,7 +98,7 @@ def supervise(
 class Supervisor:
     """Runs the ranks of a job once, in two steps: `start` and `finish`. The caller can do other work in between.
 
-    No process is left when the context ends.
+    When the context ends, no process of the ranks is left, except a process that the kernel could not kill.
 
     Args:
         job, make_output, notices: see `supervise`.
@@ -262,7 +263,7 @@ class Supervisor:
                 self._selector.register(descriptor, selectors.EVENT_READ, rank)
 
     def _end_watching(self) -> None:
-        # Normally all ranks have ended already. After an exception in the launcher itself, this ends the ranks.
+        # Normally all ranks have ended already. After an exception in the launcher itself, this method ends the ranks.
         if self._running and not self._gave_up:
             self._plan_kill()
             self._wait_for_ends()
@@ -277,7 +278,7 @@ class Supervisor:
         return self._signal_number is not None or self._has_failed_elsewhere
 
     def _wait_for_ends(self) -> None:
-        """Waits until all ranks have ended; ends them when one fails or a signal comes."""
+        """Waits until all ranks have ended; ends all ranks when one rank fails or a signal comes."""
         while self._running and not self._gave_up:
             timeout = max(0.0, self._step_time - time.monotonic()) if self._steps else None
             for key, _ in self._selector.select(timeout):
@@ -362,12 +363,16 @@ class Supervisor:
         return _SETTLE_SECONDS if has_nothing_to_report else _ROOT_CAUSE_SECONDS
 
     def _silent_ranks(self) -> set[int | None]:
-        """Returns the silent ranks: other ranks timed out waiting for them. A silent rank will report no error."""
+        """Returns the silent ranks, for which other ranks have waited too long. A silent rank reports no error."""
         errors = [rank.outcome.error for rank in self.ranks]
         return {error.missed_rank for error in errors if error is not None and error.is_timeout}
 
     def _handle_signal(self, number: int) -> None:
-        """Forwards the first signal to the ranks; a later Ctrl-C kills them, and other later signals do nothing."""
+        """Handles a signal to the launcher: forwards, kills or suspends.
+
+        The first signal is forwarded to the ranks; if the launcher has already asked the ranks to end, the first signal
+        kills them. A later Ctrl-C kills the ranks, and other later signals do nothing. Ctrl-Z suspends the ranks.
+        """
         grace_seconds = self._job.grace_seconds
         if number == FAILED_ELSEWHERE:
             self._has_failed_elsewhere = True
@@ -393,8 +398,8 @@ class Supervisor:
     def _suspend(self) -> None:
         """Suspends the ranks and this process at Ctrl-Z, and continues the ranks when the shell continues this process.
 
-        The ranks are suspended first: a rank that runs while its launcher is suspended would treat the launcher as
-        dead.
+        This process suspends the ranks first: a rank that runs while its launcher is suspended would treat the launcher
+        as dead.
         """
         self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -411,7 +416,7 @@ class Supervisor:
         self._plan((0.0, signal.SIGKILL))
 
     def _plan(self, *steps: _Step) -> None:
-        """Plans the signals that end the ranks. The last signal is SIGKILL; a rank that survives it is abandoned."""
+        """Plans the signals that end the ranks. The launcher abandons ranks that survive the last signal, SIGKILL."""
         self._steps = [*steps, (_UNKILLABLE_SECONDS, _GIVE_UP)]
         self._step_time = time.monotonic() + steps[0][0]
 

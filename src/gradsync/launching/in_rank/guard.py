@@ -30,10 +30,11 @@ GAVE_UP = 71
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the guard forwards these if it receives them itself
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the signals to the guard that it forwards to the rank
 _SWEEP_SECONDS = 1.5  # a process that is left after this time is stuck in the kernel
 _SWEEP_WAIT_SECONDS = 0.02
-# Before Linux 5.3. The end of the command pipe is not enough: a child of the launcher may hold a copy of it.
+# Only before Linux 5.3: how often the guard checks whether the launcher is alive. The end of the command pipe is not
+# enough, because a child of the launcher may hold a copy of the pipe's write end.
 _LOOK_FOR_LAUNCHER_MS = 500
 
 
@@ -44,7 +45,8 @@ class GuardDescriptors(NamedTuple):
         status: the write end of the pipe on which the guard reports the rank's start and end.
         command: the read end of the pipe on which the launcher writes signals, one byte each. If this pipe closes, the
             launcher has died.
-        report: the write end of the pipe on which the rank sends the kind of its report, once it is in the result file.
+        report: the write end of the pipe on which the rank sends the kind of its report, once the report is in the
+            result file.
         result_file: an empty file in memory, for the rank's return value or error.
     """
 
@@ -181,7 +183,7 @@ class _Guard:
         os._exit(0 if self._rank_is_reaped else GAVE_UP)
 
     def _reap_all(self) -> bool:
-        """Reaps all children that have ended; returns whether any are left."""
+        """Reaps all children that have ended; returns whether other children are left."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -202,7 +204,7 @@ class _Guard:
 def _open_process(pid: int) -> int | None:
     """Opens a descriptor that is readable once a process has ended.
 
-    Returns None before Linux 5.3, or if no process has this id.
+    Returns None before Linux 5.3, and if no process has this id.
     """
     try:
         return os.pidfd_open(pid)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 #: Exit code of a rank or a command that Ctrl-C has ended: 128 + the number of SIGINT, as in shells.
 EXIT_CODE_INTERRUPTED = 130
-#: Advice if a rank does not find a function: a rank imports the script, and its `__name__` is then not "__main__".
+#: Advice if a rank does not find a function: a rank imports the script, and the script's `__name__` is then not
+#: "__main__".
 HOW_TO_DEFINE = "define it above the `if __name__` line, at the top level of its module"
 #: A function and its positional and keyword arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -82,7 +83,7 @@ def enter(rank: int, launcher_pid: int, descriptors: GuardDescriptors, record: i
 
 
 def _finish_forked(code: int) -> NoReturn:
-    """Ends this process as the interpreter would: waits for threads, calls exit handlers, flushes streams."""
+    """Ends this process like the interpreter: waits for threads, calls exit handlers, flushes streams."""
     import atexit
     import threading
 
@@ -161,14 +162,14 @@ def _read_start(descriptor: int) -> dict[str, Any]:
 
 
 def _accept_interrupts() -> None:
-    """Unblocks SIGINT. The launcher has blocked SIGINT, so that none arrives before the `try` block of `_run`."""
+    """Unblocks SIGINT, which the launcher has blocked, so that no SIGINT arrives before the `try` block of `_run`."""
     import signal
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _run_script(start: dict[str, Any]) -> None:
-    """Runs a file as `python file args` would."""
+    """Runs a file like `python file args`."""
     path = os.path.abspath(start["path"])
     module = _fresh_main([start["path"], *start["arguments"]])
     _prepend_path(path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path)))
@@ -185,7 +186,7 @@ def _run_script(start: dict[str, Any]) -> None:
 
 
 def _run_module(start: dict[str, Any]) -> None:
-    """Runs a module as `python -m module args` would."""
+    """Runs a module like `python -m module args`."""
     _fresh_main([start["module"], *start["arguments"]])
     _prepend_path(os.getcwd())
     _run_as_main(start["module"], is_module=True)
@@ -247,8 +248,8 @@ def _reset_multiprocessing() -> None:
 def _load_call(start: dict[str, Any]) -> Any:
     """Gives this process the launcher's sys.path and `__main__`, then unpickles the call.
 
-    The rank's environment variables were set before its interpreter started, so modules that are imported here see
-    them.
+    The rank's environment variables were set before its interpreter started, so modules that this function imports see
+    these variables.
     """
     global _importing_main
     import pickle
@@ -258,8 +259,7 @@ def _load_call(start: dict[str, Any]) -> Any:
         resource_tracker._resource_tracker._fd = start["tracker_descriptor"]  # type: ignore[attr-defined]
     _keep.append(sys.modules["__main__"])
     current: Any = process.current_process()
-    # With this flag, multiprocessing refuses to start processes from a script without the __main__ guard. So does
-    # gradsync.
+    # With these flags, multiprocessing and gradsync refuse to start processes from a script without the __main__ guard.
     current._inheriting = _importing_main = True
     try:
         spawn.prepare(pickle.loads(start["preparation"]))

@@ -1,10 +1,10 @@
 """The report of a rank, which the rank writes and the launcher reads: the return value of the function, or its error.
 
-At its end a rank writes its report into a file in memory, which the launcher has given to it. Then the rank writes the
-report's kind to the report pipe. A report can have any size: the launcher reads the file only when somebody wants the
-value, so no rank waits for the launcher. An error is text in JSON. A return value is pickled with pickle, or with
-cloudpickle if pickle fails, as it does for an instance of a class from a notebook. This module imports as little as
-possible, because every rank imports it at its start.
+At its end a rank writes its report into a file in memory, which the launcher has given to the rank. Then the rank
+writes the report's kind to the report pipe. A report can have any size, because a rank that writes to the file does not
+wait for the launcher. An error is text in JSON. A rank pickles a return value with pickle, or with cloudpickle if
+pickle fails, for example for an instance of a class from a notebook. This module imports as little as possible, because
+every rank imports it at its start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ErrorReport(NamedTuple):
         text: the traceback, without gradsync's own frames.
         summary: the last line of the traceback.
         is_consequence: whether the exception only reports that another rank is gone.
-        missed_rank: the rank that the exception reports as gone, if it names one.
+        missed_rank: the rank that the exception reports as gone, if the exception names a rank.
         is_unsendable: whether the function returned, and only its result could not be sent.
         is_timeout: whether the exception only reports that another rank was silent or late. The silent rank will report
             no error.
@@ -190,7 +190,7 @@ def from_json(kind: type[_Record], data: bytes) -> _Record:
     """Makes a NamedTuple from a JSON object with the same attributes.
 
     Raises:
-        ValueError: the data is no JSON object, or has other attributes than `kind`; the error's text has the reason.
+        ValueError: the data is not a JSON object, or its attributes differ from those of `kind` in name or type.
     """
     import json
     from typing import get_type_hints
@@ -203,7 +203,7 @@ def from_json(kind: type[_Record], data: bytes) -> _Record:
     if not isinstance(value, dict) or value.keys() != types.keys():
         raise ValueError(f"needs to be an object with the attributes {sorted(types)}")
     for name, attribute in value.items():
-        # isinstance(True, int) is true, but a bool is no number here.
+        # isinstance(True, int) is true, but this function does not accept a bool as a number.
         if not isinstance(attribute, types[name]) or (isinstance(attribute, bool) and types[name] is not bool):
             raise ValueError(f"{name} needs to be {types[name]}, got {type(attribute).__name__}")
     return kind(**value)
