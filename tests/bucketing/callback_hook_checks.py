@@ -191,7 +191,7 @@ SETTINGS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({"reduce_method": "sum"}, {}, "(sum)", "(mean)"),
     ({"threshold_bytes": 64}, {}, "", ""),
     ({"gradient_as_bucket_view": True}, {}, "gradient_buffers", "all_reduce"),
-    ({"missing": "zero"}, {"missing": "error"}, "all_reduce", "without one for"),
+    ({"missing": "zero"}, {"missing": "error"}, "all_reduce", "without a gradient for"),
 )
 
 

@@ -84,7 +84,7 @@ def broadcast_wrongly(comm: Any, kit_name: str) -> str:
     expect(gs.InvalidArgument, lambda: gs.bcast_list_(first), "pass [array]")
     expect(gs.InvalidArgument, lambda: gs.bcast_list_([first], comm), "pass it by name, communicator=")
     expect(gs.InvalidArgument, lambda: gs.broadcast_tree([first], comm), "pass it by name, communicator=")
-    expect(gs.InvalidArgument, lambda: gs.bcast_list_([first], 0, comm, group=comm), "two names for one thing")
+    expect(gs.InvalidArgument, lambda: gs.bcast_list_([first], 0, comm, group=comm), "two names for one parameter")
     last = comm.new_group([1])
     if last:
         expect(gs.InvalidArgument, lambda: gs.bcast_list_([first], 1, last), "root must be 0 to 0, numbered within")

@@ -29,7 +29,7 @@ def test_an_array_that_cannot_be_written_to_is_told_before_anything_is_sent() ->
 def test_what_one_rank_cannot_read_is_told_to_all() -> None:
     first, second = SHM.run(2, checks.send_what_cannot_be_read)
     assert first == second
-    assert "rank 1: the root's tree does not unpickle on this rank: SystemExit: an extension is missing" in first
+    assert "rank 1: the root's tree cannot be unpickled on this rank: SystemExit: an extension is missing" in first
 
 
 def test_containers_of_odd_classes() -> None:

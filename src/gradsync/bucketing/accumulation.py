@@ -88,7 +88,7 @@ class Accumulation:
         """
         known, memory = self.by_key.get(key), _memory_of(grad, native, communicator)
         if known is None:
-            # The sum is not in the bucket: the caller may write to the bucket, and it holds the last step's results.
+            # The sum is not in the bucket: the bucket holds the last step's results, and the caller may write to it.
             known = _Sum(param, name, communicator._arrays.empty_like(native))
             known.total[...] = _in_memory_of(native, known.total)
             self.by_key[key] = known
@@ -172,7 +172,7 @@ class Accumulation:
 
 
 def _in_memory_of(native: Array, total: Array) -> Any:
-    """Returns a gradient in the memory (host or device) in which its sum is; copies the gradient if needed."""
+    """Returns a gradient in the same kind of memory (host or device) as its sum; copies the gradient if needed."""
     array: Any = native
     if isinstance(native, np.ndarray) == isinstance(total, np.ndarray):
         return array
@@ -203,7 +203,10 @@ def _base(owner: Any) -> Any:
 
 
 class _LastReference:
-    """Acts as a weak reference to a bytearray, which supports none. Returns None once no other reference is left."""
+    """Acts as a weak reference to a bytearray, because Python has none for this class.
+
+    A call returns the bytearray, or None if no other reference to the bytearray is left.
+    """
 
     def __init__(self, owner: bytearray) -> None:
         self._owner: bytearray | None = owner

@@ -45,8 +45,8 @@ class StepEvents:
 
     Attributes:
         local_passes: the number of local passes (backward passes without communication) before this step.
-        state_of: a weak reference to the method of Step that returns the state of the step at an event, for errors.
-            None: the errors do not show this state.
+        state_of: a weak reference to the method of Step that returns the state of the step at an event, for errors. If
+            `state_of` is None, the errors do not show this state.
     """
 
     state_of: WeakMethod[Callable[[Bucket | Flush], StepSoFar]] | None = None
@@ -136,7 +136,7 @@ def _so_far(state_of: WeakMethod[Callable[[Bucket | Flush], StepSoFar]], event: 
 def _describe(event: Bucket | Flush, op: str, passes: int, settings: _Settings) -> Description:
     after = f", after {_count(passes, 'local pass', 'local passes')}" if passes else ""
     if isinstance(event, Flush):
-        without = f", without one for {list_of_names(event.missing)}" if event.missing else ""
+        without = f", without a gradient for {list_of_names(event.missing)}" if event.missing else ""
         what = f"flush ({op}) after {_count(event.gradients, 'gradient')}{without}{after}"
         return Description(what, kind="flush", settings=settings)
     items = tuple([spec.item for spec in event.specs])
@@ -205,7 +205,7 @@ class KnownCallback(NamedTuple):
 class CallbackIdentity:
     """Identifies one callback by its name, or by the lines of code that constructed it.
 
-    Only the callback refers to this object, so both have the same lifetime.
+    Only the callback's Step keeps a reference to this object, so the callback and this object have the same lifetime.
 
     Args:
         name: the name that the program gave the callback, or None.
@@ -243,10 +243,10 @@ class CallbackIdentity:
     def agree(self, communicator: Communicator) -> KnownCallback:
         """Checks that the other ranks use the same callback.
 
-        Collective; runs before the callback's first use on a communicator.
+        Every rank must call it, before the callback's first use on a communicator.
 
         Raises:
-            PlanMismatch: ranks use different callbacks; all ranks raise it.
+            PlanMismatch: ranks use different callbacks; all ranks raise this error.
             RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
         """
         agreement = self._agreement(_FIRST_USE, self._name)
@@ -273,7 +273,7 @@ class CallbackIdentity:
         lines = [f"called from {line}" for line in self._stack[1:]]
         lines.append(f"number {self._number + 1} of the callbacks made at this line")
         items = tuple(map(Item, lines)) if shows_stack and not name else ()
-        description = Description(what, items=items, item="how they were made", kind="first use")
+        description = Description(what, items=items, item="the lines that made the callbacks", kind="first use")
         which = f"callback{name}" if name else "the callback"
         summary = f"the first step of {which} made at {_line_of(self._stack[0])}"
         return Agreement(digest_of(*parts), lambda: description, summarise=lambda: summary)
@@ -297,7 +297,8 @@ class _Made(threading.local):
     """Counts the unnamed callbacks that this thread has constructed.
 
     Attributes:
-        counts: the counters by lines of code, by communicator; those of the world communicator by this object itself.
+        counts: for each communicator, the number of callbacks by the lines of code that constructed them. For the world
+            communicator, the key is this object.
     """
 
     def __init__(self) -> None:

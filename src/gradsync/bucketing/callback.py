@@ -2,7 +2,7 @@
 
 Programs use this class directly. The callback passes each gradient to step.py, which remembers the last step. plan.py
 decides which buckets the gradient completes. reducer.py reduces a complete bucket at once; the flush reduces the
-others. The ranks agree on every bucket, and on the flush, before they exchange data.
+other buckets. The ranks agree on every bucket, and on the flush, before they exchange data.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _FOREIGN = {
 }
 
 
-# The answers of a rank when the ranks count the active ranks. _ENDED: its loop has ended, and it can shadow a step.
-# _PRESENT: it has gradients. _UNABLE: its loop has ended, and it knows no step to shadow.
+# The answers of a rank when the ranks count the active ranks. _ENDED: the rank's loop has ended, and the rank can
+# shadow a step. _PRESENT: the rank has gradients. _UNABLE: the rank's loop has ended, and the rank knows no step to
+# shadow.
 _ENDED, _PRESENT, _UNABLE = range(3)
 
 _COUNT = "the beginning of a step inside join()"
@@ -110,8 +111,9 @@ class AllreduceCallback:
 
     Raises:
         InvalidArgument: an option has an unknown value, a size is below 1, two options exclude each other, or the group
-            is not a communicator. Raised only when the process group ends: gradients were handed over but never
-            reduced.
+            is not a communicator. The end of the process group also raises InvalidArgument if gradients were handed
+            over but never reduced.
+        UnsupportedDtype: the reduce method is not defined for the dtype of one of the `parameters`.
         BackendUnavailable: the compression is "bfloat16", and ml_dtypes is not installed.
 
     Source: buckets as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), filled in arrival order as in MegEngine.
@@ -192,13 +194,13 @@ class AllreduceCallback:
         until its future is done; see the option `lock_gradients`.
 
         Args:
-            param: the parameter: any hashable name, or an array. gradsync identifies an array by its identity. On
-                different ranks, two arrays count as the same parameter if they have the same index in the order of the
-                calls (or in `parameters`).
-            grad: the gradient: an array of any shape and layout, or a NumPy scalar or float (the future then gives a
-                0-d array). The callback's reduce method must support the gradient's dtype. The array must be on the
-                communicator's device, and be computed on the current stream. NCCL takes arrays in host memory too, and
-                copies the results back to the host; but if gradients live in buckets, the futures give views on the
+            param: the parameter: any hashable name, or an array. Within a rank, gradsync recognises an array by its
+                id(). On different ranks, two arrays count as the same parameter if they have the same index in the
+                order of the calls (or in `parameters`).
+            grad: the gradient: an array of any shape and layout, or a NumPy scalar, float or complex (the future then
+                gives a 0-d array). The callback's reduce method must support the gradient's dtype. The array must be on
+                the communicator's device, and be computed on the current stream. NCCL takes arrays in host memory too,
+                and copies the results back to the host; but if gradients live in buckets, the futures give views on the
                 device.
 
         Returns:
@@ -290,7 +292,7 @@ class AllreduceCallback:
     def filled(self) -> dict[Any, Any]:
         """After a flush: the reduced gradients of parameters that had no gradient on this rank in the last pass.
 
-        Empty after a step in which this rank had no gradient at all because its loop in join() had ended.
+        The mapping is empty after a step in which this rank had no gradient because its loop in join() had ended.
         """
         return self._step.filled
 
@@ -298,10 +300,12 @@ class AllreduceCallback:
         """Ends the backward pass: reduces the remaining gradients, and completes every future of the step.
 
         Every rank must call it. Within accumulate() or no_sync(), flush() only ends a local pass. On a GPU the current
-        stream waits for the reductions; the host waits only for gradients in host memory.
+        stream waits for the reductions. The host waits for the device only if gradients are in host memory, if the
+        option `nonfinite` or `clip_norm` is set, or inside join().
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: an all-reduce of the step has failed.
+            MissingGradient, NonFiniteGradient: see the options `missing` and `nonfinite`.
         """
         if not self._is_local:
             communicator = self._group or world.current
@@ -342,6 +346,9 @@ class AllreduceCallback:
     def backward(self) -> Iterator[None]:
         """A context manager for a backward pass; calls flush() at its end.
 
+        If the program has called flush() in the block, and has handed over no gradient since then, backward() does not
+        call flush() again.
+
         If the body raises, gradsync cancels the futures that are not done and aborts the communicator, so that the
         other ranks raise RankFailed instead of waiting. An error within no_sync() has the same effect. PlanMismatch and
         NonFiniteGradient from the callback's own collectives are raised on every rank. After these errors the
@@ -378,8 +385,9 @@ class AllreduceCallback:
         give the reduced sum, in a separate array or as a view of the bucket. flush() also reduces the sums of
         parameters that have no gradient in the last pass, and stores the results in the attribute `filled`.
 
-        Inside the block, a flush() or the end of `with callback.backward()` ends a local pass, and so does the end of
-        the block. The ranks agree on the number of local passes: ranks that accumulate differently raise PlanMismatch.
+        Inside the block, each flush() and each end of `with callback.backward()` ends a local pass. The end of the
+        block also ends a local pass. A pass without gradients does not count. The ranks agree on the number of local
+        passes: ranks that accumulate differently raise PlanMismatch.
 
         Args:
             reused: whether the program may hand over one array in several passes of a step. True is for arrays that
@@ -455,10 +463,10 @@ class AllreduceCallback:
         """A context manager for a loop over batches. Ranks may have different numbers of batches, or no batch.
 
         A rank whose loop has ended takes part in the steps of the other ranks, with zeros, until all loops have ended.
-        The zeros of a rank have the names, shapes and order of the gradients in the rank's last step, and as many
-        bytes, until the callback is deleted; gradients that live in buckets need no further memory. The mean is over
-        the ranks that handed over gradients. (If some ranks have no gradients, half precision is rounded twice: after
-        the sum and after the division.)
+        The zeros have the names, shapes and order of the gradients in the rank's last step. Until the callback is
+        deleted, the zeros need as much memory as these gradients, or none if gradients live in buckets. The mean is
+        over the ranks that handed over gradients. (If some ranks have no gradients, half precision is rounded twice:
+        after the sum and after the division.)
 
         A rank whose loop ends early has outdated parameters. After the block all ranks can copy the newest parameters:
 
@@ -480,8 +488,8 @@ class AllreduceCallback:
 
         Raises:
             InvalidArgument: the call is in the middle of a step, or inside another join() of this callback.
-            PlanMismatch: the other ranks' step differs from the step that this rank repeats, or this rank has no step
-                to repeat; all ranks raise it.
+            PlanMismatch: a step of the other ranks differs from the last step of a rank whose loop has ended, or such a
+                rank had no step and got no `parameters`. All ranks raise this error.
             RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the block has failed.
         """
         self._check_between_steps("join()")
@@ -507,11 +515,12 @@ class AllreduceCallback:
         finally:
             reducer = self._step.reducer
             reducer.count_present = None
-            # The next step reduces the remaining sums. Without sums, it does not count the block's local passes.
+            # The next step reduces the remaining sums. Without sums, the next step does not count the block's local
+            # passes.
             reducer.begin_step(passes=reducer.events.local_passes if self._step.sums.by_key else 0)
 
     def _note_locked(self, error: ValueError) -> None:
-        """Adds the names of the read-only gradients to NumPy's error, which names none.
+        """Adds the names of the read-only gradients to NumPy's error, which has no names.
 
         In Python 3.10, errors have no notes, so the error stays as it is.
         """
@@ -563,7 +572,7 @@ class Join:
 
     Attributes:
         last_rank: a rank that had gradients in the last step, and so has the newest parameters. The value is known
-            after the block, and the same on all ranks.
+            after the block, and is the same on all ranks.
     """
 
     def __init__(self, step: Step, communicator: Communicator, parameters: Any) -> None:
@@ -583,8 +592,8 @@ class Join:
         """Takes part in the steps of the other ranks, with zeros, until no rank has gradients.
 
         Raises:
-            PlanMismatch: the other ranks' step differs from the step that this rank repeats, or this rank has no step
-                to repeat; all ranks raise it.
+            PlanMismatch: a step of the other ranks differs from the last step of a rank whose loop has ended, or such a
+                rank had no step and got no `parameters`. All ranks raise this error.
             RankFailed, CollectiveTimeout, CommunicatorClosed: a collective has failed.
         """
         specs = self._step.agreed or self._given
@@ -592,11 +601,11 @@ class Join:
             present, passes = self._exchange(_ENDED if specs else _UNABLE)
             if not present:
                 return
-            with suppress(NonFiniteGradient):  # the ranks that have gradients raise it, and may go on
+            with suppress(NonFiniteGradient):  # the ranks that have gradients raise this error, and may continue
                 self._step.shadow(specs, self._communicator, present=present, passes=passes)
 
     def _exchange(self, answer: int, passes: int = 0) -> tuple[int, int]:
-        """Sends this rank's answer and number of local passes to all ranks, and receives theirs.
+        """Sends this rank's answer and number of local passes to all ranks, and receives the values of all ranks.
 
         Returns:
             The number of ranks that have gradients, and the number of local passes of the first such rank.
@@ -631,7 +640,7 @@ def _refuse_in_no_sync(param: Any, _grad: Any, communicator: Communicator) -> No
         name = "parameter"
     raise InvalidArgument(
         f"{communicator.label}: the gradient of {name} was handed over within no_sync(), where it would be lost: "
-        "unlike DistributedDataParallel, which adds up in .grad, an AllreduceCallback keeps nothing there. "
+        "unlike DistributedDataParallel, which adds gradients up in .grad, an AllreduceCallback does not keep them. "
         "Use `with sync.accumulate():`, which adds gradients up. Or add up in an array of your own, and hand over the "
         "sum once:\n\n"
         "    total = 0\n"

@@ -1,7 +1,8 @@
 """Handles one gradient before its bucket is reduced: checks its array, and decides where its result is written.
 
-If two gradients shared memory, the reduction of one would change the other, so OverlapCheck refuses the second one. The
-last part of this module reads the option `parameters`, which lists the gradients before the first step.
+If two gradients shared memory, the reduction of one gradient would change the other gradient. So OverlapCheck refuses
+the second gradient. The last part of this module reads the option `parameters`, which lists the gradients before the
+first step.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def accept(name: str, grad: Any, communicator: Communicator, options: Options) -
     if grad is None:
         raise InvalidArgument(
             f"{communicator.label}: {who} is None: if a step does not use a parameter, hand over no gradient for it; "
-            'AllreduceCallback(parameters=..., missing="zero") then takes zeros'
+            'AllreduceCallback(parameters=..., missing="zero") then uses zeros'
         )
     native: Array = communicator._native_array(grad, who)
     try:
@@ -120,7 +121,7 @@ def accept(name: str, grad: Any, communicator: Communicator, options: Options) -
 
 
 def destination(grad: Any, native: Array, communicator: Communicator) -> Destination:
-    """Decides where the reduced values go: into the gradient, or into a new array if it is read-only."""
+    """Decides where the reduced values go: into the gradient or, if the gradient cannot be written to, a new array."""
     arrays = communicator._arrays
     source = arrays.flat(native)
     if arrays.writeable(native) and not overlaps_itself(native):
@@ -156,7 +157,7 @@ def key_of(param: Any) -> Hashable:
 
 
 def display_name(param: Any, position: int) -> str:
-    """Returns a parameter's name for errors and Agreements: the same on all ranks, and so without any address."""
+    """Returns a parameter's name for errors and Agreements. The name is the same on all ranks, so it has no address."""
     if type(param) in _PLAIN_NAMES:
         return repr(param)
     if isinstance(param, GradientSpec):  # zeros that a rank without gradients hands over inside join()
@@ -207,7 +208,8 @@ class OverlapCheck:
             return
         begin, end = arrays.byte_bounds(array)
         claims = self._claims
-        # If the known ranges do not overlap, only the last one that begins before the new one can reach into it.
+        # If the known ranges do not overlap, only one earlier range can overlap the new range from below: the last
+        # known range that begins before the new range.
         if self._ranges_overlap:
             at = bisect_left(claims, (begin - self._longest_bytes,))
         else:
@@ -298,7 +300,8 @@ class BucketMemory:
         """Whether an array is the view that belongs to the gradient at a position.
 
         Raises:
-            InvalidArgument: the array overlaps the view of another gradient: the reduction would mix the two.
+            InvalidArgument: the array lies in the buckets' memory, but is not this view. The reduction would mix the
+                values of different gradients.
         """
         own = self.views[position]
         if native is own:
@@ -311,8 +314,8 @@ class BucketMemory:
         if self._arrays.byte_bounds(own) == (begin, end) and native.flags.c_contiguous:
             return True
         raise InvalidArgument(
-            f"{self._label}: the gradient of {self._names[position]} lies in the buckets' memory, but not in the "
-            "part for this parameter: hand over the array that gradient_buffers() returned for it, or a copy"
+            f"{self._label}: the gradient of {self._names[position]} lies in the buckets' memory, but not in the part "
+            "for this parameter: hand over the array that gradient_buffers() returned for this parameter, or a copy"
         )
 
 
@@ -408,9 +411,8 @@ def warn_of_unequal_values(
 ) -> None:
     """Logs a warning, on one rank, if the parameters' values differ between ranks. Every rank must call it.
 
-    The ranks compare the bytes of the values. The ranks skip the comparison if some rank passed shapes and dtypes
-    instead of arrays, read-only arrays (the program may have replaced them), or an array that shares memory with its
-    first gradient.
+    The ranks compare the bytes of the values. The ranks skip the comparison if some rank passed only shapes and dtypes,
+    a read-only array (the program may have replaced it), or an array that shares memory with the rank's first gradient.
 
     Args:
         known: the result of known_parameters().
@@ -420,7 +422,7 @@ def warn_of_unequal_values(
         agreed: the function StepEvents.of_callback, which includes the callback in an Agreement.
 
     Raises:
-        PlanMismatch: another rank uses another callback, or calls another collective.
+        PlanMismatch: another rank uses a different callback, or calls a different collective.
         RankFailed, CollectiveTimeout, CommunicatorClosed: the exchange between the ranks has failed.
     """
     by_name = isinstance(parameters, Mapping)
@@ -439,10 +441,10 @@ def warn_of_unequal_values(
     first = different[0]
     other = next(rank for rank, there in enumerate(by_rank) if there.get(first) != digests[first])
     _log.warning(
-        f"{communicator.label}: the parameters differ between the ranks before the first step. The first one that "
-        f"differs is {first}: rank {communicator.ranks[other]} has other values than rank {communicator.ranks[0]}; "
-        f"{len(different)} of {len(digests)} arrays differ. Gradients are averaged, parameters are not: call "
-        "gs.bcast_list_(arrays, root=0) with all parameters before the first step"
+        f"{communicator.label}: the parameters differ between the ranks before the first step. The first parameter "
+        f"that differs is {first}: rank {communicator.ranks[other]} has other values than rank "
+        f"{communicator.ranks[0]}; {len(different)} of {len(digests)} arrays differ. Gradients are averaged, "
+        "parameters are not: call gs.bcast_list_(arrays, root=0) with all parameters before the first step"
     )
 
 

@@ -63,7 +63,7 @@ class LockedGradients:
     """The locked gradients of a bucket, which are unlocked together.
 
     Args:
-        entries: the entries of the bucket's gradients; those that are not locked are ignored.
+        entries: the entries of the bucket's gradients. Gradients that are not locked are ignored.
         holder: the callback that has the gradients in flight.
     """
 
@@ -107,7 +107,7 @@ class LockedGradients:
         """Unlocks a view whose owner (the array with the memory) has become read-only; the owner stays read-only."""
         owner = _owner(array)
         holder = self._holder()
-        what = f"{holder.label if holder else 'a callback that is gone'}: the gradient of {name}"
+        what = f"{holder.label if holder else 'a deleted callback'}: the gradient of {name}"
         if owner is None or owner is array:
             raise InvalidArgument(
                 f"{what} cannot be made writeable again after its reduction ({error}): hand over an array that owns "
@@ -132,7 +132,7 @@ def register(holder: Holder) -> None:
 
 
 def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool:
-    """Whether a gradient may be locked, because gradsync can always restore its WRITEABLE flag.
+    """Whether gradsync locks a gradient: only if gradsync can always restore the gradient's WRITEABLE flag.
 
     Args:
         gradient: a NumPy array, of any subclass.
@@ -249,7 +249,9 @@ class GradientGuard:
                 self._results.append(watched)
 
     def check_results(self) -> None:
-        """Checks that results are unchanged since their reduction, except those whose done() or result() was called.
+        """Checks that results are unchanged since their reduction.
+
+        Results for which the program has called done() or result() are not checked.
 
         Raises:
             GradientChanged: the program wrote to one of the arrays.

@@ -54,7 +54,8 @@ def param_pack_concat(
         inputs: arrays of any shape and layout, all of one dtype and one device; their elements are copied in index (C)
             order.
         offsets: the result of get_offsets for the inputs' shapes. The offsets may be an array on the device.
-        offsets_val: the same offsets in host memory, used in place of `offsets` if `offsets` is on a device.
+        offsets_val: the same offsets in host memory. If `offsets_val` is given, `offsets` is not read; pass it if
+            `offsets` is on a device.
         out: a 1-D contiguous array of the inputs' dtype with room for all elements; None makes a new array.
 
     Returns:
@@ -163,14 +164,15 @@ def bcast_list_(
         group: another name for `communicator`.
 
     Raises:
-        InvalidArgument: the root is outside the communicator, a value is not an array, or an array is read-only;
-            nothing was sent.
-        PlanMismatch: the ranks' lists differ in length, shapes, dtypes or root; nothing was sent.
+        InvalidArgument: the root is outside the communicator, a value is not an array, or an array is read-only or has
+            elements that share memory. Nothing was sent.
+        UnsupportedDtype: the elements of an array are Python objects.
+        PlanMismatch: the ranks' lists differ in length, shapes, dtypes or root. Nothing was sent.
         RankFailed, CollectiveTimeout, CommunicatorClosed: the collective has failed.
     """
     if group is not None:
         if communicator is not None:
-            raise InvalidArgument("bcast_list_ got communicator= and group=, two names for one thing: pass one")
+            raise InvalidArgument("bcast_list_ got communicator= and group=, two names for one parameter: pass one")
         communicator = group_or_world(group, "bcast_list_")
     communicator, root = communicator_and_root("bcast_list_", communicator, root)
     if isinstance(arrays, Mapping) or hasattr(arrays, "dtype"):
@@ -238,7 +240,7 @@ def communicator_and_root(what: str, communicator: Communicator | None, root: in
 
 
 def check_writable(what: str, named: Sequence[tuple[str, Array]], communicator: Communicator) -> None:
-    """Raises if a broadcast cannot write into an array; the error names the first such array."""
+    """Raises InvalidArgument if a broadcast cannot write into an array; the error names the first such array."""
     for name, native in named:
         writeable = communicator._arrays.writeable(native)
         if not writeable or overlaps_itself(native):

@@ -4,13 +4,14 @@
 
 The communicator decides in which dtype the values are added up, and so how they are rounded. Shared memory, and MPI
 with up to 16 ranks, add half-precision values up in float32, in rank order, and round the sum once. NCCL adds in the
-dtype that is sent, in each step of its algorithm, so its sums over many ranks are less accurate. float16 overflows
-beyond 65504, also in the sum; a prescale of 1 / world_size with op "sum" keeps the sum within range. bfloat16 has the
-range of float32, but 8 bits of precision; float16 has 11.
+dtype that is sent, in each step of NCCL's algorithm, so NCCL's sums over many ranks are less accurate. float16
+overflows beyond 65504, also in the sum; a prescale of 1 / world_size with op "sum" keeps the sum within range. bfloat16
+has the range of float32, but 8 bits of precision; float16 has 11.
 
 Over shared memory the backend scales and rounds the values while it copies them (see the class Wire in reduction.py).
-On the CPU, gradients that are scaled but not compressed are scaled in place (class Scaled) in two cases: if they live
-in buckets, or over MPI. Small gradients are packed first (class Compressed).
+On the CPU, gradients that are scaled but not compressed are scaled in place (class Scaled) in two cases: the gradients
+live in buckets, or the backend is not shared memory. Small gradients outside buckets are packed first (class
+Compressed).
 """
 
 from __future__ import annotations

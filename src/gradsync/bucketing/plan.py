@@ -2,7 +2,8 @@
 
 All gradients of a bucket have one dtype. A bucket of two or more gradients never exceeds the threshold. A gradient
 larger than the threshold gets a bucket of its own. Buckets fill in the order in which gradients arrive. A bucket is
-complete, and is launched, as soon as the next gradient does not fit.
+complete, and is launched, when it has reached the threshold, when the next gradient of its dtype does not fit, or at
+the flush. If all gradients are known beforehand, a bucket is launched when all of its gradients have arrived.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from gradsync.errors import InvalidArgument
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
 #: The threshold for gradients that live in buckets on the CPU. Such gradients are not copied, and their reductions do
-#: not overlap the program. So each further bucket only costs two more barriers. With buckets of 10 MB the barriers
-#: take a sixth of the time for ResNet-50's gradients.
+#: not overlap the program. So each further bucket only adds the time of two barriers. With buckets of 10 MB the
+#: barriers take a sixth of the time for ResNet-50's gradients.
 VIEWS_ON_CPU_THRESHOLD_BYTES = 64 * 1024**2
 
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMG]?i?B)\s*", re.IGNORECASE)

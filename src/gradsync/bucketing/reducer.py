@@ -43,8 +43,8 @@ class Statistics:
         gradients: the number of gradients handed over for reduction.
         all_reduces: the number of buckets reduced.
         bytes_all_reduced: the size of all reduced buckets together.
-        communication_seconds: the time that the host needs to pack, wait, reduce and split, and for the flush; on a
-            GPU, the time that the host needs to launch this work.
+        communication_seconds: the time that the host spends in the reductions and at the flush: for packing, waiting,
+            reducing and splitting. On a GPU, the host only launches this work.
         skipped_steps: the number of steps whose gradients were not finite, with nonfinite="skip".
     """
 
@@ -71,7 +71,7 @@ class Reduction:
         results: the native arrays that hold the reduced values after the reduction.
         locked: the gradients that are read-only until the reduction ends; None if there are none.
         memory: the memory of the buckets, if gradients live in it; else None.
-        of_list: the reduction of the sources, for the communicator. With a hook it is not set.
+        of_list: the ListReduction of the sources. If the callback has a hook, `of_list` is not set.
         stages: the stages that convert the values.
         checks: the checks that the communicator makes during the reduction; none with a hook.
     """
@@ -166,7 +166,7 @@ class Reducer:
         holder: Holder,
         producers: Sequence[Any],
     ) -> Completion | None:
-        """Reduces a complete bucket, and unlocks its gradients; or passes it to the hook: see finish_hooked.
+        """Reduces a complete bucket and unlocks its gradients, or passes the bucket to the hook; see finish_hooked.
 
         Args:
             bucket: a bucket whose gradients have all arrived.
@@ -320,7 +320,8 @@ class Reducer:
             such work.
 
         Raises:
-            NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; all ranks raise it.
+            NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; all ranks raise this
+                error.
         """
         started = time.perf_counter()
         if self.count_present is not None:
@@ -340,13 +341,13 @@ class Reducer:
         """Checks that all ranks have `gradients` gradients in this step, and that all lack the gradients in `missing`.
 
         Raises:
-            PlanMismatch: the ranks differ; all ranks raise it.
+            PlanMismatch: the ranks differ; all ranks raise this error.
         """
         self._count_active()
         communicator._agree(self.events.next(Flush(gradients, missing)))
 
     def begin_step(self, present: int | None = None, passes: int = 0) -> None:
-        """Begins a step; keeps the Agreements of the last step, because the new step may repeat it.
+        """Begins a step; keeps the Agreements of the last step, because the new step may repeat the last step.
 
         Args:
             present: the number of ranks with gradients for the new step, if it is known already.
@@ -483,7 +484,7 @@ class _HookedBuckets:
     def __init__(self, hook: BucketHook, wire: WireFormat) -> None:
         self._hook = hook
         self._wire = wire
-        # Of the buckets that the hook has: their numbers, and the functions that take the hook's results.
+        # For each bucket that the hook has: its number, and the function that takes the hook's result.
         self._begun: list[tuple[int, Callable[[], None]]] = []
         self._flats: dict[int, Array] = {}  # by bucket, because the hook may work on several buckets at once
 
@@ -535,7 +536,7 @@ class _HookedBuckets:
         self._begun.append((bucket.index, finish))
 
     def take_begun(self) -> list[tuple[int, Callable[[], None]]]:
-        """Returns the buckets that the hook has, in order: their numbers, and the functions that take its results."""
+        """Returns, for each bucket that the hook has, its number and the function that takes the hook's result."""
         begun, self._begun = self._begun, []
         return begun
 

@@ -100,8 +100,9 @@ class Step:
         self._positions: dict[Hashable, int] | None = None  # with `parameters`: the positions by the parameter's key
         self._zeros: dict[int, Array] = {}  # by position: arrays of zeros for missing gradients
         self._is_busy = False  # whether some thread is handing over a gradient, or flushing
-        # By position: the gradients of this step, and those of the last step that may arrive again. Of the last step's
-        # other arrays there is only a weak reference: if one of them arrives a second time, it may arrive again.
+        # By position: the gradients of this step, and the gradients of the last step that may arrive again. For the
+        # other arrays of the last step, _seen has weak references: an array that arrives in two consecutive steps may
+        # arrive again.
         self._entries: dict[int, GradientEntry] = {}
         self._seen: dict[int, weakref.ref[Any]] = {}
         # The rest of the attributes belong to the current step.
@@ -125,7 +126,7 @@ class Step:
         """Starts to use a new communicator, and forgets the arrays of the previous one.
 
         Raises:
-            InvalidArgument: a step has begun on the previous communicator, which is still open.
+            InvalidArgument: a step has begun on the previous communicator, and that communicator is still open.
         """
         if communicator is self._communicator:
             return
@@ -171,7 +172,7 @@ class Step:
     def agree_on_callback(self, communicator: Communicator) -> None:
         """Checks, at the first use, that the other ranks use the same callback.
 
-        Collective; runs before all other collectives of the callback.
+        Every rank must call it, before all other collectives of the callback.
         """
         if self._is_known:
             return
@@ -180,10 +181,10 @@ class Step:
         self._is_known = True
 
     def prepare(self, gradient: Any, communicator: Communicator) -> None:
-        """Prepares the first step: compares the parameters, and allocates the buckets' memory. Collective.
+        """Prepares the first step: compares the parameters, and allocates the buckets' memory.
 
-        All ranks first compare the parameters and then allocate the memory, whatever gradients they have. So the ranks
-        report a difference between the parameters before a difference between the buckets.
+        Every rank must call it. All ranks first compare the parameters and then allocate the memory, whatever gradients
+        they have. So the ranks report a difference between the parameters before a difference between the buckets.
 
         Args:
             gradient: the first gradient of this rank, or None.
@@ -200,7 +201,7 @@ class Step:
     def _ensure_memory(self, communicator: Communicator) -> None:
         """If gradients live in buckets, allocates the buckets' memory, unless it exists already.
 
-        The allocation is collective.
+        Every rank must call it.
         """
         if self.memory is not None or not self._options.gradient_as_bucket_view:
             return
@@ -310,7 +311,8 @@ class Step:
         is_locked = False
         is_itself = native is grad
         if isinstance(grad, np.ndarray):
-            # Gradients in the buckets' memory, which ranks share, are not locked. Other arrays are copied there now.
+            # Gradients in the buckets' memory, which ranks share, are not locked. Other arrays are copied into a
+            # bucket.
             is_on = self._options.lock_gradients and self.memory is None
             is_locked = can_lock(grad, spec.name, self, is_on=is_on)
             if is_locked and is_itself:
@@ -370,7 +372,7 @@ class Step:
     def _accepted(
         self, param: Any, grad: Any, position: int, communicator: Communicator
     ) -> tuple[Any, Array, GradientSpec]:
-        """Returns a gradient as an array, as a native array, and its spec: the last step's object if it is equal."""
+        """Returns a gradient as an array, as a native array, and its spec, which is the last step's object if equal."""
         grad, name = as_array(grad), display_name(param, position)
         native = accept(name, grad, communicator, self._options)
         spec = GradientSpec(name, native.shape, dtype_name(native.dtype), native.dtype.itemsize)
@@ -406,7 +408,7 @@ class Step:
     # -- Local passes ----------------------------------------------------------------------------------------------
 
     def add_up(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
-        """Adds a gradient of a local pass to the sum of its parameter. Not collective.
+        """Adds a gradient of a local pass to the sum of its parameter. The ranks exchange nothing.
 
         Returns:
             A future that is done and gives the sum so far.
@@ -479,7 +481,7 @@ class Step:
 
     @contextmanager
     def noting_errors(self) -> Iterator[None]:
-        """A context manager for collectives that belong to no step; stores an error that every rank raises."""
+        """A context manager for collectives that belong to no step; sets raised_on_all if all ranks raise an error."""
         try:
             yield
         except BaseException as error:
@@ -493,10 +495,10 @@ class Step:
     def fail(self, error: BaseException) -> None:
         """Ends the step with an error, which all futures that are not done will raise.
 
-        Forgets the gradients of this step and of the last step, but keeps `agreed`.
+        This method forgets the gradients of this step and of the last step, but keeps `agreed`.
         """
         self._note_raised_on_all(error)
-        if isinstance(error, NonFiniteGradient):  # raised at the end of the step, after all ranks have agreed on it
+        if isinstance(error, NonFiniteGradient):  # raised after all ranks have agreed on the step
             self.agreed = [assignment.spec for assignment in self.planner.assignments]
         self.unlock_waiting()
         ends = list(self._ends.values())
@@ -523,8 +525,8 @@ class Step:
     def _complete(self, communicator: Communicator) -> None:
         """Hands over zeros for missing gradients, or raises. All ranks do the same.
 
-        In a step without any gradient, no parameter counts as missing if the option is missing="error"; all parameters
-        count as missing if it is missing="zero".
+        In a step without any gradient, no parameter counts as missing with missing="error", and all parameters count as
+        missing with missing="zero".
         """
         if not self.count and self._options.missing == "error":
             return
@@ -553,7 +555,7 @@ class Step:
             specs: the names, shapes and dtypes of the step's gradients, by position.
             communicator: the communicator whose ranks reduce the gradients.
             present: the number of ranks that have gradients.
-            passes: the number of local passes of the ranks that have gradients. It must be the same on all ranks.
+            passes: the number of local passes of the ranks that have gradients, equal on all these ranks.
         """
         reducer, statistics, sums = self.reducer, self.reducer.statistics, self.sums
         own_passes, steps, gradients = reducer.events.local_passes, statistics.steps, statistics.gradients
@@ -663,7 +665,7 @@ class Step:
         return f'an AllreduceCallback("{self.reducer.op.value}"){group}'
 
     def locked(self) -> list[GradientEntry]:
-        """See the class Holder in guard.py; includes gradients whose reduction was launched and has not ended."""
+        """See the class Holder in guard.py. The list has all locked gradients whose reduction has not ended."""
         return [entry for entry, end in self._of_step_with_ends() if entry.is_locked and not end.is_over()]
 
     def unlock_waiting(self) -> None:
@@ -673,7 +675,7 @@ class Step:
         """
         waiting = [entry for entry in self._waiting() if entry.is_locked]
         gradients = LockedGradients(waiting, self)
-        # Another thread may be locking a gradient now. That thread unlocks it when its step fails.
+        # Another thread may be locking a gradient now. That thread unlocks the gradient when the step fails.
         if all(end.is_of_caller() for end in list(self._ends.values())):
             for entry in waiting:
                 entry.is_locked = False
@@ -694,8 +696,8 @@ class Step:
     def forgotten(self) -> tuple[str, Communicator] | None:
         """Returns the error text for gradients that wait for a flush, and their communicator; None if there are none.
 
-        Also returns None if a failure ended the communicator, because this failure explains why gradients were not
-        reduced.
+        The result is also None if a failure ended the communicator, because this failure explains why gradients were
+        not reduced.
         """
         communicator = self._communicator
         if not self.count or communicator is None or communicator._lifetime.has_failed:

@@ -1,6 +1,6 @@
-"""Trees (nested containers of arrays): averages them over the ranks, or broadcasts one from the root to all ranks.
+"""Functions for trees (nested containers of arrays): average a tree over the ranks, or broadcast the root's tree.
 
-average_gradients() is for loops that have all gradients before they synchronise any. The function flattens the tree,
+average_gradients() is for loops that have all gradients before they synchronise them. The function flattens the tree,
 and checks that all ranks have the same arrays. Then it reduces the arrays in lists; the communicator packs each list.
 If a callback is given, the gradients go through the callback, so that the callback's options apply.
 
@@ -79,8 +79,8 @@ def average_gradients(
         InvalidArgument: a value in the tree is neither an array nor a number; two arrays share memory, or have the same
             path; a container contains itself; or `op` or `communicator` is passed with a callback.
         UnsupportedDtype: the operator is not defined for a dtype, e.g. the mean of integers; the text names the path.
-        PlanMismatch: the ranks' trees differ; all ranks raise it, and the text names the first different path. Nothing
-            was written.
+        PlanMismatch: the ranks' trees differ. All ranks raise this error, which names the first different path. Without
+            a callback, nothing was written.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective has failed.
     """
     if callback is not None:
@@ -258,8 +258,8 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
 
     Raises:
         InvalidArgument: the root is outside the communicator; an array is read-only on a rank other than the root; a
-            container contains itself, or cannot be copied; or a value does not pickle. No array was written to.
-        PlanMismatch: the ranks' trees differ, or the root's values do not unpickle on some rank; the text names the
+            container contains itself, or cannot be copied; or a value cannot be pickled. No array was written to.
+        PlanMismatch: the ranks' trees differ, or the root's values cannot be unpickled on some rank; the text names the
             first different path. No array was written to.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective has failed.
     """
@@ -287,7 +287,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
         whole = _rebuilt(tree, new | own)
     except _Difference as found:
         difference = str(found)
-    except Exception as error:  # from the caller's classes: reported to the other ranks, because they wait
+    except Exception as error:  # from the caller's classes; the other ranks wait for the report
         difference = f"the root's values do not fit on this rank: {describe(error)}"
     _raise_differences(communicator.objects.all_gather_for("broadcast_tree", difference), root, communicator)
     broadcast_named("broadcast_tree", named, root, communicator)
@@ -331,8 +331,8 @@ class _Plan(NamedTuple):
 def _pickled_by_root(plan: _Plan, root: int, communicator: Communicator) -> bytes:
     """Sends the root's plan to all ranks; returns the plan in pickled form. Every rank must call it.
 
-    The plan is not unpickled in the broadcast of the object, because a rank that cannot unpickle it must still take
-    part in the next collective.
+    This function does not unpickle the plan, because a rank that cannot unpickle the plan must still take part in the
+    next collective.
     """
     sent: bytes | str = b""
     if communicator.rank == root:
@@ -340,13 +340,13 @@ def _pickled_by_root(plan: _Plan, root: int, communicator: Communicator) -> byte
             sent = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # SystemExit too: the others wait for this rank
+        except BaseException as error:  # SystemExit too: the other ranks wait for this rank
             sent = describe(error)
     sent = communicator.objects.broadcast_for("broadcast_tree", sent, root)
     if isinstance(sent, str):
         raise InvalidArgument(
             f"{communicator.label}: broadcast_tree moved nothing: the tree of rank {communicator.ranks[root]}, the "
-            f"root, does not pickle: {sent}"
+            f"root, cannot be pickled: {sent}"
         )
     return sent
 
@@ -358,8 +358,8 @@ def _unpickled(data: bytes) -> _Plan:
         raise
     except BaseException as error:
         raise _Difference(
-            f"the root's tree does not unpickle on this rank: {describe(error)}; can this rank import all of the "
-            "tree's classes?"
+            f"the root's tree cannot be unpickled on this rank: {describe(error)}; check that this rank can import all "
+            "of the tree's classes"
         ) from error
     return plan
 
@@ -447,7 +447,7 @@ def _nodes_of(tree: Any, who: str) -> list[_Node]:
     try:
         return list(_nodes(tree, who, (), ()))
     except RecursionError as error:
-        raise InvalidArgument(f"{who}: the tree is nested too deep") from error
+        raise InvalidArgument(f"{who}: the tree is nested too deeply") from error
 
 
 def _nodes(tree: Any, who: str, path: tuple[Hashable, ...], within: tuple[int, ...]) -> Iterator[_Node]:
@@ -480,7 +480,7 @@ def _rebuilt(tree: Any, new: Mapping[tuple[Hashable, ...], Any], path: tuple[Has
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is an array that holds data. A description of an array, such as jax.ShapeDtypeStruct, is none."""
+    """Whether a value is an array that holds data, not only a description of an array, such as jax.ShapeDtypeStruct."""
     if isinstance(value, np.ndarray):
         return True
     exports = hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")

@@ -5,7 +5,8 @@
     (a communicator that can make these checks makes them during the reduction instead)
     at the end of the step: all ranks exchange the results of these checks, in the collective that ends the step
 
-NaN or infinity on one rank spreads to the results of all ranks, but only that rank can tell in which gradient it was.
+NaN or infinity on one rank spreads to the results of all ranks. So the ranks also check the values before the
+reduction, to find the rank and the gradient from which NaN or infinity comes.
 """
 
 from __future__ import annotations
@@ -91,11 +92,12 @@ class Values:
             agreement: the Agreement of the end of the step, which the ranks compare.
 
         Returns:
-            The end of the clipping, if gradients were clipped on a GPU; else None.
+            The Completion of the clipping, if gradients were clipped on a GPU; else None.
 
         Raises:
             PlanMismatch: the step of another rank ends differently.
-            NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; all ranks raise it.
+            NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; all ranks raise this
+            error.
         """
         self.norm, self.skip_step = None, False
         watches = self._watches
@@ -136,12 +138,12 @@ class Values:
         return slots[number].spec.label
 
     def _record(self, communicator: Communicator) -> list[int]:
-        """Returns the results of this rank's checks as integers, equally many on all ranks.
+        """Returns the results of this rank's checks as a list of integers, which is equally long on all ranks.
 
-        The first is 1 if some result is not finite, else 0. Next comes the index of the first gradient that is not
-        finite: for each rank, if the communicator has a NonFiniteFinder, else only for this rank. The last one encodes
-        the sum of the squares of this rank's share of the results. Integers of checks that are off are left out. On a
-        GPU the host waits until the device has computed the results.
+        The first integer is 1 if some result is not finite, else 0. The next integers are the indices of the first
+        gradients that are not finite: one index for each rank if the communicator has a NonFiniteFinder, else only the
+        index for this rank. The last integer encodes the sum of the squares of this rank's share of the results. The
+        integers of checks that are off are left out. On a GPU the host waits until the device has computed the results.
         """
         own = [is_finite for watch in self._watches for is_finite in watch.own]
         results = [is_finite for watch in self._watches for is_finite in watch.finite_results]
@@ -158,7 +160,7 @@ class Values:
         return record
 
     def _firsts(self, own: Iterator[Any], communicator: Communicator) -> dict[int, int]:
-        """Returns, by rank, the index in the step of its first gradient that this rank knows not to be finite.
+        """Returns, for each rank of which this rank knows a non-finite gradient, the index of the first such gradient.
 
         Args:
             own: for each gradient that this rank has checked, whether the gradient is finite.
@@ -197,7 +199,8 @@ class BucketWatch:
 
     Attributes:
         bucket, results: see Args.
-        own: for each of this rank's gradients, whether it is finite; empty if the communicator makes this check.
+        own: for each of this rank's gradients, whether the gradient is finite. Empty if the check is off, or if the
+            communicator makes this check.
         found: by rank: the index in the bucket of the rank's first gradient that the communicator found not finite.
         finite_results: whether this rank's share of the results is finite, in parts.
         squares: the sums of the squares of this rank's share of the results.
@@ -268,7 +271,7 @@ def own_share(flats: Sequence[Array], communicator: Communicator) -> list[Array]
 
 
 def packed(flats: Sequence[Array]) -> list[Array]:
-    """Returns the large arrays, and one array with a copy of all small ones: to check each small array costs more."""
+    """Returns the large arrays, and one copy of all small arrays: to check each small array by itself costs more."""
     small = [flat for flat in flats if flat.size < _SMALL_ELEMENTS]
     if len(small) < 2:
         return list(flats)
