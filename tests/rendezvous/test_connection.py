@@ -604,3 +604,13 @@ def test_ctrl_c_at_any_call_of_a_wait_keeps_nobody_from_ending(name: str) -> Non
             assert run_threads([waiting.close, other.close]) == [None, None], f"call {number}"
             waiting.abandon()
     assert number > 5
+
+
+def test_a_stream_closed_between_two_turns_of_the_reader_ends_it(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    def turn(*, has_input: bool) -> bool:
+        assert wire.connection._stream.fileno() >= 0
+        wire.connection.abandon()  # in a program another thread does it, while the reader gets no processor
+        return True
+
+    monkeypatch.setattr(wire.connection, "run_once", turn)
+    wire.connection._run()

@@ -322,7 +322,10 @@ class Connection:
         waiter = select.poll()
         has_input = False
         while self.run_once(has_input=has_input):
-            waiter.register(self._stream, select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN)
+            try:
+                waiter.register(self._stream, select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN)
+            except ValueError:  # `close` has closed the stream, because it waits for this thread only for a moment
+                return
             wait_seconds = min(max(self.beat_at - time.monotonic(), 0.0), _POLL_SECONDS)
             has_input = bool(waiter.poll(wait_seconds * 1000.0 + 1.0))
 
