@@ -1,9 +1,9 @@
 """`gradsync bench collectives`: measures collectives over a range of sizes.
 
 Every rank runs this program. Either gradsync, mpiexec, srun or torchrun starts the ranks. Only rank 0 prints.
-The sizes, the in-place layouts of arrays and the factors for the bus bandwidth are those of nccl-tests, so that results
-of both programs can be compared. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the functions *GetCollByteCount
-and *GetBw of src/*.cu.
+The sizes, the in-place layouts of arrays and the factors for the bus bandwidth are the same as in nccl-tests. So the
+results of both programs can be compared. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the functions
+*GetCollByteCount and *GetBw of src/*.cu.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Runs a measurement on all ranks, which either a launcher or this command has started.
 
-`gradsync bench ...` starts ranks on this machine: with gradsync's launcher, or with mpiexec for backend "mpi". If a
-launcher has started the command as one rank of a job (mpiexec -n 4 gradsync bench ..., or the same with srun, torchrun
-or gradsync run), the command starts no ranks: the ranks of that job measure together.
+`gradsync bench ...` starts ranks on this machine: with gradsync's launcher, or with mpiexec for backend "mpi". A
+launcher may also start the command as one rank of a job, for example `mpiexec -n 4 gradsync bench ...`. Then the
+command starts no ranks, and the ranks of this job measure together. Such a launcher is mpiexec, srun, torchrun or
+`gradsync run`.
 """
 
 from __future__ import annotations

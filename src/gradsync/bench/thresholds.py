@@ -49,7 +49,7 @@ _SURE_ROUNDS = 8  # the quartiles of fewer rounds do not show the noise
 _FLOATING = ("float", "bfloat", "complex")
 
 
-# What is measured.
+# The thresholds to measure, and the results.
 
 
 @dataclass(frozen=True)

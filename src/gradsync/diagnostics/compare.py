@@ -39,9 +39,8 @@ class Divergence(NamedTuple):
         number: the number of the collective.
         sides: the different collectives that ranks called under this number, each with its ranks. The collective that
             most ranks called comes last.
-        is_certainly_first: whether this is the first collective of the group, or all ranks that remember this
-            collective also remember the previous collective, in which the ranks did not differ. Otherwise the ranks may
-            have differed in earlier collectives, which some ranks no longer remember.
+        is_certainly_first: whether the ranks cannot have differed earlier. This is False if a rank that remembers this
+            collective no longer remembers the previous collective.
     """
 
     group: str

@@ -199,7 +199,7 @@ def _without_dump(of_ranks: dict[int, Group]) -> list[int]:
 
 
 def _described(group: Group, entry: Entry) -> list[str]:
-    """Returns a collective in one line, and a line with its arrays if it has several."""
+    """Returns a collective in one line, and a second line with the arrays that its description lists."""
     call = group.calls[entry.call]
     arrays = names_text(call.lines[1:], _MOST_ARRAYS)[1:-1]
     return [call.what, *([f"  with {arrays}"] if arrays else [])]

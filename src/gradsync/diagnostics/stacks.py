@@ -32,9 +32,9 @@ def stack_report() -> str:
     """Returns the stacks of all threads except gradsync's own: the main thread first, the innermost frames first.
 
     Of nested calls within gradsync, the text shows only the outermost call. The text shows equal stacks once, with the
-    names of their threads. If the text is too long, outer frames are left out. This function never raises an error.
-    It takes milliseconds, or one second if the file system of a program's file hangs. Any thread may call this function
-    at any time.
+    names of their threads. If the text is too long, outer frames are left out. This function never raises an error. A
+    call takes milliseconds, or one second if the file system of a program's file hangs. Any thread may call this
+    function at any time.
     """
     try:
         return _report()

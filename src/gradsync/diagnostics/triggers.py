@@ -128,8 +128,8 @@ def arm() -> None:
 def dump_because(failure: str, raised_at: str = "") -> None:
     """Writes a dump if GRADSYNC_DUMP_DIR is set, and never raises an error.
 
-    If Ctrl-C has caused a dump, and no collective has begun since then, this function keeps that dump, because it shows
-    the rank's line of code at the time of Ctrl-C.
+    If Ctrl-C has caused a dump, and no collective has begun since then, this function writes nothing. The dump that
+    Ctrl-C has caused shows the rank's line of code at the time of Ctrl-C.
     """
     _dump(failure, raised_at, replaces_interrupt=False)
 

@@ -207,7 +207,7 @@ _called: list[subprocess.Popen[str]] = []  # the processes that call() is runnin
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kills a process of call(), and its children. Ctrl-C does not reach them, because they have their own session."""
+    """Kills a process of call(), and its children. Ctrl-C does not reach these processes in their own session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

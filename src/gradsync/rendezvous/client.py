@@ -390,8 +390,8 @@ class RendezvousClient:
     def close(self) -> None:
         """Leaves the group, or the world. Idempotent. The generation goes on without this rank.
 
-        A group's client does not wait. The world's client sends LEAVE, waits up to 1 s and closes the connection;
-        threads that wait in a request of the world or of one of its groups get CommunicatorClosed.
+        A group's client does not wait. The world's client sends LEAVE, waits up to 1 s and closes the connection.
+        Threads that wait in a request of the world or of one of its groups get CommunicatorClosed.
         """
         if self._world is None:
             self._connection.close()
@@ -430,9 +430,9 @@ class RendezvousClient:
         Args:
             positions: returns the number of collectives that this rank has begun in each group, for at most 16
                 groups. The client calls `positions` at every heartbeat (at most twice a second), and before `report`.
-            report: returns a text about this rank, which the other ranks' errors show, shortened to 16 KiB; and this
-                rank's last collectives by group: for each collective its number, digest, description (at most 200
-                bytes), and whether it still runs on this rank. At most 128 collectives.
+            report: returns a text about this rank and the rank's last collectives by group. The other ranks' errors
+                show the text, shortened to 16 KiB. Each collective is given by its number, digest, description (at most
+                200 bytes), and whether it still runs on this rank. At most 128 collectives.
             on_trouble: gets one line of text after this rank has answered a status request, and when the generation
                 fails.
         """

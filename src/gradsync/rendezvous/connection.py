@@ -76,7 +76,7 @@ _WRITE_EVERY_SECONDS = 0.005  # how often a waiting thread tries to send the byt
 _HANDSHAKE_SECONDS = 5.0
 _NO_ANSWER = "no answer to the handshake: a busy server, or another service"
 # A flooded server drops its oldest unauthenticated connections. A different service ends each connection. A client
-# cannot distinguish the two cases in one attempt, so it tries for several seconds.
+# cannot distinguish the two cases in one attempt, so a client tries for several seconds.
 _FLOOD_SECONDS = 5.0
 _DIAL_SECONDS = 3.0
 _FIRST_BACKOFF_SECONDS = 0.005

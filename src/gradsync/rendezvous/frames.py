@@ -323,7 +323,7 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
-# The server's core takes events and returns actions. Both are plain data. The server makes events from
+# The server's core takes events and returns actions. Events and actions are plain data. The server makes events from
 # sockets and the clock, and carries out the actions.
 
 

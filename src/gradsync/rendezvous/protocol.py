@@ -5,10 +5,10 @@ randomness, so tests and model checkers can call the core without a server. A co
 connection joins the earliest generation that this rank has not joined before. A generation forms when all its ranks
 have joined and the generation before has ended. A generation ends when all its connections have ended.
 
-A generation fails when a connection ends without a LEAVE, when a member reports a failure, when a silent member is
-found stopped (SIGSTOP), gone or unreachable, or when a member does not arrive at a collective in time. A
-generation that has not formed yet also fails when the process of a missing rank has ended or is stopped. Every member
-gets the failure at once, and again as the answer to every later request.
+A generation fails in these cases: a connection ends without a LEAVE; a member reports a failure; a silent member is
+found stopped (SIGSTOP), gone or unreachable; or a member does not arrive at a collective in time. A generation that has
+not formed yet also fails when the process of a missing rank has ended or is stopped. Every member gets the failure at
+once, and again as the answer to every later request.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Failure:
     """The failure of a request or of a whole generation.
 
     Attributes:
-        rank: the rank that caused the failure; if several ranks caused it, one of them.
+        rank: the rank that caused the failure; one of the ranks if several ranks caused the failure.
         phase: the phase of the rank that caused the failure: joining, running or left.
         text: the full description.
         kind: DEATH, STUCK or SILENCE, see `frames`.

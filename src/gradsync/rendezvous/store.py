@@ -366,7 +366,7 @@ class Departures:
 
 
 def members_with(request: Request, ranks: list[int] | None, roster: Roster, what: str) -> Members | Send:
-    """Returns the members that a request names; a refusal if the rank that asks is not a member, or one is unknown."""
+    """Returns the members that a request names; a refusal if one does not exist, or if they do not include the rank."""
     members = members_of(ranks, roster.world_size)
     if members is not None and request.rank in members:
         return members

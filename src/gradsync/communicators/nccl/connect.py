@@ -138,7 +138,7 @@ def _device_for(settings: WorldSettings) -> int:
 def _check_devices(
     client: RendezvousClient, identity: str, group: str, deadline: float, *, allow_shared_gpu: bool
 ) -> None:
-    """If ranks share a GPU without allow_shared_gpu, raises an error on every rank; NCCL's own error would say less."""
+    """Raises an error on every rank if ranks share a GPU without allow_shared_gpu. NCCL's own error has less detail."""
     mine = identity.encode()[: MAX_EXCHANGED_BYTES // client.world_size]
     by_device: dict[bytes, list[int]] = {}
     seconds = max(0.0, deadline - time.monotonic())
@@ -174,7 +174,7 @@ def device_identity(device_id: int, nccl_version: int) -> str:
     import cupy
 
     bus = cupy.cuda.runtime.deviceGetPCIBusId(device_id)
-    # CuPy may cut off the UUID at its first zero byte. The rest is enough, because the text has the bus id too.
+    # CuPy may cut off the UUID at its first zero byte. A shorter UUID is enough, because the text has the bus id too.
     uuid = cupy.cuda.runtime.getDeviceProperties(device_id).get("uuid", b"")
     slice_name = uuid.hex() if nccl_version >= _MULTI_RANK_GPU_SINCE else ""
     return f"{bus if isinstance(bus, str) else bus.decode()}/{slice_name} {boot_id()} {socket.gethostname()}"

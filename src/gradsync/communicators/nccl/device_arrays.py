@@ -209,7 +209,7 @@ class DeviceArrays(ArrayKind):
 
 
 def _transferable(native: Array) -> Array:
-    """Returns a host array as a 1-d array in C order; as an array of bytes if CuPy does not support its dtype."""
+    """Returns a host array as a 1-D array in C order. If CuPy does not support the dtype, returns an array of bytes."""
     flat = np.ascontiguousarray(native).reshape(-1)
     return flat if _is_known(flat.dtype) else flat.view(np.uint8)
 
@@ -260,8 +260,8 @@ _IsValid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 _pointer_of = _PointerOf(("PyCapsule_GetPointer", ctypes.pythonapi))
 _is_valid = _IsValid(("PyCapsule_IsValid", ctypes.pythonapi))
 _VERSIONED = b"dltensor_versioned"
-# Where the flags are in DLPack's struct DLManagedTensorVersioned: after the version (two uint32), manager_ctx and
-# deleter. Later versions of DLPack keep these fields. Source: dlpack.h.
+# The offset of the flags in DLPack's struct DLManagedTensorVersioned. The flags follow the version (two uint32),
+# manager_ctx and deleter. Later versions of DLPack keep these fields. Source: dlpack.h.
 _FLAGS_OFFSET = 24
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 

@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 # This size is calculated for an H200 (132 multiprocessors of 2,048 threads, 4.8 TB/s), and not measured yet. 10 MiB are
 # 320 chunks: more than two for each multiprocessor, all resident at once. Reading at half of 4.8 TB/s with a latency
-# near 1 us needs 18 KB in flight on each multiprocessor; two blocks with four 16-byte loads a thread have 32 KiB.
+# near 1 us needs 18 KB in flight on each multiprocessor. Two blocks with four 16-byte loads for each thread have 32 KiB
+# in flight.
 CHUNK_BYTES = 32 * 1024
 # With this number, an array of 4 KiB still gives work to every thread of a block. The kernels use 32 registers, so
 # eight blocks fit on a multiprocessor. If the arrays are small, the eight blocks hide the latency of reading the table.

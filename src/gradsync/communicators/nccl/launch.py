@@ -42,7 +42,7 @@ _CUDA_CAPTURE_IMPLICIT = 906  # the null stream was queried, and a stream that s
 
 
 class Events:
-    """CUDA events of one device, for reuse, because creating an event takes longer than recording it.
+    """CUDA events of one device. Launches use events again, because creating an event takes longer than recording one.
 
     It is safe to record an event again. A stream that already waits for the event goes on waiting only for the work
     before the previous record. A stream that begins to wait after the new record also waits for the work between the
@@ -119,7 +119,7 @@ class Launch:
     is_over = False
     error: BaseException | None = None
     has_host_results = False
-    _calls_back = False  # whether callbacks are being called; functions that are added meanwhile are called after them
+    _calls_back = False  # whether a thread is calling the callbacks; callbacks that are added meanwhile run last
 
     def __init__(self, backend: Backend, nccl: Nccl, events: Events, stream: Any) -> None:
         self._backend = backend
@@ -179,7 +179,7 @@ class Launch:
         elif self.error is not None or not self.is_over:
             self._raise_error()
             device_id = self._nccl.device_id
-            with cupy.cuda.Device(device_id):  # the current device decides which default stream is meant
+            with cupy.cuda.Device(device_id):  # a default stream's handle means the current device's stream
                 waiting = as_stream(stream, device_id, self.name)
                 try:
                     waiting.wait_event(self.ended)

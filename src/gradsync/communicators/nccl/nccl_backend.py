@@ -43,8 +43,8 @@ _REPORT_SECONDS = 1.0  # how long close() waits until the server knows of a fail
 
 # The last launch on each device, by any communicator of this process: its end event, its stream, its thread. A
 # collective occupies a part of the GPU while it waits for the other ranks. If collectives of two communicators start in
-# different orders on two ranks, each may keep the other from starting, and both hang. So collectives run one after
-# another, in the order in which the host launches them. Source: NCCL's documentation, "Using multiple NCCL
+# different orders on two ranks, each collective may prevent the other from starting, and both hang. So collectives run
+# one after another, in the order in which the host launches them. Source: NCCL's documentation, "Using multiple NCCL
 # communicators concurrently".
 _last_on_device: dict[int, tuple[Any, Any, int]] = {}
 

@@ -124,9 +124,10 @@ class SpeculativeAgreement:
         client.follow(group, self._on_asked)
 
     def repeats(self, agreement: Agreement) -> bool:
-        """Whether an event is the predicted event, so that this rank may launch it. If so, adds it to the history.
+        """Whether an event is the predicted event, so that this rank may launch the event.
 
-        If this method returns False, this rank must ask the other ranks, with `ask`.
+        If this method returns True, it has added the event to the history. If this method returns False, this rank must
+        ask the other ranks, with `ask`.
 
         Args:
             agreement: the digest and the description of this rank's event.

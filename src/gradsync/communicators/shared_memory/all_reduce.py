@@ -1,7 +1,7 @@
 """The all-reduce over shared memory.
 
-An array or list of at most SMALL_BYTES is reduced in one shot: every rank copies its values into its buffer in shared
-memory, and after one barrier every rank reduces all values of all ranks.
+An array or list of at most SMALL_BYTES is reduced in one shot. Every rank copies its values into its buffer in shared
+memory. After one barrier, every rank reduces all values of all ranks.
 
 A larger list is pipelined, chunk by chunk. Each chunk is divided into one slice for each rank; the rank owns its slice.
 To publish a chunk, every rank copies the slices that other ranks own into its own buffer in shared memory. Then every
@@ -48,8 +48,8 @@ from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT, ROUND_S
 from gradsync.diagnostics import tracing
 from gradsync.reduction import Array, Call, ReduceOp, Wire, accumulation_dtype, division_call, reduction_of
 
-#: The largest array or list that is all-reduced in one shot: up to this size it is faster if every rank reduces the
-#: whole array after one barrier than if each rank reduces a share of it between two barriers.
+#: The largest array or list that is all-reduced in one shot. Up to this size, one barrier, after which every rank
+#: reduces the whole array, is faster than two barriers, between which each rank reduces a share of the array.
 SMALL_BYTES = 128 * 1024
 # Up to this size NumPy's assignment is as fast as a ufunc; see host_copy.py.
 _ASSIGN_UP_TO_BYTES = 4096
@@ -57,10 +57,10 @@ _ASSIGN_UP_TO_BYTES = 4096
 _WORTH_A_CALL_BYTES = 4096
 # The number of bytes that one call reduces, and the next calls copy or divide, while these bytes are in the cache.
 _REDUCED_BYTES = 256 * 1024
-# The number of bytes that one call copies into shared memory, on processors with a slow memcpy, such as Zen 3. Measured
-# there: overwriting memory that other ranks have read (see arena.py) takes twice as long per byte in calls of twice
-# this size, and four times as long in calls of four times this size. On a Xeon one call for a whole chunk is the
-# fastest.
+# The number of bytes that one call copies into shared memory, on processors with a slow memcpy, such as Zen 3. On such
+# a processor, a call of twice this size takes twice as long per byte to overwrite memory that other ranks have read
+# (see arena.py). A call of four times this size takes four times as long per byte. On a Xeon one call for a whole chunk
+# is the fastest.
 _PUBLISHED_BYTES = 128 * 1024
 # The largest total size of small pieces that are copied together into a buffer and reduced there.
 _GATHERED_BYTES = 128 * 1024
@@ -354,7 +354,7 @@ class _ChunkCheck:
         self._context.flags[chunk % CHUNKS_IN_FLIGHT][self._context.rank] = is_nonfinite
 
     def check_results(self, chunk: int, section: Section, results: Array) -> None:
-        """Checks results that this rank has reduced. If one result is not finite, checks this rank's contribution."""
+        """Checks results that this rank has reduced. If a result is not finite, checks this rank's contribution too."""
         if not self.is_finite(results):
             self.set_flag(chunk, True)
             self._context.finder.note_nonfinite_result()
@@ -522,8 +522,8 @@ class ListAllReduce(Plan):
         begin, end, pieces = section
         calls: list[Call] = []
         contributions = [buffer[begin:end] for buffer in self._buffers(number)]
-        # The result is first written to the buffer of rank 0 or rank 1: a reduction in rank order reads the
-        # contributions of both before it writes the first result.
+        # The result is first written to the buffer of rank 0 or rank 1. A reduction in rank order reads the
+        # contributions of both ranks before it writes the first result.
         result, *others = contributions[: self._rank] + contributions[self._rank + 1 :]
         if len(pieces) == 1 and self._wire is None:
             [own] = _pieces_of(self._sources, pieces)

@@ -86,8 +86,8 @@ class ShmContext:
         rank, world_size, barrier, chunk_bytes, recorder: see Args.
         share_bytes: the largest number of bytes that a rank publishes for each other rank in one round of an all_to_all
             or a reduce_scatter.
-        flags: [number of the slot][rank] -> a byte that only the given rank writes, and all ranks read: whether that
-            rank found a non-finite result in the chunk that uses the slot.
+        flags: [number of the slot][rank] -> a byte: whether the rank has found a non-finite result in the chunk that
+            uses the slot. Only this rank writes the byte, and all ranks read the byte.
         finder: the object that collects non-finite values.
         squares: the object that adds up the squares of results.
         quietly: a function; quietly(function, *arguments) calls the function and ignores floating-point errors. If

@@ -2,9 +2,9 @@
 
 Each rank owns one cache line in shared memory, and memory for a text. All ranks read these cache lines and texts, but
 only their owner writes them. A rank's cache line contains the number of the last round at which the rank has arrived,
-the 64-bit digest of the collective that the rank has called, and whether the rank has closed or aborted the
-communicator. So a rank that arrives at the barrier writes to one cache line only, and the digests take no extra time.
-In addition, each rank that aborts writes to one word that all ranks share.
+and the 64-bit digest of the collective that the rank has called. The line also shows whether the rank has closed or
+aborted the communicator. So a rank that arrives at the barrier writes to one cache line only, and the digests take no
+extra time. In addition, each rank that aborts writes to one word that all ranks share.
 
 On x86-64, other cores see aligned 8-byte stores in program order. The barrier, and the protocols that use it, rely on
 this guarantee alone. On other processors check_platform raises an error.
@@ -53,7 +53,7 @@ _CHECK_EVERY_SECONDS = 5e-3
 _ARRIVALS = 0  # the number of the last round that the rank has arrived at
 _DIGESTS = 1  # two words, for even and odd rounds: a fast rank may be one round ahead of a slow reader
 
-ANY_ROUND = 2**64 - 1  # a number that is larger than that of any round
+ANY_ROUND = 2**64 - 1  # larger than the number of any round
 
 
 def pauses(began: float) -> Iterator[float | None]:
@@ -63,7 +63,7 @@ def pauses(began: float) -> Iterator[float | None]:
         began: the time at which the wait began, in time.monotonic() seconds.
 
     Yields:
-        How long the rank has waited, in seconds, if it should now check for failures; otherwise None.
+        The time that the rank has waited, in seconds, if the rank should now check for failures; otherwise None.
     """
     now = time.monotonic()
     sleep_from, check_at = now + _YIELD_FOR_SECONDS, now + _CHECK_EVERY_SECONDS
@@ -89,7 +89,7 @@ class SharedBarrier:
             rank".
         ranks: the world ranks of all members, for errors and for reports to the server.
         label: this rank's name in errors.
-        timeout_seconds: how long to wait for a rank before CollectiveTimeout.
+        timeout_seconds: how long a rank waits for another rank before it raises CollectiveTimeout.
         failures: the monitor that receives failures from the server. A waiting rank checks this monitor every few
             milliseconds.
 
@@ -270,7 +270,7 @@ class SharedBarrier:
         self.failures.warn(waited_seconds, awaited)
 
     def announce_closed(self) -> None:
-        """Announces that this rank has closed the communicator. The rounds at which it has arrived remain valid."""
+        """Announces that this rank has closed the communicator. Its arrivals at earlier rounds remain valid."""
         self.words[self._line + _STATE] = _CLOSED_AFTER_FAILURE if self.has_failed() else _CLOSED
 
     def announce_abort(self, reason: str, culprit: int | None = None) -> None:

@@ -1,19 +1,20 @@
 """Messages between two ranks of a shared-memory communicator.
 
-Each ordered pair of ranks has two cache lines. The sender writes one of them, the receiver writes the other, and each
-side reads both. Each side posts its message: it writes the digest and the size of the message, and then the number of
-the message, to its own cache line. Then each side compares the digests and sizes of both sides, so both sides get the
-same result. The bytes go through four parts of the sender's buffer (SLOTS), which successive pieces of the message use
-in turn. The sender counts the pieces that it has written, the receiver counts the pieces that it has read, and each
+Each ordered pair of ranks has two cache lines. The sender writes one cache line, the receiver writes the other, and
+both sides read both. To post its message, each side writes the digest and the size of the message, and then the number
+of the message, to its own cache line. Then each side compares the digests and sizes of both sides, so both sides get
+the same result. The bytes go through four parts of the sender's buffer (SLOTS), which successive pieces of the message
+use in turn. The sender counts the pieces that it has written, the receiver counts the pieces that it has read, and each
 side continues as far as the count of the other side allows.
 
 Neither side can be more than one message ahead, because a message ends for the sender only when the receiver has read
-all of it. A side that is one message ahead posts the next message while the slower side may still have to compare the
-current one. So each cache line has two words for digests and two for sizes, which successive messages use alternately.
+the whole message. A side that is one message ahead posts the next message while the slower side may still have to
+compare the current message. So each cache line has two words for digests and two words for sizes, which successive
+messages use alternately.
 
 A transfer never waits: `advance` does the work that is possible now. So one thread can send and receive at once, and
-ranks that exchange in pairs or rings of any size cannot deadlock. While a rank waits, it checks for failures, as it
-does at the barrier. The waiting rank also checks for messages that cannot arrive because the other rank waits in a
+ranks that exchange in pairs or rings of any size cannot deadlock. A rank that waits checks for failures in the same way
+as at the barrier. The waiting rank also checks for messages that cannot arrive because the other rank waits in a
 collective.
 """
 
@@ -201,7 +202,7 @@ class Outgoing(Transfer):
     def _move(self) -> bool:
         words, other = self._words, self._other_line
         taken = words[other + _PROGRESS]
-        # A receiver that has posted the next message has read all of this one.
+        # A receiver that has posted the next message has read this whole message.
         if taken == self._pieces or words[other + _NUMBER] > self.number:
             self._end()
         elif self._done < self._pieces and self._done - taken < SLOTS:
