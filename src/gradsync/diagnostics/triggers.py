@@ -59,8 +59,8 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """Records when each bucket was packed, waited for, reduced and split, inside a `with` block.
 
-    A trace is not a collective, so some ranks may record a trace while other ranks do not. At the end of the block, the
-    process writes a dump. Inside the block, the recorder remembers the last 16,384 collectives of each group.
+    A trace is not a collective, so any part of the ranks may record a trace. At the end of the block, the process
+    writes a dump. Inside the block, the recorder remembers the last 16,384 collectives of each group.
 
     Args:
         path: the path of the dump; see dump_flight_recorder.

@@ -1,4 +1,4 @@
-"""`gradsync doctor`: reports whether this machine can run each backend, and what to do if it cannot.
+"""`gradsync doctor`: reports whether this machine can run each backend, and how to solve the problems.
 
 facts.py collects facts about the machine. checks.py turns these facts into findings. command.py runs an all-reduce with
 each backend and prints the report.

@@ -64,7 +64,7 @@ def check_python(here: Facts) -> Finding:
 
 
 def check_numpy(here: Facts) -> Finding:
-    """Checks that NumPy is new enough. If NumPy cannot be imported, `gradsync doctor` ends before this check."""
+    """Checks that NumPy is new enough. If NumPy cannot be imported, `gradsync doctor` ends with an error before."""
     if _numbers(here.numpy)[:2] < _OLDEST_NUMPY:
         text = f"{here.numpy}; gradsync needs NumPy 2.1 or newer"
         return Finding(WARNING, text, "pip install --upgrade 'numpy>=2.1'")
@@ -282,7 +282,7 @@ def _loaded(here: Facts, name: str, answer: Mapping[str, Any]) -> Finding:
 
 
 def _install(here: Facts) -> str:
-    """Returns the command that installs CuPy for the driver's CUDA version, or for CUDA 12 if that is unknown."""
+    """Returns the command that installs CuPy for the driver's CUDA version, or for CUDA 12 if no version is known."""
     driver = here.answers.get("cupy", {}).get("driver", 0)
     if driver:
         return f"pip install 'gradsync[cuda{13 if driver >= 13000 else 12}]'"

@@ -114,7 +114,10 @@ class Report:
 
     @property
     def is_well(self) -> bool:
-        """Whether no finding is BROKEN. If backends were tried, `asked_for` must also work, or any backend if None."""
+        """Whether no finding is BROKEN, and the tried backends work as far as needed.
+
+        If backends were tried, the backend `asked_for` must work; if `asked_for` is None, any backend must work.
+        """
         if any(finding.status is BROKEN for finding in self.findings):
             return False
         if not self.trials:  # --no-try

@@ -146,7 +146,7 @@ class AgreementService:
         return [send for agreement in agreements for send in self._fail(agreement, rank)]
 
     def _find(self, request: Request, name: str, ranks: list[int] | None) -> Group | Send:
-        """Returns the group, or a refusal if the group has other members or if there are too many groups."""
+        """Returns the group, or a refusal if the named members do not exist, lack this rank, or are not the group's."""
         members = members_with(request, ranks, self._roster, f"group {name!r}")
         if isinstance(members, Send):
             return members

@@ -113,7 +113,7 @@ class RendezvousClient:
             secret: the run's secret, at least 16 bytes.
             rank: this rank's number at launch, from 0.
             world_size: the number of launched ranks.
-            timeout_seconds: one deadline for connecting and joining.
+            timeout_seconds: the time limit for connecting and joining together.
             noun: the word for a member in messages, "rank" or "node"; the server must use the same word.
             generation: the number of the generation to join; 0 means the generation that forms next. The server refuses
                 this rank if the generation has already formed without this rank.
@@ -325,8 +325,8 @@ class RendezvousClient:
         Args:
             group: the group's name.
             on_asked: `on_asked(position)` returns the collective that this rank has launched at that position, or None
-                if it has launched none there yet. Once `on_asked` has returned None for a position, this rank must
-                call `agree` for this position before it launches.
+                if this rank has not launched a collective there. Once `on_asked` has returned None for a position, this
+                rank must call `agree` for this position before it launches.
 
         Raises:
             InvalidArgument: the group has a callback already.
@@ -383,7 +383,7 @@ class RendezvousClient:
             self._post(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))
 
     def left_ranks(self, name: str) -> dict[int, int]:
-        """Returns the world ranks that have left a communicator, each with the number of collectives it had begun."""
+        """Returns the world ranks that have left a communicator, and for each rank its number of begun collectives."""
         numbers = self._ask_at_once(f"left_ranks {name!r}", FrameType.LEFT_RANKS, self._scoped(name), self._members)
         return dict(zip(numbers[::2], numbers[1::2], strict=True))
 
@@ -441,7 +441,7 @@ class RendezvousClient:
     def report_waiting(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
     ) -> None:
-        """Reports that this rank waits for others in a collective; does not wait for an answer, and does not raise.
+        """Reports that this rank waits for other ranks in a collective; never waits for an answer, and never raises.
 
         The server logs one notice for each collective, even if several ranks report that they wait in this collective.
 
@@ -461,7 +461,7 @@ class RendezvousClient:
         """Fails the generation because a collective has reached its deadline, and raises this failure.
 
         The server asks every rank for its status, and waits at most half a second for the answers. Then every rank,
-        including the missing ones, gets the same error, in its current or next call. The arguments are those of
+        including the missing ranks, gets the same error, in its current or next call. The arguments are the same as for
         `report_waiting`.
 
         Raises:

@@ -478,7 +478,7 @@ class Connection:
                 self._answering = None
                 if not self._pushes:
                     return
-                continue  # a push was added in between; the reader may have started another thread for it
+                continue  # the reader has added a push in between, and may have started another thread
             with contextlib.suppress(ConnectionLost):  # the reader reports that the server is gone
                 if push.type is FrameType.ASKED:
                     self._answer_question(*push.fields)
@@ -706,7 +706,7 @@ def _connect(address: str, deadline: float) -> socket.socket:
     host, port = parse_address(address)
     # The name is passed as bytes: for text Python loads the tables of international names, which takes milliseconds.
     name: Any = host.encode() if host.isascii() else host
-    # An address that never answers leaves time for the other addresses of the host.
+    # At most a quarter of the remaining time: if one address never answers, the host's other addresses are tried too.
     timeout_seconds = max(min(_DIAL_SECONDS, (deadline - time.monotonic()) / 4), 0.001)
     stream = socket.create_connection((name, port), timeout_seconds)
     try:

@@ -253,7 +253,7 @@ class Decision(enum.IntEnum):
     """The server's decision on one position of a group, the same for every rank that asked."""
 
     AGREED = 0  # all members are about to run the same collective
-    MISMATCH = 1  # the members differ, and none has launched
+    MISMATCH = 1  # the members' collectives differ, and no member has launched
     LAUNCHED = 2  # a member has already launched a different collective
 
 

@@ -136,7 +136,7 @@ class Peer:
         )
 
     def note_inspection(self, now: float) -> None:
-        """Records an inspection of the peer now; the next one is due half a second later."""
+        """Records an inspection of the peer now; the next inspection is due half a second later."""
         self._inspect_at = now + INSPECT_EVERY_SECONDS
 
     def judge(self, now: float, state: ProcessState) -> Judgement:
@@ -165,7 +165,7 @@ def process_key(rank: int) -> int:
 
 
 class Peers:
-    """The table of watched processes: joined ranks by connection, others by `process_key`."""
+    """The table of watched processes: joined ranks by connection, other processes by `process_key`."""
 
     def __init__(self) -> None:
         self._peers: dict[int, Peer] = {}

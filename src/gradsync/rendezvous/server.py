@@ -97,7 +97,7 @@ class ServerConnection:
         reader: cuts the received bytes into frames.
         output: bytes that wait to be written.
         is_closing: whether the core has closed the connection.
-        is_watched_for_room: whether the event loop waits for the stream to become writable. The event loop sets it.
+        is_watched_for_room: whether the event loop waits for the stream to become writable; set by the event loop.
     """
 
     def __init__(self, number: int, stream: socket.socket, handshake: ServerHandshake, deadline: float) -> None:
@@ -212,7 +212,7 @@ class RendezvousServer:
         )
         self._secret = secret
         self._listener = listener
-        self._run_id = os.urandom(8).hex()  # the keys of every session are derived from it too
+        self._run_id = os.urandom(8).hex()  # the keys of every session are derived from this id too
         self._process = ServerProcess.of(machine_identity(), os.getpid())
         self._claimed = False
         self._runner: int | None = None  # the thread that runs the event loop
@@ -304,7 +304,7 @@ class RendezvousServer:
         self._submit(Ended(rank, how))
 
     def wait_until_empty(self, timeout_seconds: float) -> bool:
-        """Waits until every client has left; returns False at the deadline. The rank that hosts the server calls this.
+        """Waits until every client has left; returns False at the deadline. For the rank that hosts the server.
 
         Args:
             timeout_seconds: how long to wait at most.
@@ -453,7 +453,7 @@ class RendezvousServer:
             self._handle_event(Received(connection.number, message))
 
     def _refuse(self, connection: ServerConnection, sequence: int) -> None:
-        """Refuses an authenticated connection, because more are open than a correct run needs."""
+        """Refuses an authenticated connection, because more connections are open than a correct run needs."""
         text = f"the server has more than {self._max_members} authenticated connections; close some"
         self._perform([Send(connection.number, FrameType.REFUSED, (sequence, REFUSED, text)), Close(connection.number)])
 

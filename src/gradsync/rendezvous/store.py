@@ -257,7 +257,7 @@ class Gathering:
     def close(self) -> list[Request]:
         """Ends the gathering; returns the requests that waited."""
         del self._open_ones[self.key]
-        requests, self.waits = list(self.waits.values()), {}  # no reference cycle stays: each request has its target
+        requests, self.waits = list(self.waits.values()), {}  # {}, because each request refers to its target in a cycle
         for request in requests:
             self._table.close(request)
         return requests
