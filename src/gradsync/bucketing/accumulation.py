@@ -180,7 +180,7 @@ def _in_memory_of(native: Array, total: Array) -> Any:
 
 
 def _memory_of(grad: Any, native: Array, communicator: Communicator) -> list[_Memory]:
-    """Returns an array's memory twice: with the array itself as its owner, and with the object that owns the memory."""
+    """Returns the memory of an array as two _Memory objects: with the array as owner, and with its real owner."""
     bounds = communicator._arrays.byte_bounds(native) if native.size else (0, 0)
     owner: Any = native
     while (base := _base(owner)) is not None:

@@ -63,10 +63,10 @@ class AllreduceCallback:
                 weights[name] -= 0.1 * future.result()
 
     Every rank must hand over the same gradients, and in the same order unless `parameters` is given. If the ranks
-    differ, all of them raise PlanMismatch before they exchange data. (On NCCL, ranks whose steps repeat may notice a
-    difference too late; see PlanMismatch.broken.) Gradients of one dtype fill a bucket until the threshold is reached;
-    the bucket's all-reduce then starts at once. The reduced values are written into the gradient that was handed over,
-    unless that array is read-only.
+    differ, all of them raise PlanMismatch before they exchange data. (On NCCL, if the steps have repeated, ranks may
+    detect a difference only after they have exchanged data; see PlanMismatch.broken.) Gradients of one dtype fill a
+    bucket until the threshold is reached; the bucket's all-reduce then starts at once. The reduced values are written
+    into the gradient that was handed over, unless that array is read-only.
 
     Args:
         reduce_method: "sum" or "mean", in upper or lower case. "mean" needs floating or complex gradients.
@@ -80,13 +80,13 @@ class AllreduceCallback:
             is 1024**2 bytes. A larger gradient gets a bucket of its own. None means 10 MB, or 64 MB for
             `gradient_as_bucket_view` on the CPU.
         first_bucket_bytes: the threshold for the first bucket of a step. A small value starts communication early.
-        parameters: the parameters that have a gradient in each step: a mapping of names to arrays or to (shape, dtype),
-            or, if the program hands over gradients with arrays as `param`, a list of these arrays. With this option,
-            all steps have the same gradients and the same buckets. Buckets are launched in the order of this option, in
-            whatever order the gradients arrive. Arrays must be the parameters themselves, because before the first step
-            the ranks compare the arrays' bytes (once; 0.1 s for 100 MB). If the bytes differ, the logger `gradsync`
-            warns, and names the first array that differs. If you have only an array of the right shape, pass (shape,
-            dtype) instead.
+        parameters: the parameters that have a gradient in each step: a mapping of names to arrays or to (shape, dtype).
+            If the program hands over gradients with arrays as `param`, the option is a list of these arrays. With this
+            option, all steps have the same gradients and the same buckets. gradsync launches the buckets in the order
+            of this option, even if the gradients arrive in a different order. Arrays must be the parameters themselves,
+            because before the first step the ranks compare the arrays' bytes (once; 0.1 s for 100 MB). If the bytes
+            differ, the logger `gradsync` warns, and names the first array that differs. If you have only an array of
+            the right shape, pass (shape, dtype) instead.
         missing: the action of flush() if a parameter has no gradient. "error": flush() raises on all ranks. "zero":
             flush() reduces zeros for the parameter, and puts the result into `filled`.
         gradient_as_bucket_view: whether gradients live inside the buckets; needs `parameters`. The futures then give
@@ -208,9 +208,9 @@ class AllreduceCallback:
             the bucket.
 
         Raises:
-            InvalidArgument: the parameter was handed over before in this step, or is not hashable; the gradient is no
-                array, shares memory with an earlier gradient of the step, or is in flight in another callback; or the
-                call is within no_sync().
+            InvalidArgument: the parameter already has a gradient in this step, or is not hashable; the gradient is not
+                an array, shares memory with an earlier gradient of the step, or is in flight in another callback; or
+                the call is within no_sync().
             UnsupportedDtype: the reduce method is not defined for the gradient's dtype, e.g. the mean of integers.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: the all-reduce of a bucket has failed.
         """
@@ -392,8 +392,8 @@ class AllreduceCallback:
         Args:
             reused: whether the program may hand over one array in several passes of a step. True is for arrays that
                 hold only the gradient of the current pass, such as scratch memory or the arrays of gradient_buffers().
-                If False, gradsync raises an error for an array of an earlier pass of the step, because the array could
-                be a running total, whose earlier values would be added twice.
+                If False, gradsync raises an error for an array of an earlier pass of the step. Such an array could be a
+                running total, and gradsync would add its earlier values twice.
 
         Raises:
             InvalidArgument: the call is in the middle of a step, or within accumulate() or no_sync().
@@ -475,13 +475,13 @@ class AllreduceCallback:
                     ...
             gs.bcast_list_(parameters, root=joined.last_rank)
 
-        Every rank must enter the block. Inside the block, ranks must call no collectives except those of this callback.
-        If the body raises, the communicator is aborted, as in backward().
+        Every rank must enter the block. Inside the block, ranks must call no collectives except the collectives of this
+        callback. If the body raises, the communicator is aborted, as in backward().
 
         Args:
             parameters: the parameters in the order in which their gradients are handed over: a mapping of names to
-                arrays or to (shape, dtype), or, if the program hands over gradients with arrays as `param`, a list of
-                these arrays. Needed only if a rank may have no batch at all.
+                arrays or to (shape, dtype). If the program hands over gradients with arrays as `param`, this argument
+                is a list of these arrays. The argument is needed only if a rank may have no batch at all.
 
         Returns:
             A context manager, which gives a Join. The attribute `last_rank` of the Join is known after the block.

@@ -128,7 +128,8 @@ def _change_exit_code(code: int) -> None:
             stream.flush()
     libc = ctypes.CDLL(None)
     with suppress(AttributeError):  # a C library without __cxa_atexit
-        for function, argument in ((libc._exit, code), (libc.fflush, None)):  # the last one registered runs first
+        # The function that is registered last runs first.
+        for function, argument in ((libc._exit, code), (libc.fflush, None)):
             libc.__cxa_atexit(function, ctypes.c_void_p(argument), None)
 
 

@@ -69,8 +69,8 @@ class GradientEntry:
             parameter's index in this option.
         native: the gradient as a native array (see ArrayKind). If the gradient is locked: a view that stays writeable.
         out: where the gradient's values are read, and where the reduced values go.
-        recurs: whether the next step may use the entry again: the last step had the same array at this position, and
-            the array is reduced in place.
+        recurs: whether the next step may use the entry again. This is so if the last step had the same array at this
+            position, and the array is reduced in place.
         arrived_in: the number of the step in which the gradient arrived last.
     """
 
@@ -202,7 +202,8 @@ class OverlapCheck:
             who: the beginning of the error text, which names this rank.
 
         Raises:
-            InvalidArgument: the gradient shares memory with an earlier one, and the reduction writes to one of the two.
+            InvalidArgument: the gradient shares memory with an earlier gradient, and the reduction writes to at least
+                one of the two.
         """
         if not array.size:
             return

@@ -1,15 +1,15 @@
 """Protects gradients in flight: a lock makes NumPy arrays read-only, and the debug mode detects writes.
 
 The lock clears the WRITEABLE flag of a NumPy array. If an array does not own its memory, NumPy sets the flag again only
-while one of its base arrays (array.base, the base of array.base, and so on) is writeable; for some arrays NumPy never
-sets it again. So gradsync locks a gradient only if it can always restore the flag. gradsync itself writes through a
-view that it made before the lock, because a view keeps its own flag.
+while one of the array's bases (array.base, the base of array.base, and so on) is writeable. For some arrays NumPy never
+sets the flag again. So gradsync locks a gradient only if gradsync can always restore the flag. gradsync itself writes
+through a view that it made before the lock, because a view keeps its own flag.
 
 The debug mode computes digests to detect writes. From the hand-over of a gradient until its bucket is reduced, the
-program must not write to the gradient. After the reduction the program may write to the result, but it must first call
-done() or result() of the future, to know that the reduction has ended. So the debug mode watches a result until the
-program calls done() or result(), or the step ends. In this way the debug mode detects a program that still adds to a
-gradient after the reduction.
+program must not write to the gradient. After the reduction the program may write to the result. But the program must
+first call done() or result() of the future, to know that the reduction has ended. So the debug mode watches a result
+until the program calls done() or result(), or the step ends. In this way the debug mode detects a program that still
+adds to a gradient after the reduction.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class LockedGradients:
     def unlock(self) -> None:
         """Makes all gradients writeable again, even if NumPy refuses at first.
 
-        NumPy refuses to make a gradient writeable if its base array has become read-only since the lock: either the
-        program has made the base array read-only, or another callback has locked it.
+        NumPy refuses to make a gradient writeable if the gradient's base array has become read-only since the lock.
+        Either the program has made the base array read-only, or another callback has locked the base array.
 
         Raises:
             InvalidArgument: a gradient stays read-only, or another callback has the same memory in flight.
@@ -153,7 +153,7 @@ def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool
 
 
 def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> None:
-    """Raises if another callback has a read-only array in flight, and so will make the array writeable again.
+    """Raises InvalidArgument if another callback has an array in flight, and so will make the array writeable again.
 
     Args:
         array: a read-only array, or a view of read-only memory.

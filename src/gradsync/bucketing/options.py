@@ -1,4 +1,4 @@
-"""The options of an AllreduceCallback; compression and scales, with which the gradients are sent.
+"""The options of an AllreduceCallback; also the compression and the scales of the gradients that are sent.
 
     gradients -> encode (prescale, round to half precision, pack) -> all-reduce -> decode (postscale, convert back)
 

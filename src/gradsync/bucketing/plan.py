@@ -40,7 +40,7 @@ class GradientSpec(NamedTuple):
         name: the repr() of the parameter's name, or its arrival index ("#3"); the same on all ranks.
         shape: the gradient's shape.
         dtype: the name of the gradient's dtype.
-        itemsize: the bytes of one element.
+        itemsize: the size of one element in bytes.
     """
 
     name: str
@@ -283,7 +283,7 @@ class Planner:
             self._fill(assignment.spec, position)
 
     def _fill(self, spec: GradientSpec, position: int) -> Assignment:
-        """Puts a gradient into the open bucket of its dtype, or into a new one.
+        """Puts a gradient into the open bucket of the gradient's dtype, or into a new bucket.
 
         A gradient above the threshold gets a bucket of its own, and the open bucket stays open.
         """

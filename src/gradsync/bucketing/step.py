@@ -71,7 +71,7 @@ class Step:
         reducer: the reducer, which runs the collectives of the step.
         memory: the memory of the buckets, if gradients live in it; else None.
         count: the number of gradients handed over since the last flush.
-        ended: the number of steps that have ended, including empty ones. This number is also the index of the current
+        ended: the number of steps that have ended, including empty steps. This number is also the index of the current
             step.
         raised_on_all: the last error that every rank raised in a collective of this callback; None if there is none.
         filled: after a flush, by parameter: the results of parameters that had no gradient on this rank.
@@ -106,9 +106,9 @@ class Step:
         self._entries: dict[int, GradientEntry] = {}
         self._seen: dict[int, weakref.ref[Any]] = {}
         # The rest of the attributes belong to the current step.
-        self._new: list[GradientEntry] = []  # the gradients whose array differs from that of the last step
-        # While _new is empty, the gradients are those of the last step, which were checked for shared memory. From the
-        # first new gradient on, all gradients of the step are checked again.
+        self._new: list[GradientEntry] = []  # the gradients whose array was not in the last step at the same position
+        # While _new is empty, the gradients are the same arrays as in the last step, which were checked for shared
+        # memory. From the first new gradient on, all gradients of the step are checked again.
         self._keys: set[Hashable] = set()
         self._overlaps = OverlapCheck()
         self._ends: dict[int, CollectiveEnd] = {}  # by bucket; a defaultdict makes a missing end
@@ -239,7 +239,7 @@ class Step:
                 position = positions.get(param if type(param) is str else key_of(param))
             entry = self._entries.get(position)  # type: ignore[arg-type]  # None is no position
             # True if this step repeats the last step: the same array, unchanged, is at the same position. (A parameter
-            # that is a string is its own key: that saves a call for each gradient.)
+            # that is a string is its own key, which saves a call for each gradient.)
             if (
                 entry is not None
                 and entry.gradient is grad
@@ -274,7 +274,7 @@ class Step:
             self._is_busy = False
 
     def _begin_call(self, what: str, communicator: Communicator) -> None:
-        """Starts to use the communicator if it is a new one; checks that a hand-over or a flush may begin now."""
+        """Starts to use a new communicator; checks that a hand-over or a flush may begin now."""
         if communicator is not self._communicator:
             self.begin_with(communicator)
         if pending:
@@ -355,7 +355,7 @@ class Step:
         return entry
 
     def _position_of(self, param: Any, communicator: Communicator) -> int:
-        """Returns the position of a new gradient. Refuses an unknown parameter, or one that has a gradient already."""
+        """Returns the position of a new gradient. Refuses an unknown parameter, or a second gradient of a parameter."""
         if self._positions is None:
             return self.count
         position = self._positions.get(key_of(param))

@@ -368,7 +368,7 @@ def _shared_memory(named: Sequence[tuple[str, Array]], arrays: ArrayKind) -> _Sh
     """Returns the pairs of arrays that share memory."""
     ranges = sorted((*arrays.byte_bounds(native), i) for i, (_, native) in enumerate(named) if native.size)
     shared: _Shared = {}
-    reaching: list[tuple[int, int, int]] = []  # earlier ranges that end after the begin of this one
+    reaching: list[tuple[int, int, int]] = []  # earlier ranges that end after the begin of this range
     for begin, end, number in ranges:
         reaching = [entry for entry in reaching if entry[1] > begin]
         for other_begin, _, other in reaching:

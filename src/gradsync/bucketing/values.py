@@ -1,8 +1,8 @@
 """The values of a step's gradients: the check for NaN and infinity, the norm, and clipping.
 
     before a bucket's reduction: each rank checks its own gradients
-    after the reduction: each rank checks its share of the results, which are the same on all ranks
-    (a communicator that can make these checks makes them during the reduction instead)
+    after the reduction: each rank checks its share of the results (all ranks have the same results)
+    instead of both: a communicator that supports these checks makes them during the reduction
     at the end of the step: all ranks exchange the results of these checks, in the collective that ends the step
 
 NaN or infinity on one rank spreads to the results of all ranks. So the ranks also check the values before the
@@ -253,7 +253,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
     Args:
         norm: the norm of all gradients. If the norm is infinite, the factor is 0; if the norm is NaN, the factor is
             NaN.
-        max_norm: the largest norm that is allowed; above 0.
+        max_norm: the largest allowed norm; above 0.
 
     Source: torch.nn.utils.clip_grad_norm_, including its 1e-6.
     """

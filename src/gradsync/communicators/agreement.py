@@ -1,7 +1,7 @@
 """An Agreement describes one collective, so that the ranks can check that all of them call the same collective.
 
 An Agreement has an 8-byte digest, which the ranks compare before data moves. If the digests differ, each rank sends its
-description of the collective to the others (see failures.py). Each rank then makes the error PlanMismatch from the
+description of the collective to the other ranks (see failures.py). Each rank then makes the error PlanMismatch from the
 descriptions of all ranks. The message of the error shows the first difference between the descriptions, and gives
 advice. The message is the same on all ranks, because it depends only on the descriptions.
 """
@@ -305,7 +305,7 @@ def _summary(collective: str, shape: Shape, dtype: np.dtype[np.generic] | None, 
 
 
 def _identity(dtype: np.dtype[Any] | None) -> str:
-    """Returns a text that is equal for equal dtypes. str() also shows whether a structured dtype has numpy.record."""
+    """Returns a text that is equal for equal dtypes; str() of equal structured dtypes may differ in numpy.record."""
     if dtype is None or dtype.names is None:
         return str(dtype)
     return f"{dict(dtype.fields or {})} in {dtype.itemsize} bytes"
@@ -475,7 +475,7 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
         return advice
     firsts = {rank: next(iter(specs), None) for rank, specs in here.items()}
     missing = _missing(filter(None, firsts.values()), known)
-    if not missing:  # with parameters= the first gradient of a bucket may be there, and a later one missing
+    if not missing:  # with parameters= the first gradient of a bucket may be present, and a later gradient missing
         missing = dict([*_missing(names, known).items()][:1])
     if not missing:
         if len({tuple(specs) for specs in here.values()}) == 1:

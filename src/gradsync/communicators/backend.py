@@ -447,7 +447,7 @@ def checked_rank(backend: Backend, what: str, name: str, rank: object, *, is_sel
         is_self_allowed: whether the argument may be this rank.
 
     Raises:
-        InvalidArgument: the argument is not a rank of the communicator, or is this rank although that is not allowed.
+        InvalidArgument: the argument is not a rank of the communicator, or is this rank and `is_self_allowed` is False.
     """
     number = integer_of(rank)
     if number is None or not 0 <= number < backend.world_size or (number == backend.rank and not is_self_allowed):

@@ -2,8 +2,9 @@
 
 Each thread of the program that submits collectives has a queue of its own. So the collectives of one thread run in the
 order in which the thread calls them: a blocking collective first waits until the queue of its thread is empty. The
-order of two threads' collectives may differ between ranks: with one queue for all threads, ranks could wait for each
-other in a circle. If several threads use the same communicator, its collectives run in the order of submission.
+order of two threads' collectives may differ between ranks. If all threads used one queue, ranks could therefore wait
+for each other in a circle. If several threads use the same communicator, its collectives run in the order of
+submission.
 
 If the program never asks a failed future for its result, gradsync logs the failure when the future is deleted, as
 asyncio does.

@@ -8,9 +8,10 @@ call repeats an earlier call (same collective, operator or root, shape and dtype
 returns a call of the stored plan.
 
 Every rank of the communicator must call the same methods in the same order with the same shape, dtype, operator and
-root. If the ranks disagree, all of them get PlanMismatch before data moves, and the communicator stays usable. But on
-NCCL, if the ranks have repeated a sequence of collectives and one rank then changes it, gradsync may notice this only
-after data has moved. Then the error's attribute `broken` is True, and the communicator cannot be used any more.
+root. If the ranks disagree, all of them get PlanMismatch before data moves, and the communicator stays usable. NCCL is
+an exception: if the ranks have repeated a sequence of collectives, and one rank then calls a different collective,
+gradsync may detect the difference only after data has moved. Then the error's attribute `broken` is True, and the
+communicator cannot be used any more.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Communicator:
         self._checked_stream = backend.checked_stream
         self._mark_work = backend.mark_work
         self._follow_work = backend.follow_work
-        # A function that the process group sets. It is called instead of close() or abort() when a `with` block ends.
+        # A function that the process group sets. When a `with` block ends, it is called instead of close() or abort().
         self._on_exit: Callable[[BaseException | None], None] | None = None
         if backend.begins_with_barrier:
             self.barrier()
@@ -146,8 +147,8 @@ class Communicator:
     def all_reduce(self, array: Any, op: str | ReduceOp = "sum", *, out: Any = None, stream: Any = None) -> Any:
         """Reduces `array` over all ranks, element by element; every rank gets the result.
 
-        Every rank must call it, with equal shapes, dtypes and operators. Elements with the same index are reduced,
-        whatever their memory layout: one rank's array may be C-ordered and another's Fortran-ordered.
+        Every rank must call it, with equal shapes, dtypes and operators. Elements with the same index are reduced. The
+        memory layout may differ between ranks: C order on one rank, and Fortran order on another rank.
 
         Args:
             array: an array of any shape and layout on this communicator's device. `array` receives the result if `out`
@@ -194,9 +195,9 @@ class Communicator:
     ) -> Any:
         """Reduces `array` over all ranks, element by element; the root gets the result.
 
-        Every rank must call it, with equal shapes, dtypes, operators and roots. On the CPU the result has the same bits
-        as that of all_reduce, except for products of complex numbers. On a GPU the bits may differ from those of
-        all_reduce, because NCCL may add the ranks' values in a different order.
+        Every rank must call it, with equal shapes, dtypes, operators and roots. On the CPU, reduce and all_reduce give
+        the same bits, except for products of complex numbers. On a GPU the bits may differ, because NCCL may add the
+        ranks' values in a different order.
 
         Args:
             array: an array as for all_reduce. On the root, `array` receives the result if `out` is None. On the other
@@ -242,7 +243,7 @@ class Communicator:
         """Reduces `array` over all ranks, element by element; each rank gets its rows of the result.
 
         Every rank must call it, with equal shapes, dtypes, operators and sizes. Over shared memory, and over MPI with
-        up to 16 ranks, the result has the same bits as that of all_reduce, except for products of complex numbers.
+        up to 16 ranks, reduce_scatter and all_reduce give the same bits, except for products of complex numbers.
 
         Args:
             array: an array as for all_reduce. The rows of `array` (along the first axis; a 0-d array is one row) are
@@ -750,9 +751,9 @@ class Communicator:
         the same two groups, these ranks must make the two groups in the same order, and call the groups' collectives in
         the same order.
 
-        A group stays open until the process group is destroyed, or until its method close() is called. Close groups
-        that are not needed any more, most of all with MPI, which allows about 2,000 groups: a group that is deleted in
-        Python but not closed still counts.
+        A group stays open until the process group is destroyed, or until the group's method close() is called. Close
+        groups that are not needed any more. This is most important with MPI, which allows about 2,000 open groups. A
+        group that is deleted in Python, but not closed, still counts.
 
             group = comm.new_group([0, 2])
             if group:
@@ -1046,7 +1047,7 @@ class Communicator:
     # -- Repeated calls ------------------------------------------------------------------------------------------
 
     def _find_stored(self, what: str, detail: Any, array: Any, out: Any) -> CollectiveCall | None:
-        """Returns a call that runs a stored plan, if the arguments repeat those of an earlier call; else None.
+        """Returns a call that runs a stored plan, if an earlier call had such arguments; else None.
 
         This method checks only the class, shape, dtype and flags of the arrays. If the result is None, the public
         method checks all arguments and raises the errors.
@@ -1081,7 +1082,7 @@ class Communicator:
         """Stores the backend's plan, if there is one, for `_find_stored`. Call it only during a collective.
 
         Args:
-            what, agreement, source, plan: as for `_call`.
+            what, agreement, source, plan: see `_call`.
             new_shape: the shape of the new array that a call without `out` makes for its result; None if such a call
                 writes the result into its argument `array`.
         """
@@ -1300,13 +1301,13 @@ class Asynchronous:
     submits a recv before the send that the other rank needs, they wait for each other until the deadline. Use exchange,
     which sends and receives at the same time, or let the lower rank send first and the higher rank receive first.
 
-    A done-callback must not call or submit collectives, on any backend: that raises InvalidArgument, see
+    A done-callback must not call or submit collectives, on any backend. Such a call raises InvalidArgument: see
     CollectiveFuture.add_done_callback. If a done-callback waits for a future that is not done, FutureNotReady is
     raised.
 
     On the CPU a collective waits in a queue and runs in another thread. On a GPU a collective is launched at once. If
     no stream is given, the collective runs on the communicator's own stream, after the work that is already queued on
-    the current stream; result() makes the current stream wait for the collective.
+    the current stream. result() makes the current stream wait for the collective.
 
     Args:
         communicator: the communicator that runs the collectives.

@@ -2,8 +2,8 @@
 
 The rendezvous server logs the reported waits. If a wait reaches its deadline, the server asks every rank for its status
 (the functions at the end of this file), and sends the same error to every rank. If a backend itself finds that a
-collective cannot end, it first waits here for the server's error, which names the cause. If the ranks disagree on a
-collective, they exchange their descriptions of it through the server.
+collective cannot end, the backend first waits here for the server's error, which names the cause. If the ranks disagree
+on a collective, they exchange their descriptions of it through the server.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class FailureMonitor:
         recorder: the communicator's flight recorder, which has an entry for the collective in which this rank waits.
 
     Attributes:
-        was_raised: whether this object has raised an error that the other ranks get too: an error that the server has
-            sent, or the error for the lost connection to the server.
-        has_failed: a function that returns whether the server has sent a failure, or this rank has reported one. The
-            function takes 0.1 us.
+        was_raised: whether this object has raised an error that the other ranks get too. Such an error comes from the
+            server, or reports the lost connection to the server.
+        has_failed: a function that returns whether the server has sent a failure, or this rank has reported a failure.
+            The function takes 0.1 us.
         client: see Args.
         group: the communicator's name.
     """
@@ -65,7 +65,7 @@ class FailureMonitor:
         self._warned_of = -math.inf  # when the last reported collective began
 
     def check(self) -> None:
-        """Raises the failure that the server has sent, if there is one; never waits.
+        """Raises the failure that the server has sent, if there is one. This method never waits.
 
         Raises:
             RankFailed, CollectiveTimeout: the server has sent this failure.
@@ -107,7 +107,7 @@ class FailureMonitor:
     def time_out(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> NoReturn:
         """Reports to the server that a collective has reached its deadline, and raises the error that all ranks get.
 
-        The arguments are those of `warn`.
+        For the arguments see `warn`.
 
         Raises:
             CollectiveTimeout: the collective has reached its deadline. The error message names the missing ranks.

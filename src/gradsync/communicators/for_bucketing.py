@@ -1,8 +1,8 @@
 """The collectives that only gradient bucketing uses; their arguments are not checked.
 
-These collectives are the reduction of a list of arrays, with work before and after it on the same stream; the broadcast
-of a list of arrays; and the reduction of a range of resident memory, in which gradients are kept and reduced without a
-copy. The public collectives are in communicator.py.
+There are three such collectives. The first reduces a list of arrays, with work before and after the reduction on the
+same stream. The second broadcasts a list of arrays. The third reduces a range of resident memory, in which gradients
+are kept and reduced without a copy. The public collectives are in communicator.py.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def reporting_failures(backend: Backend, what: str) -> Iterator[None]:
     except BaseException as error:
         if backend.client is not None:
             if isinstance(error, BackendUnavailable):
-                # If a member has died, that is the cause.
+                # If a member has died, the death is the cause.
                 await_cause(CAUSE_SECONDS, backend.client.check)
             backend.client.report_failure(f"in {what}: {describe(error)}")
         raise

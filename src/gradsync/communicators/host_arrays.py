@@ -217,7 +217,7 @@ def _bfloat16_view(array: Any) -> Array:
 
 
 def advice(error: Exception) -> str:
-    """Returns advice for the most common DLPack error (the array is a PyTorch parameter); "" for every other error."""
+    """Returns advice for the most common DLPack error (the array is a PyTorch parameter); "" for all other errors."""
     return " (PyTorch: hand over p.data or p.grad)" if "require gradient" in str(error) else ""
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from gradsync.reduction import Array, accumulation_dtype, dtype_name, part_dtype, part_pairs, product_dtype
 
-# Half a megabyte of float32. For one piece NumPy has a fixed cost of about 1 us, and needs about 25 us to read it.
+# Half a megabyte of float32. For one piece NumPy has a fixed cost of about 1 us, and reads the piece in about 25 us.
 _PIECE_ELEMENTS = 2**17
 # For values that are first converted to a wider dtype: then no more than about 64 KB are allocated at a time.
 _WIDENED_PIECE_ELEMENTS = 2**14
@@ -36,8 +36,8 @@ _LEAST_ROW_SUM = 2.0**-100
 # Products of other dtypes are computed in a wider dtype, or for real and imaginary parts separately.
 _MULTIPLIED_AS_THEY_ARE = (np.dtype(np.float32), np.dtype(np.float64))
 
-# NaN and infinity in half precision have all exponent bits set. So if the bits are read as integers, NaN and infinity
-# with a positive sign are the largest int16 values, and those with a negative sign the largest uint16 values.
+# NaN and infinity in half precision have all exponent bits set. So positive NaN and infinity have the bits of the
+# largest int16 values, and negative NaN and infinity have the bits of the largest uint16 values.
 _INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80}
 _SIGN_BIT = 0x8000
 
@@ -256,8 +256,8 @@ class NonFinite(NamedTuple):
     """The non-finite values that this rank has found in the reduction of one list of arrays.
 
     Attributes:
-        firsts: for each rank the index of its first element that is not finite, counted across all arrays of the list;
-            NOWHERE if this rank has found none.
+        firsts: for each rank the index of the rank's first element that is not finite, counted across all arrays of
+            the list; NOWHERE if this rank has found no such element.
         has_results: whether a result is not finite.
     """
 

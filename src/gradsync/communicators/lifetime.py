@@ -168,7 +168,7 @@ class Lifetime:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError, CommunicatorClosed: the communicator has ended;
                 __enter__ raises the errors of `check_usable`.
         """
-        if pending:  # before `what` is stored, because other collectives run while this one waits
+        if pending:  # before `what` is stored, because other collectives run during this wait
             await_earlier(self, what)
         self._next_what = what
         self._next_agreement = agreement
@@ -313,7 +313,7 @@ class Lifetime:
         )
 
     def _clean_up_interrupted(self) -> bool:
-        """Ends a collective whose __exit__ was interrupted by Ctrl-C or not called. Returns whether it ended one."""
+        """Ends a collective whose __exit__ was interrupted by Ctrl-C or not called. Returns whether there was one."""
         frame = self._holder.get(None)
         if frame is None or _is_running(frame):
             return False

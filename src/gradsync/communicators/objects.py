@@ -5,7 +5,7 @@ processes that know the run's secret can be ranks. With a GPU backend the pickle
 make_host_path in backend.py.
 
 If a rank's object cannot be pickled, that rank still takes part in the collective, and sends the reason instead of the
-object. So all ranks get the error, and none waits for ever.
+object. So all ranks get the error, and no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Objects:
     """The collectives on Python objects, e.g. `communicator.objects.all_gather(obj)`.
 
     Every rank must call these methods and the communicator's other collectives in the same order, and with the same
-    root. Any object that can be pickled is allowed, and its size may differ between ranks. Each rank gets copies of the
-    objects, also of its own; only the root of a broadcast gets its own object back.
+    root. Any object that can be pickled is allowed, and the size of the objects may differ between ranks. Each rank
+    gets copies of the objects, also a copy of its own object. Only the root of a broadcast gets its own object back.
 
     Unpickling can run code of the sender, so all ranks must trust each other.
 
@@ -109,8 +109,8 @@ class Objects:
         """Returns this rank's object from the root's list. Each rank receives only its own object.
 
         Args:
-            objs: on the root, a list or tuple with one object for each rank; if it is anything else, every rank raises
-                InvalidArgument. Ignored on the other ranks.
+            objs: on the root, a list or tuple with one object for each rank. If the root passes anything else, every
+                rank raises InvalidArgument. `objs` is ignored on the other ranks.
             root: the rank that has the list.
         """
         backend = self._backend

@@ -31,7 +31,7 @@ class _Override:
 
 _world: Communicator | None = None
 _overrides: list[_Override] = []
-#: The result of get_world(). It is a variable, because callbacks read it for each gradient.
+#: The result of get_world(). This is a variable, not a function, because callbacks read it for each gradient.
 current: Communicator | None = None
 
 

@@ -33,7 +33,7 @@ from gradsync.rendezvous.client import RendezvousClient
 
 # Up to this size the arrays of a list are packed together; larger arrays are sent one by one, without a copy.
 _SMALL_BYTES = 256 * 1024
-_BROADCAST_BYTES = 4 * 1024 * 1024  # how much of a packed list is sent in one broadcast
+_BROADCAST_BYTES = 4 * 1024 * 1024  # the largest part of a packed list that is sent in one broadcast
 
 # The largest array that a rank sends with its digest. Between two ranks, sending whole arrays moves no more bytes than
 # any other algorithm.
@@ -372,7 +372,7 @@ class MpiAgreement:
     """The exchange of the digests of the ranks' calls before a collective.
 
     With up to 16 ranks, each rank sends its digest to every other rank. If the array to reduce is small, each rank
-    sends the array in the same message as the digest, so that the all-reduce needs one exchange of messages instead of
+    sends the array in the same message as the digest. So the all-reduce needs one exchange of messages instead of
     two. The receiver reads the arrays only if all digests are equal. With more ranks, MPI gathers the digests, because
     MPI's algorithm needs fewer messages.
 
@@ -437,8 +437,8 @@ class _Transfer:
     Each rank first sends the digest of its description of the message. If the digests are equal, the sender sends the
     bytes. If the digests differ, both ranks publish their descriptions on the rendezvous server. In this way both ranks
     know of a disagreement before any array changes, and `send` returns only when the receiver has begun to receive. A
-    peer that is already waiting in a collective refuses the message: it answers with 0 instead of a digest. A rank
-    computes the tag from the number of collectives that the rank has begun. Two ranks that exchange a message have
+    peer that is already waiting in a collective refuses the message: the peer answers with 0 instead of a digest. A
+    rank computes the tag from the number of collectives that the rank has begun. Two ranks that exchange a message have
     begun the same number. So a rank that waits in a collective recognises, by the tag, the messages that began before
     this collective, and refuses only these messages.
 

@@ -110,7 +110,7 @@ def mpi_place() -> RankEnvironment | None:
     mpi = load_mpi()
     world = mpi.COMM_WORLD
     if world.Get_size() == 1:
-        return None  # mpiexec has not started the process, or has started only one
+        return None  # mpiexec has not started the process, or has started only this process
     local = world.Split_type(mpi.COMM_TYPE_SHARED)
     try:
         local_rank, local_world_size = local.Get_rank(), local.Get_size()

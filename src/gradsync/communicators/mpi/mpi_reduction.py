@@ -8,7 +8,7 @@ to float32, except for the minimum and maximum of floating values: MPI does not 
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.5:
 in an all-reduce that consists of a reduce-scatter and an all-gather, each rank sends 2 (n - 1) / n of the bytes of the
-array, which is the minimum.
+array. No algorithm can send less.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _BYTE = np.dtype(np.uint8)
 _CHUNK_BYTES = 2 * 1024 * 1024
 _NATIVE_ELEMENTS = 2**28  # the most elements in one call of MPI
 
-# The purposes of the buffers that later calls use again: the contributions to the current chunk, the contributions to
-# the next chunk, and a result that must not overwrite its target yet, because the target contains a contribution.
+# The purposes of the buffers that later calls use again. The first two hold the contributions to the current chunk and
+# to the next chunk. The third holds a result while its target still contains a contribution.
 _ARRIVING, _ARRIVING_NEXT, _RESULT = range(3)
 
 # MPI's operators. For a mean, the sum is divided afterwards.
@@ -186,7 +186,7 @@ class MpiReduction:
         for low, high in cuts(source.size, _NATIVE_ELEMENTS):
             wide = source[low:high].astype(dtype, copy=False)
             result = np.empty(high - low, dtype)
-            # MPI has no minimum of its bools. mpi4py finds the other datatypes itself.
+            # MPI has no minimum for bools, so bools are sent as bytes. mpi4py finds the other MPI datatypes.
             sent, received = (wide.view(_BYTE), result.view(_BYTE)) if dtype.kind == "b" else (wide, result)
             requests.finish([requests.comm.Iallreduce(sent, received, of_mpi)], (wide, result))
             if op is ReduceOp.MEAN:

@@ -1,4 +1,4 @@
-"""Begins the MPI requests of one communicator, and waits until they have completed, a rank has failed or time is up.
+"""Begins the MPI requests of one communicator, and waits until they end, a rank fails, or the deadline passes.
 
 A blocking call of MPI never returns if a rank has died or does not make its call. So a rank uses non-blocking requests,
 and tests repeatedly whether they have completed. Between these tests, the rank checks whether the deadline has passed,
@@ -22,8 +22,8 @@ from gradsync.errors import GradsyncError, RankFailed
 from gradsync.reduction import Array
 
 # Up to this number of ranks, an all_reduce and the exchange of digests send directly from every rank to every other
-# rank. This moves as many bytes as MPI's algorithms, with fewer copies. With more ranks, MPI's algorithms need fewer
-# messages.
+# rank. Sending directly moves as many bytes as MPI's algorithms, with fewer copies. With more ranks, MPI's algorithms
+# need fewer messages.
 DIRECT_RANKS = 16
 _PIECE_BYTES = 2**30  # the largest message: MPI 3 counts in 32 bits
 
