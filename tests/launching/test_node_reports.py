@@ -1,13 +1,16 @@
 """The messages between launchers: their records, and the cause for which the ranks of all machines end."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from gradsync.errors import RendezvousError
 from gradsync.launching.in_rank.result import ErrorReport
-from gradsync.launching.nodes import Cause, cause_of, decode_record, signal_cause
+from gradsync.launching.nodes import Cause, _Link, cause_of, decode_record, signal_cause
 from gradsync.launching.outcome import Outcome, RankOutcome
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.server import RendezvousServer
 
 
 def failed(rank, *, text="Traceback\nValueError: x\n", code=1):
@@ -63,3 +66,17 @@ def test_exit_codes():
     assert cause_of(0, outcome(RankOutcome(0, 100, -9, order=0))).exit_code == 137
     assert cause_of(0, outcome(failed(0))).may_retry
     assert (signal_cause(0, 2).exit_code, signal_cause(0, 2).may_retry) == (130, False)
+
+
+def test_a_launcher_that_does_not_end_is_not_awaited_for_ever_after_a_failure():
+    secret = b"s" * 32
+    with RendezvousServer(2, secret=secret) as server, ThreadPoolExecutor() as pool:
+        joining = [
+            pool.submit(RendezvousClient.connect, server.address, secret=secret, rank=rank, world_size=2, noun="node")
+            for rank in range(2)
+        ]
+        clients = [each.result() for each in joining]
+        with clients[1], _Link(clients[0], 0) as link:
+            # The launcher of node 1 is alive and silent, as when its terminal is blocked.
+            waiting = pool.submit(link.wait_for_ends, outcome(failed(0)), 0.2)
+            assert waiting.result(20) == cause_of(0, outcome(failed(0)))

@@ -64,6 +64,9 @@ _EXCHANGE_SECONDS = 30.0  # how long to wait for the records of all launchers th
 _LEAVING_SECONDS = 5.0  # how long node 0 waits until the other launchers have left, at the end
 _LEAVING_AFTER_LOSS_SECONDS = 0.5
 _CAUSE_SECONDS = 1.0  # how long a launcher waits for another launcher's cause, if its ranks failed because of others
+# How long, besides the grace period, a launcher waits for the others after a failure; killing ranks takes less time. A
+# launcher whose terminal is blocked does not end before somebody reads its output.
+_ENDS_SECONDS = 60.0
 _NO_LIMIT_SECONDS = 1e8  # no limit is needed: heartbeats detect a launcher that is gone
 _MAX_CAUSE_BYTES = 60 * 1024  # the largest value on the server
 _START_BYTES = 8
@@ -396,6 +399,7 @@ class _NodeRun:
             link = stack.enter_context(_Link(client, own.node))
             job = self._job_of(own, nodes)
             outcome = None
+            after_failure_seconds = job.grace_seconds + _ENDS_SECONDS
             try:
                 with SignalInbox() as signals:
                     link.watch(signals)
@@ -410,11 +414,11 @@ class _NodeRun:
                     ) as supervisor:
                         supervisor.start()
                         outcome = supervisor.finish()
-                cause = link.wait_for_ends(outcome)
+                cause = link.wait_for_ends(outcome, after_failure_seconds if outcome.exit_code else _NO_LIMIT_SECONDS)
             except (KeyboardInterrupt, SystemExit) as error:  # a signal, while the ranks of the other nodes still run
                 if outcome is None:
                     raise
-                cause = self._interrupt(link, own.node, outcome, error)
+                cause = self._interrupt(link, own.node, outcome, error, after_failure_seconds)
         if cause is None:
             return None, "", False
         is_here = cause.node == own.node and not cause.is_lost
@@ -423,7 +427,9 @@ class _NodeRun:
         report = f"{before}gradsync: {nodes[cause.node].name} {cause.how}{':' if text else ''}\n{text}".rstrip("\n")
         return cause, report, cause.may_retry and all(rank.exit_code is not None for rank in outcome.ranks)
 
-    def _interrupt(self, link: _Link, node: int, outcome: Outcome, error: KeyboardInterrupt | SystemExit) -> Cause:
+    def _interrupt(
+        self, link: _Link, node: int, outcome: Outcome, error: KeyboardInterrupt | SystemExit, seconds: float
+    ) -> Cause:
         """Ends the ranks of the other nodes after a signal, and waits for their end; a second signal ends the wait."""
         cause = _cause_of_exit(node, error)
         if outcome.signal_number is not None:  # this is the second signal
@@ -431,7 +437,7 @@ class _NodeRun:
         self._notices.print("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
         try:
             link.set_cause(cause)
-            return link.wait_for_ends(outcome) or cause
+            return link.wait_for_ends(outcome, seconds) or cause
         except (KeyboardInterrupt, SystemExit) as again:
             return _cause_of_exit(node, again)
 
@@ -587,11 +593,12 @@ class _Link:
         if self._cause is None:
             _run_in_thread(lambda: self._set_cause_of(outcome))
 
-    def wait_for_ends(self, outcome: Outcome) -> Cause | None:
-        """Waits until the ranks of all machines have ended.
+    def wait_for_ends(self, outcome: Outcome, seconds: float) -> Cause | None:
+        """Waits until the ranks of all machines have ended, and their output is shown.
 
         Args:
             outcome: how the ranks of this machine ended.
+            seconds: how long to wait at most.
 
         Returns:
             The cause of the ranks' end; None if no rank failed.
@@ -600,7 +607,7 @@ class _Link:
         with contextlib.suppress(GradsyncError):  # `_loss` returns a failure
             if failed:  # before the report, so that a launcher that reads the report finds the cause
                 self._set_cause_of(outcome)
-            if any(self._client.exchange("ended", b"failed" * failed, timeout_seconds=_NO_LIMIT_SECONDS)):
+            if any(self._client.exchange("ended", b"failed" * failed, timeout_seconds=seconds)):
                 self._cause = Cause.from_bytes(self._client.get("cause"), self._node)
         # If a machine has lost its network, the loss is the cause, and failures of ranks on any machine follow from it.
         return self._loss() or self._cause or (cause_of(self._node, outcome) if failed else None)
