@@ -66,7 +66,7 @@ class AllreduceCallback:
     differ, all of them raise PlanMismatch before they exchange data. (On NCCL, if the steps have repeated, ranks may
     detect a difference only after they have exchanged data; see PlanMismatch.broken.) Gradients of one dtype fill a
     bucket until the threshold is reached; the bucket's all-reduce then starts at once. The reduced values are written
-    into the gradient that was handed over, unless that array is read-only.
+    into the gradient that was handed over, unless that array is read-only or gradients live in buckets.
 
     Args:
         reduce_method: "sum" or "mean", in upper or lower case. "mean" needs floating or complex gradients.
@@ -96,7 +96,8 @@ class AllreduceCallback:
             only for up to 16 ranks. NCCL adds in half precision.
         prescale: the factor by which gradients are multiplied before the reduction.
         postscale: the factor by which results are multiplied after the reduction.
-        nonfinite: the treatment of NaN and infinity; all ranks treat a step alike. "off": gradsync does not check.
+        nonfinite: the treatment of NaN and infinity, which is the same on all ranks in each step. "off": gradsync does
+        not check.
             "raise": flush() raises NonFiniteGradient, which names the parameter and the rank. "skip": flush() sets
             `skip_step`, for loss scaling. An overflow in the sum counts as infinity.
         clip_norm: the largest allowed Euclidean norm of all reduced gradients of a step together. If their norm is
@@ -260,9 +261,9 @@ class AllreduceCallback:
         """Registers a hook that reduces the buckets in place of an all-reduce.
 
         Every rank must register the same hook, between steps. gradsync calls the hook with each complete bucket, a
-        gradsync.bucketing.reducer.GradientBucket. The hook returns the reduced array, or a future of it. flush()
-        waits for the futures, so work that the hook launches may overlap the backward pass. gradsync.hooks defines some
-        hooks.
+        gradsync.bucketing.reducer.GradientBucket. The hook returns the reduced array, or a future of this array.
+        flush() waits for the futures, so work that the hook launches may overlap the backward pass. gradsync.hooks
+        defines some hooks.
 
         Args:
             hook: a function that takes a GradientBucket; None restores the all-reduce.
@@ -280,7 +281,10 @@ class AllreduceCallback:
 
     @property
     def norm(self) -> float | None:
-        """The norm of the last step's reduced gradients, before they were clipped; None without clip_norm."""
+        """The norm of the last step's reduced gradients, before they were clipped.
+
+        The norm is None without clip_norm, before the first step, and after a step that has failed.
+        """
         return self._step.reducer.values.norm
 
     @property

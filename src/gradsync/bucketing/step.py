@@ -183,8 +183,8 @@ class Step:
     def prepare(self, gradient: Any, communicator: Communicator) -> None:
         """Prepares the first step: compares the parameters, and allocates the buckets' memory.
 
-        Every rank must call it. All ranks first compare the parameters and then allocate the memory, whatever gradients
-        they have. So the ranks report a difference between the parameters before a difference between the buckets.
+        Every rank must call it. All ranks first compare the parameters and then allocate the memory, even if a rank has
+        no gradient. So the ranks report a difference between the parameters before a difference between the buckets.
 
         Args:
             gradient: the first gradient of this rank, or None.
@@ -325,7 +325,7 @@ class Step:
         state = arrays.state(native) if recurs else None
         if self.memory is not None and out.result is not grad:  # already copied into its bucket
             native = self.memory.views[position]
-        if not self._new:  # the first new gradient of this step; a failed call may have left others in the checks
+        if not self._new:  # the first new gradient of this step; a failed call may have left other keys and arrays
             self._keys.clear()
             self._overlaps.clear()
             for earlier in self._of_step():
@@ -576,7 +576,8 @@ class Step:
     ) -> Any:
         """Returns zeros for a missing gradient, in the parameter's view of its bucket or in an array kept for reuse.
 
-        The zeros of a shadow are negative: 0.0 would make a sum of negative zeros positive, and -0.0 changes no sum.
+        If `is_shadow` is True, the zeros are negative: 0.0 would make a sum of negative zeros positive, and -0.0
+        changes no sum.
         """
         dtype: Any = dtype_of(spec.dtype)
         array = self._zeros.get(position) if self.memory is None else self.memory.views[position]

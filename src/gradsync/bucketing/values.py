@@ -51,7 +51,8 @@ class Values:
             is computed, but nothing is clipped. If max_norm is None, the norm is not computed.
 
     Attributes:
-        norm: the norm of the last step's reduced gradients, before clipping; None without max_norm.
+        norm: the norm of the last step's reduced gradients, before clipping; None without max_norm, before the first
+            step, and after a failed step.
         skip_step: whether the last step's gradients were not finite; always False unless the policy is "skip".
         checks: the kinds of checks for every bucket.
     """
@@ -85,7 +86,7 @@ class Values:
     def end(self, communicator: Communicator, agreement: Agreement) -> Completion | None:
         """Ends a step: compares the Agreements, exchanges the results of the checks, and clips the gradients.
 
-        Collective.
+        Every rank must call it.
 
         Args:
             communicator: the communicator that reduced the buckets.

@@ -23,7 +23,7 @@ try:
 except ImportError:
     from hashlib import blake2b
 
-#: In a shape, replaces a number of rows that may differ between ranks.
+#: This value in a shape replaces a number of rows that may differ between ranks.
 ROWS = "rows"
 
 #: `what` in the Description of a message between two ranks.
@@ -123,10 +123,10 @@ class Description(NamedTuple):
         detail: all other arguments that must be equal on all ranks, e.g. the operator "sum".
         items: the collective's arrays, or lines of text. `mismatch` removes the first items if they are equal on all
             ranks.
-        item: the words for one item in errors, with {} for its index, e.g. "line {}".
+        item: the words for one item in errors, with {} in place of the item's index, e.g. "line {}".
         kind: the kind of an event of AllreduceCallback: "bucket", "flush" (the end of a step) or "first use"; "" for
             every other collective.
-        callback: the name of the AllreduceCallback in errors; "" if the communicator has only one.
+        callback: the name of the AllreduceCallback in errors; "" if the communicator has only one callback.
         made_at: the line of the program that made the callback. Errors show `made_at` only if `callback` is not "".
         settings: the options of the callback, as pairs of a name and a value.
         others, has_ended: see StepSoFar.
@@ -318,7 +318,7 @@ _ONE_ORDER = (
     "same, but the ranks make the callbacks at different lines or in threads, name the callbacks: "
     'gs.AllreduceCallback(..., name="generator")'
 )
-_SIZES = ("threshold_bytes", "first_bucket_bytes")  # ranks may differ in these, as long as their buckets are equal
+_SIZES = ("threshold_bytes", "first_bucket_bytes")  # ranks may differ in them if their buckets are equal
 _NO_SITE = CallSite()
 _UNHARMED = "no data was moved"
 _BROKEN = (

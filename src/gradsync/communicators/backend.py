@@ -62,7 +62,7 @@ class PreparedList(Protocol):
     """The all-reduce of one list of arrays, prepared for repeated calls; see Backend.prepare."""
 
     def run(self, agreement: Agreement) -> None:
-        """Reduces the current values of the prepared arrays, as `Backend.all_reduce` does."""
+        """Reduces the current values of the prepared arrays; see `Backend.all_reduce`."""
 
 
 class ResidentMemory:
@@ -288,7 +288,7 @@ class Backend(ByteCollectives):
 
     # -- Plans for repeated calls with one whole array and equal parts -----------------------------------------
     # A method returns None if a plan would not be faster than the methods above. In one collective some ranks may run a
-    # plan, and others the methods above. `release` frees the plans' resources.
+    # plan, while other ranks call the methods above. `release` frees the plans' resources.
 
     def takes(self, array: Array) -> bool:
         """Returns whether a plan may write to `array`, whose class is `plans_for`.
@@ -345,7 +345,7 @@ class Backend(ByteCollectives):
         """
 
     def raise_if_ended(self, missing: list[int]) -> None:
-        """Raises RankFailed if any rank has aborted the communicator, or one of the `missing` ranks has closed it.
+        """Raises RankFailed if any rank has aborted the communicator, or a rank in `missing` has closed it.
 
         The method is called while this communicator runs no collective. The caller asks the rendezvous server for
         failures, so this method need not ask for them.

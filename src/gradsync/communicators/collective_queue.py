@@ -65,7 +65,7 @@ class _ThreadState(threading.local):
     """The state of the calling thread.
 
     Attributes:
-        queue: the queue for collectives that this thread submits; None if it has submitted none.
+        queue: the queue of the collectives that this thread submits; None before the first such collective.
         is_serving: whether this thread is the worker thread of a queue.
     """
 
@@ -171,7 +171,7 @@ class Job:
             self.end.finish(result, None)
 
     def _prepare_to_raise(self, error: BaseException) -> LostFailure | None:
-        """Removes frames from the error's traceback. Returns the log entry for an error that the program never gets."""
+        """Removes frames from the error's traceback. Returns a log entry, in case the program never gets the error."""
         traceback.clear_frames(error.__traceback__)  # the frames hold the caller's arrays
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next  # drops this job's frame, which holds the end
@@ -257,7 +257,7 @@ class CollectiveQueue:
             self._begin_serving()
             end = CollectiveEnd()
             job = Job(end, lifetime, what, run, caller(), lifetime.last_job)
-            self._jobs.append(job)  # first, because Ctrl-C may come here: nothing may wait for a job that never runs
+            self._jobs.append(job)  # first, because Ctrl-C may arrive here: nothing may wait for a job that never runs
             pending[job] = job
             self.last = lifetime.last_job = job
             self._changed.notify()
@@ -363,7 +363,7 @@ def fail_submitted(lifetime: QueuedLifetime) -> None:
 
 
 def _register_exit() -> None:
-    """Registers the exit handler that ends the queues. Python calls it before the exit handler of the process group.
+    """Registers the exit handler that ends the queues. Python calls this handler before that of the process group.
 
     The process group's handler closes the communicators one by one. If the queues still ran, close() would wait for
     collectives that the other ranks never begin.

@@ -99,8 +99,8 @@ class Communicator:
 
     Only one thread at a time may use a communicator; a call from a second thread raises InvalidArgument. If a
     collective fails after it has begun (a rank died, a deadline passed, Ctrl-C), the communicator is broken for all its
-    ranks: every later call raises CommunicatorClosed with the reason of this failure. After PlanMismatch the
-    communicator stays usable, unless the error's attribute `broken` is True.
+    ranks. Each rank raises the failure in its current or next call, and CommunicatorClosed in every later call. After
+    PlanMismatch the communicator stays usable, unless the error's attribute `broken` is True.
 
     Args:
         backend: the backend, which moves the bytes. The communicator owns the backend, and releases it when it ends.
@@ -156,7 +156,8 @@ class Communicator:
             op: the operator: "sum", "mean", "prod", "min" or "max". "mean" needs a floating or complex dtype. On the
                 CPU, half precision is accumulated in float32.
             out: an array of the same shape and dtype for the result; `array` then stays unchanged.
-            stream: the CUDA stream on which the collective runs; by default CuPy's current stream. Ignored on the CPU.
+            stream: the CUDA stream on which the collective runs; by default CuPy's current stream. `stream` is
+                ignored on the CPU.
 
         Returns:
             `out`, or `array` when `out` is None.
@@ -195,16 +196,16 @@ class Communicator:
     ) -> Any:
         """Reduces `array` over all ranks, element by element; the root gets the result.
 
-        Every rank must call it, with equal shapes, dtypes, operators and roots. On the CPU, reduce and all_reduce give
-        the same bits, except for products of complex numbers. On a GPU the bits may differ, because NCCL may add the
-        ranks' values in a different order.
+        Every rank must call it, with equal shapes, dtypes, operators and roots. Over shared memory, and over MPI with
+        up to 16 ranks, reduce and all_reduce give the same bits, except for products of complex numbers. In all other
+        cases the bits may differ, because NCCL and MPI may add the ranks' values in a different order.
 
         Args:
             array: an array as for all_reduce. On the root, `array` receives the result if `out` is None. On the other
                 ranks, `array` stays unchanged.
             op: the operator, as for all_reduce.
             root: the rank that gets the result.
-            out: on the root, an array of the same shape and dtype for the result. Ignored on the other ranks.
+            out: on the root, an array of the same shape and dtype for the result. `out` is ignored on the other ranks.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
@@ -361,7 +362,7 @@ class Communicator:
             array: an array as for all_gather.
             root: the rank that gets the result.
             sizes: the number of rows of each rank, as for all_gather.
-            out: on the root, an array for the result, as for all_gather. Ignored on the other ranks.
+            out: on the root, an array for the result, as for all_gather. `out` is ignored on the other ranks.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
         Returns:
@@ -874,7 +875,8 @@ class Communicator:
         """Closes the communicator and frees its resources. A second call does nothing.
 
         close() is not a collective. First, close() waits for the submitted asynchronous collectives, each with its own
-        deadline, and on NCCL up to 20 s for launched work. Apart from this, close() does not wait for other ranks. If
+        deadline. On NCCL, close() then waits up to 10 s for launched work, and up to 10 s for the end of NCCL's
+        communicator. Apart from this, close() does not wait for other ranks. If
         another rank needs this rank in a later collective, the other rank gets RankFailed.
 
         Raises:
@@ -955,7 +957,8 @@ class Communicator:
             return launch
 
     def _agree(self, agreement: Agreement) -> None:
-        """Checks, for bucketing, that the Agreements of all ranks have equal digests. May wait for all ranks.
+        """Checks, for bucketing, that the Agreements of all ranks have equal digests. This method may wait for all
+        ranks.
 
         Raises:
             PlanMismatch: the ranks' digests differ.
@@ -1293,9 +1296,10 @@ class Asynchronous:
 
     The collectives take the same arguments as the methods of Communicator. Every rank must submit and call its
     collectives in the same order. A blocking collective first waits for all collectives that its thread has submitted.
-    Wrong arguments raise at once; all other errors are raised by the future's result() and wait(). If the program never
-    asks a failed future for its result, the failure is logged. If a failure leaves the communicator usable, only the
-    future of the failed collective fails. The program must not use a collective's arrays until its future is done.
+    If an argument is wrong, the call raises an error at once. The future's result() and wait() raise all other errors.
+    If the program never asks a failed future for its result, the failure is logged. If a failure leaves the
+    communicator usable, only the future of the failed collective fails. The program must not use a collective's arrays
+    until its future is done.
 
     Messages wait in the same queue as other collectives, so `send` is not like MPI's Isend. If each of two ranks
     submits a recv before the send that the other rank needs, they wait for each other until the deadline. Use exchange,

@@ -92,7 +92,7 @@ class FailureMonitor:
 
         Args:
             waited_seconds: how long this rank has waited.
-            missing: the world ranks for which this rank waits; None if it does not know them.
+            missing: the world ranks for which this rank waits; None if this rank does not know them.
             entry: the launched collective whose end this rank waits for. If `entry` is None, a thread waits in the
                 collective that began last.
         """
@@ -170,10 +170,11 @@ def exchange_descriptions(
 ) -> dict[int, Description]:
     """Exchanges the descriptions of an event on which the ranks disagree, through the server.
 
-    The ranks raise PlanMismatch in any case: a description that does not arrive is replaced by the reason.
+    The ranks raise PlanMismatch in any case. If the description of a rank does not arrive, the result has the reason
+    in place of the description.
 
     Args:
-        client, group, position, text: as for publish_description.
+        client, group, position, text: see publish_description.
         ranks: the world ranks that call this function for the event.
 
     Returns:

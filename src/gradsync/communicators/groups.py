@@ -153,7 +153,8 @@ def await_members(backend: Backend, what: str, members: Sequence[int], name: str
     client, timeout_seconds = backend.client, backend.timeout_seconds
     if client is None or len(members) == 1:
         return
-    # A separate client group, so that the server removes its entries when all have left it, however the new group ends.
+    # The barrier has a group of its own on the server. When all members have left this group, the server removes its
+    # entries, however the new group ends.
     waiting = client.group(members, f"{name}/members")
     began = time.monotonic()
     try:

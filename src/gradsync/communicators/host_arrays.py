@@ -85,7 +85,7 @@ class ArrayKind:
         host_values.multiply(source, factor, out)
 
     def multiply_in_place(self, natives: Any, factor: float) -> None:
-        """Multiplies each floating or complex array of a list by the factor, in place, as `multiply` does."""
+        """Multiplies each floating or complex array of a list by the factor, in place; see `multiply`."""
         host_values.multiply_in_place(natives, factor)
 
     def all_finite(self, flat: Any) -> Any:

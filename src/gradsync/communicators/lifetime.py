@@ -49,7 +49,7 @@ class Ending(Protocol):
         """Announces to the other ranks that this rank has closed the communicator."""
 
     def announce_abort(self, reason: str, culprit: int | None) -> None:
-        """Announces to the other ranks that they must stop."""
+        """Announces to the other ranks that they must abort the communicator."""
 
     def release(self) -> None:
         """Frees file descriptors, memory and threads."""
@@ -104,7 +104,7 @@ def _failure_of(error: BaseException) -> _Failure:
 class Lifetime:
     """The state of one communicator until its backend is released; also the context manager of each collective.
 
-    One context manager is enough for all collectives of a communicator, because they do not nest: see `collective`.
+    One context manager is enough for all collectives of a communicator, because collectives do not nest.
 
     Args:
         backend: the communicator's backend. Each collective is written to the flight recorder of the backend.

@@ -75,10 +75,10 @@ class Objects:
         return self._gather_for("objects.gather", obj, root)
 
     def _gather_for(self, what: str, obj: Any, root: int = 0, argument: str = "root") -> list[Any] | None:
-        """Does the same as gather. `what` is the name of the public function, for errors.
+        """Does the same as gather.
 
         Args:
-            what: the name of the public function.
+            what: the name of the public function, for errors.
             obj: this rank's object.
             root: the rank that gets the objects.
             argument: the name of the public function's parameter that `root` comes from, for errors.
@@ -92,7 +92,7 @@ class Objects:
         """Returns the root's object, on every rank.
 
         Args:
-            obj: on the root, the object to send. Ignored on the other ranks.
+            obj: on the root, the object to send. `obj` is ignored on the other ranks.
             root: the rank whose object all ranks get.
         """
         return self.broadcast_for("objects.broadcast", obj, root)
@@ -139,8 +139,8 @@ class Objects:
                 ranks, or to the root.
 
         Returns:
-            The bytes of the pickled objects that this rank gets, in rank order; and for each rank the sizes of its
-            pickled objects.
+            The bytes of the pickled objects that this rank gets, in rank order; and for each rank the sizes of the
+            rank's pickled objects.
         """
         with self._backend.lifetime.collective(agreement.describe().what, agreement):
             if self._path is None:
