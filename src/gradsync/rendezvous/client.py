@@ -376,8 +376,8 @@ class RendezvousClient:
     def announce_left(self, name: str, position: int) -> None:
         """Reports that this rank has left a communicator after `position` collectives; never waits and never raises.
 
-        Once every member has called `announce_left` or left the world, the server removes the keys, barriers and
-        groups whose name is `name` or begins with "name/".
+        Once every member has called `announce_left`, the server removes the keys and agreements whose name is `name`
+        or begins with "name/".
         """
         with contextlib.suppress(ValueError):
             self._post(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))
