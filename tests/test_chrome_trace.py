@@ -142,7 +142,7 @@ def test_the_trace_of_a_good_run_says_where_the_time_went_and_who_waited_for_who
     assert rank_1.startswith("  rank 1: ")
     assert share_of(phase, rank_0) > share_of(phase, rank_1)
     assert share_of("outside of gradsync", rank_0) < share_of("outside of gradsync", rank_1)
-    words = r"  rank 1 came last to (\d+) of \d+ collectives: the others waited (\S+) s for it in 5 steps"
+    words = r"  rank 1 came last to (\d+) of \d+ collectives: the others waited (\S+) s for this rank in 5 steps"
     told = re.fullmatch(words, late)
     assert told, late
     assert int(told[1]) >= 5

@@ -47,7 +47,7 @@ def test_the_difference_comes_first_and_then_who_is_where() -> None:
     assert report(dumps) == [
         "rank 1 called broadcast(root 0) as #3 of group 'world', where the others called flush",
         "group 'world': ranks 0, 1 and 2 have begun 3 collectives",
-        "rank 0 (pid 4200 on node1) is not in a collective; its last one was flush, 96.5 s before the dump",
+        "rank 0 (pid 4200 on node1) is not in a collective; its last call was flush, 96.5 s before the dump",
         "  dumped because: it was asked for",
         "rank 1 (pid 4200 on node1) is in broadcast(root 0), #3 of group 'world', for 97.0 s",
         "  at train.py:12 in read",

@@ -188,7 +188,7 @@ def parse_size(text: str) -> int:
 
 
 def sizes_between(begin: int, end: int, factor: float) -> list[int]:
-    """Returns the sizes in bytes from `begin` to at most `end`; each size is `factor` times the previous one.
+    """Returns the sizes in bytes from `begin` to at most `end`; each size is `factor` times the previous size.
 
     Raises:
         InvalidArgument: `end` is below `begin`, there are more than 100 sizes, or `end` is above `begin` and `factor`
@@ -310,7 +310,7 @@ def count_wrong(case: Case, result: Array | None, rank: int) -> int:
 
 
 def make_arrays(xp: Any, rank: int, case: Case, form: str) -> tuple[Any, Any]:
-    """Returns the source and target arrays of a rank, in the layout of nccl-tests; None for an array without use.
+    """Returns a rank's source and target arrays, in the layout of nccl-tests; None for an array that it does not need.
 
     If the collective runs in place, the smaller of the two arrays is this rank's part of the larger one. In scatter
     only the root has a source array; in gather and reduce only the root has a target array.
@@ -473,7 +473,7 @@ def _measure_case(comm: Communicator, case: Case) -> Row:
 
 
 class _Timer:
-    """Times one case, out of place or in place. All ranks must call its methods in the same order."""
+    """Times one case, out of place or in place. All ranks must call the same methods in the same order."""
 
     def __init__(self, comm: Communicator, case: Case, form: str) -> None:
         self._comm, self._case = comm, case

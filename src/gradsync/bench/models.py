@@ -68,7 +68,7 @@ def bert_base() -> list[Shape]:
     """Returns the 199 parameter shapes of BERT-base uncased (109,482,240 elements), with pooler, without task heads.
 
     Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", section 3: 12 layers of width 768,
-    110M parameters in all. The order of parameters and the vocabulary are those of the released checkpoint.
+    110M parameters in all. The order of parameters and the vocabulary are from the released checkpoint.
     """
     width, layers, vocabulary, positions, segments = 768, 12, 30522, 512, 2
     square: list[Shape] = [(width, width), (width,)]

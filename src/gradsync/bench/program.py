@@ -77,7 +77,7 @@ def run_as_ranks(
 
     Args:
         program: a function at the top level of a module, because gradsync pickles it.
-        wanted: the settings of the measurement; gradsync pickles them too.
+        wanted: the settings of the measurement; gradsync pickles the settings too.
         nprocs, backend: the options --nprocs and --backend of the command.
 
     Returns:

@@ -180,7 +180,7 @@ def write_dump(path: Path, reason: str, seconds: float, raised_at: str = "") -> 
     try:
         write_whole(path, text, seconds + len(text) / _BYTES_PER_SECOND)
     except OSError as error:
-        raise InvalidArgument(f"the flight recorder cannot be written to {path}: {error.strerror or error}") from error
+        raise InvalidArgument(f"the dump cannot be written to {path}: {error.strerror or error}") from error
     return path
 
 

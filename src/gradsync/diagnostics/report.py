@@ -42,15 +42,15 @@ def report_dumps(paths: Sequence[str], out: str | None) -> int:
             Path(out).write_text(json.dumps(chrome_trace(latest)))
         except OSError as error:
             raise InvalidArgument(f"--out {out!r} cannot be written: {error.strerror}") from None
-        print(f"{out}: open it in https://ui.perfetto.dev or chrome://tracing")
+        print(f"{out}: open this file in https://ui.perfetto.dev or chrome://tracing")
     return int(bool(_problems(latest)) or any("failed" in _states(dump) for dump in latest))
 
 
 def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
     """Returns the lines of the report.
 
-    The lines describe exceptions, differences between ranks, ranks that wait in a circle, and late ranks; then each
-    group and each rank.
+    The first lines describe exceptions, differences between ranks, ranks that wait in a circle, and late ranks. The
+    next lines describe each group and each rank.
 
     Args:
         dumps: one dump of each rank.
@@ -242,8 +242,8 @@ def _ends_of_steps(dump: Dump) -> list[float]:
 def _shares(dump: Dump) -> dict[str, float]:
     """Returns the share of time of each phase of a rank's collectives, and the share outside of gradsync.
 
-    A small collective has no phases. The share "in small collectives" is the whole time of all small collectives,
-    including the time in which the rank waits.
+    Small collectives have no phases, and collectives other than all-reduce have none. The share "in small collectives"
+    is the whole time of all collectives without phases, including the time in which the rank waits.
     """
     first, *_, last = _ends_of_steps(dump)
     spans = [(phase.name, phase.began, phase.ended) for phase in dump.phases]
@@ -290,7 +290,7 @@ def _who_came_last(traced: Sequence[Dump]) -> list[str]:
     steps = max(len(dump.steps) for dump in traced) - 1
     during = f"in {steps} steps" if steps > 1 else "in 1 step"
     came = f"rank {rank} came last to {len(lateness)} of {len(met)} collectives"
-    return [f"  {came}: the others waited {seconds_text(sum(lateness))} for it {during}"]
+    return [f"  {came}: the others waited {seconds_text(sum(lateness))} for this rank {during}"]
 
 
 # Each group and each rank.
@@ -323,7 +323,7 @@ def _whereabouts(dump: Dump, *, says_why: bool) -> list[str]:
         told = [f"{who} has begun no collective"]
     elif not told:
         _, group, last = max(entries, key=lambda each: _end(each[2]))
-        verb = "failed in" if last.state == "failed" else "is not in a collective; its last one was"
+        verb = "failed in" if last.state == "failed" else "is not in a collective; its last call was"
         since = seconds_text(max(dump.monotonic_seconds - _end(last), 0.0))
         told = [f"{who} {verb} {group.calls[last.call].what}, {since} before the dump"]
     return [*told, *_place(dump), *([f"  dumped because: {dump.reason}"] if says_why else [])]

@@ -71,7 +71,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """
     where = _path_of("trace", path)
     if tracing.active is not None:
-        raise InvalidArgument(f"gs.trace({str(where)!r}): this process is traced already")
+        raise InvalidArgument(f"gs.trace({str(where)!r}): a trace of this process is already on")
     tracing.start()
     succeeded = False
     try:

@@ -213,7 +213,7 @@ def check_gpus(here: Facts) -> Finding | None:
     count = count_gpus(here.environ, str(here.root / "dev"))
     devices: list[dict[str, Any]] = here.answers.get("cupy", {}).get("devices", [])
     if not devices:
-        return Finding(OK, f"{count} found by their device files; install CuPy to see more about them")
+        return Finding(OK, f"{count} found by their device files; install CuPy to see their names and memory")
     names = sorted({device["name"] for device in devices})
     text = f"{len(devices)} x {', '.join(names)}, {devices[0]['memory_bytes'] / 1e9:.0f} GB"
     if visible is not None and len(devices) < len(visible):
@@ -221,7 +221,7 @@ def check_gpus(here: Facts) -> Finding | None:
         return Finding(WARNING, text, "list only GPUs of this machine: nvidia-smi -L shows them")
     if len(devices) > 1 and not all(len(device["peers"]) == len(devices) - 1 for device in devices):
         text += "; not all GPUs can access each other's memory, so NCCL copies through host memory"
-        advice = "on a virtual machine: assign it all GPUs of one switch; check with: nvidia-smi topo -p2p r"
+        advice = "on a virtual machine: give the machine all GPUs of one switch; check with: nvidia-smi topo -p2p r"
         return Finding(WARNING, text, advice)
     return Finding(OK, text)
 
@@ -269,7 +269,7 @@ def _loaded(here: Facts, name: str, answer: Mapping[str, Any]) -> Finding:
         return Finding(UNUSABLE, f"{runtime}; this machine has no NVIDIA driver", advice)
     if "count" not in answer:
         text = f"{runtime}; CuPy sees no GPU: {answer.get('count_error', 'unknown reason')}"
-        return Finding(UNUSABLE, text, "compare the CUDA version that nvidia-smi shows with that of the CuPy package")
+        return Finding(UNUSABLE, text, "compare the CUDA versions of nvidia-smi and of the CuPy package")
     driver = answer.get("driver", 0)
     if "runtime" in answer and driver and driver // 1000 < answer["runtime"] // 1000:
         text = f"{runtime}, but the driver supports CUDA only up to {cuda_version(driver)}"

@@ -8,8 +8,8 @@ The rest of gradsync imports only these names:
   `describe_with`. The process group connects and closes, and communicators use the other methods. Launchers of several
   machines also use `begin_start`, `note_start` and `note_end`.
 - `server.RendezvousServer`: `start`, `serve_forever`, `stop`, `wait_until_empty`, `abandon`; a launcher reports the
-  start and end of its processes with `note_start` and `note_end`. Launchers use this class, and so does a rank that
-  hosts the server.
+  start and end of its processes with `note_start` and `note_end`. Launchers, and ranks that host the server, use this
+  class.
 - `frames.Decision`, `LaunchedEvent`, `event_key`: for NCCL communicators, which agree on their next collective over
   the rendezvous. `OF_MESSAGES` marks a wait in a send or receive. The constants `MAX_...` limit the length of values,
   reports and descriptions.

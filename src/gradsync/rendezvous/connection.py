@@ -452,7 +452,7 @@ class Connection:
     # Questions of other ranks.
 
     def follow(self, group: str, rank: int, on_asked: OnAsked) -> None:
-        """Sets the callback for the questions that other members of a group ask this rank about its positions."""
+        """Sets the callback for the questions of other members of a group about the group's positions."""
         if group in self._followed:
             raise InvalidArgument(f"{self.label}: group {group!r} is followed already; unfollow it first")
         self._followed[group] = rank, on_asked

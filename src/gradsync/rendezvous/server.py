@@ -84,7 +84,7 @@ _log = logging.getLogger("gradsync.rendezvous")
 
 
 class ServerConnection:
-    """One accepted connection: first the handshake, then messages. Its buffers are bounded, and it never blocks.
+    """One accepted connection: first the handshake, then messages. Its buffers are bounded; its methods never block.
 
     Args:
         number: the connection's number in the core.

@@ -146,7 +146,7 @@ def _describe_holder(port: int) -> str:
         sockets = {f"socket:[{inode}]" for inode in inodes}
         by_pid = {link: int(link.split("/")[2]) for link in glob.iglob("/proc/[0-9]*/fd/*")}
         for link, pid in sorted(by_pid.items(), key=lambda item: item[1]):
-            with contextlib.suppress(OSError):  # the process is another user's, or has just ended
+            with contextlib.suppress(OSError):  # the process belongs to another user, or has just ended
                 if os.readlink(link) in sockets:
                     return f" by process {pid} ({_lines(f'/proc/{pid}/comm')[0]})"
     return ""

@@ -179,7 +179,7 @@ class StuckCollectives:
             if not silent or inquiry.has_inspected:
                 states = {rank: peers.last_state(member.connection) for rank, member in silent}
                 return self._conclude(inquiry, {rank: state for rank, state in states.items() if state is not None})
-            # Liveness inspects a process only after a longer silence.
+            # The watch of silent processes (liveness.py) inspects a process only after a longer silence.
             inquiry.has_inspected, inquiry.due_at = True, now + _INSPECTION_SECONDS
             return [Inspect(member.connection, member.local_pid) for _, member in silent]
         notices: list[Action] = []
@@ -243,7 +243,7 @@ def _first(reports: Reports) -> StuckCollective:
 def _notice_text(roster: Roster, all_stuck: Sequence[StuckCollective]) -> str:
     """Returns the notice about ranks that wait in a collective, or in sends and receives.
 
-    The notice has one line; if there are several waits or several late ranks, it has a line for each.
+    The notice has one line. If there are several waits or several late ranks, the notice has a line for each of them.
     """
     all_stuck = all_stuck[:_MAX_NOTICED]
     waiting = {rank for stuck in all_stuck for rank in stuck.waiting}
@@ -385,6 +385,6 @@ def _disagreements(
 
 
 def _behind(rank: int, number: int, histories: Mapping[int, History], members: Members) -> tuple[int, ...]:
-    """Returns the members known not to have begun the collective with this number."""
+    """Returns the members that are known not to have begun the collective with this number."""
     begun = {other: max(history, default=0) for other, history in histories.items() if other != rank}
     return tuple(other for other in members if begun.get(other, number) < number)

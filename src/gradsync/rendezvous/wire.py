@@ -31,7 +31,7 @@ from gradsync.rendezvous.frames import SCHEMAS, FieldError, FrameType, Message, 
 MAC_BYTES = 32
 MAX_HANDSHAKE_FRAME_BYTES = 512
 MAX_FRAME_BYTES = 64 * 1024
-#: A frame that takes longer to arrive will never be complete, because its length field was altered on the way.
+#: A frame that takes longer to arrive is refused: its length field was probably altered on the way.
 MAX_FRAME_SECONDS = 5.0
 _LENGTH = struct.Struct("!I")
 _HEADER = struct.Struct("!IBQ")
@@ -73,7 +73,7 @@ def pack_frame(frame_type: int, sequence: int, body: bytes) -> bytes:
 
 
 def sign(mac: hmac.HMAC, data: bytes) -> bytes:
-    """Returns the MAC of the data, 32 bytes; `mac` has the key, and stays as it is."""
+    """Returns the MAC of the data, 32 bytes; `mac` holds the key, and does not change."""
     mac = mac.copy()
     mac.update(data)
     return mac.digest()
@@ -123,7 +123,8 @@ class FrameReader:
                 return Frame(frame_type, sequence, buffer[begin:end])
         if held_bytes and self._fed_at - self._begun_at > MAX_FRAME_SECONDS:
             raise FrameError(
-                f"its last message has been incomplete for {MAX_FRAME_SECONDS:g} s: the data was altered on the way"
+                f"the peer's last message has been incomplete for {MAX_FRAME_SECONDS:g} s: "
+                "the data was altered on the way"
             )
         return None
 

@@ -236,7 +236,7 @@ class Launch:
 
         If the GPU has reached `ended`, first copies results to the host and ends the launch.
         """
-        # Not `self.ended.done`, which stays False for ever if the GPU has failed.
+        # `self.ended.done` is not used here, because it stays False for ever if the GPU has failed.
         status = cupy.cuda.runtime.eventQuery(self.ended.ptr)
         if status == _CUDA_NOT_READY or status in _CUDA_CAPTURE:  # _CUDA_CAPTURE: another thread captures a graph
             return False

@@ -223,7 +223,7 @@ class SpeculativeAgreement:
                 return None  # this rank has asked too
             self._overtaken_at = position
             self.was_overtaken = True
-            found = caller(self._launching_thread)  # a line after the call, because the call has already returned
+            found = caller(self._launching_thread)  # this line is after the call, which has already returned
             site = CallSite("" if found is None else str(found), "launched; by now at")
             self._described = position, launched.described(site).to_text()
             return LaunchedEvent(launched.digest, self._described[1])
@@ -280,7 +280,7 @@ class NcclAgreements:
         self._of_messages: dict[Direction, SpeculativeAgreement] = {}
 
     def on_messages(self, agreements: Mapping[Direction, Agreement]) -> Iterator[list[Direction]]:
-        """Asks about one or two messages, and yields groups of those that this rank may launch.
+        """Asks about one or two messages, and yields groups of messages that this rank may launch.
 
         Both ranks of a message get the same answer. The caller launches the messages of a group together, before it
         requests the next group. If the ranks of a message disagree, the method raises the error after the last group,
@@ -301,7 +301,7 @@ class NcclAgreements:
 
         Raises:
             PlanMismatch: this rank and its peer disagree on a message. If the error's attribute `broken` is True, one
-                of them has launched its message already, and the communicator must not be used again.
+                of the two ranks has launched its message already, and the communicator must not be used again.
             RankFailed, CollectiveTimeout: as for SpeculativeAgreement.ask.
         """
         repeated = [direction for direction, each in agreements.items() if self._of(direction).repeats(each)]
@@ -319,7 +319,7 @@ class NcclAgreements:
         """Asks about each message on its own thread; yields the answers in the order in which the server sends them.
 
         An answer has the mismatch, or None if this rank may launch the message. The questions are asked at the same
-        time, because other ranks may ask them in a different order.
+        time, because other ranks may ask the same questions in a different order.
         """
         if len(agreements) == 1:
             [(direction, agreement)] = agreements.items()

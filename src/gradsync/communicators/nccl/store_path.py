@@ -97,7 +97,7 @@ class StorePath(ByteCollectives):
         Every rank must call this method, with the same `streams` and `largest`.
 
         Args:
-            streams: the largest number of streams between all ranks that are not empty.
+            streams: an upper limit of the number of streams of all ranks that have bytes.
             largest: the number of bytes of the longest stream.
             outgoing: the stream's name -> the bytes that this rank sends in that stream.
             incoming: the stream's name -> the buffer for the bytes that this rank receives in that stream.

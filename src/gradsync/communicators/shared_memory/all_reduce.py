@@ -55,7 +55,7 @@ SMALL_BYTES = 128 * 1024
 _ASSIGN_UP_TO_BYTES = 4096
 # Smaller pieces are copied together: a NumPy call takes as long as copying some kilobytes.
 _WORTH_A_CALL_BYTES = 4096
-# The number of bytes that one call reduces, and the next calls copy or divide, while these bytes are in the cache.
+# The number of bytes that one call reduces. The next calls copy or divide the same bytes while they are in the cache.
 _REDUCED_BYTES = 256 * 1024
 # The number of bytes that one call copies into shared memory, on processors with a slow memcpy, such as Zen 3. On such
 # a processor, a call of twice this size takes twice as long per byte to overwrite memory that other ranks have read

@@ -33,8 +33,8 @@ _BYTE = np.dtype(np.uint8)
 
 _MAX_PLANS = 1024
 _MAX_ROUNDS_HELD = 8  # a plan with more rounds makes them again in each run, which takes less time than its copies
-# An array with at most this number of chunks (1 GiB) can use a plan that keeps its NumPy calls. The calls take about
-# 0.2 % of the array's memory. The calls of the last _MAX_ARRAYS_KEPT arrays are kept.
+# An array of at most this number of chunks (up to 1 GiB) can use a plan that keeps its NumPy calls. The calls take
+# about 0.2 % of the array's memory. The calls of the last _MAX_ARRAYS_KEPT arrays are kept.
 MAX_CHUNKS_KEPT = 1024
 _MAX_ARRAYS_KEPT = 16
 

@@ -58,7 +58,7 @@ class Transfer:
 
     Args:
         words: the cache lines of all channels, as 8-byte words.
-        client: the client through which ranks send descriptions of messages that they disagree on.
+        client: the client through which ranks send descriptions of messages on which they disagree.
         channel: the name of this direction, for these descriptions.
         own: the index of the first word of this rank's cache line of the channel.
         other: the index of the first word of the peer's cache line of the channel.

@@ -31,8 +31,7 @@ from gradsync.communicators.shared_memory.segment import (
 from gradsync.diagnostics import tracing
 from gradsync.reduction import Array, Call, ReduceOp, reduction_of
 
-# The number of bytes that one call reduces, and the next calls write to the other ranks, while the bytes are in the
-# cache.
+# The number of bytes that one call reduces. The next calls copy the result to the other ranks while it is in the cache.
 _CHUNK_BYTES = 384 * 1024
 
 # Parts of at least this size use huge pages, if the kernel provides them in time.

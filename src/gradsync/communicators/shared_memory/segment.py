@@ -187,7 +187,7 @@ def open_segment(ticket: bytes) -> int:
     machine, pid, descriptor = ticket.decode().split("\n")
     try:
         if not machine or machine != machine_identity():
-            raise OSError("it does not run on this host, or in a container that hides its processes")
+            raise OSError("that rank runs on another host, or in a container that hides its processes")
         return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise BackendUnavailable(
@@ -222,8 +222,8 @@ def _map_for_huge_pages(descriptor: int) -> mmap.mmap:
             excess_bytes = _address(mapping) % HUGE_PAGE_BYTES
             if not excess_bytes:
                 return mapping
-            # Linux puts each new mapping below the last one. So after a mapping of the excess size, the next mapping
-            # begins at a multiple.
+            # Linux puts each new mapping below the last mapping. So after a mapping of the excess size, the next
+            # mapping begins at a multiple of the huge page size.
             mapping.close()
             gaps.enter_context(mmap.mmap(-1, excess_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         return mmap.mmap(descriptor, size_bytes)
