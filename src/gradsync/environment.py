@@ -3,8 +3,8 @@
 gradsync's launcher sets some of these variables for its ranks, and `init_process_group` reads them. A process takes its
 rank from the first launcher that has set its variables: gradsync's, torchrun, MPI's mpiexec, or Slurm's srun. If the
 launcher gives no address for the rendezvous, this module takes a host and a port from the Slurm step, or computes a
-name for the run that is the same for all ranks on one machine. The run's secret never stays in the environment: this
-module holds it in a private variable.
+name for the run that is the same for all ranks on one machine. This module removes the run's secret from the
+environment, and holds the secret in a private variable.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ FLIGHT_RECORDER_ENTRIES = Variable(
     "GRADSYNC_FLIGHT_RECORDER_ENTRIES",
     partial(_integer, lowest=1, highest=_MAX_RECORDER_ENTRIES),
     64,
-    "Number of collectives that the flight recorder of each communicator keeps.",
+    "Number of collectives and messages that the flight recorder of each communicator keeps.",
 )
 DUMP_DIR = Variable(
     "GRADSYNC_DUMP_DIR",
@@ -729,8 +729,8 @@ def _contradiction(environ: Mapping[str, str], first: _Launcher, second: _Launch
         values.append(" ".join(f"{name}={environ[name].strip()}" for name in (launcher.rank, launcher.world_size)))
         unset.append(" ".join(launcher.set_in(environ)))
     return InvalidArgument(
-        f"{values[0]} and {values[1]} name different ranks for this process: one launcher was started with another's "
-        f"variables set. Before starting the ranks, unset the variables of the other run: either\n"
+        f"{values[0]} and {values[1]} name different ranks for this process: one launcher has inherited the variables "
+        f"of another launcher. Before you start the ranks, unset the variables of the wrong launcher: either\n"
         f"  unset {unset[0]}\nor\n  unset {unset[1]}"
     )
 

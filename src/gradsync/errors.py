@@ -75,19 +75,19 @@ class AuthenticationError(RendezvousError):
 
 
 class PlanMismatch(GradsyncError, RuntimeError):
-    """The ranks disagree on the collective they are about to run.
+    """The ranks disagree on the next collective, or two ranks disagree on a message between them.
 
-    Every rank raises this error. The collective has moved no data, and the communicator stays usable. NCCL is an
-    exception: if ranks repeat a sequence of collectives, and then one rank calls a different collective, the ranks may
-    detect the mismatch too late. After such a mismatch the communicator is broken.
+    Every rank of the collective, or of the message, raises this error. gradsync has moved no data, and the communicator
+    stays usable. NCCL is an exception: if ranks repeat a sequence of collectives, and then one rank calls a different
+    collective, the ranks may detect the mismatch too late. After such a mismatch the communicator is broken.
 
     Attributes:
         index: the position in its step, from 0, of the event in which the ranks differ. An event is a bucket or the end
             of the step. None for other collectives, or if the position is not known.
         descriptions: a description of each rank's collective in words, by rank.
         places: the line of code that called the collective, by rank, such as "train.py:41 in step". For an asynchronous
-            collective, it is the line that submitted the collective; if the rank had already continued, it is the
-            current line of that rank.
+            collective, the place is the line that submitted the collective. If a rank had continued before gradsync
+            detected the mismatch, the place is the current line of this rank.
         broken: whether the communicator is broken. If True, no later collective can use the communicator, and the
             gradients of this step are undefined.
     """
@@ -107,7 +107,7 @@ class MissingGradient(PlanMismatch):
 
 
 class CollectiveTimeout(GradsyncError, TimeoutError):
-    """A collective reached its deadline.
+    """A collective, or a wait for the future of a collective, reached its deadline.
 
     Attributes:
         missing_ranks: the ranks that had not called the collective; () if they are not known. The first rank in the
@@ -122,10 +122,10 @@ class RankFailed(GradsyncError, RuntimeError):
 
     Attributes:
         rank: the rank that failed, or None if it is not known.
-        phase: the phase of the failed rank: "joining" until all ranks have joined, then "running", and "left" if it has
-            left. The phase is "collective" if this rank detected the failure through shared memory, and "function" if a
-            function that gradsync launched raised an exception.
-        exit_code: the failed rank's exit code, if known; a negative number is the signal that killed it.
+        phase: the phase of the failed rank: "joining" until all ranks have joined, then "running", and "left" after the
+            rank has left. The phase is "collective" if this rank detected the failure through shared memory, and
+            "function" if a rank of gs.launch, gs.spawn or gs.launcher failed.
+        exit_code: the failed rank's exit code, if known; a negative number is the signal that killed the rank.
         traceback_text: the failed rank's traceback, if known.
         results: the results of a launched function on other ranks, by rank.
         was_silent: whether the failed rank sent nothing for several seconds, and gradsync found that the rank was
@@ -141,7 +141,7 @@ class RankFailed(GradsyncError, RuntimeError):
 
 
 class CommunicatorClosed(GradsyncError, RuntimeError):
-    """The communicator was closed or aborted, or this process is a forked child of the process that made it."""
+    """The communicator was closed or aborted, or belongs to the parent process of this forked process."""
 
 
 class NcclError(GradsyncError, RuntimeError):

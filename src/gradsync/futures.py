@@ -72,8 +72,8 @@ _log = logging.getLogger("gradsync")
 
 #: The reasons why a collective cannot begin immediately, for all threads; nearly always empty. The dict contains the
 #: submitted jobs that have not ended, in order; the running done-callbacks; and the error of a done-callback that
-#: called a collective, which gradsync will raise again. It is a variable, because every collective checks whether it is
-#: empty, and a function call would take too long.
+#: called a collective, which gradsync will raise again. `pending` is a variable, because every collective checks
+#: whether the dict is empty, and a function call would take too long.
 pending: dict[object, Any] = {}
 _REFUSED = "error of a done-callback"
 # One lock for all CollectiveEnds: threads hold it only for a few assignments, and a step makes hundreds of ends.
@@ -96,7 +96,7 @@ _thread_state = _ThreadState()
 def check_may_call(label: str, what: str) -> None:
     """Raises an error if a done-callback calls a collective, because ranks would run collectives in different orders.
 
-    Call it only if `pending` is not empty.
+    Call this function only if `pending` is not empty.
 
     Args:
         label: the name of this rank in errors, such as "rank 0/2".
@@ -436,7 +436,7 @@ class CollectiveFuture:
         return f"<{type(self).__name__} of {self.name}: {state}>"
 
     def __reduce__(self) -> NoReturn:
-        # A copy in another process would never be completed.
+        # No thread would complete a copy of the future in another process.
         raise TypeError(f"the future of {self.name} cannot be pickled or copied: pass its .result()")
 
     def _wait(self, stream: Any, timeout: float | None) -> None:

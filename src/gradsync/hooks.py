@@ -168,7 +168,7 @@ class PowerSGDHook:
         start_after: the number of steps before compression begins. Gradients change most in the first steps.
 
     Raises:
-        InvalidArgument: `rank` is below 1, `start_after` is below 0, or one of them is not an integer.
+        InvalidArgument: `rank` is not an integer of at least 1, or `start_after` is not an integer of at least 0.
 
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
     optimization", NeurIPS 2019, algorithm 1, with error feedback and warm start. The hook compresses whole buckets, as
@@ -230,7 +230,7 @@ class PowerSGDHook:
 
 
 def _signature(bucket: GradientBucket) -> _Signature:
-    """Returns a bucket's names, shapes, dtype and array type. If one of them changes, the hook resets its state."""
+    """Returns a bucket's names, shapes, dtype and array type. If the signature changes, the hook resets its state."""
     return bucket.names, bucket.shapes, bucket.flat.dtype, type(bucket.flat)
 
 

@@ -40,8 +40,8 @@ class ProcessStat(NamedTuple):
     """A process's entry in /proc.
 
     Attributes:
-        state: the state of the process as one letter: "R" for running, "S" for sleeping, "T" for stopped, "Z" if it has
-            ended but its parent has not waited for it.
+        state: the state of the process as one letter: "R" for running, "S" for sleeping, "T" for stopped, "Z" for
+            a process that has ended and whose parent has not waited for it.
         parent: the pid of the process's parent; 0 if the parent is not in this pid namespace.
         start_time: the start of the process, in clock ticks since the boot. Two processes that had the same pid one
             after the other have different start times.
@@ -53,7 +53,7 @@ class ProcessStat(NamedTuple):
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """Returns a process's entry in /proc; None if there is no such process, or /proc hides it."""
+    """Returns a process's entry in /proc; None if there is no such process, or /proc hides the process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()  # the process's name before ")" may contain any character

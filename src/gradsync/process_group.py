@@ -121,14 +121,14 @@ def init_process_group(
         world_size: the number of ranks.
         address: the address, as host:port, at which rank 0 hosts the rendezvous server. If None, gradsync reads the
             address from the environment variables.
-        device: the device of the arrays: "cpu", or "cuda:N" for "nccl", where N is the GPU's number in this process. If
-            None, "nccl" takes the visible GPU whose number is the rank's LOCAL_RANK, or the only visible GPU. This GPU
-            becomes CuPy's current device.
+        device: the device of the arrays: "cpu", "cuda" or "cuda:N", where N is the GPU's number in this process. With
+            the backend "auto", a CUDA device selects "nccl". If None or "cuda", "nccl" takes the visible GPU whose
+            number is the rank's LOCAL_RANK, or the only visible GPU. This GPU becomes CuPy's current device.
         timeout_seconds: how long this rank waits for the other ranks to join.
         collective_timeout_seconds: how long a collective waits for a rank. If the variable
             GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS is set, its value takes precedence.
-        allow_shared_gpu: whether several ranks may use one GPU through NCCL. This is slow, and meant for tests. The
-            variable GRADSYNC_ALLOW_SHARED_GPU=1 allows it too.
+        allow_shared_gpu: whether several ranks may use one GPU through NCCL. Ranks on a shared GPU are slow, so this is
+            only for tests. The variable GRADSYNC_ALLOW_SHARED_GPU=1 has the same effect.
         debug: whether to use the debug mode, the same on all ranks. In this mode, the ranks compare every collective
             through the rendezvous server before data moves, and a write to a gradient that gradsync is reducing raises
             GradientChanged. None means the value of GRADSYNC_DEBUG. See docs/tracing.md.
@@ -195,16 +195,15 @@ def init_process_group(
 
 
 def destroy_process_group() -> None:
-    """Leaves the process group, and closes all groups made from it. A second call does nothing.
+    """Leaves the process group, and closes all its groups. A second call does nothing.
 
     A later init_process_group() makes a new process group. A rank that hosts the rendezvous server hosts it until its
     process ends.
 
     Raises:
         InvalidArgument: some gradients were never reduced, because the program did not end the backward pass with
-            flush() or `with callback.backward()`; or a done-callback called a collective, and no earlier call has
-            raised the error of the done-callback. This rank has left the process group even if destroy_process_group()
-            raises an error.
+            flush() or `with callback.backward()`. Or a done-callback called a collective, and no earlier call has
+            raised the error of the done-callback. In both cases, this rank has left the process group.
         RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a collective on the GPU has failed, and no earlier call
             has raised this error.
     """
@@ -278,12 +277,12 @@ def group_barrier(communicator: Communicator | None = None) -> None:
 
 
 def place_on_machine() -> tuple[int, int]:
-    """Returns this process's local rank and local world size, as the launcher gives them; (0, 1) without a world."""
+    """Returns this process's local rank and local world size, from the launcher; (0, 1) without a process group."""
     return (0, 1) if _settings is None else (_settings.place.local_rank, _settings.place.local_world_size)
 
 
 def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorates a function so that all ranks wait for each other after it, for example after a download of data.
+    """Decorates a function so that ranks wait for each other after each call, for example after a download of data.
 
     Every rank must call the decorated function. With one rank, or without a process group, there is no barrier. If the
     function raises an exception, this rank does not wait, and the other ranks get an error when this rank leaves the
@@ -313,10 +312,10 @@ def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 def override_backend(name: str) -> Iterator[Communicator | None]:
     """Replaces the world's backend within a `with` block.
 
-    If init_process_group() is called within the block with the backend "auto", it uses the named backend. If the
-    process group exists already, every rank must enter the block, and within the block gs.WORLD, gs.get_communicator()
-    and `group=None` mean a communicator of all ranks over the named backend. gradsync makes this communicator in the
-    first such block, and keeps it until destroy_process_group(). Blocks may be nested.
+    Within the block, init_process_group("auto") uses the backend `name`. If the process group exists already, every
+    rank must enter the block. Within the block gs.WORLD, gs.get_communicator() and `group=None` then mean a
+    communicator of all ranks over the backend `name`. gradsync makes this communicator in the first block for `name`,
+    and keeps it until destroy_process_group(). Blocks may be nested.
 
     Args:
         name: "nccl", "shm", "mpi" or "local".
@@ -328,7 +327,8 @@ def override_backend(name: str) -> Iterator[Communicator | None]:
         InvalidArgument: the backend is unknown, or is "local" for several ranks.
         BackendUnavailable: the backend cannot connect these ranks. All ranks raise this error, and the process group
             stays usable.
-        CommunicatorClosed: an earlier block has made the communicator, but it was closed or aborted, or has failed.
+        CommunicatorClosed: an earlier block has made the communicator, and this communicator was closed or aborted, or
+            has failed.
         BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: the ranks could not connect, although they had
             agreed on the backend. In this case, the process group has failed.
     """

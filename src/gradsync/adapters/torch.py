@@ -63,7 +63,7 @@ class Synchronised(torch.nn.Module):
     backward() raises gradsync's errors: PlanMismatch, RankFailed, CollectiveTimeout.
 
     The wrapper has the same parameters, state_dict and attributes as the module, under the same names; train() sets the
-    mode of both. copy.deepcopy and pickle copy only the wrapped module, without the wrapper.
+    mode of the wrapper and the module. copy.deepcopy and pickle copy only the wrapped module, without the wrapper.
 
     Args:
         module: the module, on the communicator's device; gradsync ignores parameters that need no gradient.
@@ -79,7 +79,8 @@ class Synchronised(torch.nn.Module):
         broadcast_buffers: whether every synchronising pass copies the buffers of rank 0, such as the statistics of
             BatchNorm, to all ranks.
         gradient_as_bucket_view: whether `parameter.grad` is a view of the bucket's memory. If autograd makes a gradient
-            in other memory (after zero_grad(), which sets gradients to None), gradsync copies it into its bucket once.
+            in other memory (after zero_grad(), which sets gradients to None), gradsync copies the gradient into its
+            bucket once.
         knobs: options of AllreduceCallback: threshold_bytes, compression, nonfinite, clip_norm, prescale, and others.
 
     Attributes:
@@ -391,7 +392,7 @@ class _BackwardPasses:
         """Reduces the remaining gradients.
 
         Returns:
-            The result of _complete() if parameters may be missing; else None.
+            The result of _complete() if parameters may be missing; otherwise None.
         """
         try:
             with self._callback.backward():
@@ -402,7 +403,7 @@ class _BackwardPasses:
             raise MissingGradient(
                 f"{self._communicator.label}: the backward pass made no gradient for {list_of_names(missing)}, on any "
                 "rank: if that is intended, wrap the module with find_unused_parameters=True; with activation "
-                "checkpointing, use_reentrant=False makes autograd compute all of them in one pass"
+                "checkpointing, use_reentrant=False makes autograd compute all gradients in one pass"
             ) from error
 
     def abandon(self) -> None:
@@ -458,7 +459,7 @@ class _BackwardPasses:
         The method does not pass older gradients, because an earlier synchronising pass has already reduced them.
 
         Returns:
-            For each parameter 1 if it has a gradient on this rank, else 0.
+            For each parameter: 1 if the parameter has a gradient on this rank, otherwise 0.
         """
         for name, parameter in self._parameters.items():
             if name in self._with_local_gradient and name not in self._with_gradient and parameter.grad is not None:

@@ -87,13 +87,14 @@ def launch(
     Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
     and the variables that `init_process_group()` needs. The function must call `init_process_group()` itself. The
     environment of the calling process does not change. The start method is "spawn" unless `gs.set_start_method` has
-    chosen a different one; with "spawn" and "forkserver" a script that calls `launch` needs the `if __name__ ==
+    chosen a different method. With "spawn" and "forkserver" a script that calls `launch` needs the `if __name__ ==
     "__main__":` guard.
 
     Args:
         func: a function at the top level of a module or script. Any other function needs cloudpickle, or the start
             method "fork".
-        args: the one argument of the function, of any type. It must be picklable, unless the start method is "fork".
+        args: the single argument of the function, of any type. The argument must be picklable, unless the start method
+            is "fork".
             For several arguments write `gs.launch(functools.partial(func, a, b), nprocs=2)`.
         nprocs: the number of processes; by default one per visible GPU, or per usable core where there is no GPU.
         master_addr: the value of MASTER_ADDR in the processes, for the function's own use.
@@ -279,8 +280,8 @@ def _pickled_target(call: Call, name: str) -> Target:
 def _refuse_inside_rank(name: str) -> None:
     if rank_main.is_importing_main():
         raise InvalidArgument(
-            "a rank imports the script that launched it, to find the function, and this import reached the launch "
-            'again; put the launch under `if __name__ == "__main__":`'
+            "each rank imports the script that launched the ranks, to find the function, and this import launches "
+            'ranks again; put the launch under `if __name__ == "__main__":`'
         )
     if rank := os.environ.get(environment.RANK):
         advice = (
@@ -325,7 +326,7 @@ def _has_main(preparation: Mapping[str, Any]) -> bool:
 
 
 def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
-    """Pickles a call in one piece, so that two arguments that share an object still share it in the rank.
+    """Pickles a call in one piece, so that two arguments that share an object share one object in the rank too.
 
     Args:
         call: the function and its arguments.

@@ -183,7 +183,7 @@ class NodeRecord(NamedTuple):
     Attributes:
         node: the number of the launcher's machine.
         host: the machine's host name.
-        address: the machine's address, as the other machines reach it.
+        address: the address by which the other machines reach this machine.
         n_ranks: the number of ranks that the launcher starts.
         restart: the number of restarts so far, as far as this launcher knows; 0 at the first start.
         max_restarts: the limit of restarts.
@@ -291,8 +291,8 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
         InvalidArgument: the options do not fit this machine, or differ from the options on another machine.
         AuthenticationError, RendezvousError, RendezvousTimeout: the launchers could not join each other.
     """
-    # By default these signals would end the launcher at once while it waits for other launchers, and its files, such as
-    # the state directory, would stay behind.
+    # Without a handler, these signals would end the launcher immediately while it waits for other launchers. Its files,
+    # such as the temporary state directory, would remain.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # the signal is not ignored, as it is under nohup
             signal.signal(number, _exit)

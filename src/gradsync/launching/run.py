@@ -49,7 +49,7 @@ def run_command(
 
     Args:
         own_options: the names of the command's options, such as "-n". If -n is missing and the first argument of the
-            script is one of these options, a notice warns the user that the script gets it, and not gradsync.
+            script is one of these options, a notice warns the user that gradsync passes this option to the script.
 
     Returns:
         The exit code of the command.
@@ -65,7 +65,7 @@ def run_command(
         nodes = check_node_options(nnodes, node_rank, rendezvous, secret_file, join_timeout_seconds, node_address)
     misplaced = arguments[0].partition("=")[0] if arguments else ""
     if nprocs is None and misplaced.startswith("-") and misplaced in own_options:
-        text = f"{misplaced} comes after {script}, so it goes to the script; options for gradsync come before it"
+        text = f"{misplaced} comes after {script}, so it goes to the script; put gradsync's options before the script"
         notices.print(f"gradsync: {text}, as in: gradsync run -n 2 {script}")
     target = (module_target if as_module else script_target)(script, arguments)
     if backend == "mpi":
@@ -137,7 +137,7 @@ def _stdin_rank(text: str, n_ranks: int | None) -> int | None:
 
 @contextlib.contextmanager
 def _state_dir(state_dir: str | None, max_restarts: int) -> Iterator[str | None]:
-    """Yields the state directory; a temporary one is removed when the job has ended."""
+    """Yields the state directory; if the directory is temporary, removes it when the job has ended."""
     if state_dir is not None:
         try:
             os.makedirs(state_dir, exist_ok=True)
@@ -157,7 +157,7 @@ def script_target(path: str, arguments: Sequence[str] = ()) -> Target:
     """Returns the target that runs a script.
 
     Raises:
-        InvalidArgument: the file does not exist or cannot be read, or it is the Python interpreter.
+        InvalidArgument: the file does not exist or cannot be read, or the file is the Python interpreter.
     """
     is_interpreter = os.path.basename(path).rstrip(".0123456789") == "python" and not os.path.isdir(path)
     if is_interpreter and (not os.path.exists(path) or os.access(path, os.X_OK)):
@@ -179,8 +179,8 @@ def module_target(name: str, arguments: Sequence[str] = ()) -> Target:
     Raises:
         InvalidArgument: the top-level package does not exist, or the name is malformed.
     """
-    # Only the top-level package is checked here: finding a deeper name would import its parents in the launcher. The
-    # ranks report errors in deeper names.
+    # The launcher checks only the top-level package, because a check of a deeper name would import the packages that
+    # contain it. The ranks report errors in deeper names.
     top = name.partition(".")[0]
     if not _module_exists(top):
         raise InvalidArgument(f"module {name!r} does not exist (no {top!r} in {os.getcwd()} or sys.path)")

@@ -370,8 +370,8 @@ class Supervisor:
     def _handle_signal(self, number: int) -> None:
         """Handles a signal to the launcher: forwards, kills or suspends.
 
-        The first signal is forwarded to the ranks; if the launcher has already asked the ranks to end, the first signal
-        kills them. A later Ctrl-C kills the ranks, and other later signals do nothing. Ctrl-Z suspends the ranks.
+        The launcher forwards the first signal to the ranks; if it has already asked the ranks to end, it kills them. A
+        later Ctrl-C kills the ranks, and other later signals do nothing. Ctrl-Z suspends the ranks.
         """
         grace_seconds = self._job.grace_seconds
         if number == FAILED_ELSEWHERE:
