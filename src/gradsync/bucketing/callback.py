@@ -322,9 +322,11 @@ class AllreduceCallback:
             self._step.end_local_pass()
 
     def dump_shapes(self, path: str | Path) -> None:
-        """Writes the names, shapes and dtypes of the last step's gradients to a JSON file, in arrival order.
+        """Writes the names, shapes and dtypes of the last step's gradients to a JSON file.
 
-        `gradsync bench thresholds --model` reads the file. Not collective: call it on one rank, after a flush.
+        The gradients are in arrival order or, with the option `parameters`, in the order of this option. `gradsync
+        bench thresholds --model` reads the file. The ranks exchange nothing: call dump_shapes() on one rank, after a
+        flush.
 
         Args:
             path: the path of the file; an existing file is replaced.

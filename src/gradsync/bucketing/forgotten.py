@@ -44,14 +44,14 @@ def watch(callback: object, step: Step) -> None:
 
 
 def raise_forgotten(*, everywhere: bool = False) -> None:
-    """Raises if some gradients can never be reduced; reports each of them only once.
+    """Raises an error if some gradients can never be reduced. Each gradient is reported only once.
 
     Args:
         everywhere: if True, report the gradients on all communicators, because gradsync will reduce no more gradients.
             If False, report only the gradients on closed communicators.
 
     Raises:
-        InvalidArgument: some gradients can never be reduced; the text names this rank and the first parameter.
+        InvalidArgument: some gradients can never be reduced. The error names this rank and the first parameter.
     """
     texts = _take(everywhere=everywhere)
     if texts:

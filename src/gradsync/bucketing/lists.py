@@ -54,8 +54,8 @@ def param_pack_concat(
         inputs: arrays of any shape and layout, all of one dtype and one device; their elements are copied in index (C)
             order.
         offsets: the result of get_offsets for the inputs' shapes. The offsets may be an array on the device.
-        offsets_val: the same offsets in host memory. If `offsets_val` is given, `offsets` is not read; pass it if
-            `offsets` is on a device.
+        offsets_val: the same offsets in host memory. Pass `offsets_val` if `offsets` is on a device; then the function
+            does not read `offsets`.
         out: a 1-D contiguous array of the inputs' dtype with room for all elements; None makes a new array.
 
     Returns:

@@ -6,7 +6,7 @@ The communicator decides in which dtype the values are added up, and so how they
 with up to 16 ranks, add half-precision values up in float32, in rank order, and round the sum once. NCCL adds in the
 dtype that is sent, in each step of NCCL's algorithm, so NCCL's sums over many ranks are less accurate. float16
 overflows beyond 65504, also in the sum; a prescale of 1 / world_size with op "sum" keeps the sum within range. bfloat16
-has the range of float32, but 8 bits of precision; float16 has 11.
+has the range of float32, but only 8 bits of precision, while float16 has 11 bits.
 
 Over shared memory the backend scales and rounds the values while it copies them (see the class Wire in reduction.py).
 On the CPU, gradients that are scaled but not compressed are scaled in place (class Scaled) in two cases: the gradients
@@ -266,7 +266,7 @@ def _half_precision(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Options:
-    """The checked options of a callback. Each option has the name of an argument of AllreduceCallback.
+    """The checked options of a callback. Attributes that are not listed are arguments of AllreduceCallback.
 
     Attributes:
         op: the operator of the reduction: sum or mean.

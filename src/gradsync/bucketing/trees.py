@@ -4,10 +4,10 @@ average_gradients() is for loops that have all gradients before they synchronise
 and checks that all ranks have the same arrays. Then it reduces the arrays in lists; the communicator packs each list.
 If a callback is given, the gradients go through the callback, so that the callback's options apply.
 
-broadcast_tree() sends the whole training state from the root to all ranks. The function copies arrays in place; the
-tree that it returns also has the root's other values. The root sends a list of its tree's nodes, which has everything
-except the arrays' values. Every rank compares its own nodes with the root's, and makes the tree that it will return,
-before it writes to any array. Then all ranks report whether their trees fit.
+broadcast_tree() sends the whole training state from the root to all ranks. The function copies arrays in place, and
+returns a tree that also has the root's other values. The root sends a list of the nodes of its tree, which has
+everything except the arrays' values. Every rank compares its own nodes with the root's nodes, and makes the tree to
+return, before the rank writes to any array. Then all ranks report whether their trees fit.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def average_gradients(
             world communicator.
 
     Returns:
-        A tree of the same structure. Each dataclass in the returned tree is a copy.
+        A tree of the same structure. The containers of the returned tree are copies, unless the tree is returned
+            unchanged.
 
     Raises:
         InvalidArgument: a value in the tree is neither an array nor a number; two arrays share memory, or have the same
@@ -253,8 +254,8 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
         communicator: the communicator of the ranks; None means the world communicator.
 
     Returns:
-        A tree of the same structure with the root's values. The dicts of the returned tree have the root's order. Its
-        arrays are the arrays of the given tree; its dataclasses are copies.
+        A tree of the same structure with the root's values. The dicts of the returned tree have the root's order.
+        The arrays of the returned tree are the arrays of the given tree. The containers are copies.
 
     Raises:
         InvalidArgument: the root is outside the communicator; an array is read-only on a rank other than the root; a

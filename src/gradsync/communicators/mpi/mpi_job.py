@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradsync.rendezvous.hosting import Share
 
 _INSTALL = "run `pip install mpi4py` where your cluster's MPI is loaded; for one machine `pip install mpi4py mpich`"
-_TEXT_BYTES = 512  # enough for an address and a new secret, or for some addresses
+_TEXT_BYTES = 512  # enough for an address and a new secret, or for several addresses
 _TEST_EVERY_SECONDS = 1e-3
 _EXIT_CODE_INTERRUPTED = 130
 
