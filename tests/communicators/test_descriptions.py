@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
+from gradsync.communicators import failures
 from gradsync.communicators.agreement import CallSite, Description, Item, mismatch
+from gradsync.communicators.failures import exchange_descriptions
+from gradsync.errors import RendezvousTimeout
 
 ITEMS = tuple([Item(f"'w{number}: [é\n'", "float32", (number, 3)) for number in range(5)])
 WHOLE = Description(
@@ -50,3 +56,31 @@ def test_an_absent_array_has_no_other_dtype() -> None:
     assert str(error).endswith(
         "first difference, array 0 of the tree:\n    rank 0: ['w']: float32[3]\n    rank 1: ['w']: None"
     )
+
+
+class Store:
+    """The part of a RendezvousClient that ranks use to exchange descriptions; rank 1 publishes none."""
+
+    rank, world_ranks = 0, (0, 1, 2)
+
+    def __init__(self, of_rank_2: Description) -> None:
+        self.values = {"world/agree/7/2": of_rank_2.to_text().encode()}
+
+    def set(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def get(self, key: str, *, timeout_seconds: float) -> bytes:
+        if key not in self.values:
+            time.sleep(timeout_seconds)
+            raise RendezvousTimeout(f"no rank has set {key}")
+        return self.values[key]
+
+
+def test_a_rank_without_a_description_hides_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "TEXTS_WITHIN_SECONDS", 0.1)
+    mine = Description("all_reduce", "float32", (3,), "sum")
+    client: Any = Store(mine)
+    found = exchange_descriptions(client, "world", 7, mine.to_text(), [0, 1, 2])
+    assert found == {0: mine, 1: Description("(no description: no rank has set world/agree/7/1)"), 2: mine}
+    text = str(mismatch("rank 0/3", None, found))  # ends without advice, because rank 1's call is unknown
+    assert text.endswith("rank 2: all_reduce of float32[3] (sum)")

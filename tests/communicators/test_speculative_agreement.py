@@ -217,7 +217,8 @@ def test_long_descriptions_arrive_whole(monkeypatch: pytest.MonkeyPatch, length:
     _, rendezvous, mine = single(monkeypatch)
     text = "".join(chr(ord("a") + i % 26) for i in range(length))
     failures.publish_description(mine, "world", 3, text)  # type: ignore[arg-type]
-    assert failures._read_description(Client(rendezvous, 1), "world", 3, 0) == text  # type: ignore[arg-type]
+    read = failures._read_description(Client(rendezvous, 1), "world", 3, 0, 0.0)  # type: ignore[arg-type]
+    assert read == text
     assert all(len(value) <= 49_152 for value in rendezvous.keys.values())
 
 

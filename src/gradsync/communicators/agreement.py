@@ -387,6 +387,8 @@ def _each(descriptions: Mapping[int, Description]) -> str:
 def _advice(descriptions: Mapping[int, Description]) -> str:
     """Returns the last line of the error: the difference between the ranks, and advice; "" if there is no advice."""
     each = list(descriptions.values())
+    if any(d.what.startswith("(") for d in each):  # a description has not arrived: in its place is the reason
+        return ""
     but_for_rows = {d._replace(shape=(d.shape or ())[1:], call_site=_NO_SITE) for d in each}
     if len(but_for_rows) == 1 and each[0].what in ("all_gather", "gather"):
         return 'if the numbers of rows may differ, pass sizes="ask" or a list of the numbers'

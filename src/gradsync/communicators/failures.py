@@ -8,6 +8,7 @@ on a collective, they exchange their descriptions of it through the server.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 WARN_AFTER_SECONDS = 5.0
 # The server's error may arrive this much later than a consequence of the failure: a broken connection, an NCCL error.
 CAUSE_SECONDS = 2.0
-TEXTS_WITHIN_SECONDS = 5.0  # how long a rank waits for the description of a collective by another rank
+TEXTS_WITHIN_SECONDS = 5.0  # how long a rank waits for the descriptions of a collective by the other ranks
+_STORED_TEXT_SECONDS = 0.25  # after that time: how long it takes to read a description that the server has
 _CHECK_EVERY_SECONDS = 0.02
 _ASK_AGAIN_AFTER_SECONDS = 1.0  # after this time without an answer of the server, a rank checks for failures
 
@@ -180,25 +182,27 @@ def exchange_descriptions(
     Returns:
         The description of each rank.
     """
-    found = {client.world_ranks[client.rank]: Description.from_text(text)}
-    others = [rank for rank in ranks if rank not in found]
-    try:
+    own, deadline = client.world_ranks[client.rank], time.monotonic() + TEXTS_WITHIN_SECONDS
+    found = {own: Description.from_text(text)}
+    with contextlib.suppress(GradsyncError):  # the other ranks then raise their errors without this description
         publish_description(client, group, position, text)
-        for rank in others:
-            found[rank] = Description.from_text(_read_description(client, group, position, rank))
-    except GradsyncError as error:
-        for rank in others:
-            found.setdefault(rank, Description(f"(no description: {error})"))
+    for rank in ranks:
+        if rank != own:
+            try:
+                found[rank] = Description.from_text(_read_description(client, group, position, rank, deadline))
+            except GradsyncError as error:
+                found[rank] = Description(f"(no description: {error})")
     return found
 
 
-def _read_description(client: RendezvousClient, group: str, position: int, rank: int) -> str:
+def _read_description(client: RendezvousClient, group: str, position: int, rank: int, deadline: float) -> str:
     from gradsync.rendezvous.frames import MAX_EVENT_BYTES
 
     pieces: list[bytes] = []
     while not pieces or len(pieces[-1]) == MAX_EVENT_BYTES:
         key = _piece_key(group, position, rank, len(pieces))
-        pieces.append(client.get(key, timeout_seconds=TEXTS_WITHIN_SECONDS))
+        seconds = max(deadline - time.monotonic(), _STORED_TEXT_SECONDS)
+        pieces.append(client.get(key, timeout_seconds=seconds))
     return b"".join(pieces).decode(errors="replace")
 
 
