@@ -264,7 +264,7 @@ DEBUG = Variable(
 
 #: All variables, in the order of the documentation.
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
-#: The variables that describe one run. A launcher sets them for its own ranks, and removes earlier values.
+#: The variables that describe one run. A launcher sets these variables for its own ranks, and removes earlier values.
 OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, START, BACKEND, SECRET, SECRET_FILE)
 _REMOVED: tuple[Variable[object], ...] = tuple(
     [Variable(f"{_PREFIX}TLS_{name}", _no_tls, None, "") for name in ("CERTIFICATE", "KEY", "CA")]
@@ -330,7 +330,10 @@ def check_variables(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def warn_of_unknown_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """Logs each unknown variable once in a process. In a rank of gradsync's launcher, the launcher has logged them."""
+    """Logs each unknown variable once in a process.
+
+    In a rank of gradsync's launcher, the function logs nothing, because the launcher has logged the unknown variables.
+    """
     if RANK in environ:
         return
     for name, meant in unknown_variables(environ).items():
@@ -346,7 +349,7 @@ def _warn(text: str) -> None:
 
 
 def _nearest_variable(name: str) -> str | None:
-    """Returns the variable that is most similar to an unknown one; None if none is similar."""
+    """Returns the known variable that is most similar to an unknown name; None if no known variable is similar."""
     from difflib import get_close_matches  # imported here: hardly any process needs it
 
     def has_words_like(known: str) -> bool:
@@ -577,9 +580,10 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
 
 
 def is_launched() -> bool:
-    """Returns whether a launcher (gradsync's, torchrun, mpiexec or srun) has given this process a rank.
+    """Returns whether the environment has a rank for this process, from gradsync's launcher, torchrun, mpiexec or srun.
 
-    A script that must also run without a launcher can pass the backend `"auto" if gs.is_launched() else "local"`.
+    RANK and WORLD_SIZE count too if the user has set them by hand. A script that must also run without a launcher can
+    pass the backend `"auto" if gs.is_launched() else "local"`.
 
     Raises:
         InvalidArgument: the variables of launchers are malformed, or contradict each other.
@@ -653,7 +657,7 @@ def _complete(environ: MutableMapping[str, str], place: _Place) -> RankEnvironme
 def _find_place(environ: Mapping[str, str]) -> _Place | None:
     """Returns this process's rank from the first launcher that has set its variables, see `read_environment`.
 
-    If that launcher gives no local rank, the local rank comes from the next launcher that gives one.
+    If this launcher gives no local rank, the local rank comes from the next launcher that gives a local rank.
     """
     launchers = [
         launcher
@@ -877,7 +881,7 @@ def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
     secret with `hold_secret`, so that later calls return the same secret.
 
     Args:
-        environ: the environment variables; the function removes GRADSYNC_SECRET from them.
+        environ: the environment variables, from which the function removes GRADSYNC_SECRET.
 
     Returns:
         The secret, or None if the run has no secret.

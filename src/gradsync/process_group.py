@@ -106,8 +106,8 @@ def init_process_group(
 ) -> Communicator:
     """Joins the other ranks and makes the world's communicator. Every rank must call this function.
 
-    The result can be used in a `with` statement. The end of the `with` block destroys the process group, and an
-    exception that leaves the block also makes the other ranks fail.
+    The result can be used in a `with` statement. The end of the `with` block destroys the process group. If an
+    exception leaves the block, the other ranks fail too.
 
     Args:
         backend: "auto", "nccl", "shm", "mpi" or "local". "auto" means "nccl" if each rank has a GPU. Otherwise "auto"
@@ -115,9 +115,9 @@ def init_process_group(
             started the ranks on several hosts. gradsync logs the choice and its reason. Within
             gs.override_backend(name), "auto" means the backend `name`; elsewhere, "auto" means the value of
             GRADSYNC_BACKEND, if this variable is set.
-        rank: this process's rank, 0 to world_size - 1. If rank and world_size are None, both are read from the
-            environment. If no variable suggests a launcher, this process is a world of one rank, and a line on standard
-            error says so.
+        rank: this process's rank, 0 to world_size - 1. If rank and world_size are None, gradsync reads both from the
+            environment. If no variable suggests a launcher, this process is a world of one rank, and gradsync prints a
+            warning on standard error.
         world_size: the number of ranks.
         address: the address, as host:port, at which rank 0 hosts the rendezvous server. If None, gradsync reads the
             address from the environment variables.
@@ -232,7 +232,7 @@ def is_initialized() -> bool:
 
 
 def get_communicator() -> Communicator:
-    """Returns the world's communicator; within `with gs.override_backend(name)`, the one over the backend `name`.
+    """Returns the world's communicator; within `with gs.override_backend(name)`, its communicator over this backend.
 
     Raises:
         InvalidArgument: the process group is not initialised.

@@ -3,8 +3,7 @@
     import gradsync.adapters.torch  # needs PyTorch
     import gradsync.adapters.jax    # needs JAX
 
-An adapter uses only gradsync's public functions. `import gradsync` imports no adapter, because every adapter imports
-another library.
+`import gradsync` imports no adapter, because every adapter imports another library.
 """
 
 from __future__ import annotations

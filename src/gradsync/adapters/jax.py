@@ -1,4 +1,4 @@
-"""JAX: averages the gradients of a pytree over the ranks, inside or outside jax.jit, and broadcasts a pytree.
+"""JAX: averages the gradients of a pytree over the ranks, inside or outside jax.jit, and broadcasts pytrees.
 
 JAX's arrays are read-only, so results are new arrays. On the CPU the adapter reads gradients without a copy, and JAX
 takes a result without a copy if its memory begins on a cache line. The adapter copies arrays on a GPU through host
@@ -54,6 +54,7 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
         A pytree of the same structure, with new arrays on the same devices. With one rank, returns the given tree.
 
     Raises:
+        InvalidArgument: `op` is neither "mean" nor "sum", or two leaves have the same path.
         UnsupportedDtype: the operator does not support the dtype of a leaf, e.g. the mean of integers; the error's text
             contains the path of the leaf.
         PlanMismatch: the ranks' trees differ. All ranks raise this error, whose text contains the first path that
@@ -127,7 +128,7 @@ def _averaged(paths: Sequence[str], op: ReduceOp, communicator: Communicator, le
 
 
 def _traced(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communicator: Communicator) -> list[Any]:
-    """Adds the all-reduce to the program that JAX compiles. The program keeps the order of its all-reduces."""
+    """Adds the all-reduce to the program that JAX compiles. The program runs all-reduces in the order of tracing."""
     run = partial(_averaged, paths, op, communicator)
     wanted = [jax.ShapeDtypeStruct(np.shape(leaf), jax.numpy.result_type(leaf)) for leaf in leaves]
     results: list[Any] = io_callback(run, wanted, leaves, ordered=True)

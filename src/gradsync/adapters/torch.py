@@ -2,10 +2,10 @@
 
     model = Synchronised(model)
 
-is the only change to a training loop, under `gradsync run`, torchrun, mpiexec or srun. The options have the names and
-the meaning of DistributedDataParallel's options. There are two differences from DistributedDataParallel. The names of
-parameters do not change: state_dict() has no prefix. Only the backward pass communicates, so one rank may run a forward
-pass alone, for example to evaluate.
+is the only change to a training loop after gs.init_process_group(), under `gradsync run`, torchrun, mpiexec or srun. An
+option that DistributedDataParallel has too means the same here. There are two differences from DistributedDataParallel.
+The names of parameters do not change: state_dict() has no prefix. Only the backward pass communicates, so one rank may
+run a forward pass alone, for example to evaluate.
 
 gradsync passes CUDA tensors to NCCL through DLPack. Nobody has run this adapter on a GPU yet.
 
@@ -59,8 +59,8 @@ class Synchronised(torch.nn.Module):
     Every rank must wrap a module with the same parameters and buffers. All ranks begin with the values of rank 0. From
     then on, every backward pass that reaches a parameter of the module synchronises the gradients, even if the program
     called the module without its wrapper. All ranks must run the same backward passes. The wrapper passes each gradient
-    to gradsync as soon as autograd has accumulated it, and `parameter.grad` holds the mean when backward() returns.
-    backward() raises gradsync's errors: PlanMismatch, RankFailed, CollectiveTimeout.
+    to gradsync as soon as autograd has accumulated it. When backward() returns, `parameter.grad` holds the mean (with
+    op="sum", the sum). backward() raises gradsync's errors: PlanMismatch, RankFailed, CollectiveTimeout.
 
     The wrapper has the same parameters, state_dict and attributes as the module, under the same names; train() sets the
     mode of the wrapper and the module. copy.deepcopy and pickle copy only the wrapped module, without the wrapper.
@@ -110,8 +110,8 @@ class Synchronised(torch.nn.Module):
         super().__init__()
         communicator = group_or_world(communicator, "Synchronised", "communicator")
         wanted = _parameters_to_synchronise(module, communicator)
-        # The wrapper shares the dictionaries in which the module stores its parameters, buffers and submodules. So both
-        # have the same names.
+        # The wrapper shares the dictionaries in which the module stores its parameters, buffers and submodules. So the
+        # wrapper and the module have the same names.
         self.__dict__.update({name: module.__dict__[name] for name in _REGISTRIES}, module=module)
         self.training = module.training
         self._communicator = communicator
@@ -334,8 +334,8 @@ class _BackwardPasses:
             raise
 
     def _is_under_way(self) -> bool:
-        # This is a separate method, because the traceback of an error in _hand_over contains the caller's frame. A
-        # _Pass in a variable of that frame would never be deleted.
+        # _is_under_way is a separate method, because the traceback of an error in _hand_over contains the frame of
+        # accumulated(). Python would never delete a _Pass in a variable of that frame.
         one = None if self._pass is None else self._pass()
         return one is not None and not one.is_over
 
@@ -407,7 +407,7 @@ class _BackwardPasses:
             ) from error
 
     def abandon(self) -> None:
-        """Ends a pass that raised an error. The other ranks then fail too, unless the pass was local."""
+        """Ends a pass that raised an error. Except after a local pass, the other ranks then fail too."""
         if not self.is_synchronising:
             return
         failed = self._failed or GradientCancelled("autograd did not finish the backward pass")
@@ -562,7 +562,7 @@ def _broadcast_tensors(
 ) -> None:
     """Copies the root's tensors into the tensors of all ranks, in place, as one collective, if there are any.
 
-    Marks the tensors as changed for autograd, which then raises an error if a graph still needs the old values.
+    The function marks the tensors as changed. Autograd then raises an error if a graph still needs the old values.
 
     Raises:
         PlanMismatch: the ranks' tensors differ in names, shapes or dtypes; no data was sent.

@@ -96,7 +96,7 @@ def launcher(
             "spawn".
 
     Returns:
-        The decorated function. Calling it returns a list of the return values of this machine's ranks, in their order.
+        The decorated function. A call returns a list of the return values of this machine's ranks, in rank order.
         The value is None, with a RuntimeWarning, for a process that exits with code 0 before the function returns. The
         call raises InvalidArgument if the function or an argument cannot be pickled, or if forked ranks could not use
         CUDA. The call raises RankFailed if a rank fails; the attributes of this error are the rank, its exit code and

@@ -363,7 +363,7 @@ class SpawnedProcess:
         rank: the number of the rank.
         name: the name of the process, such as "gradsync-rank-1" for rank 1.
         daemon: whether this program, at its end, ends the process instead of waiting for it.
-        sentinel: a descriptor for `multiprocessing.connection.wait`. It becomes readable when the process
+        sentinel: a descriptor for `multiprocessing.connection.wait`. The descriptor becomes readable when the process
             and every process that it has started have ended.
         return_queue: a queue that gets the return value of the function.
         error_queue: a queue that gets the traceback, as text, of the exception that ended the process.

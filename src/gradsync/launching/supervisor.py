@@ -63,9 +63,9 @@ def supervise(
 ) -> Outcome:
     """Runs a job until all its ranks have ended; restarts all ranks after a failure, as often as the job allows.
 
-    The function hosts the rendezvous server of the run, unless the job has the endpoint of a different server. It
-    forwards SIGINT, SIGTERM and SIGHUP to the ranks. Each of these signals ends the job, and its number is in the
-    outcome.
+    The function hosts the rendezvous server of the run, unless the job has the endpoint of a different server. The
+    function forwards SIGINT, SIGTERM and SIGHUP to the ranks. Each of these signals ends the job, and the outcome has
+    the number of the signal.
 
     Args:
         job: the job.
