@@ -52,7 +52,8 @@ def count_ranks(nprocs: int | None, backend: str) -> int:
     """Returns the number of ranks that a launcher has started; without a launcher, the number of ranks to start.
 
     Raises:
-        InvalidArgument: the option -n does not fit the backend, or differs from the launcher's number of ranks.
+        InvalidArgument: the option -n does not fit the backend, or differs from the launcher's number of ranks; or,
+            without -n, the launcher's environment variables are wrong.
         BackendUnavailable: the backend cannot run here.
     """
     if (launched := _launched_ranks(nprocs)) is not None:
@@ -110,7 +111,8 @@ def _launched_ranks(nprocs: int | None) -> int | None:
     """Returns the world size if a launcher has started this process as a rank; else None.
 
     Raises:
-        InvalidArgument: the launcher has started a different number of ranks than the option -n requests.
+        InvalidArgument: the launcher has started a different number of ranks than the option -n requests; or, without
+            -n, the launcher's environment variables are wrong.
     """
     try:
         place = read_environment()

@@ -108,6 +108,7 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> Ba
         group: the group's name; no group since the last start of the ranks has had this name.
 
     Raises:
+        InvalidArgument: settings.device names no CUDA device.
         BackendUnavailable: CuPy, NCCL or a GPU is missing, or ranks share a GPU without allow_shared_gpu.
         NcclError: NCCL failed.
         RendezvousTimeout: a rank did not call this function in time.

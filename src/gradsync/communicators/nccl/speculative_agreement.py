@@ -134,6 +134,7 @@ class SpeculativeAgreement:
 
         Raises:
             RankFailed, CollectiveTimeout: the server has reported a failure.
+            RendezvousError: the server is gone.
         """
         if self._failures.has_failed():
             self._failures.check()
@@ -158,6 +159,7 @@ class SpeculativeAgreement:
             PlanMismatch: the ranks have different events at the same position. If the error's attribute `broken` is
                 True, the communicator must not be used again.
             RankFailed, CollectiveTimeout: a rank died, closed the communicator, or did not answer.
+            RendezvousError: the server is gone.
         """
         position = self.position
 

@@ -133,6 +133,7 @@ class SharedBarrier:
             PlanMismatch: two ranks have different digests. Every rank raises this error.
             RankFailed: a rank closed or aborted the communicator, or died.
             CollectiveTimeout: a rank did not arrive before the deadline.
+            RendezvousError: the rendezvous server is gone, and a rank has not arrived.
         """
         digest, words = agreement.digest, self.words
         self.round = number = self.round + 1
@@ -158,7 +159,7 @@ class SharedBarrier:
         """Waits until every rank has arrived at a round. This rank must already have arrived at the round.
 
         Raises:
-            RankFailed, CollectiveTimeout: see `agree`.
+            RankFailed, CollectiveTimeout, RendezvousError: see `agree`.
         """
         words = self.words
         began = 0.0
@@ -213,6 +214,7 @@ class SharedBarrier:
         Raises:
             RankFailed: a rank closed or aborted the communicator, or died.
             CollectiveTimeout: the missing ranks did not arrive before the deadline.
+            RendezvousError: the rendezvous server is gone, and a rank is missing.
         """
         awaited = missing()
         if self.words[self._line + _STATE] != _OPEN:  # another thread closed or aborted the communicator

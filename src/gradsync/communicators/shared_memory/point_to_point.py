@@ -267,8 +267,9 @@ class PointToPoint:
         Raises:
             PlanMismatch: the two ranks of a message disagree on the message, and both ranks raise this error. If the
                 other rank has called a collective, and waits there for this rank, all ranks raise this error.
-            RankFailed, CollectiveTimeout: see SharedBarrier.agree. The error names the peer as the rank that is
-                missing. If two ranks both send first, and so wait for each other, both raise CollectiveTimeout.
+            RankFailed, CollectiveTimeout, RendezvousError: see SharedBarrier.agree. CollectiveTimeout names the peer as
+                the missing rank. If two ranks both send first, and so wait for each other, both raise
+                CollectiveTimeout.
         """
         if send is not None and receive is not None and send.peer == self._rank:
             copy_words(send.flat, receive.flat)

@@ -131,7 +131,7 @@ def make_resident_memory(
         await_all: a function that returns when all ranks have called it.
 
     Raises:
-        BackendUnavailable: there is not enough memory, or one of the ranks could not map the memory.
+        BackendUnavailable: rank 0 could not make the memory, or this rank could not open, allocate or map the memory.
     """
     rank, world_size = context.rank, context.world_size
     is_large = size_bytes >= _HUGE_FROM_BYTES
