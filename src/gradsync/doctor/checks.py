@@ -64,7 +64,10 @@ def check_python(here: Facts) -> Finding:
 
 
 def check_numpy(here: Facts) -> Finding:
-    """Checks that NumPy is new enough. If NumPy cannot be imported, `gradsync doctor` ends with an error before."""
+    """Checks that NumPy is new enough.
+
+    If NumPy cannot be imported, `gradsync doctor` raises an error before it runs the checks.
+    """
     if _numbers(here.numpy)[:2] < _OLDEST_NUMPY:
         text = f"{here.numpy}; gradsync needs NumPy 2.1 or newer"
         return Finding(WARNING, text, "pip install --upgrade 'numpy>=2.1'")

@@ -11,8 +11,8 @@
 | mpiexec or srun, with mpi4py | rank 0, at a free port; it sends the address over MPI | sent over MPI |
 
 Rank 0 makes its file in the user's runtime directory (`secret_files.py`), and removes the file when all ranks have
-joined, because a rank of the next run must not find it. The two rows before the last row apply if MASTER_ADDR and
-MASTER_PORT are not set. The last row applies to runs with backend "mpi", and to runs on several machines to which no
+joined, because a rank of the next run must not find it. The two rows before the last row apply unless MASTER_ADDR and
+MASTER_PORT are both set. The last row applies to runs with backend "mpi", and to runs on several machines to which no
 other row applies.
 """
 

@@ -169,8 +169,8 @@ class Peers:
 
     def __init__(self) -> None:
         self._peers: dict[int, Peer] = {}
-        # When to search the table next. A search is never late, because a sign of life only moves the time when the
-        # peer is due to a later time.
+        # The time of the next search of the table. A search is never too late, because a sign of life only moves the
+        # time of a peer's inspection to a later time.
         self._due_at: float | None = None
 
     def begin(self, key: int, now: float) -> None:

@@ -47,7 +47,7 @@ _NOTICE_INTERVAL_SECONDS = 5.0
 
 
 class Generation:
-    """One generation: its members, their store and its failure. It is the `WaitTarget` of the ranks that join."""
+    """One generation: its members, their store and its failure. The ranks that join wait for a generation."""
 
     def __init__(self, world_size: int, waits: WaitTable, noun: str) -> None:
         self.roster = Roster(world_size, noun)

@@ -198,7 +198,7 @@ class Watched:
         raise error
 
     def _raise_known(self) -> None:
-        """Raises the failure that another thread has found, or that the server has reported."""
+        """Raises a failure that another thread has found, that the server has reported, or that an agreement shows."""
         self.raise_failure()
         self._failures.check()
         overtaken = self._agreements.overtaken()
