@@ -119,7 +119,7 @@ class Launch:
     is_over = False
     error: BaseException | None = None
     has_host_results = False
-    _calls_back = False  # whether a thread is calling the callbacks; callbacks that are added meanwhile run last
+    _calls_back = False  # whether callbacks have still to be called; a callback that is added meanwhile runs after them
 
     def __init__(self, backend: Backend, nccl: Nccl, events: Events, stream: Any) -> None:
         self._backend = backend
