@@ -1,7 +1,7 @@
 """Chooses the backend for all ranks, and makes their communicator. backends.py has the table of all backends.
 
 If the user names a backend, each rank checks the backend before joining. For "auto", rank 0 chooses the backend after
-all ranks have joined, because a rank cannot know before whether every rank has its own GPU. If the ranks cannot agree
+all ranks have joined, because a rank cannot know earlier whether every rank has its own GPU. If the ranks cannot agree
 on a backend after joining, all ranks raise the same error, so that no rank waits for a rank that has failed.
 """
 
@@ -110,7 +110,7 @@ def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[st
     """Returns the best backend for the ranks of the world, and the reason for the choice.
 
     Args:
-        offers: for each rank, a text that says whether the rank can use NCCL, and with which GPU or why not.
+        offers: for each rank, an offer: a text with the rank's GPU, or with the reason why the rank cannot use NCCL.
         settings: the settings of the world.
 
     Raises:
@@ -151,7 +151,7 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
     """Returns the backend on which all ranks of the world agree. Every rank must call this function after joining.
 
     Args:
-        client: a rendezvous client of the ranks. A client can agree on one backend only.
+        client: a rendezvous client of the ranks. Use each client for only one agreement.
         wanted: the backend that this rank asks for, or "auto".
         settings: the settings of the world.
         is_checked: whether choose_before_joining() has checked that this rank can use the backend `wanted`.
@@ -217,7 +217,7 @@ def _decide(offers: Sequence[str], wanted: str, settings: WorldSettings) -> tupl
 
 
 def _offer(backend: str, settings: WorldSettings) -> str:
-    """Returns this rank's offer for a backend: _YES and the identity of its GPU, or _NO and the reason against it."""
+    """Returns this rank's offer for a backend: _YES and the identity of the rank's GPU, or _NO and a reason."""
     try:
         return f"{_YES}{load(backend).offer(settings)}"
     except GradsyncError as error:

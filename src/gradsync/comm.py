@@ -38,7 +38,7 @@ def get_rank() -> int:
 
 
 def get_local_rank() -> int:
-    """Returns this process's rank on its machine, by which it can choose its GPU; 0 without a process group.
+    """Returns this process's rank on its machine, for example to choose a GPU; 0 without a process group.
 
     detectron2 requires a call of create_local_process_group() first. gradsync does not require this call: without a
     local group, gradsync takes the local rank from the launcher, for example from LOCAL_RANK of torchrun or `gradsync
@@ -182,7 +182,8 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
         average: whether to return the mean over the ranks instead of the sum.
 
     Returns:
-        The results by name, in the order of input_dict, as NumPy scalars; `.item()` converts one to a Python number.
+        The results by name, in the order of input_dict, as NumPy scalars. `.item()` converts a NumPy scalar to a Python
+        number.
         Floating and complex numbers keep their precision. The sum of integers is a 64-bit integer. gradsync computes
         the mean of integers from their exact sum, and returns this mean as a float64.
 
@@ -301,7 +302,7 @@ def _reduce(name: Any, by_rank: Mapping[int, np.generic], *, average: bool) -> n
 
 
 def _reduce_integers(name: Any, scalars: Sequence[np.generic], *, average: bool) -> np.generic:
-    """Adds integers, such as counts of samples, as Python integers, which do not overflow; returns sum or mean."""
+    """Returns the sum or mean of integers; adds them as Python integers, which do not overflow."""
     total: int = sum(scalar.item() for scalar in scalars)
     if average:
         return cast("np.generic", np.float64(total / len(scalars)))

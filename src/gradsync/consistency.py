@@ -36,7 +36,7 @@ def check_consistency(named_arrays: Any, communicator: Communicator | None = Non
 
     Args:
         named_arrays: a mapping of names to arrays, or a list of (name, array) pairs, in any order; or a list of arrays,
-            which get their positions as names. The arrays may have any shape, layout and dtype, and be on the
+            whose names are "#0", "#1" and so on. The arrays may have any shape, layout and dtype, and be on the
             communicator's device or the host.
         communicator: the communicator of the ranks; None means the world communicator.
 

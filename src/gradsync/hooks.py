@@ -1,4 +1,4 @@
-"""`gs.hooks`: compressed reductions of gradient buckets, which move fewer bytes than an all-reduce.
+"""`gs.hooks`: compressed reductions of gradient buckets, which can move fewer bytes than an all-reduce.
 
 Both hooks use error feedback: each rank stores the error that compression makes in a step (the compression error), and
 adds this error to the gradients of the next step. So over many steps, the sum of the results differs from the true sum
@@ -47,12 +47,12 @@ _INT8, _UINT8, _FLOAT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.flo
 
 
 class Int8Hook:
-    """Sends gradients as int8, with one float32 scale for each 256 elements: about a quarter of float32's bytes.
+    """Sends gradients as int8, with one float32 scale for each 256 elements: about a quarter of the bytes of float32.
 
     The scale of a block of 256 elements is 1/127 of its largest absolute value. Each rank divides each block by its
     scale, and rounds the quotients to int8. Every rank gathers the int8 values and scales of all ranks, multiplies each
-    value by its scale, and adds the products in rank order, so every rank gets the same bits. The sum is computed in
-    float32, or in float64 for float64 gradients. The error that a rank adds in one step is at most 1/254 of the largest
+    value by its scale, and adds the products in rank order. So every rank gets the same bits. The hook adds in float32,
+    or in float64 for float64 gradients. The error that a rank adds in one step is at most 1/254 of the largest
     absolute value in the block.
 
     With p ranks, each rank receives (p - 1) / 4 times the bytes of float32 gradients. In an all-reduce, each rank
@@ -171,8 +171,8 @@ class PowerSGDHook:
         InvalidArgument: `rank` is not an integer of at least 1, or `start_after` is not an integer of at least 0.
 
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
-    optimization", NeurIPS 2019, algorithm 1, with error feedback and warm start. The hook compresses whole buckets, as
-    PyTorch's batched_powerSGD_hook does.
+    optimization", NeurIPS 2019, algorithm 1, with error feedback and warm start. Like PyTorch's batched_powerSGD_hook,
+    the hook compresses whole buckets.
     """
 
     def __init__(self, rank: int = 4, start_after: int = 0) -> None:

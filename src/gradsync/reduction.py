@@ -1,7 +1,7 @@
 """Reductions: the operators, the dtypes that they support, and their reference implementation in NumPy.
 
-This module computes with host arrays, and does not communicate. The shared-memory backend reduces with `reduce_into`.
-The tests compare every backend with `reduce_into` and with NumPy's float64.
+This module computes with host arrays, and does not communicate. The shared-memory backend reduces with `reduction_of`,
+and the MPI backend with `reduce_into`. The tests compare every backend with `reduce_into` and with NumPy's float64.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def parse_reduce_method(value: str | ReduceOp) -> ReduceOp:
 
 
 class Wire(NamedTuple):
-    """How gradsync converts the arrays of a list before their reduction. gradsync converts the results back.
+    """Tells how gradsync converts the arrays of a list before their reduction, and the results afterwards.
 
     Attributes:
         dtype: the dtype in which gradsync sends and reduces the values.
@@ -178,7 +178,10 @@ def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @lru_cache(maxsize=64)
 def product_dtype(first: np.dtype[Any], second: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype for multiplying values of dtype `first` into an array of dtype `second`: float32 or wider."""
+    """Returns the dtype in which gradsync multiplies floating values of dtype `first` into an array of dtype `second`.
+
+    The dtype is float32 or wider.
+    """
     return np.promote_types(accumulation_dtype(first), accumulation_dtype(second))
 
 
@@ -193,8 +196,8 @@ def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array) -> Non
 
     Args:
         op: an operator that check_operation has accepted for the dtype.
-        contributions: one array of each rank, in rank order, all with the same shape and dtype. The first or the second
-            of these arrays may be `out` itself, but no other.
+        contributions: one array of each rank, in rank order, all with the same shape and dtype. Only the first or the
+            second of these arrays may be `out` itself.
         out: a contiguous array for the result, with the same shape and dtype.
     """
     reduction_of(op, out.dtype, len(contributions))(contributions, out)

@@ -86,7 +86,7 @@ def _ports_to_try() -> range:
 def _reserve(port: int) -> int | None:
     """Reserves a port: binds an abstract socket name, and returns the socket's descriptor; None if the name is taken.
 
-    An abstract name belongs to a network namespace, as ports do, and disappears with the process that holds it.
+    Like a port, an abstract name belongs to a network namespace. The name disappears with the process that holds it.
     """
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

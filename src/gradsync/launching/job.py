@@ -76,7 +76,7 @@ class Job:
         start_method: "spawn", "fork" or "forkserver".
         gpus: the value of CUDA_VISIBLE_DEVICES for each process; by default each process inherits this process's value.
         stdin_rank: the rank that gets this process's standard input; the other ranks read /dev/null.
-        grace_seconds: the time between SIGTERM and SIGKILL.
+        grace_seconds: how many seconds the ranks have to end, after the launcher has asked them to end, before SIGKILL.
         max_restarts: the limit of restarts; a restart starts all ranks again after a failure.
         state_dir: the folder where ranks keep their state across restarts; the ranks find its path in
             GRADSYNC_STATE_DIR.
@@ -148,7 +148,7 @@ def rank_environment(
         local_rank: the index of the rank on this machine.
         endpoint: the rendezvous server's address and secret.
         master_port: the value of MASTER_PORT.
-        restart: the number of times that the ranks have been started again.
+        restart: the number of restarts before this start of the ranks.
         environ: the environment variables of this process.
     """
     rank = str(job.rank_start + local_rank)
@@ -200,7 +200,7 @@ def rank_environment(
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "TORCHELASTIC_RUN_ID": f"gradsync-{os.getpid()}",
-        # This makes rank 0 host PyTorch's store at MASTER_PORT, because no agent of torchrun hosts it.
+        # With this value rank 0 hosts PyTorch's store at MASTER_PORT, because no agent of torchrun hosts the store.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
@@ -267,15 +267,15 @@ def choose_gpus(
     Args:
         gpus: the GPUs, in the order of the ranks; see `parse_gpus`.
         n_ranks: the number of ranks.
-        environ: the environment variables of this process; if CUDA_VISIBLE_DEVICES is one of them, it must contain each
-            GPU.
+        environ: the environment variables of this process. If CUDA_VISIBLE_DEVICES is set, each GPU must be in it.
         allow_shared: whether ranks may share GPUs, if there are fewer GPUs than ranks.
 
     Returns:
         The value of CUDA_VISIBLE_DEVICES for each rank, in the order of the ranks.
 
     Raises:
-        InvalidArgument: there are too few or too many GPUs, or a GPU does not exist or is not visible to this process.
+        InvalidArgument: there are too few or too many GPUs for the ranks, or a GPU does not exist or is not visible to
+            this process.
     """
     names = parse_gpus(gpus)
     if len(names) > n_ranks or (len(names) < n_ranks and not allow_shared):
@@ -316,5 +316,5 @@ def _is_same(name: str, entry: str) -> bool:
     """Returns whether two entries name the same GPU; compares only their text."""
     if entry.isdigit() or name.isdigit():
         return entry.isdigit() and name.isdigit() and int(entry) == int(name)
-    # As for CUDA, the beginning of a UUID is enough.
+    # CUDA accepts the beginning of a UUID, so this function accepts it too.
     return entry.startswith(name) or name.startswith(entry)

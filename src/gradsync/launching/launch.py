@@ -98,7 +98,7 @@ def launch(
             For several arguments write `gs.launch(functools.partial(func, a, b), nprocs=2)`.
         nprocs: the number of processes; by default one per visible GPU, or per usable core where there is no GPU.
         master_addr: the value of MASTER_ADDR in the processes, for the function's own use.
-        master_port: the port that `func` finds in MASTER_PORT, for its own use; None means a free port.
+        master_port: the value of MASTER_PORT in the processes, for the function's own use; None means a free port.
 
     Returns:
         The return values, in the order of the ranks. The value is None, with a RuntimeWarning, for a process that exits
@@ -220,8 +220,8 @@ def function_target(
         keywords: the function's keyword arguments.
         name: the function's name in errors and `ps`; by default its own name.
         who: the name of the public function, for errors.
-        start_method: the start method. With "fork" the ranks inherit the call; with "spawn" and "forkserver" the call
-            is pickled.
+        start_method: the start method. With "fork" the ranks inherit the call; with "spawn" and "forkserver" the
+            function pickles the call.
 
     Raises:
         InvalidArgument: `function` is not callable, the arguments are not a sequence, one of them cannot be pickled,
@@ -331,8 +331,8 @@ def pickle_call(call: Call, name: str, *, ranks_import_main: bool) -> bytes:
     Args:
         call: the function and its arguments.
         name: the function's name, for errors.
-        ranks_import_main: whether ranks can import this process's `__main__`. Ranks of an interactive session cannot:
-            then functions and classes of `__main__` are pickled with their code, not by name.
+        ranks_import_main: whether ranks can import this process's `__main__`. Ranks of an interactive session cannot
+            import it. pickle_call() then pickles functions and classes of `__main__` with their code, not by name.
 
     Raises:
         InvalidArgument: the function or an argument cannot be pickled.
@@ -374,15 +374,15 @@ def _find_cloudpickle(ranks_import_main: bool) -> _Pickler | None:
         return None
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        # A new pickler reads this attribute. It holds the functions that pickle connections and locks of
+        # A new pickler reads dispatch_table, which holds the functions that pickle connections and locks of
         # multiprocessing.
         dispatch_table: ClassVar = ChainMap(
             ForkingPickler(io.BytesIO()).dispatch_table, cloudpickle.Pickler.dispatch_table
         )
 
         def reducer_override(self, thing: Any) -> Any:
-            # Pickles by name. cloudpickle would copy a class of `__main__`, and an instance of the copy would not be an
-            # instance of the class that the rank imports.
+            # The next lines pickle by name. cloudpickle would copy a class of `__main__`, and an instance of the copy
+            # would not be an instance of the class that the rank imports.
             if ranks_import_main and _is_of_main(thing) and _is_found_by_name(thing):
                 return NotImplemented
             return super().reducer_override(thing)

@@ -39,7 +39,7 @@ class RankOutcome:
         result: the return value, if the rank ran a function.
         error: the exception that ended the rank, if the rank reported an exception.
         order: the rank's position among the failures, in the order of their detection; None if the rank did not fail.
-        was_asked_to_end: whether the rank failed only after the supervisor had asked it to end.
+        was_asked_to_end: whether the rank failed only after the supervisor had asked the rank to end.
         memory_kill: the reason, in words, if the kernel's out-of-memory killer ended the rank; otherwise None.
         was_paused: whether a signal such as SIGSTOP had paused the rank when the first rank failed.
         peak_bytes: the peak memory in bytes of the rank, or of a child process of the rank with a larger peak; 0 until
@@ -239,7 +239,7 @@ def _error_text(rank: RankOutcome, error: ErrorReport) -> str:
 
 
 def _how_to_see_where(rank: RankOutcome) -> str:
-    """Returns advice to see the Python stack of a crash in native code; "" if Python prints it already."""
+    """Returns advice to see the Python stack of a crash in native code; "" if Python prints the stack already."""
     is_fault = rank.exit_code is not None and -rank.exit_code in _FAULTS
     has_handler = bool(os.environ.get("PYTHONFAULTHANDLER"))
     return "; with PYTHONFAULTHANDLER=1 Python prints the stack at the crash" if is_fault and not has_handler else ""

@@ -180,7 +180,7 @@ class RankProcess:
                     signal.pidfd_send_signal(self.sentinel, signal.SIGCONT)  # a paused guard could not end its rank
 
     def is_paused(self) -> bool:
-        """Whether a signal such as SIGSTOP has paused the rank, so that it reports nothing until it is continued."""
+        """Whether a signal such as SIGSTOP has paused the rank, so that the rank reports nothing until SIGCONT."""
         found = read_stat(self.outcome.pid)
         return found is not None and found.state == "T"
 

@@ -1,4 +1,4 @@
-"""`gradsync run`: makes a job from the options of the command line, runs it, and returns its exit code."""
+"""`gradsync run`: makes a job from the options of the command line, runs the job, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def script_target(path: str, arguments: Sequence[str] = ()) -> Target:
 
 
 def module_target(name: str, arguments: Sequence[str] = ()) -> Target:
-    """Returns the target that runs a module; the rank searches for the module as `python -m` does.
+    """Returns the target that runs a module; the rank searches for the module like `python -m`.
 
     Raises:
         InvalidArgument: the top-level package does not exist, or the name is malformed.

@@ -24,7 +24,7 @@ FAILED_ELSEWHERE = 254
 
 
 class SignalInbox:
-    """A context that collects SIGINT, SIGTERM, SIGHUP and SIGTSTP in the main thread, instead of their usual effect.
+    """A context in which SIGINT, SIGTERM, SIGHUP and SIGTSTP have no effect, and the inbox collects these signals.
 
     Only the main thread can install handlers, so an inbox in another thread gets no signals. A signal that the process
     ignores (as under nohup, or in a background job) stays ignored. SIGCHLD is an exception: if a process ignores

@@ -1,4 +1,4 @@
-"""Inside a rank process: runs the user's script, module or function, and reports how it ended.
+"""Inside a rank process: runs the user's script, module or function, and sends its result or error to the launcher.
 
 `rank_process` starts the process, which calls `main` or `enter`. These functions fork the process: the parent becomes
 the guard, and the child is the rank. This module imports almost nothing before the user's code runs, because imports
@@ -283,7 +283,7 @@ _RUNNERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def _remember(error: BaseException) -> None:
-    """Stores an error in `sys`, as the interpreter does; at exit the process group reports it to the other ranks."""
+    """Stores an error in `sys`, like the interpreter; at exit the process group reports this error to other ranks."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
@@ -332,7 +332,7 @@ def _is_raised_by_gradsync(error: BaseException) -> bool:
 
 
 def _outer_frames(stack: StackSummary) -> int:
-    """Returns the number of frames to show: those up to the last frame that is not gradsync's own."""
+    """Returns the number of frames to show: all frames up to the last frame that is not gradsync's own."""
     ours = (_PACKAGE, contextlib.__file__)
     count = len(stack)
     while count and stack[count - 1].filename.startswith(ours):
