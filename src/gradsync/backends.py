@@ -20,8 +20,8 @@ class BackendRow(NamedTuple):
         on_gpus: whether the backend's arrays are on GPUs. If so, each rank needs its own GPU.
         under_mpiexec: whether MPI's launcher must start the ranks of the backend.
         single_rank: whether the backend is for a world of one rank only.
-        doctor_lines: the lines of `gradsync doctor` on which the backend depends. If one of these lines says
-            "unusable", the backend does not work.
+        doctor_lines: the lines of `gradsync doctor` on which the backend depends. If one of these lines says "not
+            usable here", the backend does not work.
     """
 
     module: str

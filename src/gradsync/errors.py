@@ -123,8 +123,9 @@ class RankFailed(GradsyncError, RuntimeError):
     Attributes:
         rank: the rank that failed, or None if it is not known.
         phase: the phase of the failed rank: "joining" until all ranks have joined, then "running", and "left" after the
-            rank has left. The phase is "collective" if this rank detected the failure through shared memory, and
-            "function" if a rank of gs.launch, gs.spawn or gs.launcher failed.
+            rank has left. The phase is "collective" if a rank closed or aborted the communicator, or if this rank
+            detected the failure through shared memory. The phase is "function" in an error of the process that called
+            gs.launch, gs.spawn or gs.launcher.
         exit_code: the failed rank's exit code, if known; a negative number is the signal that killed the rank.
         traceback_text: the failed rank's traceback, if known.
         results: the results of a launched function on other ranks, by rank.
@@ -187,7 +188,7 @@ class FutureNotReady(GradsyncError, RuntimeError):
 
 
 class GradientCancelled(GradsyncError, RuntimeError):
-    """The backward pass of this gradient ended with an exception, so gradsync has not reduced the gradient."""
+    """The backward pass ended with an exception, or the process group ended before, so this gradient is not reduced."""
 
 
 class GradientChanged(GradsyncError, RuntimeError):
@@ -196,7 +197,7 @@ class GradientChanged(GradsyncError, RuntimeError):
     Attributes:
         rank: the rank whose program wrote to the gradient.
         parameter: the name of the gradient's parameter.
-        handed_over_at: "file:line" of the call that handed the gradient over.
+        handed_over_at: the line of code that handed the gradient over, such as "train.py:41".
     """
 
     rank: int | None = None

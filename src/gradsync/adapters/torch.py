@@ -88,8 +88,8 @@ class Synchronised(torch.nn.Module):
         callback: the AllreduceCallback of the wrapper, which has `norm`, `skip_step`, statistics and hooks.
 
     Raises:
-        InvalidArgument: `module` is not a module, is synchronised already, has no parameter that needs a gradient, or
-            is not on the communicator's device.
+        InvalidArgument: `module` is not a module, is or contains a Synchronised, has no parameter that needs a
+            gradient, or is not on the communicator's device.
         PlanMismatch: the ranks' modules differ. The error's text names the first parameter or buffer that differs.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective failed.
 

@@ -101,7 +101,7 @@ class Outcome(NamedTuple):
 
     @property
     def root_cause(self) -> RankOutcome | None:
-        """The rank whose failure came first and did not follow from another rank's failure; None if no rank failed."""
+        """The rank whose failure is nearest to the cause, see `distance_from_cause`; None if no rank failed."""
         failed = [rank for rank in self.ranks if rank.order is not None]
         return min(failed, key=distance_from_cause, default=None)
 

@@ -44,7 +44,8 @@ _SHIM_MODULES = frozenset(
         "runpy",
     }
 )
-# Errors that the other ranks raise when a rank is gone. The launcher shows them only if no rank reports the cause.
+# Errors that the other ranks raise when a rank is gone. The launcher reports such an error as the cause only if no rank
+# reports another error.
 _CONSEQUENCES = (
     "RankFailed",
     "CommunicatorClosed",

@@ -28,7 +28,8 @@ class ErrorReport(NamedTuple):
     """An exception that ended a rank, as text.
 
     Attributes:
-        text: the traceback, without gradsync's own frames.
+        text: the traceback, without gradsync's frames at the beginning; for an error of gradsync, also without
+            gradsync's frames at the end.
         summary: the last line of the traceback.
         is_consequence: whether the exception only reports that another rank is gone.
         missed_rank: the rank that the exception reports as gone, if the exception names a rank.
