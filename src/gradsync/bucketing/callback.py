@@ -557,7 +557,7 @@ class AllreduceCallback:
         if self._backend is not None and self._backend not in ("auto", communicator.backend):
             raise InvalidArgument(
                 f"{communicator.label}: the callback needs backend {self._backend!r}, "
-                f"its communicator has {communicator.backend!r}"
+                f"but its communicator has backend {communicator.backend!r}"
             )
         return communicator
 

@@ -98,7 +98,7 @@ class WireFormat:
             return
         raise UnsupportedDtype(
             f"prescale {self.prescale} and postscale {self.postscale} need a floating or complex dtype, got "
-            f"{name}: convert it with astype first, or leave both at 1"
+            f"{name}: convert the gradients with astype first, or leave both scales at 1"
         )
 
     def forget_memory(self) -> None:
@@ -337,8 +337,8 @@ class Options:
         name = dtype_name(dtype)
         if self.clip_norm not in (None, math.inf) and ReduceOp.MEAN not in OPERATIONS_BY_DTYPE[name]:
             raise UnsupportedDtype(
-                f"clip_norm {self.clip_norm} needs a floating or complex dtype, got {name}: convert it with astype "
-                'first; clip_norm=float("inf") computes the norm alone'
+                f"clip_norm {self.clip_norm} needs a floating or complex dtype, got {name}: convert the gradients with "
+                'astype first; clip_norm=float("inf") computes the norm alone'
             )
         self._accepted.add(dtype)
 

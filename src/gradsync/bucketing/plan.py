@@ -161,8 +161,8 @@ class Planner:
         threshold_bytes: the largest size of a bucket of several gradients; at least 1.
         first_bucket_bytes: the threshold for the first bucket of a step, so that communication may start early; None
             means `threshold_bytes`.
-        specs: the name, shape and dtype of each gradient, by position; None if they are not known before the first
-            step.
+        specs: the name, shape and dtype of each gradient, by position; None if the gradients are not known before the
+            first step.
 
     Attributes:
         threshold_bytes, first_bucket_bytes: see Args.
@@ -227,7 +227,7 @@ class Planner:
         return assignment
 
     def note_arrival(self, bucket: int) -> Sequence[Bucket]:
-        """Counts a gradient of a bucket as arrived; returns the buckets that are now complete. Needs `specs`."""
+        """Counts a gradient of a bucket as arrived; returns the buckets that are now complete. Only with `specs`."""
         begin = self._order[bucket]
         self._missing[begin] -= 1
         if self._missing[begin] or begin != self._next:
@@ -237,7 +237,7 @@ class Planner:
         return self.buckets[begin : self._next]
 
     def flush(self, count: int) -> list[Bucket]:
-        """Ends a step with `count` gradients; returns the buckets that were not full, in the order of their dtypes.
+        """Ends a step with `count` gradients; returns the buckets that were not full, sorted by their dtypes.
 
         An empty step keeps the plan of the last step. With `specs`, the list is empty: either all gradients of the step
         have arrived, so that every bucket is complete, or no gradient has arrived.

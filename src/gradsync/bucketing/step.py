@@ -216,7 +216,7 @@ class Step:
             self._parameters = known_parameters(options.parameters, "AllreduceCallback", options.op, communicator)
         if not self._parameters:
             raise InvalidArgument(
-                f"{communicator.label}: parameters= names no parameter: name at least one, or leave it out"
+                f"{communicator.label}: parameters= names no parameter: name at least one, or leave the option out"
             )
         in_views = options.gradient_as_bucket_view and not communicator._runs_beside_host
         threshold = options.threshold_or(VIEWS_ON_CPU_THRESHOLD_BYTES if in_views else DEFAULT_THRESHOLD_BYTES)

@@ -263,7 +263,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def own_share(flats: Sequence[Array], communicator: Communicator) -> list[Array]:
-    """Returns this rank's share of some flat arrays: views that together have 1/world_size of all elements."""
+    """Returns this rank's share of some flat arrays: views that together have about 1/world_size of all elements."""
     if not flats:
         return []
     sizes = tuple([flat.size for flat in flats])

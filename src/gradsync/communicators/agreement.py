@@ -330,7 +330,7 @@ _BROKEN = (
 def mismatch(
     label: str, agreement: Agreement | None, descriptions: Mapping[int, Description], *, broken: bool = False
 ) -> PlanMismatch:
-    """Returns the error that every rank raises if the ranks disagree on a collective, or two ranks on a message.
+    """Returns the error that the ranks raise if they disagree on a collective, or if two ranks disagree on a message.
 
     Args:
         label: this rank's name in errors, e.g. "rank 0/2".

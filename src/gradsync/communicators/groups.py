@@ -148,7 +148,7 @@ def await_members(backend: Backend, what: str, members: Sequence[int], name: str
 
     Raises:
         RendezvousTimeout: a member has not called the function before the deadline.
-        RankFailed: a member has died, or has closed or aborted the communicator.
+        RankFailed: a member has died or has closed the communicator, or some rank has aborted the communicator.
     """
     client, timeout_seconds = backend.client, backend.timeout_seconds
     if client is None or len(members) == 1:

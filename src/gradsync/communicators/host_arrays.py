@@ -189,7 +189,7 @@ def _from_dlpack(array: Any, who: str) -> Array:
     device_type = array.__dlpack_device__()[0]
     if int(device_type) not in (DLPACK_CPU, DLPACK_CUDA_HOST):
         raise InvalidArgument(
-            f"{who} needs an array in host memory, got one on a device "
+            f"{who} needs an array in host memory, got an array on a device "
             f'(DLPack device type {int(device_type)}): copy it to the host, or use backend="nccl"'
         )
     try:

@@ -122,7 +122,7 @@ def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds:
     except TimeoutError as error:
         raise CollectiveTimeout(
             f"{client.label}: MPI_Comm_create_group did not return within {timeout_seconds:.3g} s, although all ranks "
-            "have called it"
+            "have called this function"
         ) from error
     finally:
         if inside:

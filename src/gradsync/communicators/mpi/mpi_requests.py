@@ -33,7 +33,8 @@ _SPINS = 60
 _YIELD_FOR_SECONDS = 2e-3
 _SLEEP_SECONDS = 50e-6
 _CHECK_EVERY_SECONDS = 5e-3
-# During a wait, a rank asks the server which ranks have closed the communicator: first after 20 ms, later every second.
+# During a wait, a rank asks the server which ranks have closed the communicator. The first question comes after 20 ms.
+# The pause before each further question is twice as long, up to 1 s.
 _FIRST_QUESTION_AFTER_SECONDS = 0.02
 _LAST_PAUSE_SECONDS = 1.0
 
@@ -66,7 +67,7 @@ class MpiRequests:
         peers: the other ranks, in the order in which this rank sends to them.
         begun: the number of collectives that this rank has begun.
         disputes: for each pair of ranks, as text, the number of messages on which they have disagreed.
-        has_abandoned: whether a wait has failed. If so, MPI may still read and write the memory of its requests.
+        has_abandoned: whether a wait has failed. MPI may then still read and write the memory of the requests.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class MpiRequests:
                 completed, as numbered in this communicator. For collectives `missing` is None, because MPI does not
                 show which ranks are missing.
             absent: for messages between two ranks, a function that returns the ranks that have not even begun their
-                messages; for collectives None.
+                messages. For collectives `absent` is None.
             poll: a function to call every few milliseconds during a longer wait.
         """
         try:
