@@ -124,8 +124,8 @@ class RankFailed(GradsyncError, RuntimeError):
         rank: the rank that failed, or None if it is not known.
         phase: the phase of the failed rank: "joining" until all ranks have joined, then "running", and "left" after the
             rank has left. The phase is "collective" if a rank closed or aborted the communicator, or if this rank
-            detected the failure through shared memory. The phase is "function" in an error of the process that called
-            gs.launch, gs.spawn or gs.launcher.
+            detected the failure through shared memory. The phase is "function" in an error that gs.spawn or
+            gs.launcher raises in the launching process.
         exit_code: the failed rank's exit code, if known; a negative number is the signal that killed the rank.
         traceback_text: the failed rank's traceback, if known.
         results: the results of a launched function on other ranks, by rank.

@@ -460,7 +460,7 @@ class CollectiveFuture:
         return end
 
     def _check_may_wait(self, completion: Completion | None) -> None:
-        """Raises an error if a done-callback would wait: perhaps only the callback's thread can end the collective."""
+        """Raises FutureNotReady if a done-callback would wait for a collective that may need the callback's thread."""
         if _thread_state.is_in_callback and (completion is None or not completion.done()):
             raise FutureNotReady(
                 f"{self.name} is not ready: a done-callback cannot wait for a collective, because the collective may "

@@ -388,7 +388,7 @@ def _place_without_launcher(backend: str, address: str | None) -> RankEnvironmen
 def _reporting(
     where: str, client: RendezvousClient, *, raised_by_all: tuple[type[BaseException], ...] = ()
 ) -> Iterator[None]:
-    """Reports to the other ranks an exception that this rank raises in the block, but no error of `raised_by_all`."""
+    """Reports an exception of this rank in the block to the other ranks, unless its type is in `raised_by_all`."""
     try:
         yield
     except BaseException as error:
@@ -407,8 +407,8 @@ def _world_over(backend: str) -> Communicator | None:
         sibling = _siblings[backend] = _connect_sibling(backend, world, settings)
         sibling._tree = world._tree
         world._tree.add(sibling)
-    # gradsync does not replace a closed communicator: a rank that still uses the closed one would not help to make the
-    # new one.
+    # gradsync does not replace a closed communicator: a rank that does not know yet that the communicator is closed
+    # would not help to make a new communicator.
     if sibling.closed:
         raise CommunicatorClosed(
             f"{world.label}: override_backend({backend!r}): its communicator cannot be used any more: "

@@ -34,7 +34,7 @@ def own_address(host: str) -> str | None:
 def launcher_endpoint(
     host: str, port: int, rank_start: int, *, has_others: bool
 ) -> Iterator[tuple[Endpoint | None, socket.socket | None]]:
-    """Yields the rendezvous server's endpoint for a call of `launcher`, and its socket if this process hosts it.
+    """Yields the endpoint of the rendezvous server for a call of `launcher`, and its socket if this process hosts it.
 
     The endpoint and the socket are None if this call starts all ranks and `host` is loopback: the supervisor then makes
     an endpoint. If the first launcher on this machine has made the secret, the other launchers get an endpoint with the

@@ -280,7 +280,7 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
 
     Args:
         options: this machine's options in the run.
-        job: the job of this machine, as if no other machine took part.
+        job: the job of this machine, without the ranks of the other machines.
         make_output: see `supervise`.
         notices: the object that prints the launcher's notices.
 
@@ -559,7 +559,7 @@ class _NodeRun:
 
 
 class _Link:
-    """This launcher's connection to the others during one start; a context manager that disconnects when it ends.
+    """This launcher's connection to the other launchers during one start; a context manager that ends the connection.
 
     Args:
         client: the connection to the server.

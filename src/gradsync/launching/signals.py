@@ -123,7 +123,8 @@ def no_other_fork() -> Iterator[None]:
 
     The child of such a fork would keep copies of descriptors that this thread is about to close. One of these
     descriptors is the rank's end of a pipe: the launcher knows that the rank has ended when all copies of this end are
-    closed. Another belongs to a pipe that `subprocess.Popen` reads until all copies of the write end are closed.
+    closed. Another descriptor belongs to a pipe that `subprocess.Popen` reads until all copies of the write end are
+    closed.
     """
     with _fork_lock:
         yield

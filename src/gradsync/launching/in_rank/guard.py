@@ -214,7 +214,7 @@ def _open_process(pid: int) -> int | None:
 
 def _children_of(parent: int) -> list[int]:
     """Returns the process ids of the children of a process, without children that have ended."""
-    children = []  # machine.read_stat reads the same, but this file imports nothing of gradsync
+    children = []  # machine.read_stat reads the same files, but this module imports nothing of gradsync
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
