@@ -19,7 +19,7 @@ from gradsync.communicators.failures import FailureMonitor
 from gradsync.communicators.shared_memory import barrier as shared_barrier
 from gradsync.communicators.shared_memory.arena import SLOT_BYTES, areas_of, segment_bytes
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
-from gradsync.communicators.shared_memory.point_to_point import PIECE_BYTES, PointToPoint
+from gradsync.communicators.shared_memory.point_to_point import PIECE_BYTES, SLOTS, PointToPoint
 from gradsync.diagnostics.recorder import FlightRecorder
 
 BARRIER = agreement_on("barrier", (), None, "")
@@ -205,6 +205,17 @@ def test_both_ranks_hear_that_they_disagree(sent: Any, wanted: Any) -> None:
         assert "ranks 5 and 7 disagree" in str(error)
         assert (wanted == 0).all()
     is_usable(ranks)
+
+
+def test_a_sender_works_ahead_until_its_slots_are_full() -> None:
+    data = values(5 * PIECE_BYTES)
+
+    def receive(rank: Rank) -> Any:
+        until(lambda: (np.concatenate(rank.channels._slots[0]) == data[: SLOTS * PIECE_BYTES]).all())
+        return rank.receive(np.zeros_like(data), 0)
+
+    _, received = run(ranks_of(2), lambda rank: rank.send(data, 1), receive)
+    assert np.array_equal(received, data)
 
 
 def test_the_other_half_of_an_exchange_ends_first() -> None:

@@ -43,12 +43,10 @@ def test_segment_is_zeroed_sealed_and_shared() -> None:
 
 
 def test_a_mapping_for_huge_pages_begins_at_a_multiple_of_their_size() -> None:
-    mapped = []
-    for _ in range(3):
-        mapped.append(mmap.mmap(-1, mmap.PAGESIZE))  # so that the next mapping would not begin at a multiple by itself
-        mapped.append(map_segment(create_segment(8 * HUGE_PAGE_BYTES, allocated=False), on_huge_pages=True))
-    for mapping in mapped[1::2]:
-        assert np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE_BYTES == 0
+    # The kernel puts each next one right below the last one: of these sizes at most one would begin there by itself.
+    size = 8 * HUGE_PAGE_BYTES + mmap.PAGESIZE
+    mapped = [map_segment(create_segment(size, allocated=False), on_huge_pages=True) for _ in range(4)]
+    assert [np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE_BYTES for mapping in mapped] == [0] * 4
 
 
 class OldKernel(mmap.mmap):
