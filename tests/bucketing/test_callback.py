@@ -169,6 +169,14 @@ def test_the_same_parameter_twice_is_an_error() -> None:
     callback.flush()
 
 
+def test_a_gradient_may_have_another_shape_and_dtype_in_the_next_step() -> None:
+    callback = gs.AllreduceCallback("mean", local_communicator())
+    for shape, dtype in [((3,), "f4"), ((3,), "f4"), ((2, 2), "f4"), ((2, 2), "f8"), ((3,), "f4")]:
+        future = callback("w", np.ones(shape, dtype))
+        callback.flush()
+        assert (future.result().shape, future.result().dtype) == (shape, dtype)
+
+
 def test_an_exception_cancels_the_futures_of_one_rank() -> None:
     comm = local_communicator()
     callback = gs.AllreduceCallback("mean", comm)
