@@ -482,7 +482,7 @@ class AllreduceCallback:
             gs.bcast_list_(parameters, root=joined.last_rank)
 
         Every rank must enter the block. Inside the block, ranks must call no collectives except the collectives of this
-        callback. If the body raises, the communicator is aborted, as in backward().
+        callback. If the body raises, gradsync cancels the step and aborts the communicator; see backward().
 
         Args:
             parameters: the parameters in the order in which their gradients are handed over: a mapping of names to

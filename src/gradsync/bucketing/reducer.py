@@ -313,7 +313,7 @@ class Reducer:
     def end(self, gradients: int, communicator: Communicator) -> Completion | None:
         """Checks that the step ends after `gradients` gradients on all ranks.
 
-        On a GPU, work that the caller queues next sees the results.
+        On a GPU, work that the caller queues next begins after the reductions.
 
         Returns:
             The end of GPU work that changes the results after their reduction, such as clipping; None if there is no

@@ -149,7 +149,7 @@ def _average_plan(
 def _reduce(
     bucket: Bucket, destinations: Sequence[Destination], op: ReduceOp, agreement: Agreement, communicator: Communicator
 ) -> None:
-    """Reduces the arrays of one bucket. Work that the caller later queues on the current stream sees the results."""
+    """Reduces the arrays of one bucket. Work that the caller queues later on the current stream waits for it."""
     communicator._checked_stream(None, _WHAT)
     parts = [destinations[slot.position] for slot in bucket.slots]
     reduction = ListReduction(

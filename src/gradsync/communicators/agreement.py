@@ -2,8 +2,8 @@
 
 An Agreement has an 8-byte digest, which the ranks compare before data moves. If the digests differ, each rank sends its
 description of the collective to the other ranks (see failures.py). Each rank then makes the error PlanMismatch from the
-descriptions of all ranks. The message of the error shows the first difference between the descriptions, and gives
-advice. The message is the same on all ranks, because it depends only on the descriptions.
+descriptions of all ranks. The message of the error begins with the name of the rank. Then the message shows the first
+difference between the descriptions, and gives advice; this part is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Description(NamedTuple):
         dtype: the array's dtype; "" if the collective has no array, or several.
         shape: the array's shape; without meaning if `dtype` is "".
         detail: all other arguments that must be equal on all ranks, e.g. the operator "sum".
-        items: the collective's arrays, or lines of text. `mismatch` removes the first items if they are equal on all
-            ranks.
+        items: the collective's arrays, or lines of text. `mismatch` removes the leading items that are equal on
+            all ranks.
         item: the words for one item in errors, with {} in place of the item's index, e.g. "line {}".
         kind: the kind of an event of AllreduceCallback: "bucket", "flush" (the end of a step) or "first use"; "" for
             every other collective.

@@ -117,7 +117,7 @@ class Job:
         self._run = run
         self._submitted_at = submitted_at
         self._previous = previous
-        # Not an Event: its inner lock stays held if Ctrl-C arrives as a wait begins.
+        # A lock, because the inner lock of an Event stays held if Ctrl-C arrives as a wait begins.
         self._not_over = threading.Lock()
         self._not_over.acquire()
 

@@ -103,7 +103,8 @@ class Communicator:
     PlanMismatch the communicator stays usable, unless the error's attribute `broken` is True.
 
     Args:
-        backend: the backend, which moves the bytes. The communicator owns the backend, and releases it when it ends.
+        backend: the backend, which moves the bytes. The communicator owns the backend. When the communicator ends, it
+            releases the backend.
 
     Attributes:
         rank: this process's number in the communicator, 0 <= rank < world_size.
@@ -169,8 +170,8 @@ class Communicator:
             PlanMismatch: the ranks called different collectives, or passed different arguments.
             RankFailed: another rank has died, or has closed or aborted the communicator.
             CollectiveTimeout: a rank did not call the collective before the deadline.
-            CommunicatorClosed: the communicator was closed or aborted, has failed, or belongs to the process that this
-                one was forked from.
+            CommunicatorClosed: the communicator was closed or aborted, has failed, or belongs to the parent of this
+                forked process.
             NcclError: NCCL or the GPU failed.
             MpiError: MPI failed.
         """

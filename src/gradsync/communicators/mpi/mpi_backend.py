@@ -369,7 +369,7 @@ class MpiBackend(Backend):
 
 
 class MpiAgreement:
-    """The exchange of the digests of the ranks' calls before a collective.
+    """Exchanges the digests of the ranks' calls before a collective.
 
     With up to 16 ranks, each rank sends its digest to every other rank. If the array to reduce is small, each rank
     sends the array in the same message as the digest. So the all-reduce needs one exchange of messages instead of
