@@ -60,7 +60,7 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
     """A wait for the rendezvous server, or for other ranks to join there, has reached its deadline.
 
     Attributes:
-        missing_ranks: the ranks that were missing, if the server knows them.
+        missing_ranks: the ranks that were missing; () if they are not known.
         missing: the missing ranks and their states in words, such as "rank 1 (not joined)".
         cause: the reason why no rendezvous server answered; "" if a server answered.
     """
@@ -121,13 +121,13 @@ class RankFailed(GradsyncError, RuntimeError):
     """A rank died, raised an exception, aborted, or left the process group while other ranks needed it.
 
     Attributes:
-        rank: the rank that failed, or None if it is not known.
+        rank: the rank that failed; None if this rank is not known.
         phase: the phase of the failed rank: "joining" until all ranks have joined, then "running", and "left" after the
             rank has left. The phase is "collective" if a rank closed or aborted the communicator, or if this rank
             detected the failure through shared memory. The phase is "function" in an error that gs.spawn or
             gs.launcher raises in the launching process.
-        exit_code: the failed rank's exit code, if known; a negative number is the signal that killed the rank.
-        traceback_text: the failed rank's traceback, if known.
+        exit_code: the failed rank's exit code, -n if signal n killed the rank; None if the exit code is not known.
+        traceback_text: the failed rank's traceback; "" if the traceback is not known.
         results: the results of a launched function on other ranks, by rank.
         was_silent: whether the failed rank sent nothing for several seconds, and gradsync found that the rank was
             stopped (SIGSTOP), gone or unreachable.

@@ -129,7 +129,8 @@ def run_with_timeout(
         function: the function to call.
         name: the thread's name.
         seconds: the number of seconds that the function may take.
-        check: a function that is called repeatedly during the wait. If it raises an exception, the wait ends.
+        check: a function that run_with_timeout() calls repeatedly during the wait. An exception of `check` ends the
+            wait.
 
     Returns:
         The result of the function.

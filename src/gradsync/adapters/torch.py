@@ -69,7 +69,7 @@ class Synchronised(torch.nn.Module):
         module: the module, on the communicator's device; gradsync ignores parameters that need no gradient.
         communicator: the communicator of the ranks; None means all ranks.
         op: "mean" or "sum". If `parameter.grad` still holds the result of an earlier pass, this result is reduced once
-            more. With "mean", the second reduction does not change the earlier result, because it is the same on all
+            more. With "mean", the second reduction does not change the earlier result, because it is equal on all
             ranks. With "sum", prescale, postscale or clip_norm, call zero_grad() before each pass, and accumulate
             within no_sync().
         find_unused_parameters: whether a pass may leave out parameters, on some ranks or on all. If True, gradsync uses
@@ -527,7 +527,7 @@ def _dtype_name_of(tensor: torch.Tensor) -> str:
 
 
 def _array_of(tensor: torch.Tensor) -> Any:
-    """Returns a tensor as an array for a communicator: a NumPy array on the CPU, else an object that supports DLPack.
+    """Returns a tensor as an array for a communicator: a NumPy array on the CPU, otherwise an object with DLPack.
 
     Raises:
         InvalidArgument: the tensor is sparse, or its memory holds conjugated or negated values.
@@ -560,7 +560,7 @@ def _tensor_of(array: Any) -> torch.Tensor:
 def _broadcast_tensors(
     what: str, named: Iterable[tuple[str, torch.Tensor]], root: int, communicator: Communicator
 ) -> None:
-    """Copies the root's tensors into the tensors of all ranks, in place, as one collective, if there are any.
+    """Copies the root's tensors in place into the tensors of all ranks, with one collective.
 
     The function marks the tensors as changed. Autograd then raises an error if a graph still needs the old values.
 

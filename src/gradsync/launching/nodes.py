@@ -394,7 +394,7 @@ class _NodeRun:
             master_port = 0 if self._server is None else stack.enter_context(reserved_port())
             client, nodes = self._join(master_port)
             own = nodes[self._options.node_rank]
-            # A launcher that was lost starts again from 0.
+            # If the user has started a lost launcher again, this launcher counts its restarts from 0.
             self._restart = max(record.restart for record in nodes)
             link = stack.enter_context(_Link(client, own.node))
             job = self._job_of(own, nodes)
