@@ -69,7 +69,7 @@ def test_one_that_has_gone_is_refused(name: str, command: list[str], variables: 
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", "soon", "needs to be a number of seconds above 0, got 'soon'"),
+        ("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", "soon", "needs to be a finite number of seconds above 0, got 'soon'"),
         ("GRADSYNC_FLIGHT_RECORDER_ENTRIES", "0", "needs to be an integer from 1 to 1000000, got '0'"),
         ("GRADSYNC_DEBUG", "true", "needs to be 0 or 1, got 'true'"),
         ("GRADSYNC_ALLOW_SHARED_GPU", "yes", "needs to be 0 or 1, got 'yes'"),

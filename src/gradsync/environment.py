@@ -65,7 +65,7 @@ def _seconds(name: str, text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise InvalidArgument(f"{name} needs to be a number of seconds above 0, got {text!r}")
+        raise InvalidArgument(f"{name} needs to be a finite number of seconds above 0, got {text!r}")
     return seconds
 
 

@@ -55,8 +55,12 @@ def _find(value: object) -> ReduceOp | None:
     return _OPS_BY_NAME.get(value.lower()) if isinstance(value, str) else None
 
 
-def parse_reduce_method(value: str | ReduceOp) -> ReduceOp:
+def parse_reduce_method(value: str | ReduceOp, argument: str) -> ReduceOp:
     """Returns the operator for gradients from its name: "sum" or "mean", in upper or lower case.
+
+    Args:
+        value: the name, or the operator.
+        argument: the name of the caller's argument in the error.
 
     Raises:
         InvalidArgument: the value is neither "sum" nor "mean".
@@ -64,7 +68,7 @@ def parse_reduce_method(value: str | ReduceOp) -> ReduceOp:
     op = _find(value)
     if op is not ReduceOp.SUM and op is not ReduceOp.MEAN:
         given = repr(value) if isinstance(value, str) else type(value).__name__
-        raise InvalidArgument(f'reduce_method needs to be "sum" or "mean", got {given}')
+        raise InvalidArgument(f'{argument} needs to be "sum" or "mean", got {given}')
     return op
 
 

@@ -147,7 +147,7 @@ def check_refusals(comm: Any) -> None:
         comm.all_reduce(array)
         comm.broadcast(array, 1)
     expect(gs.InvalidArgument, lambda: comm.all_reduce(sealed(array.copy())), "read-only")
-    expect(gs.InvalidArgument, lambda: comm.all_reduce(array, out=np.ones(63, np.float32)), "out of shape")
+    expect(gs.InvalidArgument, lambda: comm.all_reduce(array, out=np.ones(63, np.float32)), "out= with shape")
     expect(gs.InvalidArgument, lambda: comm.all_reduce(array, out=np.ones(64)), "dtype float32, got")
     expect(gs.InvalidArgument, lambda: comm.all_reduce(array, ["sum"]), "op needs to be one of")
     expect(gs.InvalidArgument, lambda: comm.broadcast(array, 1.0), "root to be a rank from 0 to")

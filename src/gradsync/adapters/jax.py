@@ -61,7 +61,7 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
             differs.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective failed.
     """
-    method = parse_reduce_method(op)
+    method = parse_reduce_method(op, "average_gradients: op")
     communicator = group_or_world(communicator, "average_gradients", "communicator")
     if pending:
         check_may_call(communicator.label, "average_gradients")

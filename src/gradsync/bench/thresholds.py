@@ -73,7 +73,7 @@ class Sweep(NamedTuple):
     Attributes:
         specs: the descriptions of a step's gradients, in the order in which the backward pass produces them.
         candidates: the thresholds to measure.
-        steps: the number of rounds; each round times one step per threshold.
+        steps: the number of rounds; each round measures the time of one step with each threshold.
         limit_seconds: the time limit; after 3 rounds, the measurement stops if the next round would exceed the limit.
     """
 

@@ -149,7 +149,7 @@ class AllreduceCallback:
                 f'AllreduceCallback needs reduce_method to be "sum" or "mean", got {type(reduce_method).__name__}: '
                 "pass the parameters as parameters=..."
             )
-        self.op = parse_reduce_method(reduce_method)
+        self.op = parse_reduce_method(reduce_method, "reduce_method")
         if backend is not None and backend not in BACKENDS:
             raise InvalidArgument(unknown_backend(backend))
         if group is not None:
@@ -501,8 +501,8 @@ class AllreduceCallback:
         self._check_between_steps("join()")
         if self._step.reducer.count_present is not None:
             raise InvalidArgument(
-                f"{self._communicator().label}: join() is not possible inside another join() of the same callback: one "
-                "block surrounds the whole loop over batches: leave this block before you call join() again"
+                f"{self._communicator().label}: join() is not possible inside another join() of the same callback: "
+                "put one join() block around the whole loop over batches, or leave the first block before the next"
             )
         communicator = self._communicator()
         self._step.begin_with(communicator)

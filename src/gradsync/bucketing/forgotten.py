@@ -44,7 +44,7 @@ def watch(callback: object, step: Step) -> None:
 
 
 def raise_forgotten(*, everywhere: bool = False) -> None:
-    """Raises an error if some gradients can never be reduced. Each gradient is reported only once.
+    """Raises an error if some gradients can never be reduced. A later call does not report the same gradients again.
 
     Args:
         everywhere: if True, report the gradients on all communicators, because gradsync will reduce no more gradients.

@@ -251,7 +251,8 @@ class GradientGuard:
     def check_results(self) -> None:
         """Checks that results are unchanged since their reduction.
 
-        Results for which the program has called done() or result() are not checked.
+        The results of a bucket are not checked after the program has called result(), wait(), numpy() or
+        add_done_callback() of one of its futures, or after done() has returned True.
 
         Raises:
             GradientChanged: the program wrote to one of the arrays.

@@ -79,8 +79,8 @@ def param_pack_concat(
         out = xp.empty(total, dtype)
     elif out.dtype != dtype or out.ndim != 1 or out.size < total or not out.flags.c_contiguous:
         raise InvalidArgument(
-            f"param_pack_concat needs out as a contiguous 1-D array of at least {total} elements of {dtype}, "
-            f"got shape {out.shape} of {out.dtype}"
+            f"param_pack_concat needs out= as a contiguous 1-D array of at least {total} elements of {dtype}, "
+            f"got shape {out.shape} of {out.dtype}, strides {out.strides}"
         )
     flat = out[:total]
     xp.concatenate([array.reshape(-1) for array in inputs], out=flat)
@@ -108,7 +108,7 @@ def param_pack_split(flat: Any, offsets: Any, shapes: Sequence[Shape | None]) ->
     if flat.ndim != 1 or not flat.flags.c_contiguous or (bounds and flat.size < bounds[-1]):
         raise InvalidArgument(
             f"param_pack_split needs a contiguous 1-D array of at least {bounds[-1] if bounds else 0} elements, "
-            f"got shape {flat.shape}"
+            f"got shape {flat.shape}, strides {flat.strides}"
         )
     return [
         flat[begin:end].reshape(shape) for begin, end, shape in zip(bounds[::2], bounds[1::2], checked, strict=True)
@@ -210,13 +210,13 @@ def pack_allreduce_split(
         UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: the all-reduce has failed.
     """
     communicator = group_or_world(group, "pack_allreduce_split")
-    op = parse_reduce_method(reduce_method)
+    op = parse_reduce_method(reduce_method, "reduce_method")
     natives = [communicator._native_array(array, "pack_allreduce_split") for array in pack_list]
     offsets = get_offsets(shapes)
     if offsets != get_offsets([native.shape for native in natives]):
         raise InvalidArgument(
             f"{communicator.label}: pack_allreduce_split needs shapes with as many elements as the arrays: the arrays "
-            f"have shapes {[native.shape for native in natives]}, got {[tuple(shape) for shape in shapes]}"
+            f"have shapes {[native.shape for native in natives]}, got {list(shapes)}"
         )
     flat = param_pack_concat(natives, offsets)
     communicator.all_reduce(flat, op)

@@ -546,7 +546,10 @@ class _HookedBuckets:
         self._flats.clear()
 
     def _memory_of(self, reduction: Reduction, communicator: Communicator) -> Array:
-        """Returns the memory in which a bucket is packed; gradients that live in their bucket are packed already."""
+        """Returns the memory into which the gradients of a bucket will be packed.
+
+        If the gradients live in their bucket, this is the bucket's own memory, and they are packed already.
+        """
         bucket, source = reduction.bucket, reduction.sources[0]
         if reduction.memory is not None:
             return source

@@ -77,8 +77,9 @@ def average_gradients(
             unchanged.
 
     Raises:
-        InvalidArgument: a value in the tree is neither an array nor a number; two arrays share memory, or have the same
-            path; a container contains itself; or `op` or `communicator` is passed with a callback.
+        InvalidArgument: a value in the tree is not an array, a number or None; two arrays share memory, or have the
+            same path; a container contains itself, or cannot be copied; `op` is neither "mean" nor "sum"; or `op` or
+            `communicator` is passed with a callback.
         UnsupportedDtype: the operator is not defined for a dtype, e.g. the mean of integers; the text names the path.
         PlanMismatch: the ranks' trees differ. All ranks raise this error, which names the first different path. Without
             a callback, nothing was written.
@@ -88,7 +89,7 @@ def average_gradients(
         _check_callback(callback, op, communicator)
         nodes = _nodes_of(tree, _WHAT)
         return _merged(tree, nodes, _by_callback(_arrays_of(nodes, _WHAT), callback))
-    method = parse_reduce_method("mean" if op is None else op)
+    method = parse_reduce_method("mean" if op is None else op, "average_gradients: op")
     communicator = group_or_world(communicator, _WHAT, "communicator")
     if pending:
         check_may_call(communicator.label, _WHAT)

@@ -120,7 +120,8 @@ class Description(NamedTuple):
         what: the name of the collective, e.g. "all_reduce", or the event of a step in words.
         dtype: the array's dtype; "" if the collective has no array, or several.
         shape: the array's shape; without meaning if `dtype` is "".
-        detail: all other arguments that must be equal on all ranks, e.g. the operator "sum".
+        detail: the other arguments as text, e.g. the operator "sum". All ranks must pass equal arguments, except for
+            the row counts of all_to_all, which must fit the row counts of the other ranks.
         items: the collective's arrays, or lines of text. `mismatch` removes the leading items that are equal on
             all ranks.
         item: the words for one item in errors, with {} in place of the item's index, e.g. "line {}".

@@ -393,7 +393,10 @@ class Communicator:
             if sizes != "ask":
                 raise InvalidArgument(f'{self.label}: {what} needs sizes as a list, None or "ask", got {sizes!r}')
             if out is not None:
-                raise InvalidArgument(f'{self.label}: {what} with out= needs sizes as a list, got "ask"')
+                raise InvalidArgument(
+                    f'{self.label}: {what} with out= needs sizes as a list or None, got "ask": pass the number of rows '
+                    "of each rank, or leave sizes out if all ranks have the same number of rows"
+                )
             asking = agreement_on(what, (ROWS, *rest), source.dtype, _joined('sizes="ask"', to_root))
 
             def ask_and_gather(launch: Any) -> Any:
@@ -701,8 +704,8 @@ class Communicator:
         receiving = self._message_agreement(target, source, self.rank)
         if dest == self.rank and sending.digest != receiving.digest:
             raise InvalidArgument(
-                f"{self.label}: an exchange of this rank with itself needs out of shape {outgoing.shape} and dtype "
-                f"{outgoing.dtype}, got shape {target.shape} and dtype {target.dtype}"
+                f"{self.label}: an exchange of this rank with itself needs out= with shape {outgoing.shape} and "
+                f"dtype {outgoing.dtype}, got shape {target.shape} and dtype {target.dtype}"
             )
 
         def transfer(flat: Array, flat_target: Array) -> None:
@@ -791,16 +794,17 @@ class Communicator:
         Every rank must call it.
 
         Args:
-            color: a 64-bit integer; ranks with the same color join the same group. If `color` is None, this rank joins
-                no group.
-            key: a 64-bit integer. A group numbers its ranks by ascending key; ranks with equal keys keep their order.
+            color: a signed 64-bit integer. Ranks with the same color join the same group. If `color` is None, this rank
+                joins no group.
+            key: a signed 64-bit integer. A group numbers its ranks by ascending key. Ranks with equal keys keep their
+                order.
 
         Returns:
             The group of this rank's color. If `color` is None, the result is a NonMember, which is false in `if group:`
             but is not None.
 
         Raises:
-            InvalidArgument: `color` or `key` is not a 64-bit integer.
+            InvalidArgument: `color` or `key` is not a signed 64-bit integer.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
             RendezvousTimeout, BackendUnavailable: as for new_group.
         """
@@ -861,7 +865,7 @@ class Communicator:
     def _checked_word(self, name: str, value: int) -> int:
         number = integer_of(value)
         if number is None or not -(2**63) <= number < 2**63:
-            needed = "an integer of 64 bits or None" if name == "color" else "an integer of 64 bits"
+            needed = "a signed 64-bit integer or None" if name == "color" else "a signed 64-bit integer"
             raise InvalidArgument(f"{self.label}: split needs {name} to be {needed}, got {value!r}")
         return number
 
@@ -1160,7 +1164,7 @@ class Communicator:
         target = out if type(out) is np.ndarray and out.dtype == dtype else self._native_array(out, f"{what}: out")
         if target.shape != shape or target.dtype != dtype:
             raise InvalidArgument(
-                f"{self.label}: {what} needs out of shape {shape} and dtype {dtype}, "
+                f"{self.label}: {what} needs out= with shape {shape} and dtype {dtype}, "
                 f"got shape {target.shape} and dtype {target.dtype}"
             )
         self._check_writable(what, target, "out", "pass another array")

@@ -40,8 +40,9 @@ class Stage(Protocol):
 class ListReduction:
     """The all-reduce of a list of arrays as one collective, for a gradient bucket.
 
-    Every rank must run such a reduction, with lists of equal sizes and dtypes. The arguments are not checked, because
-    bucketing has checked them. Make the object in the thread that runs the collectives.
+    Every rank must run such a reduction. On all ranks the lists must have the same length, and arrays with the same
+    index must have the same size and dtype. The arguments are not checked, because bucketing has checked them. Make the
+    object in the thread that runs the collectives.
 
     Args:
         communicator: the communicator that runs the reduction.

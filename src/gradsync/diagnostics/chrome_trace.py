@@ -52,7 +52,7 @@ def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
 
 
 def clock_offsets(dumps: Sequence[Dump]) -> list[float]:
-    """Returns the number of seconds to add to the times of each dump, so that times of all dumps can be compared.
+    """Returns, for each dump, the seconds to add to its times, so that the times of all dumps can be compared.
 
     Ranks on one machine use the same monotonic clock. To align ranks on different machines, this function compares
     their wall clocks at the times of the dumps. If the wall clocks differ, the trace is wrong by this difference.

@@ -364,7 +364,11 @@ class Connection:
                 _log.warning("%s: %s responds again", self.label, self._server_name())
 
     def _handle(self, message: Message) -> None:
-        """Passes an answer to its request, and a question to the answering thread. Never waits, calls no callback."""
+        """Handles one message of the server. Never waits, and calls no callback.
+
+        Passes an answer to the request that waits for it, passes a question to the answering thread, or records the
+        failure of the generation.
+        """
         kind = message.type
         if kind is FrameType.PULSE:
             self.is_accepted = True  # the server sends the first PULSE when it accepts the JOIN

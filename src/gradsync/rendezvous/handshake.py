@@ -80,7 +80,7 @@ def check_secret(secret: bytes) -> bytes:
     """Returns the secret as bytes.
 
     Raises:
-        InvalidArgument: the secret is not of type bytes, or is shorter than 16 bytes.
+        InvalidArgument: the secret is neither bytes nor a bytearray, or is shorter than 16 bytes.
     """
     if not isinstance(secret, (bytes, bytearray)) or len(secret) < MIN_SECRET_BYTES:
         size = f"{len(secret)} bytes" if isinstance(secret, (bytes, bytearray)) else type(secret).__name__
