@@ -186,9 +186,10 @@ def test_ctrl_c_leaves_dumps_of_where_each_rank_was(tmp_path):
         finally:
             process.kill()
     _, out, _ = command.run("trace", folder)
-    # On a busy machine rank 0 may find rank 1 gone before its own signal comes.
-    found = re.findall("dumped because: (Ctrl-C was received|rank 1.* failed.*: KeyboardInterrupt)", out)
-    assert (len(found), found[-1]) == (2, "Ctrl-C was received"), out
+    # On a busy machine a rank may learn that the other rank has ended before its own signal comes.
+    found = re.findall("dumped because: (Ctrl-C was received|rank [01].* failed.*: KeyboardInterrupt)", out)
+    assert len(found) == 2, out
+    assert "Ctrl-C was received" in found, out
     assert re.search(r"(is|failed) in all_reduce\(sum\) float64\[4\]", out), out
     assert re.search(r"script\.py:[89] in read_batch", out)
 
