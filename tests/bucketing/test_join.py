@@ -120,7 +120,7 @@ def test_misuse_is_told() -> None:
     with (
         callback.join(),
         pytest.raises(
-            gs.InvalidArgument, match=r"^rank 0/1: join\(\) is not possible inside another join.*: one block"
+            gs.InvalidArgument, match=r"^rank 0/1: join\(\) is not possible inside another join.*: put one join"
         ),
         callback.join(),
     ):
