@@ -245,7 +245,7 @@ def test_a_signal_to_a_launcher_whose_ranks_are_done(nodes):
     run.processes[0].send_signal(signal.SIGINT)
     ends = run.end_all()
     assert "gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)" in ends[0][1]
-    assert [code for code, _ in ends] == [130, 130]
+    assert [code for code, _ in ends] == [130, 130], ends
     assert "was ended by SIGINT" in ends[1][1]
 
 
