@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -14,6 +16,7 @@ from gradsync.errors import RendezvousTimeout
 from gradsync.rendezvous import connection as connection_module
 from gradsync.rendezvous.connection import dial
 from gradsync.rendezvous.server import RendezvousServer
+from gradsync.rendezvous.sockets import send_some
 
 WITHIN_SECONDS = 8.0  # of which a good two are the first address's
 
@@ -81,3 +84,45 @@ def test_a_descriptor_that_is_closed_under_the_handshake_is_dialled_again(when, 
     with server_process() as (_, address):
         connect(address, 0, 1).close()
     assert len(streams) == 2
+
+
+def test_a_signal_handler_that_raises_makes_no_byte_be_sent_twice() -> None:
+    class Interrupt(Exception):
+        pass
+
+    armed, received = [False], bytearray()
+
+    def handle(*_) -> None:
+        if armed[0]:
+            armed[0] = False
+            raise Interrupt
+
+    def read() -> None:
+        while data := right.recv(2**16):
+            received.extend(data)
+
+    left, right = socket.socketpair()
+    reader, unsent, put, interrupts = threading.Thread(target=read), bytearray(), 0, 0
+    reader.start()
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        while interrupts < 1000:
+            signal.setitimer(signal.ITIMER_REAL, 0.0001)
+            try:
+                armed[0] = True
+                for _ in range(60):
+                    unsent += b"x"
+                    put += 1
+                    send_some(left, unsent)
+                armed[0] = False
+            except Interrupt:
+                interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    while unsent:
+        send_some(left, unsent)
+    left.close()
+    reader.join(30)
+    right.close()
+    assert len(received) == put

@@ -127,12 +127,18 @@ def send_some(stream: socket.socket, unsent: bytearray) -> None:
     Raises:
         ConnectionLost: the peer has closed or reset the connection.
     """
+    sent: list[int] = []
     try:
-        del unsent[: stream.send(unsent)]
+        # Python runs no signal handler between the send and the append. Otherwise a handler that raises could leave
+        # bytes in `unsent` that were sent, and they would be sent again.
+        sent.extend(map(stream.send, (unsent,)))
     except (BlockingIOError, InterruptedError):
         return
     except OSError as error:
         raise ConnectionLost(error.strerror or str(error)) from error
+    finally:
+        if sent:
+            del unsent[: sent[0]]
 
 
 def _describe_holder(port: int) -> str:

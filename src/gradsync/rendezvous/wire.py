@@ -162,8 +162,9 @@ class Session:
         """
         check_fields(frame_type, fields)
         signed = pack_frame(frame_type, self.send_sequence, _encode(fields))
-        self.send_sequence += 1
-        return signed + sign(self._mac_sent, signed)
+        frame = signed + sign(self._mac_sent, signed)
+        self.send_sequence += 1  # last, because a signal handler may raise in the calls above
+        return frame
 
     def open(self, frame: Frame) -> Message:
         """Checks a frame's MAC, sequence, type and fields, and returns its message.
