@@ -422,6 +422,47 @@ def begin_without_a_peer(comm: Any, where: str, how: str, seconds: float) -> str
     return f"{type(error).__name__}: {error}"
 
 
+def begin_without_a_thread(comm: Any, thread: str) -> str:
+    """Rank 1 cannot start a thread that its communicator needs: NCCL's communicator ends, and rank 0 learns of it.
+
+    Afterwards rank 1 can start the thread, and the ranks begin again.
+    """
+    gs.destroy_process_group()
+    wait_until(lambda: not watchers())
+    made: list[Any] = []  # keeps CuPy's communicator alive, as a program that keeps the error does
+    start, initialize = threading.Thread.start, cupy.cuda.nccl.NcclCommunicator.__init__
+
+    def start_or_refuse(self: threading.Thread) -> None:
+        if self.name == thread:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    def initialize_and_note(self: Any, *arguments: Any) -> None:
+        initialize(self, *arguments)
+        made.append(self)
+
+    def begin() -> None:
+        gs.init_process_group("nccl", timeout_seconds=SECONDS, allow_shared_gpu=True).barrier()
+
+    began = time.monotonic()
+    cupy.cuda.nccl.NcclCommunicator.__init__ = initialize_and_note
+    if comm.rank == 1:
+        threading.Thread.start = start_or_refuse  # type: ignore[method-assign]
+        error = expect(RuntimeError, begin)
+        threading.Thread.start = start  # type: ignore[method-assign]
+    else:
+        error = expect(gs.RankFailed, begin)
+    cupy.cuda.nccl.NcclCommunicator.__init__ = initialize
+    wait_until(lambda: all(not each.comm for each in made))
+    assert made
+    assert time.monotonic() - began < SOON_SECONDS
+    gs.destroy_process_group()
+    with gs.init_process_group("nccl", allow_shared_gpu=True) as again:
+        again.barrier()
+        assert watchers() == 1
+    return str(error)
+
+
 def begin_again(comm: Any) -> None:
     for generation in range(3):
         array = cupy.full(3, comm.rank + generation, np.float32)

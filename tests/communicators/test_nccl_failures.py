@@ -186,6 +186,14 @@ def test_a_peer_that_does_not_come_to_ncclcomminitrank(place: Place, world_size:
     assert absent.error is None, absent.traceback_text
 
 
+@pytest.mark.parametrize("thread", ["gradsync-nccl-end", "gradsync-nccl-watcher", "gradsync-nccl-callbacks"])
+@pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN_STUCK, 2)])
+def test_a_peer_without_a_thread_after_ncclcomminitrank(place: Place, world_size: int, thread: str) -> None:
+    told, failed = place.run(world_size, check, "begin_without_a_thread", thread)
+    assert failed == "can't start new thread"
+    assert "can't start new thread" in told
+
+
 @pytest.mark.parametrize(("place", "world_size"), [*on(STAND_IN, 1, 2), *on(GPU, 1, 2)])
 def test_generation_after_generation(place: Place, world_size: int) -> None:
     place.run(world_size, check, "begin_again")

@@ -156,20 +156,30 @@ class Nccl:
         # ncclCommInitRank waits for all ranks, and nothing can interrupt this wait. So the ranks first wait for each
         # other at the server, with a timeout.
         client.barrier(f"nccl/{group}/ready", timeout_seconds=_left(deadline))
-        self._raw: Any = self._init_rank(client, unique_id, _left(deadline))  # CuPy's communicator
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._raw))  # _await_end releases it; see the top of this file
-        # The thread starts now, because no thread can be started at interpreter exit.
-        threading.Thread(target=self._await_end, name="gradsync-nccl-end", daemon=True).start()
+        self._raw: Any = None  # CuPy's communicator
+        try:
+            self._init_rank(client, unique_id, _left(deadline))
+        except BaseException:
+            self._ends.put(("abort", None))  # ncclCommInitRank may still return
+            raise
 
-    def _init_rank(self, client: RendezvousClient, unique_id: bytes, seconds: float) -> Any:
-        """Calls ncclCommInitRank with a time limit, and returns CuPy's communicator object."""
+    def _init_rank(self, client: RendezvousClient, unique_id: bytes, seconds: float) -> None:
+        """Calls ncclCommInitRank with a time limit, and starts the thread that will end the communicator."""
 
-        def init() -> Any:
+        def init() -> None:
             with self._errors("ncclCommInitRank"), self._cupy.cuda.Device(self.device_id):
-                return self.binding.NcclCommunicator(client.world_size, unique_id, client.rank)
+                self._raw = self.binding.NcclCommunicator(client.world_size, unique_id, client.rank)
+                # _await_end releases this reference; see the top of this file.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._raw))
+                try:
+                    # The thread starts now, because no thread can be started at interpreter exit.
+                    threading.Thread(target=self._await_end, name="gradsync-nccl-end", daemon=True).start()
+                except RuntimeError:  # the system can start no thread
+                    self._raw.abort()
+                    raise
 
         try:
-            return run_with_timeout(init, "gradsync-nccl-init", seconds, client.check)
+            run_with_timeout(init, "gradsync-nccl-init", seconds, client.check)
         except TimeoutError as error:
             raise RendezvousTimeout(
                 f"{self._label}: ncclCommInitRank on cuda:{self.device_id} did not return within {seconds:.3g} s, "

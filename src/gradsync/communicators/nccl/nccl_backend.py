@@ -85,15 +85,19 @@ class NcclBackend(Backend):
         with self._device:  # before the ranks connect, because making these objects may fail
             self._packer = FusedPacker()
             self._stream = cupy.cuda.Stream(non_blocking=True)  # for gradient buckets
-        self._nccl = nccl = Nccl(client, device_id, group, deadline)
         self._failures = FailureMonitor(client, self.recorder)
-        self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._failures)
         self._plain: dict[tuple[Any, ReduceOp], bool] = {}  # by dtype and operator: a few tens of entries
         self._events = Events()
         self._flat: Any = None  # buffer for packed arrays; launches run one after the other, so one buffer is enough
         self._launch: Launch | None = None  # the launch that is being made, if any
         self._last: Launch | None = None
-        self._watched = Watched(self, nccl, self._failures, self._agreements)
+        self._nccl = nccl = Nccl(client, device_id, group, deadline)
+        try:
+            self._agreements = NcclAgreements(client, group, self.label, timeout_seconds, self._failures)
+            self._watched = Watched(self, nccl, self._failures, self._agreements)
+        except BaseException:
+            nccl.abort()  # the caller reports the error to the other ranks
+            raise
         # The finalizer does not run at interpreter exit: there the process group closes its communicators, and other
         # communicators cannot hang (see library.py).
         rest = partial(_end_rest, self._watched, self._agreements, client)

@@ -308,13 +308,12 @@ def _watch(watched: Watched) -> None:
     """Adds a communicator to the watcher; starts both threads for the first communicator."""
     global _callbacks
     with _registering:
-        _all.append(watched)
-        if len(_all) > 1:
-            return
-        _callbacks = SimpleQueue()  # a new queue: a callback that never returns may block the old queue's thread
-        for name, work in (("gradsync-nccl-watcher", _check_all), ("gradsync-nccl-callbacks", _call_all_back)):
-            arguments = watched._nccl.device_id, _callbacks
-            threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
+        if not _all:
+            _callbacks = SimpleQueue()  # a new queue: a callback that never returns may block the old queue's thread
+            for name, work in (("gradsync-nccl-watcher", _check_all), ("gradsync-nccl-callbacks", _call_all_back)):
+                arguments = watched._nccl.device_id, _callbacks
+                threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
+        _all.append(watched)  # last: if no thread can be started, the next communicator tries again
 
 
 def _check_all(device_id: int, callbacks: SimpleQueue[Launch | None]) -> None:
