@@ -68,13 +68,13 @@ def end_together(comm: Any, function: Callable[..., Any], *args: Any) -> Any:
 def interrupt(function: Callable[[], Any], number: int) -> bool:
     """Calls a function, with Ctrl-C at the n-th place where Python looks for signals; returns whether it came there.
 
-    Python looks as a function of Python begins, and when one in C has returned.
+    Python looks as a function of Python begins, and after a call has returned.
     """
     count = 0
 
     def strike(_frame: Any, event: str, _argument: Any) -> None:
         nonlocal count
-        count += event in ("call", "c_return", "c_exception")
+        count += event in ("call", "return", "c_return", "c_exception")
         if count == number:
             signal.raise_signal(signal.SIGINT)
 

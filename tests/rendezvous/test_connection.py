@@ -606,6 +606,21 @@ def test_ctrl_c_at_any_call_of_a_wait_keeps_nobody_from_ending(name: str) -> Non
     assert number > 5
 
 
+@pytest.mark.parametrize("name", ["barrier", "set", "announce_left"])
+def test_a_rank_goes_on_after_ctrl_c_in_any_place_of_a_request(name: str) -> None:
+    """Each frame has the number after the last one's; the server ends a connection that loses or repeats a number."""
+    struck, number = True, 0
+    with RendezvousServer(2, secret=SECRET) as server:
+        waiting, other = connect_all(server, 2)
+        while struck:
+            number += 1
+            struck = interrupt(lambda: CALLS[name](waiting), number)
+            waiting.set("after", b"%d" % number)
+            assert other.get("after") == b"%d" % number
+        run_threads([waiting.close, other.close])
+    assert number > 5
+
+
 def test_a_stream_closed_between_two_turns_of_the_reader_ends_it(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     def turn(*, has_input: bool) -> bool:
         assert wire.connection._stream.fileno() >= 0

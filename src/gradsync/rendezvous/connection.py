@@ -158,7 +158,7 @@ class Connection:
         self._session = session
         self._reader = reader
         self._sending = threading.Lock()  # held to seal and send a message, without blocking; only `with` acquires it
-        self._unsent = bytearray(unsent)
+        self._outgoing = session.send_sequence, bytearray(unsent)  # set in one assignment, see `_queue`
         self._pending: dict[int, _Pending] = {}  # by sequence
         self._has_asked = False
         self._has_reported = False
@@ -280,18 +280,25 @@ class Connection:
         """
         with self._sending:
             self._has_asked = True
-            sequence = self._session.send_sequence
-            if pending is not None:  # registered before the send, because the answer may arrive at once
-                pending.sequence, self._pending[sequence] = sequence, pending
-            try:
-                # Sealed and added in one statement: a Ctrl-C between two statements would lose a sequence number.
-                self._unsent += self._session.seal(frame_type, *fields)
-            except FieldError:
-                if pending is not None:
-                    pending.sequence = 0
-                    del self._pending[sequence]
-                raise
+            self._queue(frame_type, *fields, pending=pending)
             self._write()
+
+    def _queue(self, frame_type: FrameType, *fields: Any, pending: _Pending | None = None) -> None:
+        """Seals a message and adds it to the unsent bytes; the caller holds the lock.
+
+        A signal handler may raise in each call below. The bytes and the number of the next message change in one
+        assignment, so such an interrupt neither loses nor repeats a number; the peer would refuse both.
+        """
+        sequence, unsent = self._outgoing
+        self._session.send_sequence = sequence  # an interrupt after `seal` has left it one too high
+        unsent = unsent + self._session.seal(frame_type, *fields)
+        if pending is not None:  # registered before the send, because the answer may arrive at once
+            pending.sequence, self._pending[sequence] = sequence, pending
+        self._outgoing = sequence + 1, unsent
+
+    @property
+    def _unsent(self) -> bytearray:
+        return self._outgoing[1]
 
     def _write(self) -> None:
         """Writes as much as the socket takes now; the caller holds the lock."""
@@ -426,7 +433,7 @@ class Connection:
         if self._sending.acquire(False):  # else another thread sends a message now, which is a sign of life too
             try:
                 if not self._unsent:
-                    self._unsent += self._session.seal(FrameType.HEARTBEAT, self._progress())
+                    self._queue(FrameType.HEARTBEAT, self._progress())
                 self._write()
             finally:
                 self._sending.release()

@@ -163,7 +163,7 @@ class Session:
         check_fields(frame_type, fields)
         signed = pack_frame(frame_type, self.send_sequence, _encode(fields))
         frame = signed + sign(self._mac_sent, signed)
-        self.send_sequence += 1  # last, because a signal handler may raise in the calls above
+        self.send_sequence += 1
         return frame
 
     def open(self, frame: Frame) -> Message:
