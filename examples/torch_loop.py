@@ -1,4 +1,4 @@
-"""A PyTorch training loop with gradsync: one additional line.
+"""A PyTorch training loop with gradsync: Synchronised(model) averages the gradients.
 
 Run it with `gradsync run -n 2 examples/torch_loop.py`; it needs `pip install 'gradsync[torch]'`.
 """
@@ -20,7 +20,7 @@ with gs.init_process_group() as comm:
         optimizer.zero_grad()
         logits = model(points)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, inside)
-        loss.backward()  # returns with the mean of the gradients over all ranks
+        loss.backward()  # then .grad has the mean over all ranks
         optimizer.step()
         if comm.rank == 0 and step % 50 == 0:
             right = ((logits > 0) == (inside > 0)).float().mean()
