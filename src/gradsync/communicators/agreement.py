@@ -1,9 +1,10 @@
 """An Agreement describes one collective, so that the ranks can check that all of them call the same collective.
 
-An Agreement has an 8-byte digest, which the ranks compare before data moves. If the digests differ, each rank sends its
-description of the collective to the other ranks (see failures.py). Each rank then makes the error PlanMismatch from the
-descriptions of all ranks. The message of the error begins with the name of the rank. Then the message shows the first
-difference between the descriptions, and gives advice; this part is the same on all ranks.
+An Agreement has an 8-byte digest, which the ranks compare before data moves. (NCCL is an exception: see
+nccl/speculative_agreement.py.) If the digests differ, each rank sends its description of the collective to the other
+ranks (see failures.py). Each rank then makes the error PlanMismatch from the descriptions of all ranks. The message of
+the error begins with the name of the rank. Then the message shows the description of each rank. If there is a first
+differing array, or advice, the message ends with them.
 """
 
 from __future__ import annotations
@@ -264,7 +265,7 @@ class Agreement(NamedTuple):
 
 
 def digest_of(*parts: object) -> int:
-    """Returns a 64-bit digest of repr() of the arguments. Equal arguments give equal digests in all processes."""
+    """Returns a 64-bit digest of repr() of the arguments. Arguments with the same repr() give the same digest."""
     text = "\x1f".join(map(repr, parts))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -323,8 +324,8 @@ _SIZES = ("threshold_bytes", "first_bucket_bytes")  # ranks may differ in them i
 _NO_SITE = CallSite()
 _UNHARMED = "no data was moved"
 _BROKEN = (
-    "some ranks had already launched their collective, because that collective was the same as in the previous step: "
-    "the communicator is broken, and the gradients of this step are undefined"
+    "some ranks had already launched their collective, because gradsync expected this collective after the earlier "
+    "collectives: the communicator is broken, and the gradients of this step are undefined"
 )
 
 
@@ -335,7 +336,7 @@ def mismatch(
 
     Args:
         label: this rank's name in errors, e.g. "rank 0/2".
-        agreement: the Agreement that describes this rank's collective; None if this rank no longer has it.
+        agreement: the Agreement that describes this rank's collective; None if this rank does not have it any more.
         descriptions: the description of each rank.
         broken: whether a rank had already launched its collective.
     """

@@ -1,8 +1,8 @@
 """The interface of a backend: the methods that move bytes between the ranks of one communicator.
 
 A `Communicator` checks all arguments before it calls its Backend, so a backend can rely on the preconditions given
-here. All arrays are flat: 1-D, contiguous and on the backend's device. Collectives that do no arithmetic get their
-arrays as bytes (uint8). docs/architecture.md shows how to write a backend.
+here. The collectives get flat arrays: 1-D, contiguous and on the backend's device. Collectives that do no arithmetic
+get their arrays as bytes (uint8). docs/architecture.md shows how to write a backend.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Message(NamedTuple):
 
 
 #: A plan: run(source, target, agreement) runs a collective on two C-contiguous arrays of any shape. Source and target
-#: may be one array or overlap in any way: the plan reads the whole source before it writes to the target.
+#: may be one array or overlap in any way: the result is the same as for arrays that do not overlap.
 Run = Callable[[Array, Array, Agreement], None]
 
 
@@ -170,9 +170,10 @@ class ByteCollectives(ABC):
 class Backend(ByteCollectives):
     """Moves bytes between the ranks of one communicator.
 
-    A method that takes an agreement must compare the agreement's digest between the ranks before it moves any data. If
-    the digests differ, the method must raise PlanMismatch on every rank. Every other failure ends the communicator, and
-    the values of the target arrays are then undefined.
+    A collective that takes an agreement must compare the agreement's digest between the ranks before it moves any data.
+    (For the exception of NCCL see nccl/speculative_agreement.py.) If the digests differ, the collective must raise
+    PlanMismatch on every rank. Every other failure ends the communicator, and the values of the target arrays are then
+    undefined.
 
     Args:
         client: this rank's rendezvous client, whose members are the communicator's ranks; None for a world of one rank.
@@ -183,8 +184,8 @@ class Backend(ByteCollectives):
         name: the backend's name: "shm", "nccl", ...
         device: the device of the backend's arrays: "cpu", or a CUDA device such as "cuda:0".
         arrays: the functions for the backend's arrays: an ArrayKind for NumPy, DeviceArrays for CuPy.
-        runs_beside_host: whether collectives run on a GPU. On a GPU, the methods launch a collective and do not wait
-            for its end.
+        runs_beside_host: whether collectives run on a GPU. On a GPU, a method launches a collective, and returns before
+            the GPU has run it, except share_numbers.
         begins_with_barrier: whether a new communicator runs a barrier as its first collective.
         plans_for: the class of the arrays that the backend's plans accept; see `plan_all_reduce`.
         force_packing: whether a world of one rank copies a list of arrays to a flat buffer and back, like the NCCL

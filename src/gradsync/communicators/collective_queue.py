@@ -6,8 +6,8 @@ order of two threads' collectives may differ between ranks. If all threads used 
 for each other in a circle. If several threads use the same communicator, its collectives run in the order of
 submission.
 
-If the program never asks a failed future for its result, gradsync logs the failure when the future is deleted, as
-asyncio does.
+If the program never asks a failed future for its result, gradsync logs the failure when the future is deleted or the
+program ends. LostFailure and Job name the exceptions.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ _over.finish(None, None)
 class LostFailure:
     """The log entry of a failed future, for an error that the program has not got from the future.
 
-    The entry is written when the future is deleted, or at the end of the program.
+    gradsync writes the entry when the future is deleted, or at the end of the program.
 
     Args:
         name: the collective's name in errors.
@@ -240,7 +240,7 @@ class CollectiveQueue:
     The worker thread starts with the first job, and ends after 1 s without jobs.
 
     Attributes:
-        last: the last submitted job; None once all jobs have ended.
+        last: the last submitted job; None after the worker thread has found no further job.
     """
 
     def __init__(self) -> None:

@@ -1,17 +1,17 @@
-"""The communicator: every public collective checks its arguments, agrees with the other ranks, and calls the backend.
+"""The communicator: the public collectives, which check their arguments and call the backend.
 
-Each collective is one method, in three steps. First the method checks its arguments, before any other rank is involved;
-the errors are the same on every backend. Then it makes an Agreement, a description of the call, which the ranks
-compare. Then `_run` locks the communicator for this collective and calls the backend, which moves the bytes. The
-asynchronous collectives are the same methods of the subclass `_Submitter`, whose `_run` submits the collective. If a
-call repeats an earlier call (same collective, operator or root, shape and dtype), `_find_stored` skips most checks, and
-returns a call of the stored plan.
+Each collective is one method, in three steps. First the method checks its arguments, before any other rank is involved.
+Then it makes an Agreement: a description of the call. Then `_run` locks the communicator for this collective and calls
+the backend. The backend compares the Agreements of the ranks, and moves the bytes. The asynchronous collectives are the
+same methods of the subclass `_Submitter`, whose `_run` submits the collective. The backend may make a plan for calls
+with the same collective, operator or root, shape and dtype. `_find_stored` finds the plan for a repeated call, and
+skips most checks.
 
-Every rank of the communicator must call the same methods in the same order with the same shape, dtype, operator and
-root. If the ranks disagree, all of them get PlanMismatch before data moves, and the communicator stays usable. NCCL is
-an exception: if the ranks have repeated a sequence of collectives, and one rank then calls a different collective,
-gradsync may detect the difference only after data has moved. Then the error's attribute `broken` is True, and the
-communicator cannot be used any more.
+Every rank of the communicator must call the same collectives in the same order. The docstring of each method says which
+arguments must be equal on all ranks. If the calls do not fit, all ranks raise PlanMismatch before data moves, and the
+communicator stays usable. NCCL is an exception: if the ranks have repeated a sequence of collectives, and one rank then
+calls a different collective, gradsync may detect the difference only after data has moved. Then the error's attribute
+`broken` is True, and the communicator cannot be used any more.
 """
 
 from __future__ import annotations
@@ -97,10 +97,13 @@ class _StoredPlan(NamedTuple):
 class Communicator:
     """A fixed group of ranks that run collectives together.
 
-    Only one thread at a time may use a communicator; a call from a second thread raises InvalidArgument. If a
-    collective fails after it has begun (a rank died, a deadline passed, Ctrl-C), the communicator is broken for all its
-    ranks. Each rank raises the failure in its current or next call, and CommunicatorClosed in every later call. After
-    PlanMismatch the communicator stays usable, unless the error's attribute `broken` is True.
+    Only one thread at a time may run a collective of a communicator. If a thread calls a collective while another
+    thread runs one, this call raises InvalidArgument. A collective also raises InvalidArgument if a done-callback calls
+    it, or if its `stream` is not a stream of the communicator's GPU or captures a CUDA graph.
+
+    If a collective fails after it has begun (a rank died, a deadline passed, Ctrl-C), the communicator is broken for
+    all its ranks. Each rank raises an error in its current or next collective, and CommunicatorClosed in the later
+    collectives. After PlanMismatch the communicator stays usable, unless the error's attribute `broken` is True.
 
     Args:
         backend: the backend, which moves the bytes. The communicator owns the backend. When the communicator ends, it
@@ -109,12 +112,13 @@ class Communicator:
     Attributes:
         rank: this process's number in the communicator, 0 <= rank < world_size.
         world_size: the number of ranks of the communicator.
-        ranks: for each rank of this communicator its rank in the world. Error messages use the ranks in the world.
+        ranks: for each rank of this communicator its rank in the world. Errors name failed and missing ranks by their
+            ranks in the world.
         label: this rank's name in errors, e.g. "rank 1/4".
         backend: the backend's name: "local", "shm", "nccl" or "mpi".
-        device: the device of the communicator's arrays: "cpu", or a CUDA device such as "cuda:0".
-        recorder: the flight recorder, which has the last collectives of this rank. `print(comm.recorder.describe())`
-            shows them.
+        device: the device on which the collectives run: "cpu", or a CUDA device such as "cuda:0".
+        recorder: the flight recorder: this rank's last collectives and messages on this communicator.
+            `print(comm.recorder.describe())` shows them.
     """
 
     device: str = "cpu"
@@ -152,28 +156,33 @@ class Communicator:
         memory layout may differ between ranks: C order on one rank, and Fortran order on another rank.
 
         Args:
-            array: an array of any shape and layout on this communicator's device. `array` receives the result if `out`
-                is None.
+            array: an array of any shape and layout, in host memory or on this communicator's GPU. `array` receives the
+                result if `out` is None.
             op: the operator: "sum", "mean", "prod", "min" or "max". "mean" needs a floating or complex dtype. On the
                 CPU, half precision is accumulated in float32.
-            out: an array of the same shape and dtype for the result; `array` then stays unchanged.
-            stream: the CUDA stream on which the collective runs; by default CuPy's current stream. `stream` is
-                ignored on the CPU.
+            out: an array of the same shape and dtype for the result. `array` then stays unchanged, unless it shares
+                memory with `out`.
+            stream: the CUDA stream on which the collective runs. By default, a blocking collective runs on CuPy's
+                current stream, and an asynchronous collective on the communicator's own stream. `stream` is ignored on
+                the CPU.
 
         Returns:
             `out`, or `array` when `out` is None.
 
         Raises:
             UnsupportedDtype: the dtype does not support the operator, or the elements are Python objects.
-            InvalidArgument: `op` is not an operator, `array` or `out` is not an array, `out` has a different shape or
-                dtype, or the array for the result is read-only or has elements that share memory.
-            PlanMismatch: the ranks called different collectives, or passed different arguments.
+            InvalidArgument: `op` is not an operator, `array` or `out` is not an array or is on a different device,
+                `out` has a different shape or dtype, or the array for the result is read-only or has elements that
+                share memory.
+            PlanMismatch: the ranks called different collectives, or passed arguments that must be equal and differ.
             RankFailed: another rank has died, or has closed or aborted the communicator.
-            CollectiveTimeout: a rank did not call the collective before the deadline.
+            CollectiveTimeout: a rank did not call the collective before the deadline, or the collective did not end on
+                a GPU before the deadline.
             CommunicatorClosed: the communicator was closed or aborted, has failed, or belongs to the parent of this
                 forked process.
             NcclError: NCCL or the GPU failed.
             MpiError: MPI failed.
+            RendezvousError: the connection to the rendezvous server was lost.
         """
         call = self._find_stored("all_reduce", op, array, out)
         if call is None:
@@ -198,8 +207,8 @@ class Communicator:
         """Reduces `array` over all ranks, element by element; the root gets the result.
 
         Every rank must call it, with equal shapes, dtypes, operators and roots. Over shared memory, and over MPI with
-        up to 16 ranks, reduce and all_reduce give the same bits, except for products of complex numbers. In all other
-        cases the bits may differ, because NCCL and MPI may add the ranks' values in a different order.
+        up to 16 ranks, reduce and all_reduce give the same bits, except for products of complex numbers. Over NCCL, and
+        over MPI with more ranks, the bits may differ: NCCL and MPI may add the ranks' values in a different order.
 
         Args:
             array: an array as for all_reduce. On the root, `array` receives the result if `out` is None. On the other
@@ -213,9 +222,9 @@ class Communicator:
             On the root, the result: `out`, or `array` if `out` is None. On the other ranks, None.
 
         Raises:
-            InvalidArgument: `root` is not a rank of the communicator, or an array is wrong (see all_reduce).
-            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
-                all_reduce.
+            InvalidArgument: `root` is not a rank of the communicator, or another argument is wrong (see all_reduce).
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+            NcclError, MpiError, RendezvousError: as for all_reduce.
         """
         source, parsed = self._checked_reduction("reduce", array, op)
         root = checked_rank(self._backend, "reduce", "root", root)
@@ -260,10 +269,10 @@ class Communicator:
             `out`, or a new array, with this rank's rows of the result.
 
         Raises:
-            InvalidArgument: the rows cannot be divided equally, `sizes` does not add up to the array's rows, or an
-                array is wrong (see all_reduce).
-            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
-                all_reduce.
+            InvalidArgument: the rows cannot be divided equally, `sizes` does not have one number for each rank or does
+                not add up to the array's rows, or another argument is wrong (see all_reduce).
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+            NcclError, MpiError, RendezvousError: as for all_reduce.
         """
         call = self._find_stored("reduce_scatter", op, array, out) if sizes is None else None
         if call is None:
@@ -294,8 +303,8 @@ class Communicator:
         Every rank must call it, with equal shapes, dtypes and roots.
 
         Args:
-            array: an array of any shape and layout on this communicator's device. The elements must not be Python
-                objects.
+            array: an array of any shape and layout, in host memory or on this communicator's GPU. The elements must not
+                be Python objects.
             root: the rank whose values all ranks get.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
 
@@ -303,10 +312,11 @@ class Communicator:
             `array`.
 
         Raises:
-            InvalidArgument: `array` is not an array, or is read-only on a rank that is not the root; or `root` is not a
-                rank of the communicator.
+            InvalidArgument: `array` is not an array or is on a different device; on a rank that is not the root,
+                `array` is read-only or has elements that share memory; or `root` is not a rank of the communicator.
             UnsupportedDtype: the elements are Python objects.
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+            NcclError, MpiError, RendezvousError: as for all_reduce.
         """
         call = self._find_stored("broadcast", root, array, None) if type(root) is int else None
         if call is None:
@@ -334,7 +344,8 @@ class Communicator:
         rows.
 
         Args:
-            array: an array of any layout on this communicator's device. The elements must not be Python objects.
+            array: an array of any layout, in host memory or on this communicator's GPU. The elements must not be Python
+                objects.
             sizes: the number of rows of each rank. If `sizes` is None, all ranks must have the same number of rows. If
                 `sizes` is "ask", the ranks first exchange their numbers of rows.
             out: an array for the result; `array` may be exactly this rank's rows of `out`. If `out` is None, a new
@@ -345,10 +356,11 @@ class Communicator:
             `out`, or a new array, with the rows of all ranks.
 
         Raises:
-            InvalidArgument: `array` or `out` is not an array, `sizes` does not fit the array or the ranks, `out` is
-                given although `sizes` is "ask", or `out` has a wrong shape or dtype or is read-only.
-            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
-                broadcast.
+            InvalidArgument: `array` or `out` is not an array or is on a different device, `sizes` does not fit the
+                array or the ranks, `out` is given although `sizes` is "ask", `out` has a wrong shape or dtype, is
+                read-only or has elements that share memory, or the result would be too large for an array.
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for broadcast.
+            NcclError, MpiError, RendezvousError: as for broadcast.
         """
         call = self._find_stored("all_gather", None, array, out) if sizes is None else None
         return self._run(call or self._gathering("all_gather", array, None, sizes, out), stream)
@@ -371,8 +383,8 @@ class Communicator:
 
         Raises:
             InvalidArgument: `root` is not a rank of the communicator, or another argument is wrong (see all_gather).
-            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
-                broadcast.
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for broadcast.
+            NcclError, MpiError, RendezvousError: as for broadcast.
         """
         root = checked_rank(self._backend, "gather", "root", root)
         return self._run(self._gathering("gather", array, root, sizes, out if self.rank == root else None), stream)
@@ -382,7 +394,7 @@ class Communicator:
         source = self._native_array(array, what)
         rows, *rest = source.shape or (1,)
         to_root = "" if root is None else f"root {root}"
-        # NumPy limits the size of empty rows as if they had one element.
+        # NumPy limits the size of an array as if each axis of length 0 had length 1.
         row_bytes = math.prod([length or 1 for length in rest]) * source.dtype.itemsize
         if (sizes is None or isinstance(sizes, str)) and rows * self.world_size * row_bytes >= _TOO_MUCH:
             raise InvalidArgument(
@@ -454,8 +466,8 @@ class Communicator:
         have the same dtype and rows of the same shape.
 
         Args:
-            array: on the root, an array of any layout on this communicator's device. The elements must not be Python
-                objects. On the other ranks `array` is ignored: pass None.
+            array: on the root, an array of any layout, in host memory or on this communicator's GPU. The elements must
+                not be Python objects. On the other ranks `array` is ignored: pass None.
             root: the rank that has the rows.
             sizes: the number of rows of each rank. If `sizes` is None, the rows are divided equally.
             out: an array for this rank's rows. Every rank except the root must pass `out`, because only the root knows
@@ -467,10 +479,10 @@ class Communicator:
 
         Raises:
             InvalidArgument: `root` is not a rank of the communicator, the rows cannot be divided equally, `sizes` does
-                not add up to the array's rows, `array` is not an array, or `out` is missing, has a wrong shape or
-                dtype, or is read-only.
-            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for
-                broadcast.
+                not fit the array or the ranks, `array` or `out` is not an array or is on a different device, or `out`
+                is missing, has a wrong shape or dtype, is read-only or has elements that share memory.
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for broadcast.
+            NcclError, MpiError, RendezvousError: as for broadcast.
         """
         root = checked_rank(self._backend, "scatter", "root", root)
         is_root = self.rank == root
@@ -513,15 +525,17 @@ class Communicator:
     ) -> Any:
         """Sends part i of the rows of every rank's `array` to rank i; each rank receives a part from every rank.
 
-        Every rank must call it, with equal dtypes. If `send_sizes` is None, the shapes must be equal too. Either every
-        rank passes `send_sizes`, or no rank.
+        Every rank must call it, with equal dtypes and rows of equal shape. If `send_sizes` is None, the numbers of rows
+        must be equal too. Either every rank passes `send_sizes`, or no rank.
 
         Args:
-            array: an array of any layout on this communicator's device. The elements must not be Python objects.
+            array: an array of any layout, in host memory or on this communicator's GPU. The elements must not be Python
+                objects.
             send_sizes: the number of rows that this rank sends to each rank; the ranks first exchange these lists. If
                 `send_sizes` is None, the rows are divided equally.
-            recv_sizes: the number of rows that this rank expects from each rank. The ranks compare `recv_sizes` with
-                the `send_sizes` of the other ranks. If `recv_sizes` is None, any numbers of rows are accepted.
+            recv_sizes: the number of rows that this rank expects from each rank; only allowed with `send_sizes`. The
+                ranks compare `recv_sizes` with the `send_sizes` of all ranks. If only `send_sizes` is given, this rank
+                accepts any numbers of rows.
             out: an array for the result. If `out` and `send_sizes` are given, `recv_sizes` is required. If `out` is
                 None, a new array is made.
             stream: the CUDA stream on which the collective runs, as for all_reduce.
@@ -530,12 +544,13 @@ class Communicator:
             `out`, or a new array, with the received rows in rank order.
 
         Raises:
-            InvalidArgument: the rows cannot be divided equally, `send_sizes` does not add up to the array's rows,
-                `recv_sizes` does not fit the other arguments, `array` is not an array, or `out` has a wrong shape or
-                dtype or is read-only.
-            PlanMismatch: the ranks called different collectives, or passed different arguments; or the `recv_sizes` of
-                one rank differ from the numbers of rows that the other ranks send to this rank.
-            UnsupportedDtype, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for broadcast.
+            InvalidArgument: the rows cannot be divided equally, `send_sizes` does not fit the array or the ranks,
+                `recv_sizes` does not fit the other arguments or the ranks, `array` or `out` is not an array or is on a
+                different device, or `out` has a wrong shape or dtype, is read-only or has elements that share memory.
+            PlanMismatch: the ranks called different collectives, or passed arguments that must be equal and differ; or
+                the `recv_sizes` of one rank differ from the numbers of rows that the ranks send to this rank.
+            UnsupportedDtype, RankFailed, CollectiveTimeout, CommunicatorClosed: as for broadcast.
+            NcclError, MpiError, RendezvousError: as for broadcast.
         """
         is_even = send_sizes is None and recv_sizes is None
         call = self._find_stored("all_to_all", None, array, out) if is_even else None
@@ -611,24 +626,26 @@ class Communicator:
     # -- Messages between two ranks: they are received in the order of sending; there are no tags ----------------
 
     def send(self, array: Any, dest: int, *, stream: Any = None) -> None:
-        """Sends an array to one other rank, which must call recv.
+        """Sends an array to one other rank, which must call recv or exchange.
 
         On the CPU, send returns only after the rank `dest` has begun to receive the array. On a GPU, send returns when
         NCCL has launched the message. If two ranks both send first, or both receive first, they wait for each other
         until the deadline: use exchange.
 
         Args:
-            array: an array of any shape and layout on this communicator's device. The elements must not be Python
-                objects.
+            array: an array of any shape and layout, in host memory or on this communicator's GPU. The elements must not
+                be Python objects.
             dest: the rank that receives the array; it must not be this rank.
-            stream: the CUDA stream on which the collective runs, as for all_reduce.
+            stream: the CUDA stream on which the message is sent, as for all_reduce.
 
         Raises:
-            InvalidArgument: `array` is not an array, or `dest` is not one of the other ranks of this communicator.
+            InvalidArgument: `array` is not an array or is on a different device, or `dest` is not one of the other
+                ranks of this communicator.
             UnsupportedDtype: the elements are Python objects.
-            PlanMismatch: the other rank expects a different shape or dtype, or called a different collective. This
-                error is raised on both ranks.
-            RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+            PlanMismatch: the other rank expects a different shape or dtype. Both ranks raise this error. On the CPU,
+                all ranks raise this error if the other rank waits for this rank in a collective.
+            RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+            NcclError, MpiError, RendezvousError: as for all_reduce.
         """
         dest = checked_rank(self._backend, "send", "dest", dest, is_self_allowed=False)
         source = self._native_array(array, "send")
@@ -640,21 +657,22 @@ class Communicator:
         return cast(None, self._run(self._call("send", agreement, source, None, transfer), stream))
 
     def recv(self, array: Any, source: int, *, stream: Any = None) -> Any:
-        """Receives an array from one other rank, which must call send.
+        """Receives an array from one other rank, which must call send or exchange.
 
         Args:
-            array: an array for the received values, of any layout, on this communicator's device. `array` must have the
-                shape and dtype of the array that was sent.
+            array: an array for the received values, of any layout, in host memory or on this communicator's GPU.
+                `array` must have the shape and dtype of the array that was sent.
             source: the rank that sends the array; it must not be this rank.
-            stream: the CUDA stream on which the collective runs, as for all_reduce.
+            stream: the CUDA stream on which the message is received, as for all_reduce.
 
         Returns:
             `array`.
 
         Raises:
-            InvalidArgument: `array` is not a writable array, or `source` is not one of the other ranks of this
-                communicator.
-            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
+            InvalidArgument: `array` is not an array, is on a different device, is read-only or has elements that share
+                memory, or `source` is not one of the other ranks of this communicator.
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for send.
+            NcclError, MpiError, RendezvousError: as for send.
         """
         source = checked_rank(self._backend, "recv", "source", source, is_self_allowed=False)
         target = self._native_array(array, "recv")
@@ -680,15 +698,17 @@ class Communicator:
             out: an array for the received values; it must have their shape and dtype. `out` may share memory with
                 `array`.
             source: the rank that sends the received values.
-            stream: the CUDA stream on which the collective runs, as for all_reduce.
+            stream: the CUDA stream on which the messages are sent and received, as for all_reduce.
 
         Returns:
             `out`.
 
         Raises:
-            InvalidArgument: `array` or `out` is not an array, `dest` or `source` is not a rank of this communicator, or
-                `out` is read-only.
-            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for send.
+            InvalidArgument: `array` or `out` is not an array or is on a different device, `dest` or `source` is not a
+                rank of this communicator, only one of them is this rank, or `out` is read-only or has elements that
+                share memory. If this rank exchanges with itself, also if `out` has a different shape or dtype.
+            UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for send.
+            NcclError, MpiError, RendezvousError: as for send.
         """
         dest = checked_rank(self._backend, "exchange", "dest", dest)
         source = checked_rank(self._backend, "exchange", "source", source)
@@ -725,6 +745,7 @@ class Communicator:
 
         Raises:
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+            NcclError, MpiError, RendezvousError: as for all_reduce.
         """
         agreement = agreement_on("barrier", (), None, "")
         call = "barrier", agreement, lambda _launch: self._backend.barrier(agreement), None, None
@@ -732,7 +753,7 @@ class Communicator:
 
     @cached_property
     def asynchronous(self) -> Asynchronous:
-        """The collectives that return futures: `communicator.asynchronous.all_reduce(array)` does not wait."""
+        """The collectives that return futures, e.g. `communicator.asynchronous.all_reduce(array)`."""
         return Asynchronous(self)
 
     @cached_property
@@ -756,9 +777,9 @@ class Communicator:
         the same two groups, these ranks must make the two groups in the same order, and call the groups' collectives in
         the same order.
 
-        A group stays open until the process group is destroyed, or until the group's method close() is called. Close
-        groups that are not needed any more. This is most important with MPI, which allows about 2,000 open groups. A
-        group that is deleted in Python, but not closed, still counts.
+        Keep a reference to the group while any rank uses it. Close a group by its method close() when it is not needed
+        any more; the end of the process group closes the other groups. This is most important with MPI, which allows
+        about 2,000 open groups. A group that is deleted in Python, but not closed, still counts there.
 
             group = comm.new_group([0, 2])
             if group:
@@ -773,12 +794,13 @@ class Communicator:
 
         Raises:
             InvalidArgument: `ranks` is empty, contains a rank twice, or contains a number that is not a rank of this
-                communicator.
+                communicator; or a done-callback calls new_group.
             RendezvousTimeout: a member did not call new_group within the time limit of this communicator's collectives.
                 The error message names the missing members.
-            RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: the group cannot be made, or this
-                communicator was closed or aborted. If one of these errors occurs on one member, new_group fails on all
-                members.
+            RankFailed, CollectiveTimeout, BackendUnavailable, NcclError, MpiError: the group cannot be made. If one of
+                these errors occurs on one member, new_group fails on all members.
+            CommunicatorClosed: this communicator was closed or aborted, or has failed.
+            RendezvousError: the connection to the rendezvous server was lost.
         """
         members = self._checked_members(ranks)
         if pending:
@@ -805,7 +827,8 @@ class Communicator:
 
         Raises:
             InvalidArgument: `color` or `key` is not a signed 64-bit integer.
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+            NcclError, MpiError, RendezvousError: as for all_reduce.
             RendezvousTimeout, BackendUnavailable: as for new_group.
         """
         agreement = agreement_on("split", (), None, "")
@@ -821,13 +844,15 @@ class Communicator:
     def split_by_machine(self) -> Communicator:
         """Divides the ranks into groups, one for each machine. Every rank must call it.
 
-        Different containers of one machine count as different machines, because their processes cannot see each other.
+        Containers with their own pid namespaces count as different machines, because their processes cannot see each
+        other.
 
         Returns:
             The group of the ranks on this rank's machine.
 
         Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, ...: as for split.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for split.
+            NcclError, MpiError, RendezvousError, RendezvousTimeout, BackendUnavailable: as for split.
         """
         import socket  # imported here to keep the start of a rank short
 
@@ -881,12 +906,12 @@ class Communicator:
 
         close() is not a collective. First, close() waits for the submitted asynchronous collectives, each with its own
         deadline. On NCCL, close() then waits up to 10 s for launched work, and up to 10 s for the end of NCCL's
-        communicator. Apart from this, close() does not wait for other ranks. If
-        another rank needs this rank in a later collective, the other rank gets RankFailed.
+        communicator. Apart from this, close() does not wait for other ranks. If another rank needs this rank in a later
+        collective, the other rank gets RankFailed.
 
         Raises:
-            RankFailed, CollectiveTimeout, PlanMismatch, NcclError: work on the GPU failed, and no call has raised its
-                error yet.
+            RankFailed, CollectiveTimeout, PlanMismatch, NcclError, RendezvousError: work on the GPU failed, or gradsync
+                found a failure while a GPU worked, and no call has raised the failure yet.
         """
         # Read before draining, which adds failures.
         was_raised, raised = self._lifetime.was_raised, self._lifetime.raised.copy()
@@ -899,12 +924,12 @@ class Communicator:
             raise failure
 
     def abort(self, reason: str, *, culprit: int | None = None) -> None:
-        """Ends the communicator for all ranks. The other ranks get RankFailed in their current or next collective.
+        """Ends the communicator for all ranks. The other ranks raise RankFailed in their current or next collective.
 
         Args:
             reason: the reason that the errors on all ranks show, e.g. "ValueError in the backward pass".
-            culprit: the failed rank that RankFailed names on the other ranks. If `culprit` is None, RankFailed names
-                this rank.
+            culprit: the failed rank, by its number in the world; the errors of the other ranks name it. If `culprit` is
+                None, these errors name this rank.
         """
         self._lifetime.raised.was_aborted = True  # the caller knows of the failure, so closing need not raise it
         self._lifetime.abort(reason, culprit)
@@ -949,7 +974,8 @@ class Communicator:
             agreement: the Agreement that describes this collective, for the comparison between the ranks.
 
         Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+            NcclError, MpiError, RendezvousError: as for all_reduce.
         """
         shared: list[list[int]] = self._run(
             (what, agreement, lambda _launch: self._backend.share_numbers(numbers, agreement), None, None), None
@@ -962,12 +988,7 @@ class Communicator:
             return launch
 
     def _agree(self, agreement: Agreement) -> None:
-        """Checks, for bucketing, that the Agreements of all ranks have equal digests. This method may wait for all
-        ranks.
-
-        Raises:
-            PlanMismatch: the ranks' digests differ.
-        """
+        """Raises PlanMismatch if the digests of the ranks' Agreements differ; for bucketing. May wait for all ranks."""
         with self._lifetime.collective("agree", agreement):
             self._backend.agree(agreement)
 
@@ -1055,10 +1076,10 @@ class Communicator:
     # -- Repeated calls ------------------------------------------------------------------------------------------
 
     def _find_stored(self, what: str, detail: Any, array: Any, out: Any) -> CollectiveCall | None:
-        """Returns a call that runs a stored plan, if an earlier call had such arguments; else None.
+        """Returns a call that runs a stored plan, if an earlier call has stored one for such arguments; else None.
 
-        This method checks only the class, shape, dtype and flags of the arrays. If the result is None, the public
-        method checks all arguments and raises the errors.
+        This method checks only the class, shape, dtype and flags of the arrays and, on a GPU, the device. If the result
+        is None, the public method checks all arguments and raises the errors.
         """
         if type(array) is not self._plans_for:
             return None
@@ -1297,14 +1318,17 @@ def _submitting(
 
 
 class Asynchronous:
-    """The collectives of `communicator.asynchronous`: each submits a collective and returns a CollectiveFuture at once.
+    """The collectives of `communicator.asynchronous`: each call submits a collective and returns a CollectiveFuture.
 
     The collectives take the same arguments as the methods of Communicator. Every rank must submit and call its
-    collectives in the same order. A blocking collective first waits for all collectives that its thread has submitted.
-    If an argument is wrong, the call raises an error at once. The future's result() and wait() raise all other errors.
-    If the program never asks a failed future for its result, the failure is logged. If a failure leaves the
-    communicator usable, only the future of the failed collective fails. The program must not use a collective's arrays
-    until its future is done.
+    collectives in the same order. On the CPU, a blocking collective first waits for all collectives that its thread has
+    submitted to any communicator, and for those that any thread has submitted to its communicator.
+
+    If an argument is wrong, the call itself raises InvalidArgument or UnsupportedDtype. The future's result() and
+    wait() raise the errors of the collective. If the program never asks a failed future for its result, gradsync logs
+    the failure. There are three exceptions: CommunicatorClosed, RankFailed after this rank has called abort(), and all
+    failures if Ctrl-C or an error of gradsync ends the program. If a failure leaves the communicator usable, only the
+    future of the failed collective fails. The program must not use a collective's arrays until its future is done.
 
     Messages wait in the same queue as other collectives, so `send` is not like MPI's Isend. If each of two ranks
     submits a recv before the send that the other rank needs, they wait for each other until the deadline. Use exchange,
@@ -1314,9 +1338,10 @@ class Asynchronous:
     CollectiveFuture.add_done_callback. If a done-callback waits for a future that is not done, FutureNotReady is
     raised.
 
-    On the CPU a collective waits in a queue and runs in another thread. On a GPU a collective is launched at once. If
-    no stream is given, the collective runs on the communicator's own stream, after the work that is already queued on
-    the current stream. result() makes the current stream wait for the collective.
+    On the CPU a collective waits in a queue and runs in another thread. On a GPU the call launches the collective; the
+    call may first wait until the other ranks make the same call. If no stream is given, the collective runs on the
+    communicator's own stream, after the work that is already queued on the current stream. result() makes the current
+    stream wait for the collective.
 
     Args:
         communicator: the communicator that runs the collectives.
@@ -1347,7 +1372,7 @@ class _Parts(NamedTuple):
     """The ranks' parts of an array that is divided by rows.
 
     Attributes:
-        shape: the shape of the whole array; (1,) for a 0-d array, which is one row.
+        shape: the shape of the whole array, with the rows of all ranks.
         part_shape: the shape of this rank's part.
         bounds, byte_bounds: the bounds of the ranks' parts in the flat array, in elements and in bytes.
         own_bytes: the slice of bytes that is this rank's part.

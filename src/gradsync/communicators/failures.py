@@ -1,9 +1,10 @@
 """Failures of other ranks: a communicator reports long waits to the rendezvous server, and gets failures from it.
 
 The rendezvous server logs the reported waits. If a wait reaches its deadline, the server asks every rank for its status
-(the functions at the end of this file), and sends the same error to every rank. If a backend itself finds that a
-collective cannot end, the backend first waits here for the server's error, which names the cause. If the ranks disagree
-on a collective, they exchange their descriptions of it through the server.
+(the functions at the end of this file), and sends the same error to every rank. A backend may find only a consequence
+of a failure, such as a broken connection. Then the backend waits for a short time for the server's error, which names
+the cause (await_cause). If the ranks disagree on a collective, they exchange their descriptions of it through the
+server.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WARN_AFTER_SECONDS = 5.0
 # The server's error may arrive this much later than a consequence of the failure: a broken connection, an NCCL error.
 CAUSE_SECONDS = 2.0
 TEXTS_WITHIN_SECONDS = 5.0  # how long a rank waits for the descriptions of a collective by the other ranks
-_STORED_TEXT_SECONDS = 0.25  # after that time: how long it takes to read a description that the server has
+_STORED_TEXT_SECONDS = 0.25  # after that time: the time limit for each piece of a description that the server has
 _CHECK_EVERY_SECONDS = 0.02
 _ASK_AGAIN_AFTER_SECONDS = 1.0  # after this time without an answer of the server, a rank checks for failures
 
@@ -50,8 +51,8 @@ class FailureMonitor:
         recorder: the communicator's flight recorder, which has an entry for the collective in which this rank waits.
 
     Attributes:
-        was_raised: whether this object has raised an error that the other ranks get too. Such an error comes from the
-            server, or reports the lost connection to the server.
+        was_raised: whether this object has raised an error of the server, or the error for a lost server. The other
+            ranks get such an error too.
         has_failed: a function that returns whether the server has sent a failure, or this rank has reported a failure.
             The function takes 0.1 us.
         client: see Args.
@@ -90,7 +91,7 @@ class FailureMonitor:
         return None
 
     def warn(self, waited_seconds: float, missing: Sequence[int] | None, entry: Entry | None = None) -> None:
-        """Reports a wait of 5 s or more to the server, which logs it. Each collective or message is reported once.
+        """Reports a wait of 5 s or more to the server, which logs it. Each wait is reported at most once.
 
         Args:
             waited_seconds: how long this rank has waited.
@@ -255,9 +256,8 @@ def closed_failure(label: str, rank: int) -> RankFailed:
 def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, str]:
     """Returns the number and the title of a collective or message, for the server's report.
 
-    The title of a message contains the line of code that sends or receives the message. The server adds the line of
-    code to the title of a collective, but not to the title of a message. If two ranks wait for each other, each waits
-    in a different message, and the user needs both lines of code.
+    The title of a message contains the program's current line of code, because the server adds no line of code to this
+    title. If two ranks wait for each other, each waits in a different message, and the user needs both lines of code.
     """
     from gradsync.rendezvous.frames import OF_MESSAGES  # imported here to keep the start of a rank short
 
@@ -277,12 +277,12 @@ def _number_and_title(entry: Entry | None, *, is_launched: bool) -> tuple[int, s
 
 
 def positions() -> dict[str, int]:
-    """Returns, for each group, the number of collectives that this rank has begun."""
+    """Returns, for each reported group, the number of collectives that this rank has begun."""
     return {recorder.group: recorder.begun for recorder in _reported_recorders()}
 
 
 def status_report() -> tuple[str, dict[str, list[tuple[int, int, str, bool]]]]:
-    """Returns the last collectives of each group.
+    """Returns the last collectives of each reported group (see _reported_recorders).
 
     Returns:
         A text, which also has the Python stacks of this process; and, by group, the same collectives as data, for the

@@ -1,8 +1,8 @@
 """The collectives that only gradient bucketing uses; their arguments are not checked.
 
-There are three such collectives. The first reduces a list of arrays, with work before and after the reduction on the
-same stream. The second broadcasts a list of arrays. The third reduces a range of resident memory, in which gradients
-are kept and reduced without a copy. The public collectives are in communicator.py.
+There are three such collectives. ListReduction reduces a list of arrays, with work before and after the reduction on
+the same stream. broadcast_list broadcasts a list of arrays. make_resident_memory allocates resident memory, in which
+gradients are kept; ListReduction reduces them there without a copy. The public collectives are in communicator.py.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class ListReduction:
             On the CPU, None, because the results are complete. On a GPU, the Completion of the launched reduction.
 
         Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
+            NcclError, MpiError, RendezvousError, InvalidArgument: as for Communicator.all_reduce.
         """
         backend, sources, targets = self._backend, self._sources, self._targets
         with self._lifetime.collective("all_reduce", agreement), backend.launching(None, producers) as launch:
@@ -151,7 +152,8 @@ def broadcast_list(communicator: Communicator, natives: Sequence[Array], root: i
         agreement: the Agreement that describes this collective, for the comparison between the ranks.
 
     Raises:
-        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
+        NcclError, MpiError, RendezvousError, InvalidArgument: as for Communicator.all_reduce.
     """
 
     def move(launch: Any) -> None:
@@ -184,9 +186,10 @@ def make_resident_memory(communicator: Communicator, size_bytes: int, agreement:
 
     Raises:
         PlanMismatch: the digests differ; nothing was allocated.
-        BackendUnavailable: a rank does not have enough memory. The error message names the rank. No rank gets memory,
+        BackendUnavailable: a rank cannot allocate the memory. The error message names the rank. No rank gets memory,
             and the communicator stays usable.
-        RankFailed, CollectiveTimeout, RendezvousTimeout, CommunicatorClosed, NcclError: as for all_reduce.
+        RankFailed, CollectiveTimeout, CommunicatorClosed, NcclError, MpiError, RendezvousError, InvalidArgument: as for
+            Communicator.all_reduce.
     """
     what, backend = "make_resident_memory", communicator._backend
     memory: ResidentMemory | None = None

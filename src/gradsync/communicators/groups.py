@@ -1,4 +1,4 @@
-"""Groups: a group is a communicator for some of the ranks of another communicator.
+"""Groups: a group is a communicator for some or all of the ranks of another communicator.
 
 A group is used like any other communicator. The group has a backend of the same kind as the other communicator;
 `Backend.connect_group` makes this backend. A `CommunicatorTree` gives the groups of one world their names, and closes
@@ -89,7 +89,7 @@ class NonMember:
 
     A NonMember is false, so a program can write `if group: group.all_reduce(array)`. A NonMember is not None, because
     functions that take a communicator treat None as the world, and a non-member must not join the world's collectives
-    by mistake. A function that takes a communicator raises InvalidArgument for a NonMember.
+    by mistake. A function of gradsync that takes a communicator raises InvalidArgument for a NonMember.
 
     Args:
         label: this rank's name in errors.
@@ -148,7 +148,9 @@ def await_members(backend: Backend, what: str, members: Sequence[int], name: str
 
     Raises:
         RendezvousTimeout: a member has not called the function before the deadline.
-        RankFailed: a member has died or has closed the communicator, or some rank has aborted the communicator.
+        RankFailed: a rank has died, a member has closed the communicator, or a rank has aborted the communicator.
+        CollectiveTimeout, CommunicatorClosed, RendezvousError: the communicator has failed or was closed, or the
+            connection to the rendezvous server was lost.
     """
     client, timeout_seconds = backend.client, backend.timeout_seconds
     if client is None or len(members) == 1:

@@ -1,8 +1,8 @@
 """Arithmetic on the values of arrays: functions that scale them, check for NaN and infinity, and sum the squares.
 
-`multiply` works for CuPy arrays too. The other functions are for host arrays; the functions for a GPU are in
-nccl/device_arrays.py. Some functions read their array more than once. So each function works on pieces that fit into a
-core's cache, and each piece is loaded from main memory only once.
+`multiply` and `multiply_quietly` work for CuPy arrays too. The other functions are for host arrays; the functions for a
+GPU are in nccl/device_arrays.py. all_finite and sum_of_squares may read a value more than once. So they work on pieces
+that fit into a core's cache, and each piece is loaded from main memory only once.
 
 A backend can check values during the reduction, while they are in the cache; see Checks. NonFiniteFinder finds the
 ranks that contribute NaN or infinity. If a sum is finite, all its summands are finite. So nearly always the backend
@@ -114,8 +114,8 @@ def finite_test(dtype: np.dtype[Any]) -> Callable[[Array], bool] | None:
 def sum_of_squares(flat: Array) -> float:
     """Sums the squares of the absolute values of a flat array; the same array gives the same bits each time.
 
-    The sum is computed in float64. For float32 and half precision, groups of 1024 squares are first added in float32.
-    The relative error is below 1e-6. The sum overflows or underflows only beyond the range of float64.
+    The sum is computed in float64. For float32, complex64 and half precision, groups of 1024 squares are first added in
+    float32. The relative error is below 1e-6. The sum overflows or underflows only beyond the range of float64.
     """
     part = part_dtype(flat.dtype)
     parts = flat.view(part)
@@ -258,7 +258,7 @@ class NonFinite(NamedTuple):
     Attributes:
         firsts: for each rank the index of the rank's first element that is not finite, counted across all arrays of
             the list; NOWHERE if this rank has found no such element.
-        has_results: whether a result is not finite.
+        has_results: whether this rank has found a result that is not finite.
     """
 
     firsts: Sequence[int]

@@ -195,8 +195,8 @@ class Lifetime:
     ) -> None:
         """Ends a collective. If the collective has failed, the communicator ends for all ranks.
 
-        If Ctrl-C interrupts this method, the next collective, close() or abort() does the rest: see
-        _clean_up_interrupted.
+        After a PlanMismatch that is not `broken`, the communicator does not end. If Ctrl-C interrupts this method, the
+        next collective, close() or abort() does the rest: see _clean_up_interrupted.
         """
         if error is not None:
             if self._unraised is not None and _failure_of(error) == _failure_of(self._unraised):
@@ -242,7 +242,8 @@ class Lifetime:
         """Ends the communicator because of a failure that was found outside of a collective, or by another thread.
 
         Args:
-            error: the failure. The next call on the communicator raises this error, unless `is_raised`.
+            error: the failure. The next call on the communicator raises this error, unless `is_raised` is True or a
+                future has raised it.
             is_raised: whether the caller raises the failure itself.
         """
         with self._claiming:

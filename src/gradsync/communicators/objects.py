@@ -5,7 +5,7 @@ processes that know the run's secret can be ranks. With a GPU backend the pickle
 make_host_path in backend.py.
 
 If a rank's object cannot be pickled, that rank still takes part in the collective, and sends the reason instead of the
-object. So all ranks get the error, and no rank waits for ever.
+object. So all ranks raise the error, and no rank waits for this rank until the deadline.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class Objects:
     Unpickling can run code of the sender, so all ranks must trust each other.
 
     All methods raise:
-        InvalidArgument: an object cannot be pickled or unpickled. If a rank cannot pickle its object, every rank raises
-            this error, which names the rank and the cause. If a rank cannot unpickle an object that it has received,
-            only this rank raises the error. The communicator stays usable.
+        InvalidArgument: an argument is wrong, or an object cannot be pickled or unpickled. If a rank cannot pickle its
+            object, every rank raises this error, which names the rank and the cause. If a rank cannot unpickle an
+            object that it has received, only this rank raises the error. The communicator stays usable.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for Communicator.all_reduce.
+        NcclError, MpiError, RendezvousError: as for Communicator.all_reduce.
 
     Args:
         backend: the communicator's backend.

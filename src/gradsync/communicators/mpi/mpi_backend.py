@@ -416,7 +416,7 @@ class MpiAgreement:
             poll: a function to call every few milliseconds during a longer wait.
 
         Raises:
-            RankFailed, CollectiveTimeout, MpiError: see MpiRequests.finish.
+            RankFailed, CollectiveTimeout, RendezvousError: see MpiRequests.finish.
         """
         requests = self._requests
         if self.payload_bytes < 0:
@@ -437,10 +437,10 @@ class _Transfer:
     Each rank first sends the digest of its description of the message. If the digests are equal, the sender sends the
     bytes. If the digests differ, both ranks publish their descriptions on the rendezvous server. In this way both ranks
     know of a disagreement before any array changes, and `send` returns only when the receiver has begun to receive. A
-    peer that is already waiting in a collective refuses the message: the peer answers with 0 instead of a digest. A
-    rank computes the tag from the number of collectives that the rank has begun. Two ranks that exchange a message have
-    begun the same number. So a rank that waits in a collective recognises, by the tag, the messages that began before
-    this collective, and refuses only these messages.
+    peer that is already waiting in a collective refuses the message: the peer answers with an empty message instead of
+    a digest. A rank computes the tag from the number of collectives that the rank has begun. Two ranks that exchange a
+    message have begun the same number. So a rank that waits in a collective recognises, by the tag, the messages that
+    began before this collective, and refuses only these messages.
 
     Args:
         requests: the object that begins the communicator's MPI requests and waits for them.

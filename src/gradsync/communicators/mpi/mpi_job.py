@@ -43,8 +43,8 @@ def load_mpi() -> Any:
     """Returns the module mpi4py.MPI, initialised.
 
     Raises:
-        BackendUnavailable: mpi4py or MPI's library is missing, MPI was initialised without thread support, or this
-            process was forked from a process that had initialised MPI.
+        BackendUnavailable: mpi4py or MPI's library is missing, MPI was initialised without MPI_THREAD_MULTIPLE or has
+            been finalised, or this process was forked from a process that had initialised MPI.
     """
     if _is_parents:
         raise BackendUnavailable("this process was forked from an MPI rank, and only the parent can use MPI")
@@ -125,9 +125,9 @@ def mpi_place() -> RankEnvironment | None:
 def share_over_mpi(place: RankEnvironment) -> Share | None:
     """Returns a function that gathers a short text from every rank over MPI.
 
-    The result is None if MPI's ranks are not the ranks of the run. share_over_mpi initialises MPI. Every rank must call
-    the returned function the same number of times. The returned function raises RendezvousTimeout if another rank does
-    not call that function in time.
+    The result is None if this process cannot use MPI, or if MPI's ranks are not the ranks of the run. share_over_mpi
+    initialises MPI. Every rank must call the returned function the same number of times. The returned function raises
+    RendezvousTimeout if another rank does not call that function in time.
     """
     try:
         check_place(load_mpi(), place.rank, place.world_size)
@@ -182,7 +182,7 @@ def has_job_failed() -> bool:
 
 
 def end_job() -> None:
-    """Ends the whole failed job by MPI_Abort. Python calls this function at exit, after printing the traceback."""
+    """Ends the whole failed job by MPI_Abort. gradsync calls it at exit, after Python has printed the traceback."""
     if uncaught_error() is None:  # the program has caught the exception that ended the wait
         _log.error(
             "this MPI job ends with an error: a wait for a collective failed, and MPI cannot cancel the collective"

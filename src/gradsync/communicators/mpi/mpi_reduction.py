@@ -1,10 +1,11 @@
 """Reductions over MPI.
 
-Among few ranks, each rank reduces its share of the elements in rank order with NumPy, and sends the result to the other
-ranks. No rank receives more bytes than with MPI's best algorithm. Half-precision values are added in float32, NaN is
-treated as in NumPy, and the result has the same bits as with the shared-memory backend. Among many ranks, MPI's own
-all-reduce needs fewer messages. So among many ranks the backend uses MPI's all-reduce, after converting half precision
-to float32, except for the minimum and maximum of floating values: MPI does not define their results for NaN.
+With up to 16 ranks, each rank reduces its share of the elements in rank order with NumPy, and sends the result to the
+other ranks. No rank receives more bytes than with MPI's best algorithm. Half-precision values are added in float32, and
+NaN is treated as in NumPy. The result has the same bits as with the shared-memory backend, except for products of
+complex numbers. With more ranks, MPI's own all-reduce needs fewer messages. So with more ranks the backend uses MPI's
+all-reduce, after converting half precision to float32. Exceptions are the minimum and maximum of floating values,
+because MPI does not define their results for NaN. A reduce-scatter is always computed in rank order.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.5:
 in an all-reduce that consists of a reduce-scatter and an all-gather, each rank sends 2 (n - 1) / n of the bytes of the
@@ -159,7 +160,7 @@ class MpiReduction:
         return _InFlight(requests, contributions)
 
     def reduce_in_order(self, op: ReduceOp, contributions: Sequence[Array], target: Array) -> None:
-        """Reduces the contributions in rank order; one contribution may be in the target's memory."""
+        """Reduces the contributions in rank order. This rank's own contribution may be in the target's memory."""
         if not target.size:
             return
         own_at = target.__array_interface__["data"][0]

@@ -67,7 +67,8 @@ class MpiRequests:
         peers: the other ranks, in the order in which this rank sends to them.
         begun: the number of collectives that this rank has begun.
         disputes: for each pair of ranks, as text, the number of messages on which they have disagreed.
-        has_abandoned: whether a wait has failed. MPI may then still read and write the memory of the requests.
+        has_abandoned: whether a wait or a call of MPI has failed. MPI may then still read and write the memory of the
+            requests.
     """
 
     def __init__(
@@ -152,6 +153,8 @@ class MpiRequests:
     def finish(self, requests: Sequence[Any], memory: object = None, poll: Callable[[], None] | None = None) -> None:
         """Waits until the given MPI requests of a collective have completed.
 
+        If MPI fails, its exception leaves this method, and the context manager of this class converts it to MpiError.
+
         Args:
             requests: MPI requests of this communicator.
             memory: the arrays of the requests, which the wait keeps alive. None for requests that `post` returned,
@@ -161,7 +164,7 @@ class MpiRequests:
         Raises:
             RankFailed: a rank died, or closed the communicator before this collective.
             CollectiveTimeout: the wait reached its deadline.
-            MpiError: MPI failed.
+            RendezvousError: the connection to the rendezvous server was lost.
         """
         self.wait(partial(self._test_all, requests), (requests, memory), poll=poll)
 

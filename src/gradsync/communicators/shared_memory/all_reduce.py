@@ -14,8 +14,8 @@ elements, into chunks, slices and steps. The second part has the NumPy calls tha
 many times, because creating a view takes as long as copying some kilobytes. Pieces of arrays below some kilobytes are
 copied together in one call. The third part has the plans: OneShot for one small array, and ListAllReduce for a list.
 
-Reductions combine the operands in rank order, so all ranks get bitwise equal results, and equal inputs give bitwise
-equal results in every run. The result of an element is the same in arrays of every size. Products of complex numbers
+Reductions combine the operands in rank order. So all ranks get bitwise equal results, equal inputs give bitwise equal
+results in every run, and the result of an element does not depend on the size of the array. Products of complex numbers
 are an exception, because NumPy rounds these products differently in vector and scalar code.
 """
 
@@ -191,7 +191,8 @@ def plan_steps(count: int) -> Iterator[Step]:
     A rank can reduce a chunk when all ranks have published the chunk, and deliver the chunk when all ranks have reduced
     it. A rank reduces a chunk two steps after publishing the chunk, and delivers the results two steps later. So a rank
     can continue while another rank is still in the previous step; otherwise every short delay of one rank would delay
-    all ranks. After the step that publishes the last chunk, and after the next step, each rank waits for all ranks.
+    all ranks. The end is shorter: after the step that publishes the last chunk, each rank waits for all ranks, and
+    reduces all remaining chunks in the next step. Then each rank waits again, and delivers the remaining results.
     """
     behind = CHUNKS_IN_FLIGHT // 2
     for number in range(count):

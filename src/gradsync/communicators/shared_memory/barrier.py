@@ -3,8 +3,8 @@
 Each rank owns one cache line in shared memory, and memory for a text. All ranks read these cache lines and texts, but
 only their owner writes them. A rank's cache line contains the number of the last round at which the rank has arrived,
 and the 64-bit digest of the collective that the rank has called. The line also shows whether the rank has closed or
-aborted the communicator. So a rank that arrives at the barrier writes to one cache line only, and the digests take no
-extra time. In addition, each rank that aborts writes to one word that all ranks share.
+aborted the communicator. So a rank that arrives at the barrier writes to one cache line only, and no further cache line
+is needed for the digests. In addition, each rank that aborts writes to one word that all ranks share.
 
 On x86-64, other cores see aligned 8-byte stores in program order. The barrier, and the protocols that use it, rely on
 this guarantee alone. On other processors check_platform raises an error.
@@ -276,10 +276,10 @@ class SharedBarrier:
         self.words[self._line + _STATE] = _CLOSED_AFTER_FAILURE if self.has_failed() else _CLOSED
 
     def announce_abort(self, reason: str, culprit: int | None = None) -> None:
-        """Makes every rank that waits, now or later, raise RankFailed with the reason.
+        """Makes every other rank that waits, now or later, raise RankFailed with the reason, or the server's error.
 
         Args:
-            reason: the reason of the abort, which the error of every rank shows.
+            reason: the reason of the abort. The errors of the other ranks show its first 1024 bytes.
             culprit: the world rank that has failed; None if this rank has failed.
         """
         state = _ABORTED_BY_SERVER if self.failures.was_raised else _ABORTED

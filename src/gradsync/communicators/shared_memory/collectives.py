@@ -1,9 +1,9 @@
 """The plans of the collectives over shared memory, except the all-reduce, which is in all_reduce.py.
 
 A plan is a collective for given sizes: the copies into this rank's buffer of a slot, and the reads from the buffers of
-the other ranks. A plan is made once, and keeps no reference to a caller's array, so all calls with the same sizes use
-the same plan. In one collective some ranks may make a new plan while other ranks use an old plan: the rounds of both
-plans are the same.
+the other ranks. A plan of this file keeps no reference to a caller's array, so calls with the same sizes can use the
+same plan. In one collective some ranks may make a new plan while other ranks use an old plan: the rounds of both plans
+are the same.
 
 To publish data, a rank writes the data into its own buffer. After a barrier, the other ranks read the data from that
 buffer. A large array is moved in several rounds: while some ranks still read in one round, others already write for the
@@ -40,7 +40,7 @@ _MAX_ARRAYS_KEPT = 16
 
 
 class Plans:
-    """The plans of one communicator. A plan is made at its first use; the least recently used plans are deleted.
+    """The plans of one communicator. `of` makes a plan at its first use, and keeps the plans that were used last.
 
     Args:
         context: the memory and objects that all collectives of the communicator use.

@@ -265,8 +265,8 @@ class PointToPoint:
             receive: the message from the rank `receive.peer`, with a writable array.
 
         Raises:
-            PlanMismatch: the two ranks of a message disagree on the message, and both ranks raise this error. If the
-                other rank has called a collective, and waits there for this rank, all ranks raise this error.
+            PlanMismatch: the two ranks of a message disagree on the message, and both ranks raise this error. If all
+                peers with unfinished messages wait for this rank in a collective, all ranks raise this error.
             RankFailed, CollectiveTimeout, RendezvousError: see SharedBarrier.agree. CollectiveTimeout names the peer as
                 the missing rank. If two ranks both send first, and so wait for each other, both raise
                 CollectiveTimeout.

@@ -1,9 +1,10 @@
 """The shared memory of the ranks on one host: an anonymous memfd, which all ranks open.
 
 A memfd has no name, so nothing remains after all processes were killed. A small /dev/shm does not limit the size of a
-memfd. The first rank creates the memfd. The other ranks open the memfd through the first rank's folder in /proc, which
-the kernel permits only to processes of the same user. The first rank sends the number of the file descriptor through
-the authenticated rendezvous. Source: UCX shares memory in the same way, see its option UCX_POSIX_USE_PROC_LINK.
+memfd. The first rank creates the memfd. The other ranks open the memfd through the first rank's folder in /proc. The
+kernel permits this to processes of the same user, and to privileged processes. The first rank sends the number of the
+file descriptor through the authenticated rendezvous. Source: UCX shares memory in the same way, see its option
+UCX_POSIX_USE_PROC_LINK.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _ATTEMPTS = 4
 def create_segment(size_bytes: int, *, allocated: bool = True) -> int:
     """Makes shared memory that is filled with zeros, and returns its file descriptor.
 
-    The memory is allocated here, so that a lack of memory is an error now, and not a SIGBUS at the first access.
-    /dev/shm does not limit the size of a memfd, and if a memfd uses all memory, the kernel kills processes. So this
-    function first checks the kernel's estimate of the available memory.
+    The memory is allocated before its first use, so that a lack of memory is an error, and not a SIGBUS at the first
+    access. /dev/shm does not limit the size of a memfd, and if a memfd uses all memory, the kernel kills processes. So
+    `reserve` first checks the kernel's estimate of the available memory.
 
     Args:
         size_bytes: the size of the memory in bytes.
@@ -118,9 +119,9 @@ def map_segment(descriptor: int, *, on_huge_pages: bool = False) -> mmap.mmap:
 def populate(mapping: mmap.mmap, begin: int, end: int) -> None:
     """Makes the kernel create the page table entries of the bytes [begin, end) now.
 
-    Otherwise the kernel creates the page table entries at the first access, during a collective, and creating them
-    takes longer than the collective itself. Do not call this function for memory that may never be used, because the
-    call takes time at the start of a rank.
+    Otherwise the kernel creates the page table entries at the first access, during a collective, and this can take
+    longer than the collective itself. Do not call this function for memory that may never be used, because the call
+    takes time at the start of a rank.
     """
     begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
     try:

@@ -234,7 +234,7 @@ def check(_place: RankEnvironment) -> None:
 
 
 def offer(settings: WorldSettings) -> str:
-    """Raises BackendUnavailable if there is not enough memory, or the ranks are on several hosts; see BackendModule."""
+    """Raises BackendUnavailable if shared memory cannot connect the ranks; see BackendModule."""
     place = settings.place
     check(place)
     if place.local_world_size != place.world_size:
@@ -270,6 +270,7 @@ def connect_shared_memory(
         BackendUnavailable: this machine does not run Linux on x86-64, there is not enough memory, or the ranks are not
             on one host.
         RendezvousTimeout, RankFailed: another rank did not call this function in time, or died.
+        CollectiveTimeout, RendezvousError: the world has failed, or the connection to the rendezvous server was lost.
     """
     check_platform()
     key, is_slow = f"shm/{group}", memcpy_is_slow()
