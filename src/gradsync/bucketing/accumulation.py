@@ -1,7 +1,7 @@
 """Sums of gradients over local passes (backward passes without communication), one sum for each parameter.
 
-On a GPU an addition is queued on the stream that is current when the program hands the gradient over. Each addition
-waits until the addition before it has ended.
+On a GPU an addition is queued on the stream that is current when the program hands the gradient over. It begins after
+the earlier additions to the same sum.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Sum:
     Attributes:
         parameter: the parameter, kept alive so that no other object gets its id.
         name: the parameter's name, the same on all ranks.
-        total: the sum so far, in memory to which no caller can write.
+        total: the sum so far, in memory of its own.
         mark: a GPU event, recorded after the last addition; None on the CPU. See Backend.mark_work.
         handed_over: the memory of the arrays that were handed over and still exist.
     """
@@ -84,7 +84,8 @@ class Accumulation:
 
         Raises:
             InvalidArgument: the parameter already has a gradient in this pass, its earlier gradient has a different
-                shape or dtype, or the array may contain an earlier gradient of the step.
+                shape or dtype, the array shares memory with the sum, or an earlier pass of the step handed over the
+                same memory and `is_reused` is False.
         """
         known, memory = self.by_key.get(key), _memory_of(grad, native, communicator)
         if known is None:
@@ -144,7 +145,7 @@ class Accumulation:
         self._in_pass.clear()
 
     def _add_to(self, known: _Sum, native: Array, memory: Sequence[_Memory], communicator: Communicator) -> None:
-        """Adds a gradient to a sum. Raises if an earlier gradient of the step lies in the same memory."""
+        """Adds a gradient to a sum; see `add` for the errors."""
         label, total = communicator.label, known.total
         if (total.shape, total.dtype) != (native.shape, native.dtype):
             raise InvalidArgument(
@@ -180,7 +181,10 @@ def _in_memory_of(native: Array, total: Array) -> Any:
 
 
 def _memory_of(grad: Any, native: Array, communicator: Communicator) -> list[_Memory]:
-    """Returns the memory of an array as two _Memory objects: with the array as owner, and with its real owner."""
+    """Returns the memory of an array as up to two _Memory objects: the array as owner, and the owner of its memory.
+
+    An owner without weak references is left out, unless it is a bytearray.
+    """
     bounds = communicator._arrays.byte_bounds(native) if native.size else (0, 0)
     owner: Any = native
     while (base := _base(owner)) is not None:

@@ -1,7 +1,7 @@
 """Checks that all ranks use the same callback, and run the same events in each step.
 
-The events of a step are the reductions of its buckets, and its flush. Before an event, the ranks compare an Agreement:
-a digest and a description of the event.
+The events of a step are the reductions of its buckets, and its flush. This module makes an Agreement for each event: a
+digest, which the ranks compare, and a description, which they exchange if the digests differ.
 
 If ranks used their callbacks in different orders, they would average the gradients of different models. So the ranks
 compare callbacks at the first use of a callback on a communicator. The ranks compare the name that the program gave the
@@ -36,7 +36,7 @@ _Settings = tuple[tuple[str, str], ...]
 
 
 class StepEvents:
-    """Makes an Agreement for each event of a step. A step that repeats the last step reuses its Agreements.
+    """Makes an Agreement for each event of a step. A step that repeats the last step reuses the last step's Agreements.
 
     Args:
         op: the operator of the reduction: sum or mean.
@@ -74,7 +74,10 @@ class StepEvents:
         self._others = {}
 
     def of_callback(self, agreement: Agreement) -> Agreement:
-        """Returns a copy of an Agreement that includes the callback; for collectives outside the steps."""
+        """Includes the callback in an Agreement of a collective outside the steps.
+
+        Before the callback's first use, the method returns the Agreement unchanged.
+        """
         if self._callback is None:
             return agreement
         known = self._others.get(agreement.digest)
@@ -229,7 +232,7 @@ class CallbackIdentity:
         # Each thread has its own count: threads make callbacks in any order, so a common count would differ between
         # ranks.
         counts = _made.counts.setdefault(_made if group is None else group, Counter())
-        self._number = counts[self._stack]  # how many callbacks were constructed at the same lines before
+        self._number = counts[self._stack]  # how many unnamed callbacks this thread constructed at these lines before
         counts[self._stack] += name is None
         identity = (self._stack, self._number) if name is None else name
         self._digest = digest_of(identity) >> 1  # 63 bits, because ranks share signed 64-bit numbers
@@ -255,7 +258,8 @@ class CallbackIdentity:
             holds = self._holds_other(digests - {self._digest}, communicator)
             agreement = self._agreement(_FIRST_USE, "made at different lines")
             if any(held for [held] in communicator._share_numbers(_FIRST_USE, [int(holds)], agreement)):
-                communicator._agree(self._agreement(_FIRST_USE, self._digest, shows_stack=True))  # the digests differ
+                # Raises PlanMismatch, because the digests differ.
+                communicator._agree(self._agreement(_FIRST_USE, self._digest, shows_stack=True))
         number = _used[communicator] = _used.get(communicator, 0) + 1
         known = KnownCallback(number, self._name, _line_of(self._stack[0]), ref(communicator))
         self._known[communicator] = known

@@ -1,8 +1,8 @@
 """AllreduceCallback: takes gradients one by one, reduces them in buckets, and completes their futures.
 
 Programs use this class directly. The callback passes each gradient to step.py, which remembers the last step. plan.py
-decides which buckets the gradient completes. reducer.py reduces a complete bucket at once; the flush reduces the
-other buckets. The ranks agree on every bucket, and on the flush, before they exchange data.
+decides which buckets the gradient completes. reducer.py reduces these buckets immediately; the flush reduces the other
+buckets. For each bucket, and for the flush, the ranks check that all of them do the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FOREIGN = {
 }
 
 
-# The answers of a rank when the ranks count the active ranks. _ENDED: the rank's loop has ended, and the rank can
+# The answers of a rank to the question whether it has gradients. _ENDED: the rank's loop has ended, and the rank can
 # shadow a step. _PRESENT: the rank has gradients. _UNABLE: the rank's loop has ended, and the rank knows no step to
 # shadow.
 _ENDED, _PRESENT, _UNABLE = range(3)
@@ -53,7 +53,7 @@ _AGREEMENT = agreement_on(_COUNT, (), None, "")
 
 
 class AllreduceCallback:
-    """Averages gradients over the ranks. Call this object with each gradient as soon as the gradient is computed.
+    """Averages or sums gradients over the ranks. Call this object with each gradient when the gradient is complete.
 
         sync = gs.AllreduceCallback("mean")
         for batch in batches:
@@ -62,11 +62,17 @@ class AllreduceCallback:
             for name, future in futures.items():
                 weights[name] -= 0.1 * future.result()
 
-    Every rank must hand over the same gradients, and in the same order unless `parameters` is given. If the ranks
-    differ, all of them raise PlanMismatch before they exchange data. (On NCCL, if the steps have repeated, ranks may
-    detect a difference only after they have exchanged data; see PlanMismatch.broken.) Gradients of one dtype fill a
-    bucket until the threshold is reached; the bucket's all-reduce then starts at once. The reduced values are written
-    into the gradient that was handed over, unless that array is read-only or gradients live in buckets.
+    In each step every rank must hand over gradients of the same parameters, with the same shapes and dtypes. The order
+    must be the same too, unless `parameters` is given. (With missing="zero", and in join(), gradients may be missing.)
+    If the ranks differ in the next bucket to reduce, all of them raise PlanMismatch before they reduce this bucket. (On
+    NCCL, in a step that began like the last step, the ranks may detect the difference too late; see
+    PlanMismatch.broken.)
+
+    Gradients of one dtype fill a bucket. gradsync reduces the bucket when it has reached the threshold, or when the
+    next gradient does not fit. flush() reduces the buckets that are not full. The future of a gradient gives the
+    reduced values. gradsync writes these values into the array that was handed over, if the array is writeable and its
+    elements share no memory. There are two exceptions: if gradients live in buckets, the values are in the bucket; if
+    the step reduces sums of local passes, the values are in the sum.
 
     Args:
         reduce_method: "sum" or "mean", in upper or lower case. "mean" needs floating or complex gradients.
@@ -74,46 +80,47 @@ class AllreduceCallback:
         backend: the backend that the communicator must have; None or "auto" allows any backend.
         name: the callback's name, the same on all ranks. If ranks use callbacks with different names, or in a different
             order, they raise PlanMismatch, which shows the names. The ranks identify a callback without a name by the
-            line that constructed it. So name each callback if ranks construct callbacks at different lines, or in
-            threads.
+            lines of code that constructed it. So name each callback if ranks construct callbacks at different lines, or
+            in threads.
         threshold_bytes: the largest size of a bucket of several gradients, in bytes or as text such as "25 MB"; 1 MB
             is 1024**2 bytes. A larger gradient gets a bucket of its own. None means 10 MB, or 64 MB for
             `gradient_as_bucket_view` on the CPU.
-        first_bucket_bytes: the threshold for the first bucket of a step. A small value starts communication early.
+        first_bucket_bytes: the threshold for the first bucket of a step, at most `threshold_bytes`. A small value
+            starts communication early. None means `threshold_bytes`.
         parameters: the parameters that have a gradient in each step: a mapping of names to arrays or to (shape, dtype).
             If the program hands over gradients with arrays as `param`, the option is a list of these arrays. With this
-            option, all steps have the same gradients and the same buckets. gradsync launches the buckets in the order
-            of this option, even if the gradients arrive in a different order. Arrays must be the parameters themselves,
-            because before the first step the ranks compare the arrays' bytes (once; 0.1 s for 100 MB). If the bytes
-            differ, the logger `gradsync` warns, and names the first array that differs. If you have only an array of
-            the right shape, pass (shape, dtype) instead.
-        missing: the action of flush() if a parameter has no gradient. "error": flush() raises on all ranks. "zero":
-            flush() reduces zeros for the parameter, and puts the result into `filled`.
+            option, the gradients may arrive in any order, and a different order on each rank; all ranks reduce the same
+            buckets in the same order. If you pass arrays, pass the parameters themselves, because the ranks compare the
+            arrays' bytes once, before the first step (0.1 s for 100 MB). If the bytes differ, rank 0 logs a warning
+            that names the first array that differs. Without the parameters themselves, pass (shape, dtype).
+        missing: the action of flush() if one of the `parameters` has no gradient. "error": flush() raises on all ranks.
+            "zero": flush() reduces zeros for the parameter, and puts the result into `filled`.
         gradient_as_bucket_view: whether gradients live inside the buckets; needs `parameters`. The futures then give
             views of the buckets, whose values are valid until the next step. See gradient_buffers().
         compression: "float16" or "bfloat16": the dtype in which float32 and float64 gradients are sent. On the CPU
-            gradsync adds half-precision values in float32, in rank order, and rounds the sum once; over MPI this holds
-            only for up to 16 ranks. NCCL adds in half precision.
+            gradsync adds half-precision values in float32, and rounds the sum once. NCCL may round each partial sum to
+            half precision.
         prescale: the factor by which gradients are multiplied before the reduction.
         postscale: the factor by which results are multiplied after the reduction.
-        nonfinite: the treatment of NaN and infinity, which is the same on all ranks in each step. "off": gradsync does
-        not check.
-            "raise": flush() raises NonFiniteGradient, which names the parameter and the rank. "skip": flush() sets
-            `skip_step`, for loss scaling. An overflow in the sum counts as infinity.
+        nonfinite: the action of flush() if a gradient, or the sum of the gradients, contains NaN or infinity. "off":
+            gradsync does not check. "raise": flush() raises NonFiniteGradient on all ranks; the error names the
+            parameters and ranks whose gradients contain NaN or infinity. "skip": flush() sets `skip_step` on all ranks,
+            for loss scaling.
         clip_norm: the largest allowed Euclidean norm of all reduced gradients of a step together. If their norm is
-            larger than clip_norm, flush() scales the gradients down to clip_norm. With float("inf"), gradsync only
-            computes the norm. The attribute `norm` is the norm before clipping. Clipping happens at the end of flush():
-            done-callbacks see unclipped gradients.
-        lock_gradients: whether NumPy gradients are read-only from their hand-over until their future is done. A
-            `gradient += ...` during this time raises ValueError ("assignment destination is read-only"). Without the
+            larger than clip_norm, flush() scales the gradients down to clip_norm. The attribute `norm` is the norm
+            before clipping. With float("inf"), gradsync computes this norm, but does not clip. Clipping is the last
+            action of flush(): a done-callback that runs earlier sees the unclipped gradient.
+        lock_gradients: whether gradsync makes NumPy gradients read-only from their hand-over until their bucket is
+            reduced. A `gradient += ...` during this time raises ValueError ("output array is read-only"). Without the
             lock, the added values would be averaged too, or lost. gradsync locks only arrays that it can always unlock:
             arrays that own their memory, and views of such arrays. A program can still write to the base array of a
-            gradient, and to older views. False locks nothing. Ranks may differ in this option.
+            gradient, and to older views. gradsync does not lock gradients that live in buckets. False locks nothing.
+            Ranks may differ in this option.
 
     Raises:
-        InvalidArgument: an option has an unknown value, a size is below 1, two options exclude each other, or the group
-            is not a communicator. The end of the process group also raises InvalidArgument if gradients were handed
-            over but never reduced.
+        InvalidArgument: an option has a wrong value, a size is below 1, an option lacks another option that it needs,
+            or the group is not a communicator of this rank. destroy_process_group() also raises InvalidArgument if
+            gradients were handed over but never reduced.
         UnsupportedDtype: the reduce method is not defined for the dtype of one of the `parameters`.
         BackendUnavailable: the compression is "bfloat16", and ml_dtypes is not installed.
 
@@ -182,17 +189,17 @@ class AllreduceCallback:
     def threshold_bytes(self) -> int:
         """The largest size of a bucket of several gradients, in bytes.
 
-        If the constructor got `gradient_as_bucket_view` but no `threshold_bytes`, the value is final only after the
-        callback's first use.
+        With `gradient_as_bucket_view` and without `threshold_bytes`, the value depends on the communicator: 64 MB on
+        the CPU, 10 MB on a GPU. Before the callback has a communicator, the value is 10 MB.
         """
         return self._step.planner.threshold_bytes
 
     def __call__(self, param: Any, grad: Any) -> GradientFuture:
-        """Hands over one gradient. If the bucket of the gradient is then complete, reduces the bucket.
+        """Hands over one gradient, and reduces the buckets that this gradient completes.
 
         Every rank must call it for the same parameters. Without the option `parameters` the order must be the same too.
-        Until the future is done, the gradient belongs to gradsync: do not write to it. A NumPy gradient is read-only
-        until its future is done; see the option `lock_gradients`.
+        Until the future is done, the gradient belongs to gradsync: do not write to it. gradsync makes a NumPy gradient
+        read-only until its bucket is reduced; see the option `lock_gradients`.
 
         Args:
             param: the parameter: any hashable name, or an array. Within a rank, gradsync recognises an array by its
@@ -200,20 +207,24 @@ class AllreduceCallback:
                 order of the calls (or in `parameters`).
             grad: the gradient: an array of any shape and layout, or a NumPy scalar, float or complex (the future then
                 gives a 0-d array). The callback's reduce method must support the gradient's dtype. The array must be on
-                the communicator's device, and be computed on the current stream. NCCL takes arrays in host memory too,
-                and copies the results back to the host; but if gradients live in buckets, the futures give views on the
-                device.
+                the communicator's device. On a GPU, the current stream must be the stream that computes the gradient.
+                NCCL takes arrays in host memory too, and copies the results back to the host; but if gradients live in
+                buckets, the futures give views on the device.
 
         Returns:
-            A future of the reduced gradient. The future is not done until its bucket is full, or flush() has reduced
-            the bucket.
+            A future of the reduced gradient or, within accumulate(), of the sum so far. Outside accumulate() the future
+            is not done before gradsync has reduced the gradient's bucket. This happens in this call, in the call for a
+            later gradient, or in flush().
 
         Raises:
-            InvalidArgument: the parameter already has a gradient in this step, or is not hashable; the gradient is not
-                an array, shares memory with an earlier gradient of the step, or is in flight in another callback; or
-                the call is within no_sync().
+            InvalidArgument: the parameter already has a gradient in this step, is not one of the `parameters`, or is
+                not hashable; the gradient is not an array, does not fit `parameters`, shares memory with an earlier
+                gradient of the step, or is in flight in another callback; the call is within no_sync(); another call
+                of the callback is still running; or there is no process group.
             UnsupportedDtype: the reduce method is not defined for the gradient's dtype, e.g. the mean of integers.
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: the all-reduce of a bucket has failed.
+            BackendUnavailable: gradients live in buckets, and there is not enough memory for the buckets.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the step has failed.
+            GradientChanged: in debug mode, the program wrote to a gradient that it had handed over.
         """
         communicator = self._group or world.current
         if communicator is None or self._backend is not None:
@@ -228,11 +239,12 @@ class AllreduceCallback:
         return f'<AllreduceCallback("{self.op.value}"{name}) {where}: {self.statistics.steps} steps{begun}>'
 
     def gradient_buffers(self, parameters: Any = None) -> Any:
-        """Returns arrays inside the buckets, one for each gradient, so that synchronising the gradients copies nothing.
+        """Returns arrays inside the buckets, one for each gradient, so that gradsync need not copy gradients into them.
 
         Every rank must call it, between steps. In each step write the gradients into these arrays and hand the arrays
-        over. Any other array is copied into its bucket first. On one machine without GPUs the ranks share this memory:
-        other ranks write to it from a gradient's hand-over until its future is done.
+        over. gradsync copies a gradient from an array outside the buckets into its bucket. With the backend `shm` the
+        ranks share the memory of the buckets: other ranks may write to an array from its hand-over until its future is
+        done.
 
         After the communicator is closed, the arrays stay valid, but gradsync cannot reduce them any more. Arrays that
         an earlier call returned are treated like any other array: gradsync copies them.
@@ -244,8 +256,8 @@ class AllreduceCallback:
             A mapping of names to arrays, or a list of arrays, like the option `parameters`. All elements are zero.
 
         Raises:
-            InvalidArgument: the callback was constructed without gradient_as_bucket_view, or the call is in the middle
-                of a step.
+            InvalidArgument: the callback was constructed without gradient_as_bucket_view, the call is in the middle of
+                a step or passes `parameters`, or there is no process group.
             BackendUnavailable: there is not enough memory for the buckets.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
         """
@@ -261,9 +273,9 @@ class AllreduceCallback:
         """Registers a hook that reduces the buckets in place of an all-reduce.
 
         Every rank must register the same hook, between steps. gradsync calls the hook with each complete bucket, a
-        gradsync.bucketing.reducer.GradientBucket. The hook returns the reduced array, or a future of this array.
-        flush() waits for the futures, so work that the hook launches may overlap the backward pass. gradsync.hooks
-        defines some hooks.
+        gradsync.bucketing.reducer.GradientBucket. The hook returns the reduced array, or a future of this array. Only
+        flush() waits for these futures, so the work that the hook launches may overlap the backward pass.
+        gradsync.hooks defines some hooks.
 
         Args:
             hook: a function that takes a GradientBucket; None restores the all-reduce.
@@ -283,13 +295,13 @@ class AllreduceCallback:
     def norm(self) -> float | None:
         """The norm of the last step's reduced gradients, before they were clipped.
 
-        The norm is None without clip_norm, before the first step, and after a step that has failed.
+        The norm is None without clip_norm, before the first step, and after a step that failed or had no gradients.
         """
         return self._step.reducer.values.norm
 
     @property
     def skip_step(self) -> bool:
-        """Whether some rank's gradients of the last step were not finite; False unless nonfinite="skip"."""
+        """Whether the last step's gradients, or their sums, had NaN or infinity; False unless nonfinite="skip"."""
         return self._step.reducer.values.skip_step
 
     @property
@@ -301,15 +313,18 @@ class AllreduceCallback:
         return self._step.filled
 
     def flush(self) -> None:
-        """Ends the backward pass: reduces the remaining gradients, and completes every future of the step.
+        """Ends the backward pass: reduces the remaining gradients, and ends the step.
 
-        Every rank must call it. Within accumulate() or no_sync(), flush() only ends a local pass. On a GPU the current
-        stream waits for the reductions. The host waits for the device only if gradients are in host memory, if the
-        option `nonfinite` or `clip_norm` is set, or inside join().
+        Every rank must call it. Within accumulate() or no_sync(), flush() only ends a local pass. On the CPU the
+        futures of the step are done when flush() returns. On a GPU flush() makes the current stream wait for the
+        reductions. The host waits too if gradients are in host memory, if the option `nonfinite` or `clip_norm` is set,
+        inside join(), and in debug mode.
 
         Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: an all-reduce of the step has failed.
+            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the step has failed.
             MissingGradient, NonFiniteGradient: see the options `missing` and `nonfinite`.
+            GradientChanged: in debug mode, the program wrote to a gradient that it had handed over.
+            InvalidArgument: another call of the callback is still running, or there is no process group.
         """
         if not self._is_local:
             communicator = self._group or world.current
@@ -325,8 +340,8 @@ class AllreduceCallback:
         """Writes the names, shapes and dtypes of the last step's gradients to a JSON file.
 
         The gradients are in arrival order or, with the option `parameters`, in the order of this option. `gradsync
-        bench thresholds --model` reads the file. The ranks exchange nothing: call dump_shapes() on one rank, after a
-        flush.
+        bench thresholds --model` reads the file. The ranks exchange nothing, so one rank can call dump_shapes() alone,
+        after a flush.
 
         Args:
             path: the path of the file; an existing file is replaced.
@@ -358,7 +373,7 @@ class AllreduceCallback:
         If the body raises, gradsync cancels the futures that are not done and aborts the communicator, so that the
         other ranks raise RankFailed instead of waiting. An error within no_sync() has the same effect. PlanMismatch and
         NonFiniteGradient from the callback's own collectives are raised on every rank. After these errors the
-        communicator stays usable, unless the error's `broken` is True.
+        communicator stays usable, unless the `broken` of a PlanMismatch is True.
         """
         ended = self._step.ended
         try:
@@ -386,14 +401,14 @@ class AllreduceCallback:
 
         The ranks exchange nothing inside the block. gradsync adds gradients in the order of the passes and in their own
         dtype, with the same bits as `total += gradient`, and does not write to the gradients. The mean is over the
-        ranks, not over the passes: divide by the number of passes, or use `prescale`. Futures of local passes are done
-        at once. Such a future gives the sum so far, in an array to which later passes add. Futures of the last pass
-        give the reduced sum, in a separate array or as a view of the bucket. flush() also reduces the sums of
-        parameters that have no gradient in the last pass, and stores the results in the attribute `filled`.
+        ranks, not over the passes: divide by the number of passes, or use `prescale`. The future of a local pass waits
+        for no other rank. It gives the sum so far, in an array to which later passes add. Futures of the last pass give
+        the reduced sum, in a separate array or as a view of the bucket. flush() also reduces the sums of parameters
+        that have no gradient in the last pass, and stores the results in the attribute `filled`.
 
         Inside the block, each flush() and each end of `with callback.backward()` ends a local pass. The end of the
-        block also ends a local pass. A pass without gradients does not count. The ranks agree on the number of local
-        passes: ranks that accumulate differently raise PlanMismatch.
+        block also ends a local pass. A pass without gradients does not count. If the ranks have different numbers of
+        local passes before a step, all ranks raise PlanMismatch in this step.
 
         Args:
             reused: whether the program may hand over one array in several passes of a step. True is for arrays that
@@ -402,7 +417,8 @@ class AllreduceCallback:
                 running total, and gradsync would add its earlier values twice.
 
         Raises:
-            InvalidArgument: the call is in the middle of a step, or within accumulate() or no_sync().
+            InvalidArgument: the call is in the middle of a step, or within accumulate() or no_sync(); or `reused` is
+                not a bool.
         """
         if not isinstance(reused, bool):
             raise InvalidArgument(f"accumulate() needs reused as True or False, got {reused!r}")
@@ -469,10 +485,10 @@ class AllreduceCallback:
         """A context manager for a loop over batches. Ranks may have different numbers of batches, or no batch.
 
         A rank whose loop has ended takes part in the steps of the other ranks, with zeros, until all loops have ended.
-        The zeros have the names, shapes and order of the gradients in the rank's last step. Until the callback is
-        deleted, the zeros need as much memory as these gradients, or none if gradients live in buckets. The mean is
-        over the ranks that handed over gradients. (If some ranks have no gradients, half precision is rounded twice:
-        after the sum and after the division.)
+        The zeros have the names, shapes and order of the gradients in the rank's last step. The callback keeps the
+        zeros for later steps. They need as much memory as these gradients, or none if gradients live in buckets. The
+        mean is over the ranks that handed over gradients. (If some ranks have no gradients, half precision is rounded
+        twice: after the sum and after the division.)
 
         A rank whose loop ends early has outdated parameters. After the block all ranks can copy the newest parameters:
 
@@ -487,13 +503,15 @@ class AllreduceCallback:
         Args:
             parameters: the parameters in the order in which their gradients are handed over: a mapping of names to
                 arrays or to (shape, dtype). If the program hands over gradients with arrays as `param`, this argument
-                is a list of these arrays. The argument is needed only if a rank may have no batch at all.
+                is a list of these arrays. The argument is needed only if a rank may have no batch at all, and the
+                callback has neither had a step nor the option `parameters`.
 
         Returns:
             A context manager, which gives a Join. The attribute `last_rank` of the Join is known after the block.
 
         Raises:
-            InvalidArgument: the call is in the middle of a step, or inside another join() of this callback.
+            InvalidArgument: the call is in the middle of a step, or inside another join() of this callback; or a step
+                has begun, but not ended, when the block ends.
             PlanMismatch: a step of the other ranks differs from the last step of a rank whose loop has ended, or such a
                 rank had no step and got no `parameters`. All ranks raise this error.
             RankFailed, CollectiveTimeout, CommunicatorClosed: a collective of the block has failed.
@@ -568,8 +586,8 @@ make_allreduce_cb = AllreduceCallback
 class Join:
     """The object `joined` in `with callback.join() as joined`.
 
-    Before the first collective of each step the ranks count the active ranks: every rank reports whether it has
-    gradients. A rank whose loop has ended shadows the step: it hands over zeros, and the mean is over the other ranks.
+    Before the first collective of each step every rank reports whether it has gradients. A rank whose loop has ended
+    shadows the step: it hands over zeros. The mean is over the ranks that have gradients.
 
     Args:
         step: the Step object of the callback.
@@ -577,8 +595,8 @@ class Join:
         parameters: see AllreduceCallback.join.
 
     Attributes:
-        last_rank: a rank that had gradients in the last step, and so has the newest parameters. The value is known
-            after the block, and is the same on all ranks.
+        last_rank: the first rank that had gradients in the last step, and so has the newest parameters; 0 if no rank
+            had gradients. The value is final after the block, and is then the same on all ranks.
     """
 
     def __init__(self, step: Step, communicator: Communicator, parameters: Any) -> None:
@@ -595,13 +613,7 @@ class Join:
         return present
 
     def _shadow_others(self) -> None:
-        """Takes part in the steps of the other ranks, with zeros, until no rank has gradients.
-
-        Raises:
-            PlanMismatch: a step of the other ranks differs from the last step of a rank whose loop has ended, or such a
-                rank had no step and got no `parameters`. All ranks raise this error.
-            RankFailed, CollectiveTimeout, CommunicatorClosed: a collective has failed.
-        """
+        """Takes part in the steps of the other ranks, with zeros, until no rank has gradients."""
         specs = self._step.agreed or self._given
         while self._communicator.world_size > 1:
             present, passes = self._exchange(_ENDED if specs else _UNABLE)

@@ -1,9 +1,9 @@
 """Reports gradients that were handed over but never reduced.
 
-When the process group ends, raise_forgotten() raises an error. At the program's exit, report_forgotten_at_exit() logs
-the error, and changes the exit code to 1. In a rank that the launcher starts for one function, the rank's process calls
-raise_forgotten() after the function has returned. The process group imports this file, so this file imports almost
-nothing.
+When the program calls destroy_process_group(), raise_forgotten() raises an error. At the program's exit,
+report_forgotten_at_exit() logs the error, and changes an exit code of 0 to 1. In a rank that the launcher starts for
+one function, the rank's process calls raise_forgotten() after the function has returned. The process group imports this
+file, so this file imports almost nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def raise_forgotten(*, everywhere: bool = False) -> None:
 
 
 def report_forgotten_at_exit() -> None:
-    """Logs at the program's exit which gradients were never reduced; changes an exit code of 0 to 1.
+    """Logs at the program's exit which gradients were never reduced; if there are any, changes an exit code of 0 to 1.
 
     If the program ends with an exception, the function logs nothing, because the exception explains why gradients were
     not reduced.
@@ -80,7 +80,7 @@ def fail_at_exit(text: str) -> None:
 
 
 def _take(*, everywhere: bool) -> list[str]:
-    """Returns the texts about forgotten gradients, oldest first, each only once; cancels the gradients' futures."""
+    """Returns the error texts for forgotten gradients, each only once; cancels the futures of these gradients."""
     texts = []
     for lost in list(_lost):
         communicator = lost.communicator()
@@ -120,8 +120,8 @@ def _change_exit_code(code: int) -> None:
     """Changes the exit code of this process, which is about to exit.
 
     An exception in an exit handler does not change the code, and os._exit() in an exit handler would skip later
-    handlers and MPI_Finalize. So gradsync registers a function that C's exit() calls after all exit handlers of Python;
-    this function ends the process with the new code.
+    handlers and MPI_Finalize. So gradsync registers a function that C's exit() calls after Python's exit handlers; this
+    function ends the process with the new code.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the stream may be None, closed, or a pipe without a reader

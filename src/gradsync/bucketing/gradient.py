@@ -1,8 +1,8 @@
 """Handles one gradient before its bucket is reduced: checks its array, and decides where its result is written.
 
-If two gradients shared memory, the reduction of one gradient would change the other gradient. So OverlapCheck refuses
-the second gradient. The last part of this module reads the option `parameters`, which lists the gradients before the
-first step.
+If two gradients of a step share memory to which a reduction writes, the reduction of one gradient would change the
+other gradient. So OverlapCheck refuses the second gradient. The last part of this module reads the option `parameters`,
+which lists the gradients before the first step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Destination(NamedTuple):
         target: a flat array for the reduced values, on the same device. If the results may overwrite the source, the
             target is the source itself.
         write_back: the native array into which the target is copied after the reduction; None if no copy is needed. A
-            copy is needed if the native array is not contiguous, or is not on the communicator's device.
+            copy is needed if the native array is not C-contiguous, or is not on the communicator's device.
         result: the result of the gradient's future.
     """
 
@@ -49,15 +49,16 @@ class Destination(NamedTuple):
     result: Any
 
 
-@dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot twice as fast
+@dataclass(slots=True, eq=False)  # not a tuple: Python reads a slot faster
 class GradientEntry:
-    """One gradient of a step: its array and its bucket. The next step uses the entry again if the same array arrives.
+    """One gradient of a step: its array and its bucket. The next step may use the entry again; see `recurs`.
 
     Attributes:
         gradient: the array that was handed over.
         parameter: the parameter, kept alive so that no other object gets its id.
         shape, dtype, state: the array's shape and dtype, and a fingerprint of its other properties (see
-            ArrayKind.state). The next step uses the entry again only if all three are unchanged.
+            ArrayKind.state). The next step uses the entry again only if all three are unchanged. `state` is None unless
+            `recurs`.
         bucket: the number of the gradient's bucket.
         name: the parameter's name, the same on all ranks.
         result: the result of the gradient's future.
@@ -68,6 +69,7 @@ class GradientEntry:
         position: the gradient's index in the order of arrival. If the callback has the option `parameters`: the
             parameter's index in this option.
         native: the gradient as a native array (see ArrayKind). If the gradient is locked: a view that stays writeable.
+            If the gradient was copied into its bucket: the view of the bucket.
         out: where the gradient's values are read, and where the reduced values go.
         recurs: whether the next step may use the entry again. This is so if the last step had the same array at this
             position, and the array is reduced in place.
@@ -102,6 +104,9 @@ def accept(name: str, grad: Any, communicator: Communicator, options: Options) -
         grad: the gradient that was handed over.
         communicator: the communicator that reduces the gradient.
         options: the options of the callback.
+
+    Raises:
+        InvalidArgument, UnsupportedDtype: see AllreduceCallback.__call__.
     """
     who = f"the gradient of {name}"
     if grad is None:
@@ -121,7 +126,7 @@ def accept(name: str, grad: Any, communicator: Communicator, options: Options) -
 
 
 def destination(grad: Any, native: Array, communicator: Communicator) -> Destination:
-    """Decides where the reduced values go: into the gradient or, if the gradient cannot be written to, a new array."""
+    """Decides where the reduced values go: into the gradient or, if it is read-only or overlaps itself, a new array."""
     arrays = communicator._arrays
     source = arrays.flat(native)
     if arrays.writeable(native) and not overlaps_itself(native):
@@ -142,7 +147,11 @@ def _is_array(param: Any) -> bool:
 
 
 def key_of(param: Any) -> Hashable:
-    """Returns a hashable key that identifies a parameter in this process."""
+    """Returns a hashable key that identifies a parameter in this process.
+
+    Raises:
+        InvalidArgument: the parameter is neither hashable nor an array.
+    """
     if type(param) in _PLAIN_NAMES:
         return param  # type: ignore[no-any-return]  # a str or an int
     if isinstance(param, np.generic):  # an element of an array of names: equal names are one parameter
@@ -242,13 +251,13 @@ class OverlapCheck:
 
 
 class BucketMemory:
-    """The memory of all buckets of a plan. The ranks reduce this memory in place; each parameter has a view of it.
+    """The memory of all buckets of a plan; each parameter has a view of it.
 
-    The memory belongs to the communicator: on the CPU the ranks share the memory, on a GPU it is device memory. A view
-    keeps the memory alive: a program may read its views after the communicator is closed, but the ranks cannot reduce
-    the memory any more.
+    The communicator allocates the memory: the backend `shm` in memory that the ranks share, NCCL on the GPU, the other
+    backends in this rank's memory. A view keeps the memory alive: a program may read its views after the communicator
+    is closed, but the ranks cannot reduce the memory any more.
 
-    Collective: every rank must construct it, for the same plan.
+    Every rank must construct it, for the same plan.
 
     Args:
         buckets: the buckets of the plan.
@@ -342,8 +351,8 @@ class KnownParameter(NamedTuple):
     """A parameter that `parameters=` names.
 
     Attributes:
-        parameter: the name or array with which the program will hand over its gradients; kept alive, so that no other
-            object gets its id.
+        parameter: the name or array with which the program will hand over this parameter's gradients; kept alive, so
+            that no other object gets its id.
         key: the key that identifies the parameter in this process.
         spec: the name, shape and dtype of the parameter's gradients.
     """
@@ -364,7 +373,8 @@ def known_parameters(parameters: Any, what: str, op: ReduceOp, communicator: Com
         communicator: the communicator that will reduce the gradients.
 
     Raises:
-        InvalidArgument: `parameters` has a wrong type, or names a parameter twice.
+        InvalidArgument: `parameters` has a wrong type, names a parameter twice, or has an entry that is neither an
+            array nor (shape, dtype).
         UnsupportedDtype: the operator is not defined for a dtype.
     """
     if parameters is None:
@@ -410,7 +420,7 @@ def warn_of_unequal_values(
     communicator: Communicator,
     agreed: Callable[[Agreement], Agreement],
 ) -> None:
-    """Logs a warning, on one rank, if the parameters' values differ between ranks. Every rank must call it.
+    """Logs a warning, on rank 0, if the parameters' values differ between ranks. Every rank must call it.
 
     The ranks compare the bytes of the values. The ranks skip the comparison if some rank passed only shapes and dtypes,
     a read-only array (the program may have replaced it), or an array that shares memory with the rank's first gradient.

@@ -7,9 +7,9 @@ through a view that it made before the lock, because a view keeps its own flag.
 
 The debug mode computes digests to detect writes. From the hand-over of a gradient until its bucket is reduced, the
 program must not write to the gradient. After the reduction the program may write to the result. But the program must
-first call done() or result() of the future, to know that the reduction has ended. So the debug mode watches a result
-until the program calls done() or result(), or the step ends. In this way the debug mode detects a program that still
-adds to a gradient after the reduction.
+first ask the future, for example with result(), to know that the reduction has ended. So the debug mode watches a
+result until the program asks a future of its bucket, or the step ends (see check_results). In this way the debug mode
+detects a program that still adds to a gradient after the reduction.
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ class LockedGradients:
         return bool(self._arrays)
 
     def unlock(self) -> None:
-        """Makes all gradients writeable again, even if NumPy refuses at first.
+        """Makes the gradients writeable again.
 
         NumPy refuses to make a gradient writeable if the gradient's base array has become read-only since the lock.
-        Either the program has made the base array read-only, or another callback has locked the base array.
+        Either the program has made the base array read-only, or another callback has locked the base array. In this
+        case _unlock_view makes the gradient writeable.
 
         Raises:
             InvalidArgument: a gradient stays read-only, or another callback has the same memory in flight.
@@ -153,7 +154,7 @@ def can_lock(gradient: Array, name: str, holder: Holder, *, is_on: bool) -> bool
 
 
 def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> None:
-    """Raises InvalidArgument if another callback has an array in flight, and so will make the array writeable again.
+    """Refuses an array that another callback has in flight: that callback will make the array writeable again.
 
     Args:
         array: a read-only array, or a view of read-only memory.
@@ -267,7 +268,7 @@ class GradientGuard:
         self._results.clear()
 
     def _digest(self, array: Any) -> int:
-        """Returns a digest of an array's elements. On a GPU the host waits for the current stream."""
+        """Returns a digest of an array's elements. For an array on a GPU the host waits for the current stream."""
         if not isinstance(array, np.ndarray):
             array = self._communicator._arrays.flat(array).get()
         return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

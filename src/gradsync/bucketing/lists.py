@@ -164,8 +164,9 @@ def bcast_list_(
         group: another name for `communicator`.
 
     Raises:
-        InvalidArgument: the root is outside the communicator, a value is not an array, or an array is read-only or has
-            elements that share memory. Nothing was sent.
+        InvalidArgument: the root is outside the communicator; `arrays` is not a list of arrays; on a rank other than
+            the root, an array is read-only, or its elements share memory; or both `communicator` and `group` are
+            passed. Nothing was sent.
         UnsupportedDtype: the elements of an array are Python objects.
         PlanMismatch: the ranks' lists differ in length, shapes, dtypes or root. Nothing was sent.
         RankFailed, CollectiveTimeout, CommunicatorClosed: the collective has failed.
@@ -198,7 +199,7 @@ def pack_allreduce_split(
 
     Args:
         pack_list: arrays of one dtype on the communicator's device.
-        shapes: the shapes of the results; each result has as many elements as its input.
+        shapes: the shapes of the results; each shape must have as many elements as the input of the same index.
         group: the communicator; None means the world communicator.
         reduce_method: "sum" or "mean", in upper or lower case.
 

@@ -2,16 +2,15 @@
 
     gradients -> encode (prescale, round to half precision, pack) -> all-reduce -> decode (postscale, convert back)
 
-The communicator decides in which dtype the values are added up, and so how they are rounded. Shared memory, and MPI
-with up to 16 ranks, add half-precision values up in float32, in rank order, and round the sum once. NCCL adds in the
-dtype that is sent, in each step of NCCL's algorithm, so NCCL's sums over many ranks are less accurate. float16
-overflows beyond 65504, also in the sum; a prescale of 1 / world_size with op "sum" keeps the sum within range. bfloat16
-has the range of float32, but only 8 bits of precision, while float16 has 11 bits.
+The communicator decides in which dtype the values are added up, and so how they are rounded. Shared memory and MPI add
+half-precision values up in float32, and round the sum once. NCCL may round in each step of its algorithm, so NCCL's
+sums over many ranks are less accurate. float16 overflows beyond 65504, also in the sum; a prescale of 1 / world_size
+with op "sum" keeps the sum within range. bfloat16 has the range of float32, but only 8 bits of precision, while float16
+has 11 bits.
 
-Over shared memory the backend scales and rounds the values while it copies them (see the class Wire in reduction.py).
-On the CPU, gradients that are scaled but not compressed are scaled in place (class Scaled) in two cases: the gradients
-live in buckets, or the backend is not shared memory. Small gradients outside buckets are packed first (class
-Compressed).
+This module scales and rounds the values before and after the all-reduce (classes Scaled and Compressed), except over
+shared memory: that backend scales and rounds the values while it copies them (see the class Wire in reduction.py). But
+if gradients live in buckets and are only scaled, this module scales them over shared memory too.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, Wire, check
 
 # Arrays whose average size is below this number of elements are packed before they are converted or scaled.
 _SMALL_ELEMENTS = 2**13
-# The dtypes that are compressed. Complex numbers, integers and half precision are sent unchanged.
+# The dtypes that are compressed. Gradients of other dtypes are sent in their own dtype.
 _COMPRESSED = ("float32", "float64")
 
 
@@ -67,7 +66,7 @@ class WireFormat:
         self._memory: dict[np.dtype[Any], Array] = {}
 
     def settings(self) -> dict[str, str]:
-        """Returns the options on which ranks must agree, with their values, except options that change nothing."""
+        """Returns the options of the wire format that differ from their defaults, with their values as text."""
         settings = {"compression": self.dtype_name} if self.dtype_name else {}
         scales = {"prescale": self.prescale, "postscale": self.postscale}
         return settings | {name: str(scale) for name, scale in scales.items() if scale != 1.0}
@@ -197,10 +196,9 @@ class Compressed:
 class Scaled:
     """Scales gradients in place, before and after their reduction; see the class Stage in for_bucketing.py.
 
-    Scaling in place needs half the memory traffic of a scaled copy, and the reduction then finds the gradients in the
-    cache. The scaled values of a read-only gradient are written into its target. So all ranks reduce lists of equal
-    sizes, even if only some ranks have read-only gradients: over MPI, lists of different sizes would need different
-    messages.
+    Scaling in place needs less memory traffic than a scaled copy. If a gradient is read-only, its scaled values are
+    written into its target. So all ranks reduce lists of equal sizes, even if only some ranks have read-only gradients:
+    over MPI, lists of different sizes would need different messages.
 
     Args:
         wire: the wire format, which has the scales.
@@ -312,7 +310,10 @@ class Options:
         return default_bytes if self.threshold_bytes is None else self.threshold_bytes
 
     def settings(self) -> dict[str, str]:
-        """Returns the options that must be equal on all ranks, with their values. Each bucket's digest has them."""
+        """Returns the options, except reduce_method, that must be equal on all ranks, with their values as text.
+
+        The digests of the buckets and of the flush depend on these options. Options with default values are left out.
+        """
         settings = self.wire.settings()
         if self.missing == "zero":
             settings["missing"] = '"zero"'
@@ -328,7 +329,7 @@ class Options:
         """Refuses gradients of a dtype that cannot be reduced with these options.
 
         Raises:
-            UnsupportedDtype: the dtype does not fit the options, e.g. integers with a mean, a scale or clipping.
+            UnsupportedDtype: the dtype does not fit the options: e.g. integers cannot be averaged, scaled or clipped.
         """
         if dtype in self._accepted:
             return

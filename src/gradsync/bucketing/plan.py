@@ -1,9 +1,10 @@
 """The plan assigns gradients to buckets. This module only computes: it has no arrays and no I/O.
 
 All gradients of a bucket have one dtype. A bucket of two or more gradients never exceeds the threshold. A gradient
-larger than the threshold gets a bucket of its own. Buckets fill in the order in which gradients arrive. A bucket is
-complete, and is launched, when it has reached the threshold, when the next gradient of its dtype does not fit, or at
-the flush. If all gradients are known beforehand, a bucket is launched when all of its gradients have arrived.
+larger than the threshold gets a bucket of its own, and the open bucket of its dtype stays open. Buckets fill in the
+order in which gradients arrive. A bucket is complete, and is launched, when it has reached the threshold, when the next
+gradient for it does not fit, or at the flush. If all gradients are known beforehand, a bucket is launched when all of
+its gradients have arrived and all earlier buckets are launched.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from gradsync.errors import InvalidArgument
 
 DEFAULT_THRESHOLD_BYTES = 10 * 1024**2
 #: The threshold for gradients that live in buckets on the CPU. Such gradients are not copied, and their reductions do
-#: not overlap the program. So each further bucket only adds the time of two barriers. With buckets of 10 MB the
-#: barriers take a sixth of the time for ResNet-50's gradients.
+#: not overlap the program. So more buckets only add the time of more barriers: two for each bucket.
 VIEWS_ON_CPU_THRESHOLD_BYTES = 64 * 1024**2
 
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMG]?i?B)\s*", re.IGNORECASE)
@@ -37,7 +37,8 @@ class GradientSpec(NamedTuple):
     """A gradient's name, shape and dtype, on which the ranks must agree.
 
     Attributes:
-        name: the repr() of the parameter's name, or its arrival index ("#3"); the same on all ranks.
+        name: the repr() of the parameter's name, or its index ("#3"), the same on all ranks. In average_gradients(),
+            the path in the tree.
         shape: the gradient's shape.
         dtype: the name of the gradient's dtype.
         itemsize: the size of one element in bytes.
@@ -50,7 +51,7 @@ class GradientSpec(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The parameter's name itself, if this name is a string; else `name`, the repr() of the parameter's name."""
+        """The parameter's name itself, if this name is a string; else the attribute `name`."""
         if self.name[:1] not in ("'", '"'):
             return self.name
         return self.name[1:-1] if "\\" not in self.name else str(ast.literal_eval(self.name))
@@ -76,7 +77,7 @@ class Slot:
     """The part of a bucket that holds one gradient.
 
     Attributes:
-        position: the gradient's position in the step, from 0.
+        position: the gradient's position in the step, from 0; see Planner.
         spec: the gradient's name, shape and dtype.
         begin: the index of the gradient's first element in the flat buffer.
         end: the index after the gradient's last element.
@@ -90,10 +91,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are reduced by one collective, in arrival order.
+    """Gradients that are reduced by one collective, in the order of their positions.
 
     Attributes:
-        dtype: the dtype's name, shared by all slots.
+        dtype: the dtype's name, the same for all slots.
         slots: the gradients, back to back from element 0.
         number: the bucket's number in its step, in the order in which buckets are opened.
     """
@@ -168,12 +169,13 @@ class Planner:
         threshold_bytes, first_bucket_bytes: see Args.
         assignments: the Assignment of each gradient of this step, by position. While the step repeats the last step,
             the list has the Assignments of all gradients of the last step.
-        repeats: whether all gradients of this step so far were in the last step, at the same positions.
+        repeats: whether all gradients of this step so far were in the last step, at the same positions. With `specs`,
+            always True.
         buckets: with `specs`, all buckets in launch order; else an empty list.
 
     Raises:
-        InvalidArgument: a size is not an integer of at least 1, or the first bucket's threshold is above
-            `threshold_bytes`.
+        InvalidArgument: a size is neither an integer of at least 1 nor text such as "25 MB", or the first bucket's
+            threshold is above `threshold_bytes`.
     """
 
     def __init__(
@@ -208,7 +210,7 @@ class Planner:
             self.reset()
 
     def assign(self, spec: GradientSpec, position: int) -> Assignment:
-        """Assigns one gradient. A gradient above the threshold gets a bucket of its own, which is complete at once.
+        """Assigns one gradient to a bucket.
 
         Args:
             spec: the gradient's name, shape and dtype. The planner compares specs by identity: pass the same object as
@@ -256,7 +258,7 @@ class Planner:
         return self._rest
 
     def plan_step(self, specs: Sequence[GradientSpec]) -> list[Bucket]:
-        """Returns the buckets of a whole step, in launch order."""
+        """Plans a whole step, and returns its buckets, in launch order."""
         complete: list[Bucket] = []
         for position, spec in enumerate(specs):
             assignment = self.assign(spec, position)
@@ -330,6 +332,6 @@ def checked_bytes(name: str, size: object) -> int:
 
 
 def list_of_names(names: Sequence[str]) -> str:
-    """Returns the names at the beginning of a list as text, and how many names follow."""
+    """Returns the first names of a list as text, and the number of further names, if there are more than eight."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

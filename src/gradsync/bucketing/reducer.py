@@ -40,11 +40,12 @@ class Statistics:
 
     Attributes:
         steps: the number of flushes that reduced gradients.
-        gradients: the number of gradients handed over for reduction.
-        all_reduces: the number of buckets reduced.
-        bytes_all_reduced: the size of all reduced buckets together.
+        gradients: the number of gradients in all steps that have ended, with the zeros for missing gradients.
+        all_reduces: the number of buckets reduced, also by a hook.
+        bytes_all_reduced: the size of all reduced buckets together, in the gradients' own dtypes.
         communication_seconds: the time that the host spends in the reductions and at the flush: for packing, waiting,
-            reducing and splitting. On a GPU, the host only launches this work.
+            reducing and splitting. If a GPU does this work, the host's time to launch it counts, and the time in which
+            the host waits for the GPU.
         skipped_steps: the number of steps whose gradients were not finite, with nonfinite="skip".
     """
 
@@ -143,7 +144,7 @@ class Reducer:
         self.events.change_settings(settings if hook is None else settings | {"hook": settings_of(hook)})
 
     def renew(self, number: int) -> None:
-        """Forgets a bucket's reduction, because this step has a new array in the bucket."""
+        """Forgets a bucket's reduction, because this step has a new array in the bucket; keeps it for bucket views."""
         known = self._last.get(number)
         if known is not None and known.memory is None:
             del self._last[number]
@@ -285,10 +286,10 @@ class Reducer:
         """Returns how a bucket's values are scaled and converted.
 
         Returns:
-            Two values; at least one is None. First, the wire format, if the backend converts values while it copies
-            them. Second, the Stage (see for_bucketing.py) that converts the values for other backends. This Stage
-            scales in place, unless the gradients are so small that packing them first costs less. On a GPU the Stage
-            scales while it packs. All ranks use the same class of Stage, so that they reduce lists of equal sizes.
+            Two values; at least one is None. First, the wire format, if the backend will convert the values. Second,
+            the Stage (see for_bucketing.py), if the Stage will convert the values. A Scaled stage is for the CPU, and
+            only for gradients that are not so small that packing them first costs less. All ranks use the same class
+            of Stage, so that they reduce lists of equal sizes.
         """
         wire, arrays, dtype = self._wire, communicator._arrays, reduction.sources[0].dtype
         if not wire.changes(dtype):
@@ -302,7 +303,10 @@ class Reducer:
         return None, Scaled(wire, None if is_written else reduction.targets, arrays)
 
     def finish_hooked(self, communicator: Communicator) -> Iterator[tuple[int, Completion | None]]:
-        """Waits for the hook's results, and copies them into the gradients; yields each bucket's number and end."""
+        """Waits for the hook's results, and copies them into the gradients; yields the number of each such bucket.
+
+        With each number the method yields the bucket's Completion: None on the CPU.
+        """
         if self._hooked is not None:
             for number, finish in self._hooked.take_begun():
                 started = time.perf_counter()
@@ -320,8 +324,9 @@ class Reducer:
             such work.
 
         Raises:
-            NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; all ranks raise this
-                error.
+            PlanMismatch: the step of another rank ends differently; all ranks raise this error.
+            NonFiniteGradient: some rank's gradients, or their sum, are not finite, and the policy is "raise"; all ranks
+                raise this error.
         """
         started = time.perf_counter()
         if self.count_present is not None:
@@ -399,11 +404,11 @@ class GradientBucket:
 
     Attributes:
         index: the bucket's number in its step, from 0. A bucket keeps its number as long as the steps repeat.
-        names: the names of the gradients, in the order of `flat`. A name that is a string is unchanged; another name is
-            given as its repr().
+        names: the names of the gradients, in the order of `flat`. A name that is a string is unchanged. Another name is
+            given as its repr(), and an array as its index, such as "#3".
         shapes: the shapes of the gradients, in the order of `flat`.
-        flat: a 1-D contiguous array of this rank's values, on the communicator's device. The hook may write to the
-            array. The array is valid until the bucket is reduced.
+        flat: a 1-D contiguous array of this rank's values, multiplied by prescale, on the communicator's device. The
+            hook may write to the array. The array is valid until the bucket is reduced.
         communicator: the communicator whose ranks reduce the bucket.
         op: the required reduction: sum or mean.
     """
@@ -541,7 +546,7 @@ class _HookedBuckets:
         return begun
 
     def reset(self) -> None:
-        """Forgets the buckets of a failed step. Their memory is not used again: the hook may still access it."""
+        """Forgets the buckets that the hook has. Their memory is not used again: the hook may still access it."""
         self._begun.clear()
         self._flats.clear()
 

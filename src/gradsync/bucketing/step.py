@@ -1,11 +1,11 @@
 """Runs the training steps of a callback: reduces each bucket as soon as it is complete, and the rest in flush().
 
-For each gradient, Step.take checks whether the step repeats the last step. If the last step had the same array at the
-same position, gradsync reuses the array's GradientEntry, its bucket and, when the bucket is complete, the bucket's
-Reduction (see Reducer.reduce). Otherwise Step._admit checks the gradient and makes a new entry.
+gradsync keeps the GradientEntry of an array only if the array arrived at the same position in two consecutive steps. So
+a loop that makes new arrays in each step does not hold the memory of two steps.
 
-gradsync keeps an array from one step to the next only if the array arrived in two consecutive steps. So a loop that
-makes new arrays in each step does not hold the memory of two steps.
+If the array of a kept entry arrives again at its position, Step.take uses the entry again. When all arrays of a bucket
+have arrived again, the bucket's Reduction is used again too (see Reducer.reduce). For any other array, Step._admit
+checks the gradient and makes a new entry.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Step:
         planner: the planner, which assigns gradients to buckets.
         reducer: the reducer, which runs the collectives of the step.
         memory: the memory of the buckets, if gradients live in it; else None.
-        count: the number of gradients handed over since the last flush.
-        ended: the number of steps that have ended, including empty steps. This number is also the index of the current
-            step.
+        count: the number of gradients of the current step so far.
+        ended: the number of steps that have ended, including empty and failed steps. This number is also the index of
+            the current step.
         raised_on_all: the last error that every rank raised in a collective of this callback; None if there is none.
         filled: after a flush, by parameter: the results of parameters that had no gradient on this rank.
         sums: the sums of the gradients of local passes, until the next step reduces the sums.
-        agreed: the gradients of the last step that ended in the same way on all ranks. If the callback has the option
-            `parameters`: the gradients of all parameters.
+        agreed: the gradients of the last step that was not empty and ended in the same way on all ranks. If the
+            callback has the option `parameters`: the gradients of all parameters.
     """
 
     def __init__(self, options: Options, identity: CallbackIdentity) -> None:
@@ -95,18 +95,18 @@ class Step:
         self._identity = identity
         self._communicator: Communicator | None = None  # the communicator of the last step
         self._is_known = False  # whether the other ranks of the communicator know the callback
-        self._has_compared = options.parameters is None  # whether the ranks have compared the parameters' values
+        # Whether the ranks have compared the values of `parameters`, or the option is not set.
+        self._has_compared = options.parameters is None
         self._parameters: list[KnownParameter] = []  # by position
         self._positions: dict[Hashable, int] | None = None  # with `parameters`: the positions by the parameter's key
         self._zeros: dict[int, Array] = {}  # by position: arrays of zeros for missing gradients
         self._is_busy = False  # whether some thread is handing over a gradient, or flushing
-        # By position: the gradients of this step, and the gradients of the last step that may arrive again. For the
-        # other arrays of the last step, _seen has weak references: an array that arrives in two consecutive steps may
-        # arrive again.
+        # By position: the gradients of this step, and the kept entries of the last step. For other native arrays of the
+        # last step, _seen has weak references: if such an array arrives in this step too, its entry is kept.
         self._entries: dict[int, GradientEntry] = {}
         self._seen: dict[int, weakref.ref[Any]] = {}
         # The rest of the attributes belong to the current step.
-        self._new: list[GradientEntry] = []  # the gradients whose array was not in the last step at the same position
+        self._new: list[GradientEntry] = []  # the gradients that did not use an entry again
         # While _new is empty, the gradients are the same arrays as in the last step, which were checked for shared
         # memory. From the first new gradient on, all gradients of the step are checked again.
         self._keys: set[Hashable] = set()
@@ -114,7 +114,7 @@ class Step:
         self._ends: dict[int, CollectiveEnd] = {}  # by bucket; a defaultdict makes a missing end
         self._leaving: BaseException | None = None  # the first SystemExit or KeyboardInterrupt of a done-callback
         self._producers: dict[int, list[Any]] = {}  # GPU events of the gradients' work, by bucket
-        self._has_ended = False  # whether the flush has begun, so that no gradient will follow
+        self._has_ended = False  # whether the flush has begun, so that the program hands over no further gradient
         self._guard: GradientGuard | None = None  # only in debug mode
         self._is_watched = False  # whether _note must run for each gradient
         self._state_of: Callable[[Any], Any] = id  # the communicator's ArrayKind.state
@@ -126,7 +126,9 @@ class Step:
         """Starts to use a new communicator, and forgets the arrays of the previous one.
 
         Raises:
-            InvalidArgument: a step has begun on the previous communicator, and that communicator is still open.
+            InvalidArgument: a step has begun on the previous communicator, and that communicator is still open; or the
+                option `parameters` has a wrong value.
+            UnsupportedDtype: the reduce method is not defined for the dtype of one of the `parameters`.
         """
         if communicator is self._communicator:
             return
@@ -163,7 +165,7 @@ class Step:
         return dict(zip(given, views, strict=True)) if isinstance(given, Mapping) else list(views)
 
     def forget_memory(self) -> None:
-        """Forgets the buckets' memory; the program's views of this memory become ordinary arrays."""
+        """Forgets the arrays of the last step and the buckets' memory; its views become ordinary arrays."""
         self._entries.clear()
         self._zeros.clear()
         self.reducer.forget()
@@ -181,10 +183,10 @@ class Step:
         self._is_known = True
 
     def prepare(self, gradient: Any, communicator: Communicator) -> None:
-        """Prepares the first step: compares the parameters, and allocates the buckets' memory.
+        """Prepares the first step: compares the parameters' values, and allocates the buckets' memory, if needed.
 
-        Every rank must call it. All ranks first compare the parameters and then allocate the memory, even if a rank has
-        no gradient. So the ranks report a difference between the parameters before a difference between the buckets.
+        Every rank must call it, even a rank without gradients. All ranks compare first and allocate then, so that all
+        of them call the same collectives in the same order.
 
         Args:
             gradient: the first gradient of this rank, or None.
@@ -238,8 +240,8 @@ class Step:
             if (positions := self._positions) is not None:
                 position = positions.get(param if type(param) is str else key_of(param))
             entry = self._entries.get(position)  # type: ignore[arg-type]  # None is no position
-            # True if this step repeats the last step: the same array, unchanged, is at the same position. (A parameter
-            # that is a string is its own key, which saves a call for each gradient.)
+            # True if a kept entry can be used again: the same array, with the same shape, dtype and state, is at the
+            # same position. (A parameter that is a string is its own key, which saves a call for each gradient.)
             if (
                 entry is not None
                 and entry.gradient is grad
@@ -296,9 +298,7 @@ class Step:
             self._guard.take(entry, end)
 
     def _admit(self, param: Any, grad: Any, communicator: Communicator) -> GradientEntry:
-        """Checks a gradient that the last step did not have at its position, and makes its entry.
-
-        An error leaves the step unchanged.
+        """Checks a gradient for which no kept entry fits, and makes its entry. An error adds no gradient to the step.
 
         Raises:
             InvalidArgument, UnsupportedDtype: see AllreduceCallback.
@@ -372,7 +372,7 @@ class Step:
     def _accepted(
         self, param: Any, grad: Any, position: int, communicator: Communicator
     ) -> tuple[Any, Array, GradientSpec]:
-        """Returns a gradient as an array, as a native array, and its spec, which is the last step's object if equal."""
+        """Returns a gradient as an array and as a native array, and its spec: the last step's object if it is equal."""
         grad, name = as_array(grad), display_name(param, position)
         native = accept(name, grad, communicator, self._options)
         spec = GradientSpec(name, native.shape, dtype_name(native.dtype), native.dtype.itemsize)
@@ -408,10 +408,9 @@ class Step:
     # -- Local passes ----------------------------------------------------------------------------------------------
 
     def add_up(self, param: Any, grad: Any, communicator: Communicator) -> GradientFuture:
-        """Adds a gradient of a local pass to the sum of its parameter. The ranks exchange nothing.
+        """Adds a gradient of a local pass to the sum of its parameter; returns a future of the sum so far.
 
-        Returns:
-            A future that is done and gives the sum so far.
+        The ranks exchange nothing.
         """
         self._begin_call("callback(param, grad)", communicator)
         if communicator._runs_beside_host:
@@ -431,7 +430,7 @@ class Step:
         self.reducer.events.local_passes += self.sums.end_pass()
 
     def discard(self) -> None:
-        """Drops the sums of local passes."""
+        """Drops the sums of local passes, and their number."""
         self.sums.clear()
         self.reducer.events.local_passes = 0
 
@@ -481,7 +480,7 @@ class Step:
 
     @contextmanager
     def noting_errors(self) -> Iterator[None]:
-        """A context manager for collectives that belong to no step; sets raised_on_all if all ranks raise an error."""
+        """A context manager for collectives outside of take() and flush(); notes an error that all ranks raise."""
         try:
             yield
         except BaseException as error:
@@ -493,9 +492,9 @@ class Step:
             self.raised_on_all = error
 
     def fail(self, error: BaseException) -> None:
-        """Ends the step with an error, which all futures that are not done will raise.
+        """Ends the step with an error, which the futures that are not done will raise.
 
-        This method forgets the gradients of this step and of the last step, but keeps `agreed`.
+        This method forgets the arrays of this step and of the last step, and the sums of local passes.
         """
         self._note_raised_on_all(error)
         if isinstance(error, NonFiniteGradient):  # raised after all ranks have agreed on the step
@@ -515,7 +514,7 @@ class Step:
         self._raise_leaving()
 
     def _take_rest(self, communicator: Communicator) -> dict[Any, GradientFuture]:
-        """Hands over the sums of parameters without a gradient in the last pass; returns their futures by name."""
+        """Hands over the sums of parameters without a gradient in the last pass; returns the futures for `filled`."""
         futures = {}
         for param, total in self.sums.take_rest(communicator):
             position = self.count if self._positions is None else self._positions[key_of(param)]
@@ -523,10 +522,14 @@ class Step:
         return futures
 
     def _complete(self, communicator: Communicator) -> None:
-        """Hands over zeros for missing gradients, or raises. All ranks do the same.
+        """Hands over zeros for missing gradients, or raises an error.
 
         In a step without any gradient, no parameter counts as missing with missing="error", and all parameters count as
         missing with missing="zero".
+
+        Raises:
+            MissingGradient: the same gradients are missing on all ranks, with missing="error".
+            PlanMismatch: the ranks lack different gradients, with missing="error".
         """
         if not self.count and self._options.missing == "error":
             return
@@ -549,13 +552,15 @@ class Step:
             self.filled[_key_in_filled(param, position)] = zeros
 
     def shadow(self, specs: Sequence[GradientSpec], communicator: Communicator, *, present: int, passes: int) -> None:
-        """Takes part in a whole step of the other ranks, with zeros. The step does not count in the statistics.
+        """Takes part in a whole step of the other ranks, with zeros.
+
+        The statistics do not count this step and its gradients, but they count its buckets.
 
         Args:
             specs: the names, shapes and dtypes of the step's gradients, by position.
             communicator: the communicator whose ranks reduce the gradients.
             present: the number of ranks that have gradients.
-            passes: the number of local passes of the ranks that have gradients, equal on all these ranks.
+            passes: the number of local passes before the step, on the first rank that has gradients.
         """
         reducer, statistics, sums = self.reducer, self.reducer.statistics, self.sums
         own_passes, steps, gradients = reducer.events.local_passes, statistics.steps, statistics.gradients
@@ -574,10 +579,10 @@ class Step:
     def _zeros_at(
         self, position: int, spec: GradientSpec, communicator: Communicator, *, is_shadow: bool = False
     ) -> Any:
-        """Returns zeros for a missing gradient, in the parameter's view of its bucket or in an array kept for reuse.
+        """Returns zeros for a missing gradient: the parameter's view of its bucket, or an array that is kept for reuse.
 
-        If `is_shadow` is True, the zeros are negative: 0.0 would make a sum of negative zeros positive, and -0.0
-        changes no sum.
+        If `is_shadow` is True, floating zeros are negative: adding -0.0 changes no sum, but adding 0.0 to -0.0 gives
+        0.0.
         """
         dtype: Any = dtype_of(spec.dtype)
         array = self._zeros.get(position) if self.memory is None else self.memory.views[position]
@@ -612,7 +617,7 @@ class Step:
             self._raise_leaving()
 
     def _finish(self, end: CollectiveEnd, error: BaseException | None, completion: Completion | None) -> None:
-        """Completes a bucket's futures. If a done-callback raises SystemExit, the other buckets still complete."""
+        """Completes a bucket's futures. An exception that leaves a done-callback is kept for _raise_leaving."""
         try:
             end.finish(None, error, completion)
         except BaseException as leaving:

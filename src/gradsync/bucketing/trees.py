@@ -1,8 +1,9 @@
 """Functions for trees (nested containers of arrays): average a tree over the ranks, or broadcast the root's tree.
 
 average_gradients() is for loops that have all gradients before they synchronise them. The function flattens the tree,
-and checks that all ranks have the same arrays. Then it reduces the arrays in lists; the communicator packs each list.
-If a callback is given, the gradients go through the callback, so that the callback's options apply.
+and checks that all ranks have arrays of the same paths, shapes and dtypes. Then it reduces the arrays in lists; the
+communicator packs each list. If a callback is given, the gradients go through the callback, so that the callback's
+options apply.
 
 broadcast_tree() sends the whole training state from the root to all ranks. The function copies arrays in place, and
 returns a tree that also has the root's other values. The root sends a list of the nodes of its tree, which has
@@ -52,13 +53,13 @@ def average_gradients(
     op: str | None = None,
     communicator: Communicator | None = None,
 ) -> Tree:
-    """Averages all gradients of a tree over the ranks: `gradients = gs.average_gradients(gradients)`.
+    """Averages or sums the gradients of a tree over the ranks: `gradients = gs.average_gradients(gradients)`.
 
     Every rank must call it with a tree of the same paths: at each path, all ranks have an array of the same shape and
     dtype, or all have None. A tree nests dicts (in any order), lists, tuples, namedtuples and dataclasses. Use the tree
-    that the function returns. A writeable array in the returned tree is the caller's own array, reduced in place. A
-    read-only array, such as JAX's, is replaced by a new array of the same kind. A number (NumPy scalar, float, complex,
-    int) is replaced by a new number.
+    that the function returns. Without a callback, the function reduces writeable arrays in place, and the returned tree
+    has these same arrays. If an array is read-only, such as JAX's, or its elements share memory, the returned tree has
+    a new array of the same kind in its place. A number (NumPy scalar, float, complex, int) is replaced by a new number.
 
     With one rank and without a callback, the function returns the tree unchanged and unchecked.
 
@@ -73,8 +74,7 @@ def average_gradients(
             world communicator.
 
     Returns:
-        A tree of the same structure. The containers of the returned tree are copies, unless the tree is returned
-            unchanged.
+        A tree of the same structure. Its containers are copies, unless the tree is returned unchanged.
 
     Raises:
         InvalidArgument: a value in the tree is not an array, a number or None; two arrays share memory, or have the
@@ -82,7 +82,7 @@ def average_gradients(
             `communicator` is passed with a callback.
         UnsupportedDtype: the operator is not defined for a dtype, e.g. the mean of integers; the text names the path.
         PlanMismatch: the ranks' trees differ. All ranks raise this error, which names the first different path. Without
-            a callback, nothing was written.
+            a callback, nothing was written, unless the error's `broken` is True.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective has failed.
     """
     if callback is not None:
@@ -259,10 +259,12 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
         The arrays of the returned tree are the arrays of the given tree. The containers are copies.
 
     Raises:
-        InvalidArgument: the root is outside the communicator; an array is read-only on a rank other than the root; a
-            container contains itself, or cannot be copied; or a value cannot be pickled. No array was written to.
+        InvalidArgument: the root is outside the communicator; on a rank other than the root, an array is read-only, or
+            its elements share memory; a container contains itself, or cannot be copied; or a value cannot be pickled.
+            No array was written to.
+        UnsupportedDtype: the elements of an array are Python objects. No array was written to.
         PlanMismatch: the ranks' trees differ, or the root's values cannot be unpickled on some rank; the text names the
-            first different path. No array was written to.
+            first different path of each rank. No array was written to.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective has failed.
     """
     communicator, root = communicator_and_root("broadcast_tree", communicator, root)
@@ -297,7 +299,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
 
 
 class _Difference(Exception):
-    """Two trees differ. The text names the first different path, and shows the values of this rank and the root."""
+    """The trees of this rank and of the root differ. The text names the first different path."""
 
 
 def _described(node: _Node, native: Array) -> _Node:

@@ -52,8 +52,9 @@ class Values:
 
     Attributes:
         norm: the norm of the last step's reduced gradients, before clipping; None without max_norm, before the first
-            step, and after a failed step.
-        skip_step: whether the last step's gradients were not finite; always False unless the policy is "skip".
+            step, and after a step that failed or had no gradients.
+        skip_step: whether the last step's gradients or their sums had NaN or infinity; False unless the policy is
+            "skip".
         checks: the kinds of checks for every bucket.
     """
 
@@ -97,8 +98,9 @@ class Values:
 
         Raises:
             PlanMismatch: the step of another rank ends differently.
-            NonFiniteGradient: some rank's gradients are not finite, and the policy is "raise"; all ranks raise this
-            error.
+            NonFiniteGradient: some rank's gradients, or their sum, are not finite, and the policy is "raise"; all ranks
+                raise this error.
+            RankFailed, CollectiveTimeout, CommunicatorClosed: the exchange between the ranks has failed.
         """
         self.norm, self.skip_step = None, False
         watches = self._watches
@@ -249,11 +251,10 @@ class BucketWatch:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Returns the factor that scales gradients to a norm of at most `max_norm`; never more than 1.
+    """Returns the factor that scales gradients to a norm of at most `max_norm`; at most 1, or NaN.
 
     Args:
-        norm: the norm of all gradients. If the norm is infinite, the factor is 0; if the norm is NaN, the factor is
-            NaN.
+        norm: the norm of all gradients. If the norm is NaN, or if both numbers are infinite, the factor is NaN.
         max_norm: the largest allowed norm; above 0.
 
     Source: torch.nn.utils.clip_grad_norm_, including its 1e-6.
@@ -272,7 +273,7 @@ def own_share(flats: Sequence[Array], communicator: Communicator) -> list[Array]
 
 
 def packed(flats: Sequence[Array]) -> list[Array]:
-    """Returns the large arrays, and one copy of all small arrays: to check each small array by itself costs more."""
+    """Returns the large arrays, and one copy of all small arrays, because to check each small array costs more."""
     small = [flat for flat in flats if flat.size < _SMALL_ELEMENTS]
     if len(small) < 2:
         return list(flats)
@@ -281,7 +282,7 @@ def packed(flats: Sequence[Array]) -> list[Array]:
 
 
 def on_host(results: Sequence[Any]) -> list[Any]:
-    """Returns Python numbers; 0-d arrays on a GPU are copied together, and the host waits once for all of them."""
+    """Returns results as Python numbers; copies results on a GPU together, so that the host waits only once."""
     if not results or isinstance(results[0], (bool, float)):
         return list(results)
     with results[0].device:
