@@ -334,13 +334,20 @@ class Reducer:
         agreement, later = self.events.next(Flush(gradients)), None
         if not self.values.checks:
             communicator._agree(agreement)
-        for completion in self._launched:
-            completion.order()
+        self.order_launched()
         if self.values.checks:
             later = self.values.end(communicator, agreement)
             self.statistics.skipped_steps += self.values.skip_step
         self.statistics.communication_seconds += time.perf_counter() - started
         return later
+
+    def order_launched(self) -> None:
+        """Makes later work on the current stream wait for this step's reductions.
+
+        If a reduction writes to gradients in host memory, the host waits until the reduction has ended.
+        """
+        for completion in self._launched:
+            completion.order()
 
     def agree_on_missing(self, gradients: int, missing: tuple[str, ...], communicator: Communicator) -> None:
         """Checks that all ranks have `gradients` gradients in this step, and that all lack the gradients in `missing`.

@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -52,7 +52,14 @@ from gradsync.communicators.agreement import StepSoFar
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.lifetime import Lifetime
 from gradsync.diagnostics import tracing
-from gradsync.errors import GradientCancelled, InvalidArgument, MissingGradient, NonFiniteGradient, PlanMismatch
+from gradsync.errors import (
+    GradientCancelled,
+    GradsyncError,
+    InvalidArgument,
+    MissingGradient,
+    NonFiniteGradient,
+    PlanMismatch,
+)
 from gradsync.futures import CollectiveEnd, Completion, GradientFuture, check_may_call, pending
 from gradsync.reduction import Array, dtype_name, dtype_of
 
@@ -500,6 +507,11 @@ class Step:
         if isinstance(error, NonFiniteGradient):  # raised after all ranks have agreed on the step
             self.agreed = [assignment.spec for assignment in self.planner.assignments]
         self.unlock_waiting()
+        if isinstance(error, PlanMismatch):
+            # All ranks have launched the earlier buckets of the step, so the reductions of these buckets end soon. The
+            # program may use its gradients again when it has caught the error.
+            with suppress(GradsyncError):  # e.g. the communicator is broken, and all its reductions have failed
+                self.reducer.order_launched()
         ends = list(self._ends.values())
         self.reducer.fail()
         self.sums.clear()
