@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
+from gradsync.bench import thresholds
 from gradsync.bench.models import gradients_of, itemsize_of
 from gradsync.bench.report import Seconds, plot
 from gradsync.bench.thresholds import (
@@ -30,6 +31,7 @@ from gradsync.bench.thresholds import (
     same_buckets,
 )
 from gradsync.bucketing.plan import GradientSpec, plan_buckets
+from places import SHM
 
 
 def specs(*sizes):
@@ -211,3 +213,25 @@ def test_every_dtype_can_be_measured(dtypes):
     assert (measured.backend, measured.device) == ("local", "cpu")
     # Each dtype fills one bucket, so both thresholds make the same ones.
     assert [len(samples) for samples in measured.steps] == [1]
+
+
+def largest_result(_comm):
+    """Measures floating gradients beside an integer one; returns the largest element of any result."""
+    largest = 0.0
+
+    class Recording(gs.AllreduceCallback):
+        def __call__(self, param, grad):
+            nonlocal largest
+            future = super().__call__(param, grad)
+            largest = max(largest, float(abs(grad).max()))  # the results of the step before
+            return future
+
+    thresholds.AllreduceCallback = Recording
+    specs = [GradientSpec(dtype, (4,), dtype, itemsize_of(dtype)) for dtype in ("float16", "complex64", "int8")]
+    run_sweep(Sweep(specs, plan_sweep(specs, [1]), 20, 5.0))
+    thresholds.AllreduceCallback = gs.AllreduceCallback
+    return largest
+
+
+def test_the_values_of_a_sweep_do_not_grow_from_step_to_step():
+    assert max(SHM.run(3, largest_result)) <= 2

@@ -219,8 +219,10 @@ def _round(
 def _operations(sweep: Sweep, comm: Communicator) -> list[Callable[[], None]]:
     """Returns one function per threshold; each function synchronises all gradients once with its threshold."""
     xp, wait = array_module(comm)
-    gradients = [_gradient(xp, spec, comm.rank) for spec in sweep.specs]
     method = "mean" if all(spec.dtype.startswith(_FLOATING) for spec in sweep.specs) else "sum"
+    # Gradients are reduced in place, step after step. A mean stays bounded; a sum does so only if the values are 0.
+    value = comm.rank if method == "mean" else 0
+    gradients = [_gradient(xp, spec, value) for spec in sweep.specs]
     return [
         _step(AllreduceCallback(method, comm, threshold_bytes=candidate.threshold_bytes), gradients, wait)
         for candidate in sweep.candidates
@@ -238,13 +240,13 @@ def _step(callback: AllreduceCallback, gradients: Sequence[Any], wait: Callable[
     return step
 
 
-def _gradient(xp: Any, spec: GradientSpec, rank: int) -> Any:
-    """Creates a gradient of equal elements: the rank's number in a floating or complex dtype, 0 in an integer dtype."""
+def _gradient(xp: Any, spec: GradientSpec, value: int) -> Any:
+    """Creates a gradient whose elements all have the given value."""
     if spec.dtype == "bfloat16":
         import ml_dtypes
 
-        return xp.full(spec.shape, rank, ml_dtypes.bfloat16)
-    return xp.full(spec.shape, rank if spec.dtype.startswith(_FLOATING) else 0, spec.dtype)
+        return xp.full(spec.shape, value, ml_dtypes.bfloat16)
+    return xp.full(spec.shape, value, spec.dtype)
 
 
 # The command.
