@@ -14,7 +14,8 @@ The rest of gradsync imports only these names:
   the rendezvous. `OF_MESSAGES` marks a wait in a send or receive. The constants `MAX_...` limit the length of values,
   reports and descriptions.
 - `sockets.bind_listener`, `format_address`, `look_up`, `raise_limit`: for launchers.
-- `hosting.join`: decides which process hosts the server and at which address, joins, and returns this rank's client.
+- `hosting.join`: decides which process hosts the server and at which address, hosts the server if this process is the
+  host, joins, and returns this rank's client.
 - `secret_files`: how processes of one machine find a server and its secret.
 
 A generation is a set of ranks that have joined together. A generation forms when all launched ranks have joined. At the

@@ -5,11 +5,11 @@ group that numbers its collectives: position 0, 1, 2, ... If the common history 
 rank launches this collective without asking. Otherwise the rank asks the server whether all members run the same
 collective: the rank sends the digest of its collective, and waits for the decision.
 
-This module is part of the server's core, without I/O. The server decides on a position when every member has reported
-the digest of its collective there. A member reports the digest in its own question or, if it has already launched the
-collective, in a LAUNCHED frame. The server forwards the first question about a position to the other members. A member
-that has launched its collective at this position answers with LAUNCHED; every other member asks the server too before
-it launches.
+This module is part of the server's core, without I/O. The server decides on a position at the latest when every member
+has reported the digest of its collective there. A member reports the digest in its own question or, if it has already
+launched the collective, in a LAUNCHED frame. The server forwards the first question about a position to the members
+that have not reported yet. A member that has launched its collective at this position answers with LAUNCHED; every
+other member asks the server too before it launches.
 
 A rank cannot withdraw a launched collective. Suppose that one member has launched a collective, and another member asks
 about a different collective at the same position. Then the server answers LAUNCHED at once to every question about this

@@ -1,7 +1,8 @@
-"""The rendezvous client: a rank joins a generation, and shares keys, barriers and failures with the others.
+"""The rendezvous client: a rank joins a generation, and shares keys, barriers and failures with the other ranks.
 
-The process group and the communicators use this module. The same class is used for the world and for groups. A group
-is a subset of the ranks. The group's name is the prefix of the names of its keys, barriers and groups.
+The process group, the communicators and the launchers of several machines use this module. The same class is used for
+the world and for groups. A group is a subset of the ranks. The group's name is the prefix of the names of its keys,
+barriers and groups.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ _JOIN_ATTEMPTS = 50
 class RendezvousClient:
     """A rank's membership in one generation (made by `connect`), or in a group of its ranks (made by `group`).
 
-    Any number of threads may use one client; each call has its own deadline. Every call returns its result or raises a
-    typed error. Once the generation has failed, every call that waits for an answer raises this failure. The methods of
-    a group take ranks of the group; errors and reports name ranks of the world.
+    Any number of threads may use one client; each call that waits has its own deadline. Once the generation has failed,
+    every call that waits for an answer raises this failure. `group` and `get` take ranks of this client. The other
+    methods, the reports and the errors use ranks of the world.
 
     Attributes:
         rank, world_size: this rank's number, and the number of members.
@@ -126,7 +127,7 @@ class RendezvousClient:
                 not all ranks joined (`missing_ranks` names them).
             AuthenticationError: the server does not know the secret.
             RendezvousError: the server refused this rank, or another service holds the port.
-            RankFailed: another rank died while the generation was forming.
+            RankFailed: another rank died, was paused (SIGSTOP) or reported a failure while the generation was forming.
         """
         check_seconds("connect", "timeout_seconds", timeout_seconds)
         deadline = time.monotonic() + timeout_seconds
@@ -208,7 +209,8 @@ class RendezvousClient:
 
         Raises:
             InvalidArgument: the key or the value has the wrong type or is too long.
-            RankFailed, CollectiveTimeout, RendezvousError: the generation or the server has failed.
+            RendezvousError: the server is gone, does not answer, or has no room for the value.
+            RankFailed, CollectiveTimeout: the generation has failed.
         """
         data = bytes(value) if isinstance(value, (bytearray, memoryview)) else value
         return bool(self._ask_at_once(f"set {key!r}", FrameType.SET, self._scoped(key), data, replace))
@@ -223,8 +225,9 @@ class RendezvousClient:
             timeout_seconds: this rank's deadline.
 
         Raises:
-            RendezvousTimeout: the key was not set by the deadline; `missing_ranks` has `from_rank`, if it was given.
-            RankFailed: a rank died, `from_rank` has left, or every other rank has left.
+            RendezvousTimeout: the key was not set by the deadline; `missing_ranks` has the world rank of `from_rank`,
+                if `from_rank` was given.
+            RankFailed: a rank died, `from_rank` has left the world, or every other rank has left the world.
         """
         setter = None if from_rank is None else self.world_ranks[from_rank]
         operation = f"get {key!r}"
@@ -243,9 +246,9 @@ class RendezvousClient:
             timeout_seconds: this rank's deadline.
 
         Raises:
-            InvalidArgument: the value is too long.
+            InvalidArgument: the value is too long, or this rank already waits in an exchange with this name.
             RendezvousTimeout: `missing_ranks` has the ranks that did not arrive; the text has their states.
-            RankFailed: a rank died, or a member has left.
+            RankFailed: a rank died, or a member has left the world.
         """
         fields = self._scoped(name), self._members, bytes(value)
         values = self._connection.ask(f"exchange {name!r}", timeout_seconds, FrameType.EXCHANGE, *fields)
@@ -297,7 +300,7 @@ class RendezvousClient:
             InvalidArgument: an argument is out of its range, the members differ from the members in an earlier call, or
                 this rank already waits at this position.
             RendezvousTimeout: `missing_ranks` has the members that did not report; the text has their states.
-            RankFailed: a rank died, or a member that has not reported has left.
+            RankFailed: a rank died, or a member that has not reported has left the world.
         """
         name = self._scoped(group)
         fields = name, operator.index(position), operator.index(digest), self._members
@@ -320,7 +323,8 @@ class RendezvousClient:
         """Sets the callback that runs when another member asks about a position. The server gets the callback's result.
 
         Call `follow` before the group's first collective: questions that arrive earlier are dropped. `on_asked` runs in
-        a thread of this client; the callback must be quick, must not raise, and must not wait for the server.
+        a thread of this client. The callback must be quick, and must not wait for the server. If it raises, the client
+        logs the error, and the result is None.
 
         Args:
             group: the group's name.
@@ -383,15 +387,16 @@ class RendezvousClient:
             self._post(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))
 
     def left_ranks(self, name: str) -> dict[int, int]:
-        """Returns the world ranks that have left a communicator, and for each rank its number of begun collectives."""
+        """Returns the world ranks that have announced their leave, each with the number of collectives it had begun."""
         numbers = self._ask_at_once(f"left_ranks {name!r}", FrameType.LEFT_RANKS, self._scoped(name), self._members)
         return dict(zip(numbers[::2], numbers[1::2], strict=True))
 
     def close(self) -> None:
         """Leaves the group, or the world. Idempotent. The generation goes on without this rank.
 
-        A group's client does not wait. The world's client sends LEAVE, waits up to 1 s and closes the connection.
-        Threads that wait in a request of the world or of one of its groups get CommunicatorClosed.
+        A group's client does not wait. The world's client sends LEAVE, waits up to 1 s for the server and up to 2.2 s
+        for its own threads, and closes the connection. Threads that wait in a request of the world or of one of its
+        groups then get CommunicatorClosed.
         """
         if self._world is None:
             self._connection.close()
@@ -409,7 +414,7 @@ class RendezvousClient:
         """Raises the failure of the generation, if it has failed; never waits. Later calls raise the same failure.
 
         Raises:
-            RankFailed: a rank of this generation died, was paused (SIGSTOP) or reported a failure.
+            RankFailed: a rank of this generation died, was paused (SIGSTOP), was unreachable or reported a failure.
             CollectiveTimeout: a rank did not arrive at a collective in time.
             RendezvousError: the server is gone.
             CommunicatorClosed: this client was closed.
@@ -424,17 +429,17 @@ class RendezvousClient:
     ) -> None:
         """Sets the callbacks that describe this rank to the server and the other ranks.
 
-        The callbacks run in threads of this client. Each callback must be quick and must not raise; if `report` raises,
-        the error's text is sent as the report.
+        The callbacks run in threads of this client. Each callback must be quick. If `report` raises, the error's text
+        is sent as the report. If another callback raises, the client ignores the error.
 
         Args:
             positions: returns the number of collectives that this rank has begun in each group, for at most 16
                 groups. The client calls `positions` at every heartbeat (at most twice a second), and before `report`.
             report: returns a text about this rank and the rank's last collectives by group. The other ranks' errors
                 show the text, shortened to 16 KiB. Each collective is given by its number, digest, description (at most
-                200 bytes), and whether it still runs on this rank. At most 128 collectives.
-            on_trouble: gets one line of text after this rank has answered a status request, and when the generation
-                fails.
+                200 bytes), and whether it still runs on this rank. At most 128 collectives of each group.
+            on_trouble: gets one line of text after this rank has answered a status request, and when the server reports
+                the failure of the generation, unless this rank has called `report_failure`.
         """
         self._connection.callbacks = Callbacks(positions, report, on_trouble)
 
@@ -465,9 +470,9 @@ class RendezvousClient:
         `report_waiting`.
 
         Raises:
-            CollectiveTimeout: `missing_ranks` has the ranks that did not arrive; the text has every rank's report. If
-                the server does not answer within a second, the error has only this rank's view.
-            RankFailed: a rank was found dead or paused (SIGSTOP), or the generation has failed before.
+            CollectiveTimeout: `missing_ranks` has the ranks that did not arrive; the text has the reports of the ranks.
+                If the server does not answer within a second, the error has only this rank's view.
+            RankFailed: a rank was found dead or paused (SIGSTOP), or has failed before.
             RendezvousError: the server is gone.
             CommunicatorClosed: this client was closed.
         """
@@ -484,7 +489,7 @@ class RendezvousClient:
     def report_failure(self, reason: str, *, culprit: int | None = None) -> None:
         """Fails the generation: every rank gets RankFailed with this rank and the reason.
 
-        Error handlers can call this method: it never waits and never raises.
+        Does nothing if the generation has failed before. Error handlers can call this method: it never waits.
 
         Args:
             reason: the text of the failure; shortened to 4 KiB.

@@ -1,7 +1,7 @@
 """A rank's connection to the rendezvous server. One daemon thread reads from the connection until it is closed.
 
-`dial` connects, authenticates, and tries again until the server is up; `client` uses the connection. Each of these
-rules has a test:
+`dial` connects, authenticates, and tries again until the server is up; `client` uses the connection. The rules of this
+module:
 
 - Only one thread reads. Each thread that sends a request waits for the answer on a lock of its own. No thread waits on
   a Condition or an Event, whose inner lock would stay held if Ctrl-C arrived when the wait begins.
@@ -11,7 +11,7 @@ rules has a test:
   neither answers to this rank's requests nor heartbeats.
 - If a process's own timer fires late, this process was paused (by SIGSTOP, for example). Then this process does not
   report its peer as silent.
-- After a fork the child closes its copy of the descriptor, replaces the locks, and acquires no lock.
+- After a fork the child closes its copy of the descriptor, replaces the lock for sending, and acquires no lock.
 - The reader is a daemon thread, because daemon threads still run at exit, when the client sends LEAVE.
 """
 
@@ -83,7 +83,7 @@ _FIRST_BACKOFF_SECONDS = 0.005
 _LAST_BACKOFF_SECONDS = 0.5
 _POLL_SECONDS = 0.25  # a poll does not notice when the program closes our descriptor, so each poll is short
 _THREAD_END_SECONDS = 0.2
-_CALLBACKS_END_SECONDS = 2.0  # enough to finish a dump that is being written
+_CALLBACKS_END_SECONDS = 2.0  # time to finish a dump that is being written
 
 NO_REPORT = "(it reports nothing)"
 
@@ -131,8 +131,8 @@ class Connection:
     Attributes:
         address, label: the arguments.
         own_host: this machine's own address on the connection.
-        failure: the error that every request raises from now on, or None. The first failure stays until close()
-            replaces it.
+        failure: the error that every request raises from now on, or None. The first failure stays until `close` or
+            `abandon` replaces it.
         is_accepted: whether the server has accepted this rank's join.
         beat_at: when the next heartbeat is due, in monotonic seconds.
         callbacks: the functions that describe this rank to the other ranks.
@@ -536,7 +536,10 @@ class Connection:
             self.callbacks.on_trouble(text)
 
     def _progress(self) -> Mapping[str, int]:
-        """Returns the number of collectives that this rank has begun in each group; empty if the callback fails."""
+        """Returns the number of collectives that this rank has begun in each group.
+
+        The result is empty if the callback fails, or names too many groups.
+        """
         with contextlib.suppress(Exception):  # the ranks' report shows that the numbers are missing
             positions = self.callbacks.positions()
             if PROGRESS.accepts(positions):
@@ -546,7 +549,10 @@ class Connection:
     # Closing.
 
     def close(self) -> None:
-        """Sends LEAVE, waits up to 1 s until the server has read it, and closes. Idempotent."""
+        """Sends LEAVE, waits up to 1 s until the server has read it, ends the threads, and closes. Idempotent.
+
+        After the loss of the server, sends no LEAVE.
+        """
         if self._is_closed:
             self._end_threads()  # Ctrl-C may have interrupted an earlier call
             return
@@ -675,9 +681,10 @@ def dial(address: str, *, secret: bytes, deadline: float, label: str, generation
         generation: the generation to join; 0 means the generation that forms next.
 
     Raises:
+        InvalidArgument: the address is malformed.
         RendezvousTimeout: no server was reached by the deadline; the text has the address and the last cause.
         AuthenticationError: the server does not know the secret.
-        RendezvousError: another service uses that port.
+        RendezvousError: another service uses that port, or the server speaks another version of the protocol.
     """
     parse_address(address)
     started = time.monotonic()

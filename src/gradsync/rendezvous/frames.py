@@ -46,7 +46,7 @@ Calls = Mapping[str, Sequence[tuple[int, int, str, bool]]]
 
 
 class FieldError(ValueError):
-    """A message's field does not fit its schema. The text names the field, the allowed values, and the given value."""
+    """A message's fields do not fit its schema. The text leaves out the content of a refused text or bytes object."""
 
 
 class FrameType(enum.IntEnum):
@@ -87,7 +87,7 @@ class FrameType(enum.IntEnum):
 
     @property
     def from_server(self) -> bool:
-        """Whether only the server may send this type."""
+        """Whether only the server may send this type, after the handshake."""
         return self >= FrameType.REPLY
 
 

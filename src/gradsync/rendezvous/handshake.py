@@ -11,17 +11,17 @@ and frames, and return bytes.
     JOIN and all later messages, with the session keys, in both directions
 
 The server gives its proof first. So a client sends no proof to a server that does not know the secret, and a client
-whose own secret is wrong learns this from the server's proof. Each proof covers all bytes exchanged so far and the
-label of its direction, so no frame can be reflected, replayed or spliced. Bodies have a fixed binary layout: no decoder
-runs before authentication. The client refuses a server of another protocol version, so all later frames have the same
-format.
+whose own secret is wrong learns this from the server's proof. Each proof covers the headers and bodies of all frames so
+far and the label of its direction, so no frame can be reflected, replayed or spliced. Bodies have a fixed binary
+layout: no decoder runs before authentication. The client refuses a server of another protocol version, so all later
+frames have the same format.
 
 The first 8 bytes of the client's nonce are the number of the generation to join. Both nonces go into the keys of the
-session, so the keys are valid for one run and one generation only. JOIN contains the number of the generation too, and
-the server refuses a JOIN with another number.
+session, so the keys are valid for one connection only. JOIN contains the number of the generation too. The server
+refuses a JOIN whose number differs from the number in HELLO.
 
-The CHALLENGE identifies the server's process (a digest of its machine's identity, and its pid), so that a client can
-check whether a silent server is paused (SIGSTOP).
+The CHALLENGE identifies the server's process (a digest of its machine's identity, and its pid), so that a client on the
+same machine can check whether a silent server is paused (SIGSTOP).
 
 Source: the mutual challenge and response of ISO/IEC 9798-4 (three passes), with HMAC-SHA256.
 """
@@ -118,8 +118,8 @@ class ServerHandshake:
         process: the server's process.
 
     Attributes:
-        generation: the generation that the client wants to join; not authenticated before the session has opened the
-            client's first message.
+        generation: the generation that the client wants to join; not authenticated before `receive` has returned the
+            session.
     """
 
     def __init__(self, secret: bytes, run_id: str, nonce: bytes, process: ServerProcess = _UNKNOWN) -> None:

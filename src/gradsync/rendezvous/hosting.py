@@ -2,7 +2,7 @@
 
 | the ranks were started by | host and address | the secret |
 | --- | --- | --- |
-| gradsync | the launcher, at a free port | passed to its ranks through a file descriptor |
+| gradsync | the launcher, at a free port or the user's address | passed to its ranks through a file descriptor |
 | any, beside `gradsync serve` | that server: GRADSYNC_ADDRESS, with GRADSYNC_HOSTED=1 | GRADSYNC_SECRET_FILE |
 | any, with GRADSYNC_ADDRESS | rank 0, at that address | GRADSYNC_SECRET_FILE; on loopback also rank 0's file |
 | torchrun, or by hand | rank 0, at MASTER_ADDR and a port next to MASTER_PORT | as in the row above |
@@ -12,8 +12,8 @@
 
 Rank 0 makes its file in the user's runtime directory (`secret_files.py`), and removes the file when all ranks have
 joined, because a rank of the next run must not find it. The two rows before the last row apply unless MASTER_ADDR and
-MASTER_PORT are both set. The last row applies to runs with backend "mpi", and to runs on several machines to which no
-other row applies.
+MASTER_PORT are both set. The last row applies if the user has given no address, and either the backend is "mpi" or no
+other row gives an address and a secret.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class JoinedRendezvous:
         world_size: the number of ranks.
         endpoint: the server's address, and the run's secret.
         server: the server, if this rank hosts it.
-        path: the secret file for the other ranks, while the file exists.
+        path: the secret file for the other ranks; None if there is no file, or the file has been removed.
         is_closed: whether the rendezvous is closed; the next `join` then makes a new one.
     """
 
@@ -95,7 +95,11 @@ class JoinedRendezvous:
                 os.unlink(path)
 
     def close(self, *, wait_seconds: float) -> None:
-        """Closes the server, after waiting at most `wait_seconds` for the other ranks to leave."""
+        """Removes the secret file. If this rank hosts the server, waits until the other ranks have left, and stops it.
+
+        Args:
+            wait_seconds: how long to wait at most.
+        """
         self.is_closed = True
         self.withdraw()  # first: once the port is free, a later run may write its own file there
         if self.server is not None:
@@ -148,8 +152,8 @@ def join(
         The joined client, and the rendezvous to keep for the next call.
 
     Raises:
-        InvalidArgument: no address is known, or it is malformed.
-        AuthenticationError: a run across hosts has no secret, or the secret is wrong.
+        InvalidArgument: no address is known, or the address, the secret or the file of the secret is malformed.
+        AuthenticationError: the run needs a secret and has none, or the secret is wrong.
         BackendUnavailable: this machine has no route to any other machine of an MPI job.
         RendezvousTimeout: the server did not answer, or a rank did not join, before the deadline.
         RendezvousError: the server refused this rank, or the port is in use.

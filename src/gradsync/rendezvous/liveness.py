@@ -1,10 +1,10 @@
 """Liveness: how long a process has been silent, whether it still runs, and whether it counts as lost.
 
-Server and client use this module: the server's core keeps one `Peers` table, a client keeps one `Peer` for the server.
+Server and client use this module: a `RendezvousCore` keeps one `Peers` table, a client keeps one `Peer` for the server.
 A client sends heartbeats, and the server answers each heartbeat. Silence alone does not prove a failure: a process in a
-long call that holds Python's lock (the GIL) is silent too. So when a process is silent, its peer inspects the process
-and the connection to it. The process counts as lost once two inspections in a row find that the process is stopped (by
-SIGSTOP, for example), gone or unreachable.
+long call that holds Python's lock (the GIL) is silent too. So when a process is silent for 1.5 s, its peer inspects the
+process and the connection to it, every half second. The process counts as lost once two inspections in a row find that
+the process is stopped (by SIGSTOP, for example), gone or unreachable.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MANY_RANKS = 257
 _HEARTBEAT_SECONDS_OF_MANY = 1.25  # less than SILENT_AFTER_SECONDS, so that failures are found as soon as with 0.5 s
 SILENT_AFTER_SECONDS = 1.5
 SLOW_AFTER_SECONDS = 5.0
-LATE_AFTER_SECONDS = 1.0  # a process whose own timer fires this late was paused itself, by SIGSTOP for example
+LATE_AFTER_SECONDS = 1.0  # a process whose own timer fires this late counts as paused itself, by SIGSTOP for example
 INSPECT_EVERY_SECONDS = 0.5
-# The third inspection, 2.5 s after the last heartbeat, reaches this limit, so that the fourth inspection, at 3 s,
-# decides. The second inspection does not reach the limit, even if this inspection or the last acknowledgement is late
-# by 0.2 s.
+# The third inspection, 2.5 s after the last heartbeat, exceeds this limit, even if the last acknowledgement arrived
+# 0.2 s late. So the fourth inspection, at 3 s, decides. The second inspection, at 2 s, does not exceed the limit, even
+# if it is 0.2 s late.
 _UNREACHABLE_AFTER_MS = 2250
 # This limit is for a network that is cut in one direction only: the peer's retransmissions still arrive, and
 # acknowledge nothing new.
@@ -113,7 +113,7 @@ class Peer:
         self._is_connected = is_connected
         self._inspect_at = now if is_connected else now + INSPECT_EVERY_SECONDS
         self.last_state: ProcessState | None = None
-        self._judged_state: ProcessState | None = None  # the state that the last inspection in a full silence found
+        self._judged_state: ProcessState | None = None  # the result of the last inspection after 1.5 s of silence
         self._is_reported = False
 
     def note_alive(self, now: float) -> bool:
@@ -124,7 +124,7 @@ class Peer:
         return was_reported
 
     def reset(self, now: float) -> None:
-        """Resets the silence timer, because this process itself was paused and could receive nothing."""
+        """Resets the silence timer, for example because this process itself was paused and could receive nothing."""
         self.last_seen_at = now
         self._inspect_at = now if self._is_connected else now + INSPECT_EVERY_SECONDS
         self.last_state = self._judged_state = None
@@ -208,7 +208,7 @@ class Peers:
         return self._due_at
 
     def reset_if_late(self, now: float) -> None:
-        """Resets all silence timers if this call is late, because then this process itself was paused."""
+        """Resets all silence timers if this call is more than 1 s late, because then this process itself was paused."""
         if self._due_at is None or now - self._due_at <= LATE_AFTER_SECONDS:
             return
         for peer in self._peers.values():
@@ -238,7 +238,7 @@ def inspect_peer(pid: int | None, stream: socket.socket | None) -> ProcessState:
     """Returns the state of a peer's process, as far as this process can see it; never waits.
 
     Args:
-        pid: the peer's process id; None if it runs on another machine.
+        pid: the peer's process id; None if it is not known, or the peer runs on another machine.
         stream: the connection to the peer, if there is one.
     """
     state = ProcessState.UNKNOWN if pid is None else inspect_process(pid)

@@ -1,14 +1,15 @@
 """The server's core: generations, their members, and a handler for each frame.
 
 `RendezvousCore.handle` takes the time and an event, and returns actions. The core has no sockets, no clock and no
-randomness, so tests and model checkers can call the core without a server. A connection joins as one rank: the
-connection joins the earliest generation that this rank has not joined before. A generation forms when all its ranks
-have joined and the generation before has ended. A generation ends when all its connections have ended.
+randomness, so tests and model checkers can call the core without a server. A connection joins as one rank. It joins the
+earliest open generation that this rank has not joined before. The core refuses a rank that is still connected to a
+generation. A generation forms when all its ranks have joined and the generation before has ended. A generation ends
+when all its connections have ended.
 
 A generation fails in these cases: a connection ends without a LEAVE; a member reports a failure; a silent member is
 found stopped (SIGSTOP), gone or unreachable; or a member does not arrive at a collective in time. A generation that has
-not formed yet also fails when the process of a missing rank has ended or is stopped. Every member gets the failure at
-once, and again as the answer to every later request.
+not formed yet also fails when the process of a missing rank has ended or is stopped. Every connected member gets the
+failure at once, and again as the answer to every later request.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _NOTICE_INTERVAL_SECONDS = 5.0
 
 
 class Generation:
-    """One generation: its members, their store and its failure. The ranks that join wait for a generation."""
+    """One generation: its members, their store and its failure; the `WaitTarget` of the ranks that join."""
 
     def __init__(self, world_size: int, waits: WaitTable, noun: str) -> None:
         self.roster = Roster(world_size, noun)
@@ -260,7 +261,7 @@ class RendezvousCore:
         return [failure.send(member.connection, TO_GENERATION) for _, member in generation.roster.present()]
 
     def _cancel(self, generation: Generation, request: Request, sequence: int) -> list[Action]:
-        """Ends a wait whose caller has reached its deadline; the answer names the missing ranks."""
+        """Ends a wait whose caller has reached its deadline or was interrupted; the answer names the missing ranks."""
         cancelled = self._waits.find(request.connection, sequence)
         if cancelled is None:  # the request's answer is already on its way
             return []
@@ -427,7 +428,7 @@ _ANSWERED: dict[FrameType, Service] = {
     FrameType.AGREE: lambda generation: generation.agreements.ask,
     FrameType.LEFT_RANKS: lambda generation: generation.departures.left_ranks,
 }
-#: The frames after which a generation may form or end.
+#: The frames of a member after which a generation may form or end.
 _CHANGING = (FrameType.CANCEL, FrameType.REPORT_FAILURE, FrameType.LEAVE)
 
 
@@ -439,10 +440,10 @@ _OF_LAUNCHERS = (FrameType.BEGIN_START, FrameType.STARTED, FrameType.ENDED, Fram
 class LaunchersCore:
     """The core of a server that the launchers of several machines and their ranks share.
 
-    This core passes each message to one of two objects of `RendezvousCore`: one object serves the launchers, the other
-    object serves the ranks of the current start. A start is one start or restart of all ranks. The launchers announce
-    each start, and report which of the ranks' processes have started and ended. Each launcher also inspects processes
-    on its own machine, because the server cannot see these processes.
+    This core has two objects of `RendezvousCore`: one object serves the launchers, the other object serves the ranks of
+    the current start. A start is one start or restart of all ranks. The launchers announce each start, and report which
+    of the ranks' processes have started and ended. Until a rank has joined, its launcher inspects its process for the
+    server, which cannot see the processes of other machines.
 
     Args:
         nnodes: the number of launchers. The launcher of node 0 hosts the server.
@@ -484,7 +485,7 @@ class LaunchersCore:
         return min((time_due for time_due in due if time_due is not None), default=None)
 
     def _pass_to_ranks(self, now: float, event: Event) -> list[Action]:
-        """Passes an event to the core of the ranks. A request to inspect a process goes to its launcher."""
+        """Passes an event to the core of the ranks. The launcher of a rank that has not joined inspects its process."""
         if self._ranks is None:
             return []
         actions: list[Action] = []

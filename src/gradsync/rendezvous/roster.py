@@ -90,7 +90,7 @@ class Member:
     Attributes:
         connection: the number of the rank's connection.
         pid: the rank's process id; None if unknown.
-        host: the name of the rank's machine; "" if the rank runs on the server's machine.
+        host: the name of the rank's machine, "another machine" if it has no name; "" on the server's machine.
         is_present: whether the rank is connected; False once it has left or failed.
         positions: the number of collectives that the rank has begun, by group.
     """
@@ -116,7 +116,7 @@ class Roster:
 
     Attributes:
         phase: "joining" until the generation forms, then "running".
-        members: the members by rank.
+        members: the ranks that have joined, also after they have left or failed.
         left: the ranks that have left, in the order of leaving (the keys of a dict).
     """
 
@@ -180,7 +180,7 @@ class Roster:
         return next((rank for rank in ranks if rank in self.left), None) if self.left else None
 
     def one_remains(self) -> bool:
-        """Whether all ranks but one have left a world of two or more."""
+        """Whether all ranks, or all ranks but one, have left a world of two or more ranks."""
         return self.world_size > 1 and len(self.left) >= self.world_size - 1
 
     # Sentences.
@@ -212,7 +212,7 @@ class Roster:
 
     def stopped_before_joining(self, rank: int, pid: int, state: ProcessState, seconds: float) -> Failure:
         """Returns the failure of a generation that cannot form, because a missing rank's process is stopped."""
-        evidence = f"the other {self.noun}s have waited {seconds:.1f} s for it to join"
+        evidence = f"no sign of life for {seconds:.1f} s, while other {self.noun}s wait for it to join"
         text = state.lost_text(f"{self.label(rank)} (pid {pid})", evidence, when=" before it joined")
         return Failure(rank, JOINING_PHASE, text, SILENCE)
 

@@ -47,8 +47,8 @@ def secret_path(name: str) -> str:
         name: the run's name, or the server's address.
 
     Raises:
-        AuthenticationError: the user has no runtime directory, and other users can open the directory that would
-            replace it.
+        AuthenticationError: the user has no private runtime directory, and the directory that would replace it belongs
+            to another user or is open to other users.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     if not _is_private(base):  # missing, or owned by another user, as after su
@@ -84,7 +84,7 @@ def wait_for(
         The endpoint, or None at the deadline.
 
     Raises:
-        InvalidArgument: other users could read or write the file, or the file holds no secret.
+        InvalidArgument: the file is not a regular file of this user with mode 0600, or it holds no secret.
     """
     notice_at = time.monotonic() + _NOTICE_EVERY_SECONDS
     while (now := time.monotonic()) < deadline:

@@ -1,9 +1,9 @@
 """The rendezvous server: one event loop over all connections, and the core that decides (`protocol`).
 
-A launcher runs the server in its own process, `gradsync serve` runs it alone, and without a launcher rank 0 hosts it.
+gradsync's launcher runs the server in its own process, `gradsync serve` runs it alone, and otherwise rank 0 hosts it.
 The server binds its port when it is made, then serves in a background thread or in the calling thread, and never
 blocks on one peer. The number, lifetime and buffers of connections that have not authenticated yet are limited, so that
-these connections cannot disturb a run.
+these connections cannot use up the memory and files of the server.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ServerConnection:
         """Reads once and returns the messages that are now complete.
 
         Raises:
-            RendezvousError: the peer closed or reset the connection, or sent an invalid frame.
+            RendezvousError: the connection has ended, or the peer sent an invalid frame or a wrong proof.
         """
         size = MAX_HANDSHAKE_FRAME_BYTES if self.is_unauthenticated else MAX_FRAME_BYTES
         self.reader.feed(receive_some(self.stream, size), time.monotonic())
@@ -148,6 +148,8 @@ class ServerConnection:
 
         Raises:
             ConnectionLost: too many bytes wait to be sent, because the peer does not read.
+            FieldError: a field does not fit the schema.
+            FrameError: the handshake has not ended.
         """
         if self._session is None:
             raise FrameError("a message was queued before the handshake ended")
@@ -156,7 +158,7 @@ class ServerConnection:
             raise ConnectionLost(f"the peer has not read the last {MAX_OUTPUT_BYTES} bytes sent to it")
 
     def close(self) -> None:
-        """Shuts the stream down, then closes it, so that the copy in a forked process cannot keep it open."""
+        """Shuts the stream down, then closes it: the connection ends even if a forked process holds a copy."""
         with contextlib.suppress(OSError):  # the peer has closed the stream already
             self.stream.shutdown(socket.SHUT_RDWR)
         self.stream.close()
@@ -176,11 +178,11 @@ class RendezvousServer:
         host_rank: the rank whose process runs the server, see `RendezvousCore`; None if no rank does.
 
     Attributes:
-        address: the address for clients, e.g. "127.0.0.1:43211" or "[::1]:4000".
+        address: the address that the server has bound, e.g. "127.0.0.1:43211" or "[::1]:4000".
 
     Raises:
-        InvalidArgument: an argument is out of its range, the secret is too short, or an environment variable is set
-            that gradsync no longer has.
+        InvalidArgument: an argument is out of its range, the secret is too short or not bytes, or an environment
+            variable is set that gradsync no longer has.
         RendezvousError: the address cannot be bound. If the port is in use, the text names the process that holds it,
             if this process can find it.
     """
@@ -230,7 +232,7 @@ class RendezvousServer:
         self._queued: deque[Event] = deque()  # results of inspections, and events from other threads
         self._accept_resumes_at: float | None = None
         self._next_number = 0
-        tune_stream(listener)  # accepted sockets inherit the options, which saves a system call for each
+        tune_stream(listener)  # accepted sockets inherit the options: the server sets the options only once
         self._selector = selectors.DefaultSelector()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -304,7 +306,7 @@ class RendezvousServer:
         self._submit(Ended(rank, how))
 
     def wait_until_empty(self, timeout_seconds: float) -> bool:
-        """Waits until every client has left; returns False at the deadline. For the rank that hosts the server.
+        """Waits until no connection is open; returns False at the deadline. For a process that hosts the server.
 
         Args:
             timeout_seconds: how long to wait at most.
@@ -411,7 +413,7 @@ class RendezvousServer:
             self._admit(stream)
 
     def _survive_accept_error(self, error: OSError) -> None:
-        """Accepts nothing for a moment if no descriptor is free: otherwise the loop would spin on the listener."""
+        """Accepts nothing for 0.1 s if no descriptor or memory is free; otherwise the loop would spin."""
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
             return  # no connection waits, or the peer has aborted its connection
         self._notices.write(f"the rendezvous server cannot accept connections: {error.strerror}")
@@ -448,7 +450,7 @@ class RendezvousServer:
             self._flush(connection)
         for message in messages:
             if connection.is_closing or connection.number not in self._connections:
-                return  # messages after a LEAVE or a refusal are ignored
+                return  # the core has closed the connection, for example after a LEAVE
             self._is_quiet = self._is_quiet and message.type is FrameType.HEARTBEAT
             self._handle_event(Received(connection.number, message))
 
@@ -486,7 +488,7 @@ class RendezvousServer:
         self._handle_event(Lost(connection.number, cause))
 
     def _make_room(self, more_ranks: int) -> None:
-        """Raises the limits on open files and connections for all members and `more_ranks` further ranks."""
+        """Sets the limits on open files and connections for all members and `more_ranks` further ranks."""
         ranks = self._ranks + more_ranks
         make_room(2 * ranks + MAX_UNAUTHENTICATED)
         self._max_members = 2 * ranks + 16  # twice, because one generation may leave while the next one joins
@@ -526,7 +528,7 @@ class RendezvousServer:
             except (ConnectionLost, ValueError) as error:  # our own invalid message must fail only this connection
                 self._lost.append((connection, str(error)))
                 return None
-        else:  # the connection is dropped after its last messages have been written
+        else:  # the connection is dropped after `_perform` has written as many bytes as the socket takes
             connection.is_closing = True
             self._lost.append((connection, "closed by the server"))
         return connection
@@ -572,14 +574,14 @@ class _NoticeWriter:
         self._thread: threading.Thread | None = None
 
     def write(self, text: str) -> None:
-        """Queues a notice; never waits."""
+        """Queues a notice, or drops it if the queue is full; never waits."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gradsync-notices", daemon=True)
             self._thread.start()
         self._put(f"gradsync: {text}")
 
     def end(self) -> None:
-        """Lets the thread write the queued notices, then ends it; waits at most 0.2 s."""
+        """Asks the thread to write the queued notices and then end; waits at most 0.2 s."""
         if self._thread is not None:
             self._put(None)
             self._thread.join(_NOTICES_END_SECONDS)

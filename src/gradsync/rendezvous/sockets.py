@@ -38,7 +38,7 @@ def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach a server at this host. Names are not looked up."""
+    """Returns whether a host is "localhost" or a loopback address. Other names are not looked up: False for them."""
     import ipaddress  # imported here to keep the start of every rank short
 
     try:
@@ -108,7 +108,7 @@ def receive_some(stream: socket.socket, max_bytes: int) -> bytes:
     """Returns the bytes that have arrived, at most `max_bytes`; b"" if there are none. Never waits.
 
     Raises:
-        ConnectionLost: the peer has closed or reset the connection.
+        ConnectionLost: the peer has closed or reset the connection, or the connection has failed.
     """
     try:
         data = stream.recv(max_bytes)
@@ -125,7 +125,7 @@ def send_some(stream: socket.socket, unsent: bytearray) -> None:
     """Sends as many bytes as the socket takes now, and removes them from `unsent`. Never waits.
 
     Raises:
-        ConnectionLost: the peer has closed or reset the connection.
+        ConnectionLost: the peer has closed or reset the connection, or the connection has failed.
     """
     sent: list[int] = []
     try:
@@ -180,8 +180,8 @@ def make_room(connections: int) -> None:
 def raise_limit(files: int) -> int | None:
     """Raises the process's limit of open files to `files` + 256, as far as the hard limit allows.
 
-    The usual limit is 1,024. A server for a thousand ranks, or a launcher of 130 ranks, needs more. Child processes
-    that start later inherit the new limit.
+    The usual limit is 1,024. A server for a thousand ranks, or a launcher of a hundred ranks, needs more. Child
+    processes that start later inherit the new limit.
 
     Returns:
         The new limit if it is still lower than `files` + 256, else None.

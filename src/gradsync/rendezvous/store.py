@@ -2,7 +2,7 @@
 
 This module is part of the server's core, without I/O. Each request method returns the messages to send now. A request
 that cannot be answered yet opens a wait. The server has no deadline for waits: the client sends CANCEL at its own
-deadline, and the answer names the missing ranks.
+deadline, and the answer names the missing ranks, as far as they are known.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class WaitTarget(Protocol):
     def missing_ranks(self, request: Request) -> tuple[int, ...]:
         """Returns the ranks that a request waits for, as far as they are known.
 
-        The result contains ranks that arrived and then cancelled their wait only if no other ranks are missing.
-        Otherwise, when several waits reach the same deadline one after the other, a later wait would name the rank of
-        an earlier wait, although this rank had arrived.
+        If some missing ranks never arrived, the result leaves out the ranks that arrived and then cancelled their wait.
+        The reason: several ranks may wait until the same deadline. The first of them that cancels its wait had arrived,
+        so the answers to the others should not name it.
         """
 
 
@@ -113,7 +113,10 @@ class Keys:
         self._stored_bytes = 0
 
     def set(self, request: Request, key: str, value: bytes, replaces: bool) -> list[Send]:
-        """Stores a value, unless `replaces` is False and the key has a value; answers whether the value was stored."""
+        """Stores a value, unless `replaces` is False and the key has a value. Answers whether the value was stored.
+
+        If the store is full, the answer is a refusal.
+        """
         old = self._values.get(key)
         if old is not None and not replaces:
             return [request.reply(False)]
@@ -132,7 +135,7 @@ class Keys:
         return [request.reply(True), *(read.reply(value) for read in reads)]
 
     def get(self, request: Request, key: str, from_rank: int | None) -> list[Send]:
-        """Answers with the value, now or when the key is set."""
+        """Answers with the value, now or when the key is set; with a failure if no remaining rank will set the key."""
         value = self._values.get(key)
         if value is not None:
             return [request.reply(value)]
@@ -207,8 +210,8 @@ class Gathering:
     Args:
         ranks: the members.
         waits: the server's table of waiting requests.
-        open_ones, key: the dictionary of the open gatherings, and the key of this gathering in it. The gathering leaves
-            the dictionary when it ends, and when its last member withdraws.
+        open_ones, key: the dictionary of the open gatherings, and the key of this gathering in it. The gathering is
+            removed from the dictionary when it ends, or when all members that had arrived have withdrawn.
 
     Attributes:
         ranks: the members.
@@ -366,7 +369,10 @@ class Departures:
 
 
 def members_with(request: Request, ranks: list[int] | None, roster: Roster, what: str) -> Members | Send:
-    """Returns the members that a request names; a refusal if one does not exist, or if they do not include the rank."""
+    """Returns the members that a request names, or a refusal.
+
+    The refusal says that a member does not exist, or that the members do not include the request's own rank.
+    """
     members = members_of(ranks, roster.world_size)
     if members is not None and request.rank in members:
         return members

@@ -76,7 +76,8 @@ class Inquiry:
     """One status request to all members, and the answers that have arrived.
 
     Attributes:
-        reports: the reports of the ranks whose collective has reached its deadline, the earliest report first.
+        reports: the reports of the ranks that have reached their deadline in the collective of the first report, the
+            earliest report first.
         due_at: when the inquiry ends, in monotonic seconds.
         unanswered: the ranks that have not answered.
         texts, calls: the answers, by rank.
@@ -102,7 +103,7 @@ class StuckCollectives:
     def __init__(self, roster: Roster, waits: WaitTable) -> None:
         self._roster = roster
         self._waits = waits
-        # By group and position: the ranks that wait in one collective, or in sends and receives at the same time.
+        # By group and position: the ranks that wait in one collective, or in sends and receives (OF_MESSAGES).
         self._reports: dict[tuple[str, int], Reports] = {}
         self._due: dict[tuple[str, int], float] = {}  # when each notice is due, the earliest first
         self._inquiry: Inquiry | None = None  # the only one, because the generation fails when it ends
@@ -127,8 +128,8 @@ class StuckCollectives:
     ) -> list[Send]:
         """Records that a rank waits for other ranks in a collective, or has waited there until its deadline.
 
-        Each collective gets one notice, 0.3 s after the first report. At the first deadline, the server asks every
-        member for its status.
+        Each collective gets one notice, 0.3 s after the first report; sends and receives may get more than one notice.
+        At the first deadline, the server asks every member for its status.
         """
         known, rank = self._roster.members, request.rank
         members = members_of(ranks, self._roster.world_size) or tuple(other for other in ranks or () if other in known)
@@ -243,7 +244,8 @@ def _first(reports: Reports) -> StuckCollective:
 def _notice_text(roster: Roster, all_stuck: Sequence[StuckCollective]) -> str:
     """Returns the notice about ranks that wait in a collective, or in sends and receives.
 
-    The notice has one line. If there are several waits or several late ranks, the notice has a line for each of them.
+    The notice has one line for one wait and at most one late rank. Otherwise it has a line for each wait, of at most
+    four, and a line for each late rank.
     """
     all_stuck = all_stuck[:_MAX_NOTICED]
     waiting = {rank for stuck in all_stuck for rank in stuck.waiting}
@@ -265,7 +267,7 @@ def _report_text(
     states: dict[int, ProcessState],
     disagreements: Sequence[str] = (),
 ) -> str:
-    """Returns the text of the failure: a summary, each rank's own report (the missing ranks last), and advice.
+    """Returns the text of the failure: a summary, the reports of at most 32 ranks (the missing ranks last), and advice.
 
     Args:
         roster: the members.
@@ -295,7 +297,9 @@ def _report_text(
 def _waited(stuck: StuckCollective, verb: str = "waited") -> str:
     """Returns e.g. "rank 0 waited 5 s in all_reduce #57 for rank 1"."""
     text = f"{name_ranks(stuck.waiting)} {verb} {stuck.waited_seconds:.3g} s in {stuck.what}"
-    return f"{text} for {name_ranks(stuck.missing)}" if stuck.missing else f"{text}; every rank has begun it"
+    if stuck.missing:
+        return f"{text} for {name_ranks(stuck.missing)}"
+    return f"{text}; as far as the server knows, every rank has begun it"
 
 
 def _name(roster: Roster, rank: int) -> str:
@@ -316,7 +320,7 @@ def _state_text(roster: Roster, rank: int, stuck: StuckCollective) -> str:
 def _grouped(
     roster: Roster, ranks: Sequence[int], reports: dict[int, str], states: dict[int, ProcessState]
 ) -> list[tuple[list[int], str]]:
-    """Returns the reports of these ranks; equal reports are listed once, with all ranks that sent them."""
+    """Returns the reports of these ranks; equal reports are listed once, with all their ranks."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         text = reports.get(rank)

@@ -9,8 +9,8 @@ reads no socket, no clock and no source of randomness. A frame has these parts:
     body      msgpack array of the type's fields (handshake frames: fixed binary layout)
     MAC       32 bytes: HMAC-SHA256 of all bytes before the MAC, with the key of this direction
 
-The length is checked before the frame is buffered, and the body is decoded only after its MAC was verified. A frame
-that is sent again (in a later run, later in the stream, or in the other direction) is refused, because its key or its
+The length is checked as soon as it has arrived, and the body is decoded only after its MAC was verified. A message that
+is sent again (in a later run, later in the stream, or in the other direction) is refused, because its key or its
 sequence does not match.
 """
 
@@ -31,7 +31,7 @@ from gradsync.rendezvous.frames import SCHEMAS, FieldError, FrameType, Message, 
 MAC_BYTES = 32
 MAX_HANDSHAKE_FRAME_BYTES = 512
 MAX_FRAME_BYTES = 64 * 1024
-#: A frame that takes longer to arrive is refused: its length field was probably altered on the way.
+#: A frame is refused if it is still incomplete after this time: its length field was probably altered on the way.
 MAX_FRAME_SECONDS = 5.0
 _LENGTH = struct.Struct("!I")
 _HEADER = struct.Struct("!IBQ")
@@ -124,7 +124,7 @@ class FrameReader:
         if held_bytes and self._fed_at - self._begun_at > MAX_FRAME_SECONDS:
             raise FrameError(
                 f"the peer's last message has been incomplete for {MAX_FRAME_SECONDS:g} s: "
-                "the data was altered on the way"
+                "the data was probably altered on the way"
             )
         return None
 
@@ -177,7 +177,7 @@ class Session:
         if frame.sequence != self._receive_sequence:
             raise FrameError(
                 f"expected frame {self._receive_sequence}, got frame {frame.sequence}: "
-                "it was replayed, lost or reordered"
+                "a frame was replayed, lost or reordered"
             )
         self._receive_sequence += 1
         frame_type = self._accepted_types.get(frame.type)
