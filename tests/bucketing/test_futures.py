@@ -140,7 +140,7 @@ def ask_after_a_fork(comm: Any, kit_name: str) -> None:
             waiter.join(30)
             told.append(expect(gs.CommunicatorClosed, future.result))
             assert len(told) == 2
-            assert all("belongs to the process that this one was forked from" in str(error) for error in told)
+            assert all("belongs to the parent process of this forked process" in str(error) for error in told)
             assert future.done()
             expect(gs.CommunicatorClosed, sync.flush)
             expect(gs.CommunicatorClosed, lambda: comm.asynchronous.all_reduce(array).result())

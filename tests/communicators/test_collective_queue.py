@@ -153,7 +153,7 @@ def test_the_child_of_a_fork_gets_an_error_from_what_its_parent_submitted() -> N
         try:
             future.result(20)
         except gs.CommunicatorClosed as error:
-            os._exit(7 if "was submitted by the process that this one was forked from" in str(error) else 1)
+            os._exit(7 if "was submitted by the parent process of this forked process" in str(error) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     """

@@ -409,7 +409,7 @@ def _begin_anew_after_fork() -> None:
     _is_registered = False
     _serving.clear()
     for job in unfinished_jobs():
-        job.end.disown(CommunicatorClosed(f"{job.name} was submitted by the process that this one was forked from"))
+        job.end.disown(CommunicatorClosed(f"{job.name} was submitted by the parent process of this forked process"))
     pending.clear()
 
 

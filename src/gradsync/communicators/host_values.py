@@ -24,7 +24,7 @@ from gradsync.reduction import Array, accumulation_dtype, dtype_name, part_dtype
 
 # Half a megabyte of float32. For one piece NumPy has a fixed cost of about 1 us, and reads the piece in about 25 us.
 _PIECE_ELEMENTS = 2**17
-# For values that are first converted to a wider dtype: then no more than about 64 KB are allocated at a time.
+# For values that are first converted to float32 or float64: then about 64 or 128 KB are allocated at a time.
 _WIDENED_PIECE_ELEMENTS = 2**14
 # OpenBLAS sums the squares of longer rows in several threads, on cores that other ranks need.
 _UNTHREADED_ELEMENTS = 2**13
@@ -166,7 +166,7 @@ class SumOfSquares:
 
 
 def tables_of(flat: Array) -> list[Array]:
-    """Returns 2-D views of a flat array, for SumOfSquares.add_rows; [] if the dtype needs SumOfSquares.add."""
+    """Returns 2-D views of a flat array for add_rows; [] if the array is empty, or its dtype needs SumOfSquares.add."""
     parts = flat.view(part_dtype(flat.dtype))
     if parts.dtype not in _MULTIPLIED_AS_THEY_ARE:
         return []

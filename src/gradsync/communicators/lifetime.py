@@ -295,7 +295,7 @@ class Lifetime:
 
     def disown(self) -> None:
         """Ends the communicator in a forked child, which has the parent's memory but is not a rank."""
-        self.ended_because = "it belongs to the process that this one was forked from"
+        self.ended_because = "it belongs to the parent process of this forked process"
         self.is_inherited = True
         self._holder = {}  # a thread that exists only in the parent may hold the lock
         self._make_locks()

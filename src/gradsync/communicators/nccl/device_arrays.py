@@ -1,10 +1,10 @@
 """Functions for the arrays of a communicator on a GPU.
 
-The arrays may be CuPy arrays, device arrays of other libraries, or host arrays. gradsync uses device arrays of other
-libraries without a copy, and copies host arrays to the device and back.
+The arrays may be CuPy arrays, device arrays of other libraries, or host arrays. gradsync uses contiguous device arrays
+without a copy, and copies host arrays to the device and back.
 
-ArrayKind (host_arrays.py) specifies each method. Methods launch arithmetic on the current stream, and do not wait for
-the end of the arithmetic.
+ArrayKind (host_arrays.py) specifies each method. For device arrays, methods launch arithmetic on the current stream,
+and do not wait for the end of the arithmetic.
 """
 
 from __future__ import annotations

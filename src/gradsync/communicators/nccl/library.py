@@ -1,11 +1,11 @@
-"""All calls to NCCL, through CuPy's binding, in one class.
+"""All calls to NCCL. The class Nccl makes the calls for one communicator, through CuPy's binding.
 
 The class Nccl needs a GPU; the functions of this file do not. ncclCommInitRank, ncclCommDestroy and ncclCommAbort may
-block for ever if another rank has died. So each of these NCCL calls runs on a daemon thread, and the caller waits until
-a deadline. CuPy calls ncclCommDestroy when Python's garbage collector deletes CuPy's communicator object; this
-call could block the program at any point. So the class Nccl keeps CuPy's object alive until Nccl has destroyed or
-aborted the communicator. Errors contain NCCL's own text and a hint. docs/architecture.md lists the function of NVIDIA's
-nccl4py for each method.
+block for ever if another rank has died. So each of these NCCL calls runs on a daemon thread, and no other thread waits
+for it without a deadline. CuPy calls ncclCommDestroy when Python's garbage collector deletes CuPy's communicator
+object; this call could block the program at any point. So the class Nccl keeps CuPy's object alive until Nccl has
+destroyed or aborted the communicator. Errors contain a hint and, if there is one, NCCL's own text. docs/architecture.md
+lists the function of NVIDIA's nccl4py for each method.
 
 Source: NCCL's API reference, `ncclDataType_t`, `ncclRedOp_t` and `ncclResult_t`.
 """

@@ -1,8 +1,8 @@
 """The backend between GPUs: CuPy arrays over NCCL.
 
-A collective that the program calls runs on the caller's stream. A gradient bucket is reduced on the communicator's own
-stream. The communicator's stream first waits until the gradients are computed. Then this stream packs, reduces and
-splits the bucket, and records an event. The host does not wait for the GPU.
+A blocking collective runs on the stream that its caller passes, or on the current stream. A gradient bucket is reduced
+on the communicator's own stream. The communicator's stream first waits until the gradients are computed. Then this
+stream packs, reduces and splits the bucket, and records an event. The host does not wait for these steps.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _last_on_device: dict[int, tuple[Any, Any, int]] = {}
 
 
 class NcclBackend(Backend):
-    """The backend for ranks that each have a GPU.
+    """The backend for ranks with GPUs.
 
-    The backend uses CuPy arrays without a copy, and also other arrays on the device, by DLPack or
+    The backend uses contiguous CuPy arrays without a copy, and also other contiguous arrays on the device, by DLPack or
     `__cuda_array_interface__`. The backend copies host arrays to the device and back. For NaN, min and max give the
     same result as NCCL.
 

@@ -39,9 +39,9 @@ class History:
     """Predicts the next event from the agreed events, which are the same on all ranks.
 
     Attributes:
-        expected: the digest of the predicted event. If the most recent events have occurred before in the same order,
-            this is the event that followed them the last time. Otherwise there is no prediction, and `expected` is
-            None.
+        expected: the digest of the predicted event. If the 4 most recent events have occurred before in the same order,
+            this is the event that followed them the last time. `expected` is None if there is no such event, or if
+            this rank has forgotten it.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class History:
     def break_off(self) -> None:
         """Forgets the most recent events, after a disagreement.
 
-        `expected` is None until the ranks have agreed on _CONTEXT_EVENTS more events.
+        `expected` stays None at least until the ranks have agreed on _CONTEXT_EVENTS more events.
         """
         self._breaks += 1
         self._context = (-self._breaks,)  # different from all digests, which are not negative
@@ -89,8 +89,8 @@ class SpeculativeAgreement:
         client: see Args.
         position: the number of the next event.
         asks_always: whether this rank asks about predicted events too; all ranks have the same value.
-        was_overtaken: whether this rank has launched an event that another rank did not launch. The next call of
-            `overtaken` returns the error for this launch.
+        was_overtaken: whether this rank has launched an event that another rank did not launch. The first call of
+            `overtaken` after the launch returns the error.
     """
 
     def __init__(
@@ -290,9 +290,9 @@ class NcclAgreements:
 
         All predicted messages form one group. Every message that was not predicted forms a group of its own. This
         method yields the groups of messages that were not predicted in the order in which the server decides on them.
-        This order is the same on all ranks, so ranks do not wait for each other in a circle. This method yields the
-        first such group at once, because the server may decide on the second group only after the other rank has
-        received the first message.
+        This order is the same on all ranks, so ranks do not wait for each other in a circle. This method does not wait
+        for the second decision before it yields the first group, because the server may decide on the second group only
+        after the other rank has received the first message.
 
         A rank always asks about its first message to another rank. NCCL connects two ranks in the first NCCL group that
         has a message between them, and both ranks must launch the same messages in that group. Source: NCCL,

@@ -2,8 +2,8 @@
 
 Sending an object must not wait for the GPU or use its memory, and the ranks may be on several machines. The ranks send
 the bytes in rounds, called windows. In each window, every sender stores its next pieces on the server, every reader
-reads them, all ranks wait for each other, and the senders delete the pieces. So the server never holds more than one
-window, however large an object is.
+reads them, all ranks wait for each other, and the senders delete the pieces. So the server holds at most the pieces of
+two windows of a communicator, however large an object is.
 """
 
 from __future__ import annotations

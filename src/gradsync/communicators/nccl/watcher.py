@@ -1,6 +1,6 @@
 """The watcher: a thread that checks whether launches have ended, have failed or have passed their deadline.
 
-The call of a collective on a GPU returns at once, and the collective may never end, so a thread must check it. One
+The call of a collective on a GPU returns before the collective has ended, so a thread must check the collective. One
 thread of the process checks all communicators. The thread holds no reference to a communicator, so that Python can
 garbage-collect a communicator that the program no longer uses. A second thread calls the users' callbacks, so that no
 callback delays the watcher.
@@ -259,10 +259,10 @@ class Watched:
                 self._check_launch(launch, time.monotonic())
 
     def _check_launch(self, launch: Launch, now: float) -> None:
-        """Logs a warning if a launch, or its NCCL call, takes long.
+        """Reports a launch, or its NCCL call, that takes long to the server, which logs a warning.
 
         After the deadline, raises an error; if there are several ranks, the server chooses the same error for all of
-        them.
+        them. If there is only one rank, this method does not report to the server.
         """
         if launch.seen_started_at is None:
             if launch.started.done:  # before this event, the launch waits for this rank's own work

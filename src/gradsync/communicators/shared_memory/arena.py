@@ -28,7 +28,7 @@ from gradsync.reduction import Array
 #: The size of the buffer that each rank has in a slot, and the largest chunk of a large list that a rank publishes
 #: between two barriers. Larger chunks do not fit into the cache; smaller chunks need more barriers and NumPy calls.
 #: This size was measured on a processor with a slow memcpy (Zen 3). On a Xeon, chunks of half this size are 5 to 9 %
-#: faster for lists of 4 MB and more. Rank 0 measures memcpy for all ranks.
+#: faster for lists of 4 MB and more. All ranks use the size that fits rank 0's measurement of memcpy.
 SLOT_BYTES = 1024 * 1024
 #: The largest number of bytes that a rank publishes in one round of the other collectives. While some ranks still read
 #: in this round, other ranks already write for the next round.

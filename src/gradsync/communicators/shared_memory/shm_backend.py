@@ -263,7 +263,7 @@ def connect_shared_memory(
     Args:
         client: this rank's client of the rendezvous server.
         group: the name of the group, which no earlier group of this generation has used.
-        timeout_seconds: the time limit for passing the memory to all ranks.
+        timeout_seconds: how long this rank waits for the other ranks in each step of sharing the memory.
         collective_timeout_seconds: how long a collective waits for a rank.
 
     Raises:
