@@ -140,7 +140,8 @@ class ByteCollectives(ABC):
         """
         sent, received = self.only_part(root, source.size), bounds
         if target is None:
-            target, received = np.empty(0, np.uint8), self.only_part(root, 0)  # `source` may be read-only
+            # Not source[:0], because `source` may be read-only.
+            target, received = np.empty(0, np.uint8), self.only_part(root, 0)
         self.all_to_all(source, target, sent, received, largest_part(bounds), agreement)
 
     def scatter(self, source: Array | None, target: Array, bounds: Bounds, root: int, agreement: Agreement) -> None:
@@ -433,7 +434,7 @@ class Backend(ByteCollectives):
     def release(self) -> None:
         """Frees file descriptors, memory and threads.
 
-        The method is called once, while no collective runs. The method must not block.
+        The method is called once, while no collective runs. The method must return within a limited time.
         """
 
 

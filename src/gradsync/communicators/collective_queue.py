@@ -174,7 +174,7 @@ class Job:
         """Removes frames from the error's traceback. Returns a log entry, in case the program never gets the error."""
         traceback.clear_frames(error.__traceback__)  # the frames hold the caller's arrays
         if error.__traceback__ is not None:
-            error.__traceback__ = error.__traceback__.tb_next  # drops this job's frame, which holds the end
+            error.__traceback__ = error.__traceback__.tb_next  # drops this job's frame, which refers to `end`
         if isinstance(error, CommunicatorClosed):  # the failure that ended the communicator has been reported
             return None
         if isinstance(error, RankFailed) and self.lifetime.raised.was_aborted:  # this rank has ended the collective

@@ -904,10 +904,10 @@ class Communicator:
     def close(self) -> None:
         """Closes the communicator and frees its resources. A second call does nothing.
 
-        close() is not a collective. First, close() waits for the submitted asynchronous collectives, each with its own
-        deadline. On NCCL, close() then waits up to 10 s for launched work, and up to 10 s for the end of NCCL's
-        communicator. Apart from this, close() does not wait for other ranks. If another rank needs this rank in a later
-        collective, the other rank gets RankFailed.
+        close() is not a collective. First, close() waits for the submitted asynchronous collectives of the
+        communicator, each with its own deadline. On NCCL, close() then waits up to 10 s for launched work, and up to
+        10 s for the end of NCCL's communicator. Apart from this, close() does not wait for other ranks. If another rank
+        needs this rank in a later collective, the other rank raises RankFailed.
 
         Raises:
             RankFailed, CollectiveTimeout, PlanMismatch, NcclError, RendezvousError: work on the GPU failed, or gradsync
@@ -1321,8 +1321,8 @@ class Asynchronous:
     """The collectives of `communicator.asynchronous`: each call submits a collective and returns a CollectiveFuture.
 
     The collectives take the same arguments as the methods of Communicator. Every rank must submit and call its
-    collectives in the same order. On the CPU, a blocking collective first waits for all collectives that its thread has
-    submitted to any communicator, and for those that any thread has submitted to its communicator.
+    collectives in the same order. A blocking collective first waits for all queued collectives that its thread has
+    submitted, and for all queued collectives of its communicator.
 
     If an argument is wrong, the call itself raises InvalidArgument or UnsupportedDtype. The future's result() and
     wait() raise the errors of the collective. If the program never asks a failed future for its result, gradsync logs

@@ -52,7 +52,7 @@ class Ending(Protocol):
         """Announces to the other ranks that they must abort the communicator."""
 
     def release(self) -> None:
-        """Frees file descriptors, memory and threads."""
+        """Frees the communicator's resources: file descriptors, memory and threads."""
 
 
 class Observer(Protocol):
@@ -129,8 +129,8 @@ class Lifetime:
         self._communicator = communicator
         self.raised = RaisedFailures()
         self._recorder = backend.recorder
-        # The lock: an empty dict, or the frame that holds the lock. setdefault(None, frame) acquires the lock if it is
-        # free, and returns the frame that now holds the lock. clear() releases the lock.
+        # The lock: the dict is empty, or has the frame that holds the lock. setdefault(None, frame) acquires the lock
+        # if it is free, and returns the frame that now holds the lock. clear() releases the lock.
         self._holder: dict[None, FrameType] = {}
         self._make_locks()
         self._announcement: Callable[[], None] | None = None  # announces the end to the other ranks; None if done

@@ -1,8 +1,8 @@
 """The communicator of all ranks (the world), as a variable that the layers below process_group.py can read.
 
 Bucketing is a layer below process_group.py, so it cannot import that module. Bucketing reads the variable `current` of
-this module; only process_group.py sets it. Within `with gs.override_backend(...)`, `current` is a different
-communicator of the same ranks.
+this module; only calls from process_group.py change `current`. Within `with gs.override_backend(name)`, `current` is
+the communicator of all ranks over the backend `name`.
 """
 
 from __future__ import annotations

@@ -557,7 +557,7 @@ class ListAllReduce(Plan):
     # -- From the sources, and to the targets ------------------------------------------------------------------
 
     def _collecting(self, pieces: Sequence[Piece], packed: Array) -> list[Call]:
-        """Returns the calls that copy one piece, or several small pieces, to one array in the dtype of the exchange."""
+        """Returns the calls that copy one piece, or several small pieces, to one array; they convert to its dtype."""
         sources = _pieces_of(self._sources, pieces)
         if self._wire is None:
             return [copying(sources[0], packed) if len(sources) == 1 else gathering(sources, packed)]
@@ -581,7 +581,7 @@ class ListAllReduce(Plan):
         return calls if len(pieces) == 1 else [*calls, scattering(delivered, _pieces_of(self._targets, pieces))]
 
     def _delivered(self, results: Array, pieces: Sequence[Piece]) -> Array:
-        """Returns the array from which the pieces get their values: the only piece, `results`, or a reused buffer."""
+        """Returns the array for converted results: the only piece, a buffer, or `results` if nothing is converted."""
         if len(pieces) == 1:
             return _pieces_of(self._targets, pieces)[0]
         if self._divisor == 1 and self._wire is None:
