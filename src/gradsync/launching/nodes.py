@@ -25,8 +25,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import NamedTuple, NoReturn
@@ -579,7 +577,6 @@ class _Link:
         self._client = client
         self._node = node
         self._cause: Cause | None = None
-        self._ends: Future[list[bytes]] | None = None
 
     def __enter__(self) -> _Link:
         return self
@@ -617,32 +614,10 @@ class _Link:
         with contextlib.suppress(GradsyncError):  # `_loss` returns a failure
             if failed:  # before the report, so that a launcher that reads the report finds the cause
                 self._set_cause_of(outcome)
-            if any(self._exchange_ends(b"failed" * failed, seconds)):
+            if any(self._client.exchange("ended", b"failed" * failed, timeout_seconds=seconds)):
                 self._cause = Cause.from_bytes(self._client.get("cause"), self._node)
         # If a machine has lost its network, the loss is the cause, and failures of ranks on any machine follow from it.
         return self._loss() or self._cause or (cause_of(self._node, outcome) if failed else None)
-
-    def _exchange_ends(self, own: bytes, seconds: float) -> list[bytes]:
-        """Exchanges whether the ranks of each machine failed; a second call waits for the exchange of the first.
-
-        A thread makes the exchange: a signal that interrupts the main thread in the middle of a message would break the
-        connection.
-        """
-        if self._ends is None:
-            ends: Future[list[bytes]] = Future()
-            self._ends = ends
-
-            def exchange() -> None:
-                try:
-                    ends.set_result(self._client.exchange("ended", own, timeout_seconds=_NO_LIMIT_SECONDS))
-                except GradsyncError as error:
-                    ends.set_exception(error)
-
-            _run_in_thread(exchange)
-        try:
-            return self._ends.result(min(seconds, threading.TIMEOUT_MAX))
-        except FutureTimeout as error:
-            raise RendezvousTimeout("the ranks of the other machines have not ended in time") from error
 
     def _loss(self) -> Cause | None:
         """Returns the loss of a launcher, or of the server on node 0, as the cause; None if the server works."""
