@@ -12,7 +12,9 @@ run copies the tree, replaces the text, and runs the tests of the defect's room 
 failure. Where `lines` has been run on the source as it is, only the tests that run the defect's lines are run, those
 of its room first: to the others nothing has changed. Found means that a test's assertion on behaviour failed, and
 failed again when that test was repeated (up to three times): a busy machine is no defect. A failure of the tests in
-TEXT_TESTS, which compare the source or its pages as text, does not count, nor does an error while tests are collected.
+TEXT_TESTS, which compare the source or its pages as text, does not count, nor does an error while tests are collected,
+nor a test that pytest ended at its time limit, or whose process died. Where the limit of the whole run ends it, the
+result says so: it is neither found nor missed, and runs again.
 
 Results are appended to benchmarks/results/planted.jsonl, a line for each run of a defect, so that a run that was
 interrupted goes on where it stopped. A defect that was missed is run again, once it has a test.
@@ -34,6 +36,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +68,7 @@ TESTS_OF_ROOM = {
     "top": ["tests/test_*.py"],
 }
 REPEATS = 3
+_USAGE_ERROR, _NO_TESTS = 4, 5  # exit codes of pytest
 
 #: Calls whose loss is a wait that is missing.
 _WAITS = frozenset({"wait", "join", "result", "acquire", "poll", "select", "order", "barrier", "await_end"})
@@ -313,11 +317,14 @@ def run_one(defect: Defect, workers: int, limit_seconds: float, tests: Sequence[
             turns = [first, [test for test in by_line if test not in first]] if by_line else [of_room]
         if tests:
             turns = [[str(path.relative_to(tree)) for glob in tests for path in tree.glob(glob)]]
-        for chosen in turns:
-            by = _confirmed_failure(tree, chosen, workers, started + limit_seconds) if chosen else ""
-            if by:
-                outcome |= {"found": True, "by": by}
-                break
+        try:
+            for chosen in turns:
+                by = _confirmed_failure(tree, chosen, workers, started + limit_seconds) if chosen else ""
+                if by:
+                    outcome |= {"found": True, "by": by}
+                    break
+        except TimeoutError:
+            outcome["out of time"] = True
         outcome["seconds"] = round(time.monotonic() - started, 1)
     return outcome
 
@@ -386,19 +393,34 @@ def _statement_around(tree: ast.AST, line: int) -> tuple[int, int]:
 
 
 def _confirmed_failure(tree: Path, chosen: list[str], workers: int, deadline: float) -> str:
-    """Returns the first test that fails, and fails again; or ""."""
-    passed_again: list[str] = []
-    while time.monotonic() < deadline:
-        leave_out = [f"--deselect={test}" for test in passed_again]
-        by = _first_failure(tree, [*chosen, *leave_out], workers, deadline - time.monotonic())
-        if not by or any(_first_failure(tree, [by], 1, 200.0) for _ in range(REPEATS)):
-            return by
-        passed_again.append(by)
-    return ""
+    """Returns the first test whose assertion fails, and fails again; or "".
+
+    Raises:
+        TimeoutError: the deadline came before the tests had ended.
+    """
+    set_aside: list[str] = []  # tests that passed when they were repeated, that hung, or whose process died
+    while True:
+        leave_out = [f"--deselect={test}" for test in set_aside]
+        failed, ended = _first_failures(tree, [*chosen, *leave_out], workers, deadline - time.monotonic())
+        for by in failed:
+            with suppress(TimeoutError):
+                if any(by in _first_failures(tree, [by], 1, 200.0)[0] for _ in range(REPEATS)):
+                    return by
+        if not failed and not ended:
+            return ""
+        set_aside += [*failed, *ended]
 
 
-def _first_failure(tree: Path, chosen: list[str], workers: int, limit_seconds: float) -> str:
-    """Returns the first test that fails, or "". Processes that tests leave behind end with their group."""
+def _first_failures(tree: Path, chosen: list[str], workers: int, limit_seconds: float) -> tuple[list[str], list[str]]:
+    """Runs tests up to the first failure; each worker may come to one. Processes left behind end with their group.
+
+    Returns:
+        The tests that failed, and those that their time limit ended or whose process died.
+
+    Raises:
+        TimeoutError: the tests did not end within the limit.
+        RuntimeError: pytest found none of the chosen tests.
+    """
     report, names = tree / "report.txt", tree / "chosen.txt"
     names.write_text("\n".join(chosen))  # thousands may be more than a command line takes
     command = [
@@ -406,7 +428,8 @@ def _first_failure(tree: Path, chosen: list[str], workers: int, limit_seconds: f
         *(f"--ignore-glob=*{test}*" for test in TEXT_TESTS),
         f"@{names}",
     ]
-    environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+    # In fewer columns, pytest would leave out why a test with a long name has failed.
+    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "COLUMNS": "1000"}
     with report.open("w") as output:
         process = subprocess.Popen(
             command, cwd=tree, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -414,16 +437,18 @@ def _first_failure(tree: Path, chosen: list[str], workers: int, limit_seconds: f
         try:
             process.wait(timeout=max(limit_seconds, 1.0))
         except subprocess.TimeoutExpired:
-            return ""  # the suite's own limit finds nothing
+            raise TimeoutError(f"the tests did not end within {limit_seconds:.0f} s") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     text = report.read_text(errors="replace")
-    if process.returncode == 4:  # of usage: nothing was run
+    is_all_set_aside = any(each.startswith("--deselect=") for each in chosen)
+    if process.returncode == _USAGE_ERROR or (process.returncode == _NO_TESTS and not is_all_set_aside):
         raise RuntimeError(text[-2000:])
-    found = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", text, re.MULTILINE)
-    return found[1] if found else ""
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - (.*))?$", text, re.MULTILINE)
+    ended = [test for test, why in found if why.startswith("Failed: Timeout") or "crashed while running" in why]
+    return [test for test, _ in found if test not in ended], ended
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -433,7 +458,11 @@ def run(arguments: argparse.Namespace) -> int:
     """
     shard, shards = map(int, arguments.shard.split("/"))
     reasons = {defect.name for defect in load() if defect.reason}
-    known = {row["name"] for row in results() if row["found"] or row["name"] in reasons or row["commit"] == _commit()}
+    known = {
+        row["name"]
+        for row in results()
+        if "out of time" not in row and (row["found"] or row["name"] in reasons or row["commit"] == _commit())
+    }
     RESULTS.parent.mkdir(exist_ok=True)
     chosen = [
         defect
@@ -449,9 +478,8 @@ def run(arguments: argparse.Namespace) -> int:
         outcome = run_one(defect, arguments.workers, arguments.limit_seconds, tests)
         with RESULTS.open("a") as file:
             file.write(json.dumps(outcome) + "\n")
-        print(
-            f"{defect.name:24} {defect.kind:12} {outcome['seconds']:6.0f} s  {outcome['by'] or 'NOT FOUND'}", flush=True
-        )
+        ending = outcome["by"] or ("OUT OF TIME" if "out of time" in outcome else "NOT FOUND")
+        print(f"{defect.name:24} {defect.kind:12} {outcome['seconds']:6.0f} s  {ending}", flush=True)
     return table()
 
 
@@ -466,10 +494,11 @@ def table() -> int:
     planted, found = Counter(row["room"] for row in rows), Counter(row["room"] for row in rows if row["found"])
     for room in sorted(planted):
         print(f"{room:16} {found[room]:4} of {planted[room]:4}")
-    missed = {row["name"] for row in rows if not row["found"]}
+    missed = {row["name"]: "out of time" in row for row in rows if not row["found"]}
     reasons = {defect.name: defect.reason for defect in load() if defect.reason}
-    for name in sorted(missed):
-        print(f"  missed: {name}  {reasons.get(name, 'no reason is given')}")
+    for name, is_unfinished in sorted(missed.items()):
+        why = reasons.get(name, "no reason is given")
+        print(f"  {'out of time' if is_unfinished else 'missed'}: {name}  {why}")
     share = sum(found.values()) / max(1, sum(planted.values()))
     at_first = sum(row["found"] for row in {row["name"]: row for row in reversed(every)}.values())
     print(f"{sum(found.values())} of {sum(planted.values())} found: {share:.1%}; at their first run {at_first}")
