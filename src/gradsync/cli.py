@@ -105,8 +105,8 @@ _nprocs = click.option(
     "-n",
     "--nprocs",
     type=_Integer(min=1),
-    help="Number of ranks.  [default: auto: one per visible GPU, at least 2; nccl: one per visible GPU; shm, mpi: 2; "
-    "local: 1]",
+    help="Number of ranks; leave out this option under a launcher.  [default: auto: one per visible GPU, at least 2; "
+    "nccl: one per visible GPU; shm, mpi: 2; local: 1]",
 )
 _backend = click.option(
     "--backend",
@@ -126,14 +126,14 @@ _plot = click.option(
 
 @main.group(cls=_Commands)
 def bench() -> None:
-    """Times collectives and bucket thresholds on this machine."""
+    """Times collectives and bucket thresholds."""
 
 
 @bench.command(
     short_help="Finds the bucket threshold that suits a model.",
     epilog="""\b
 Examples:
-  gradsync bench thresholds --model resnet50              two ranks, thresholds from 0.25 to 100 MB
+  gradsync bench thresholds --model resnet50              thresholds from 0.25 to 100 MB
   gradsync bench thresholds --model shapes.json -n 4      your own gradients: callback.dump_shapes("shapes.json")
   mpiexec -n 4 gradsync bench thresholds --model bert     mpiexec has started the ranks; srun and torchrun work too
 
@@ -154,7 +154,7 @@ Thresholds are in MB; 1 MB is 1024**2 bytes.
     type=_Integer(min=1),
     default=20,
     show_default=True,
-    help="Number of timed steps of each threshold.",
+    help="Number of timed steps of each threshold, unless the time limit ends the measurement.",
 )
 @click.option(
     "--time-limit",
@@ -182,7 +182,7 @@ def thresholds(**options: Any) -> None:
     short_help="Times collectives, and checks their results.",
     epilog="""\b
 Examples:
-  gradsync bench collectives                                    all_reduce, two ranks, 1 KB to 16 MB
+  gradsync bench collectives                                    all_reduce, 1 KB to 16 MB
   gradsync bench collectives -c all -n 4 -b 64K -e 64M -f 8
   gradsync bench collectives -c all_reduce,broadcast --plot out.png --json out.json
   srun -n 16 gradsync bench collectives -e 256M                 ranks that a launcher has started
@@ -193,7 +193,8 @@ number of bytes of the source or of the target, whichever is larger. 1 KB is 102
 1 GB/s is 1e9 bytes per second. With -v, the table also shows the bus bandwidth of NVIDIA's nccl-tests, which is GB/s
 times a factor: 2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and
 scatter; 1 for broadcast, reduce and exchange. If a collective runs only out of place, or only in place, the other
-columns show "-". The exit code is 1 if elements of a result differ from NumPy's.
+columns show "-". The exit code is 1 if elements of a result differ from NumPy's, except by rounding errors of averages
+and 16-bit floats.
 """,
 )
 @click.option(
@@ -202,7 +203,7 @@ columns show "-". The exit code is 1 if elements of a result differ from NumPy's
     default="all_reduce",
     show_default=True,
     metavar="NAMES",
-    help="Collectives to time: all, or a list.",
+    help="Collectives to time: all, or names separated by commas.",
 )
 @_nprocs
 @_backend
@@ -252,10 +253,11 @@ Examples:
 \b
 Exit codes:
   0      all ranks ended with 0
+  1      a rank raised an exception, or gradsync could not start the ranks
   2      the command line is wrong, or the script ended with 2
   130    the user pressed Ctrl-C
   128+n  signal n ended gradsync, or killed the rank that failed first
-  other  the exit code of the rank that failed first (1 after an exception)
+  other  the exit code of the rank that failed first
 
 Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT to the script.
 """,
@@ -280,8 +282,8 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     envvar=BACKEND,
     show_default=True,
     show_envvar=True,
-    help="Backend of the collectives. auto means nccl if each rank has a GPU, otherwise shm. mpi needs mpiexec instead "
-    "of this command.",
+    help="Backend of the collectives. auto means nccl if each rank has a GPU of its own; otherwise local for one rank, "
+    "and shm for several ranks on one machine. mpi needs mpiexec instead of this command.",
 )
 @click.option(
     "--max-restarts",
@@ -299,7 +301,8 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--log-dir",
     metavar="DIR",
-    help="Also write each rank's output to its own file in DIR. gradsync removes the files of an earlier run.",
+    help="Also write each rank's output to its own file in DIR. gradsync first removes the logs of an earlier run "
+    "from DIR.",
 )
 @click.option(
     "--grace",
@@ -307,7 +310,8 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     type=click.FloatRange(min=0),
     default=DEFAULT_GRACE_SECONDS,
     show_default=True,
-    help="Seconds that ranks have to end after gradsync has asked them to end. Then gradsync kills these ranks.",
+    help="Seconds that ranks have to end after gradsync has asked them to end. Then gradsync kills the ranks that "
+    "still run.",
 )
 @click.option(
     "--stdin",
@@ -358,8 +362,9 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--dump-dir",
     metavar="DIR",
-    help="Directory for dumps, which gradsync trace reads. A rank writes a dump of its last collectives when a "
-    "collective fails or waits too long, when the rank raises an exception, at Ctrl-C, and on SIGUSR2.",
+    help="Directory for dumps, which gradsync trace reads. A rank writes a dump of its last collectives when one of "
+    "them fails, when another rank fails or reaches its deadline in a collective, when an exception ends the rank, at "
+    "Ctrl-C, and on SIGUSR2.",
 )
 @click.option(
     "--trace",
@@ -382,8 +387,8 @@ def run(context: click.Context, /, **options: Any) -> None:
 
     SCRIPT calls gradsync.init_process_group() without arguments. Each rank finds RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as under torchrun. When a rank fails, gradsync
-    ends the other ranks, and prints the failed rank's traceback last. When a rank ends, gradsync ends all processes
-    that the rank has started. Ctrl-C asks all ranks to end; a second Ctrl-C kills them.
+    ends the other ranks, and then reports which rank was the cause, with its traceback. When a rank ends, gradsync ends
+    all processes that the rank has started. Ctrl-C asks all ranks to end; a second Ctrl-C kills them.
     """
     from gradsync.launching.run import run_command
 
@@ -446,10 +451,12 @@ depends only on the checks of the machine. The command does not change the machi
     show_default=True,
     help="Time limit of each trial in seconds.",
 )
-@click.option("--try/--no-try", "tries", default=True, show_default=True, help="Run an all-reduce with each backend.")
+@click.option(
+    "--try/--no-try", "tries", default=True, show_default=True, help="Try an all-reduce, or only check the machine."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Also show the lines without a problem.")
 def doctor(**options: Any) -> None:
-    """Checks this machine, tries an all-reduce with each backend, and shows how to repair problems.
+    """Checks this machine, tries an all-reduce with each backend that may work here, and shows how to repair problems.
 
     The command tries the backend local only if --backend or GRADSYNC_BACKEND names it.
     """
@@ -475,9 +482,10 @@ def doctor(**options: Any) -> None:
 def serve(world_size: int, host: str, port: int, secret_file: str | None) -> None:
     """Runs only a rendezvous server, for ranks that gradsync did not start.
 
-    The command prints the address of the server. Set three variables for each rank: GRADSYNC_ADDRESS to this address,
-    GRADSYNC_HOSTED to 1, so that rank 0 starts no second server, and GRADSYNC_SECRET_FILE to the path of a file with
-    the same secret. Ctrl-C or SIGTERM ends the server.
+    The command prints the address at which the server listens. Set three variables for each rank: GRADSYNC_ADDRESS to
+    this address, GRADSYNC_HOSTED to 1, so that rank 0 starts no second server, and GRADSYNC_SECRET_FILE to the path of
+    a file with the same secret. With --host 0.0.0.0, put an address of this machine in place of 0.0.0.0. Ctrl-C or
+    SIGTERM ends the server.
     """
     from gradsync.environment import HOW_TO_MAKE_A_SECRET_FILE, read_secret_option
     from gradsync.rendezvous.server import RendezvousServer

@@ -190,7 +190,7 @@ START = Variable(
     "GRADSYNC_START",
     _text,
     None,
-    "Name of this start or restart of the run. gradsync's launchers set this variable if they share one server.",
+    "Name of this start or restart of a run on several machines. `gradsync run --nnodes` sets this variable.",
 )
 BACKEND = Variable(
     "GRADSYNC_BACKEND",
@@ -214,16 +214,23 @@ SECRET_FILE = Variable(
     "Path of a file with the secret in hexadecimal. The file must belong to the user, and have mode 0600.",
 )
 RESTART_COUNT = Variable(
-    "GRADSYNC_RESTART_COUNT", _integer, 0, "Number of times that gradsync's launcher has restarted all ranks."
+    "GRADSYNC_RESTART_COUNT",
+    _integer,
+    0,
+    "Number of times that gradsync's launcher has restarted all ranks. The launcher sets this variable.",
 )
 MAX_RESTARTS = Variable(
-    "GRADSYNC_MAX_RESTARTS", _integer, 0, "Largest number of times that gradsync's launcher restarts all ranks."
+    "GRADSYNC_MAX_RESTARTS",
+    _integer,
+    0,
+    "Largest number of times that gradsync's launcher restarts all ranks. The launcher sets this variable.",
 )
 STATE_DIR = Variable(
     "GRADSYNC_STATE_DIR",
     _text,
     None,
-    "Directory for checkpoints. gradsync's launcher keeps this directory when it restarts the ranks.",
+    "Directory for checkpoints. gradsync's launcher keeps this directory when it restarts the ranks. `gradsync run` "
+    "sets this variable, with --state-dir or --max-restarts.",
 )
 COLLECTIVE_TIMEOUT_SECONDS = Variable(
     "GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS",
@@ -239,14 +246,15 @@ FLIGHT_RECORDER_ENTRIES = Variable(
     "GRADSYNC_FLIGHT_RECORDER_ENTRIES",
     partial(_integer, lowest=1, highest=_MAX_RECORDER_ENTRIES),
     64,
-    "Number of collectives and messages that the flight recorder of each communicator keeps.",
+    "Number of collectives and messages that the flight recorder of each communicator keeps. During a trace, it keeps "
+    "at least 16,384.",
 )
 DUMP_DIR = Variable(
     "GRADSYNC_DUMP_DIR",
     _text,
     None,
-    "Folder for dumps of the flight recorder. A rank writes a dump when a collective fails, when the rank raises an "
-    "exception, when another rank waits too long for this rank, at Ctrl-C, and on SIGUSR2.",
+    "Folder for dumps of the flight recorder. A rank writes a dump when one of its collectives fails, when another "
+    "rank fails or reaches its deadline in a collective, when an exception ends the rank, at Ctrl-C, and on SIGUSR2.",
 )
 TRACE = Variable(
     "GRADSYNC_TRACE",
@@ -258,8 +266,8 @@ DEBUG = Variable(
     "GRADSYNC_DEBUG",
     _switch,
     False,
-    '"1" turns on the debug mode: the ranks compare every collective through the rendezvous server before data moves, '
-    "and gradsync detects writes to gradients during their reduction.",
+    '"1" turns on the debug mode: the ranks compare every collective before data moves, also with NCCL, and gradsync '
+    "detects writes to gradients during their reduction.",
 )
 
 #: All variables, in the order of the documentation.

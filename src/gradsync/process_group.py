@@ -130,7 +130,7 @@ def init_process_group(
         allow_shared_gpu: whether several ranks may use one GPU through NCCL. Ranks on a shared GPU are slow, so this is
             only for tests. The variable GRADSYNC_ALLOW_SHARED_GPU=1 has the same effect.
         debug: whether to use the debug mode, the same on all ranks. In this mode, the ranks compare every collective
-            through the rendezvous server before data moves, and a write to a gradient that gradsync is reducing raises
+            before data moves, also with NCCL, and a write to a gradient that gradsync is reducing raises
             GradientChanged. None means the value of GRADSYNC_DEBUG. See docs/tracing.md.
 
     Returns:
