@@ -431,9 +431,7 @@ def _action(each: Sequence[Description]) -> str:
 def _advice_on_settings(descriptions: Mapping[int, Description], *, are_sizes: bool = False) -> str:
     """Returns advice if the callback's options or the numbers of local passes differ between ranks; else "".
 
-    Args:
-        descriptions: the description of each rank.
-        are_sizes: True compares only the options for bucket sizes; False compares all other options.
+    If `are_sizes` is True, the function compares only the options for bucket sizes; otherwise it compares all others.
     """
     by_rank = {rank: dict(d.settings) for rank, d in descriptions.items()}
     found, passes = [], ""
@@ -509,12 +507,7 @@ def _advice_on_gradients(descriptions: Mapping[int, Description]) -> str:
 
 
 def _missing(names: Iterable[str], known: Mapping[int, Mapping[str, object]]) -> dict[str, list[int]]:
-    """Returns, for each name that is missing on a rank, the ranks on which it is missing.
-
-    Args:
-        names: the names of gradients.
-        known: for each rank its gradients by name.
-    """
+    """Returns, for each of the names that is missing on a rank, the ranks on which the name is missing."""
     ranks = {name: [rank for rank, specs in known.items() if name not in specs] for name in names}
     return {name: absent for name, absent in ranks.items() if absent}
 

@@ -964,18 +964,9 @@ class Communicator:
         self._backend.agree_always()
 
     def _share_numbers(self, what: str, numbers: Sequence[int], agreement: Agreement) -> list[list[int]]:
-        """All-gathers a list of integers; returns the list of each rank, in rank order.
+        """All-gathers a list of 64-bit integers; returns the list of each rank, in rank order.
 
         Every rank must call it, with lists of equal length.
-
-        Args:
-            what: the operation's name in errors.
-            numbers: this rank's list, of at most some thousands of 64-bit integers.
-            agreement: the Agreement that describes this collective, for the comparison between the ranks.
-
-        Raises:
-            PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
-            NcclError, MpiError, RendezvousError: as for all_reduce.
         """
         shared: list[list[int]] = self._run(
             (what, agreement, lambda _launch: self._backend.share_numbers(numbers, agreement), None, None), None
@@ -1160,14 +1151,7 @@ class Communicator:
         return self._checked_out(what, out, source.shape, source.dtype)
 
     def _check_writable(self, what: str, target: Array, name: str = "array", remedy: str = "pass out=") -> None:
-        """Raises InvalidArgument if the collective cannot write to an argument.
-
-        Args:
-            what: the operation's name in the error.
-            target: the argument, as _native_array returned it.
-            name: the argument's name in the error.
-            remedy: the advice at the end of the error.
-        """
+        """Raises InvalidArgument, with the advice `remedy`, if the collective cannot write to the argument `name`."""
         if type(target) is np.ndarray:  # nearly always
             flags = target.flags
             if flags.c_contiguous and flags.writeable:

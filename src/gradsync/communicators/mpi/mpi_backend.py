@@ -88,16 +88,6 @@ def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds:
 
     MPI_Comm_create_group waits for all ranks, and no deadline can end this wait. So the ranks first wait for each other
     at the rendezvous server, where a deadline can end the wait.
-
-    Args:
-        mpi: the module mpi4py.MPI.
-        client: this rank's connection to the rendezvous server; the run has the same ranks as MPI_COMM_WORLD.
-        name: the group's name, unique since the last init_process_group().
-        timeout_seconds: the time limit for all steps.
-
-    Raises:
-        MpiError: MPI failed.
-        RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not call this function in time, or died.
     """
     deadline = time.monotonic() + timeout_seconds
     client.barrier(f"mpi/{name}/ready", timeout_seconds=timeout_seconds)

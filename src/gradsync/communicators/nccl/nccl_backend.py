@@ -264,12 +264,7 @@ class NcclBackend(Backend):
         self._move(_parts(source, send_bounds), _parts(target, receive_bounds))
 
     def _move(self, outgoing: dict[int, Any], incoming: dict[int, Any]) -> None:
-        """Sends parts to other ranks and receives parts from other ranks, all at once; copies this rank's own part.
-
-        Args:
-            outgoing: the bytes for each rank to which this rank sends.
-            incoming: the memory for the bytes of each rank from which this rank receives.
-        """
+        """Sends parts to other ranks and receives parts from other ranks, all at once; copies this rank's own part."""
         own, room = outgoing.pop(self.rank, None), incoming.pop(self.rank, None)
         if room is not None:
             _copy_bytes(own, room)

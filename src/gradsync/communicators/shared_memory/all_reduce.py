@@ -480,11 +480,7 @@ class ListAllReduce(Plan):
             yield [(phase, calls) for phase, calls in phases.items() if calls], step.wait
 
     def _one_shot(self, contributions: Sequence[Array]) -> Iterator[_StepCalls]:
-        """Yields the calls of the two steps of an all-reduce in one shot.
-
-        Args:
-            contributions: [rank] -> the buffer with the values of that rank.
-        """
+        """Yields the calls of the two steps of an all-reduce in one shot."""
         is_packed = len(self._targets) > 1 or self._wire is not None
         result = self._context.buffer("result", self._dtype, self._size) if is_packed else self._targets[0]
         whole = Section(0, self._size, pieces_between(self._sizes, 0, self._size))

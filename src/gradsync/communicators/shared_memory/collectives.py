@@ -269,13 +269,8 @@ def _round_of_shares(
 ) -> Round:
     """Returns a round in which every rank publishes a share for each of the other ranks.
 
-    Args:
-        context: the memory and objects that all collectives of the communicator use.
-        send_bounds: the bounds of the parts of the source, one for each rank.
-        begin, end: the elements of each part that the round moves.
-        kept: see Round.
-        received: for each other rank, the rank and the slice of the target for its share.
-        itemsize: the number of bytes of an element.
+    The round moves the elements [begin, end) of each part. `received` has, for each other rank, the rank and the slice
+    of the target for its share.
     """
 
     def share(owner: int, reader: int, part: slice) -> tuple[int, int]:

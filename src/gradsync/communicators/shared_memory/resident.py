@@ -92,12 +92,7 @@ class ResidentAllReduce:
         end_phase("waiting")
 
     def _add_calls(self, parts: Sequence[Array], at: int) -> None:
-        """Adds the calls that reduce one chunk, with the same arithmetic as reduce_into.
-
-        Args:
-            parts: [rank] -> the elements of the chunk in that rank's part.
-            at: the index of the chunk's first element.
-        """
+        """Adds the calls that reduce the chunk that begins at element `at`, with the same arithmetic as reduce_into."""
         context, calls, dtype = self._context, self._calls, parts[0].dtype
         is_finite = finite_test(dtype) if Checks.NONFINITE in self._checks else None
         if is_finite is None:

@@ -209,13 +209,7 @@ def check_platform() -> None:
 
 
 def _map_for_huge_pages(descriptor: int) -> mmap.mmap:
-    """Maps a whole segment, if possible at an address that is a multiple of the huge page size.
-
-    The descriptor remains open.
-
-    Raises:
-        OSError: the address space of this process has no room for the segment.
-    """
+    """Maps a whole segment, if possible at a multiple of the huge page size. The descriptor remains open."""
     size_bytes = os.fstat(descriptor).st_size
     with contextlib.ExitStack() as gaps:
         for _ in range(_ATTEMPTS):
