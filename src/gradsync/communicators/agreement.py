@@ -41,7 +41,7 @@ class _OnBehalf(threading.local):
 
     Attributes:
         submitted_at: the line of the program that has submitted the collective.
-        thread: the identifier of the thread that waits for the collective.
+        thread: the identifier of the thread that called the collective.
     """
 
     submitted_at: Caller | None = None

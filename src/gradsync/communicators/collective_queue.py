@@ -129,7 +129,7 @@ class Job:
     def run(self) -> None:
         """Runs the collective, then the done-callbacks of its future. This method never raises.
 
-        If the future has already failed, neither the collective nor the callbacks run.
+        If the future has already failed, this method does not run the collective; the callbacks have already run.
         """
         try:
             if self._previous is not None:

@@ -706,7 +706,8 @@ class Communicator:
         Raises:
             InvalidArgument: `array` or `out` is not an array or is on a different device, `dest` or `source` is not a
                 rank of this communicator, only one of them is this rank, or `out` is read-only or has elements that
-                share memory. If this rank exchanges with itself, also if `out` has a different shape or dtype.
+                share memory. A rank that exchanges with itself also raises this error if `out` has a different shape or
+                dtype.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for send.
             NcclError, MpiError, RendezvousError: as for send.
         """
@@ -1319,8 +1320,8 @@ class Asynchronous:
     which sends and receives at the same time, or let the lower rank send first and the higher rank receive first.
 
     A done-callback must not call or submit collectives, on any backend. Such a call raises InvalidArgument: see
-    CollectiveFuture.add_done_callback. If a done-callback waits for a future that is not done, FutureNotReady is
-    raised.
+    CollectiveFuture.add_done_callback. If a done-callback waits for a future that is not done, the wait raises
+    FutureNotReady.
 
     On the CPU a collective waits in a queue and runs in another thread. On a GPU the call launches the collective; the
     call may first wait until the other ranks make the same call. If no stream is given, the collective runs on the

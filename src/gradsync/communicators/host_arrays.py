@@ -151,7 +151,8 @@ def as_host_array(array: Any, who: str) -> Array:
         who: the beginning of the error message, e.g. "rank 0/2: all_reduce".
 
     Raises:
-        InvalidArgument: `array` is not an array, is a masked or sparse array, or is not in host memory.
+        InvalidArgument: `array` is not an array, is a masked or sparse array, is not in host memory, or cannot be
+            viewed without a copy.
         UnsupportedDtype: the elements are Python objects.
     """
     if type(array) is np.ndarray:

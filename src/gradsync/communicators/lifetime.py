@@ -165,8 +165,8 @@ class Lifetime:
             InvalidArgument: the caller is a done-callback, or an earlier done-callback has tried to run a collective;
                 see check_may_call. __enter__ raises InvalidArgument if another collective of this communicator is
                 running.
-            RankFailed, CollectiveTimeout, PlanMismatch, NcclError, CommunicatorClosed: the communicator has ended;
-                __enter__ raises the errors of `check_usable`.
+            CommunicatorClosed: the communicator has ended; __enter__ raises this and the other errors of
+                `check_usable`.
         """
         if pending:  # before `what` is stored, because other collectives run during this wait
             await_earlier(self, what)
@@ -335,8 +335,8 @@ class Lifetime:
             what: the name, in errors, of the collective that was called.
 
         Raises:
-            RankFailed, CollectiveTimeout, PlanMismatch, NcclError: a failure has ended the communicator, and no call
-                has raised it yet.
+            RankFailed, CollectiveTimeout, PlanMismatch, NcclError, RendezvousError: a failure has ended the
+                communicator, and no call has raised it yet.
             CommunicatorClosed: the communicator has ended for any other reason.
         """
         if self._unraised is not None:

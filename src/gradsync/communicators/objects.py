@@ -76,7 +76,7 @@ class Objects:
         return self._gather_for("objects.gather", obj, root)
 
     def _gather_for(self, what: str, obj: Any, root: int = 0, argument: str = "root") -> list[Any] | None:
-        """Does the same as gather. Errors name the public function `what`, and its parameter `argument` for the root."""
+        """Does the same as gather. Errors name the public function `what`, and its parameter `argument` for `root`."""
         root = checked_rank(self._backend, what, argument, root)
         agreement = agreement_on(what, (), None, f"root {root}")
         data, sizes = self._run(agreement, self._parcel([obj]), root=root)

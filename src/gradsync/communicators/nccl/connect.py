@@ -1,4 +1,4 @@
-"""Connects the ranks of an NCCL communicator: chooses a device for each rank, and limits the time of every step."""
+"""Connects the ranks of an NCCL communicator: chooses a device for each rank, and limits the waits for other ranks."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def has_driver() -> bool:
 def choose_device(wanted: str | None, local_rank: int, count: int, *, allow_shared_gpu: bool) -> int:
     """Returns the CUDA device number for this rank, counted among the devices that this process sees.
 
-    If a launcher sets CUDA_VISIBLE_DEVICES for each rank, the rank sees only one device, number 0. Otherwise the rank
-    with LOCAL_RANK=i uses visible device i of its host.
+    If a launcher sets CUDA_VISIBLE_DEVICES to one device for each rank, the rank sees only this device, number 0.
+    Otherwise the rank with LOCAL_RANK=i uses visible device i of its host.
 
     Args:
         wanted: the requested device, such as "cuda:1". With "cuda" or None, this function chooses the device.

@@ -1,4 +1,4 @@
-"""Launches: collectives that run on a GPU after their call has returned.
+"""Launches: collectives on a GPU. The GPU may run a collective after its call has returned.
 
 A Launch keeps the collective's memory alive, checks whether the collective has ended, and copies results to host
 arrays.

@@ -67,7 +67,8 @@ def check_library() -> int:
     """Checks that this process can use CuPy and NCCL, and returns NCCL's version, such as 23203.
 
     Raises:
-        BackendUnavailable: CuPy or NCCL cannot be loaded, or an environment variable makes NCCL unusable.
+        BackendUnavailable: CuPy, NCCL or NVRTC cannot be loaded, CuPy is too old, or an environment variable is set
+            with which gradsync cannot use CuPy or NCCL.
     """
     try:
         import cupy

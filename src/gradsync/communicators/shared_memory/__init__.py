@@ -1,1 +1,1 @@
-"""The communicator between processes of one host without a GPU: NumPy over shared memory."""
+"""The backend for ranks on one host: NumPy arrays over shared memory."""

@@ -62,7 +62,7 @@ _REDUCED_BYTES = 256 * 1024
 # (see arena.py). A call of four times this size takes four times as long per byte. On a Xeon one call for a whole chunk
 # is the fastest.
 _PUBLISHED_BYTES = 128 * 1024
-# The largest total size of small pieces that are copied together into a buffer and reduced there.
+# The largest total size of small pieces that the pipeline copies together.
 _GATHERED_BYTES = 128 * 1024
 
 
@@ -75,7 +75,7 @@ class Section(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The work of one rank on one chunk, divided into sections that are each large enough to be worth a NumPy call.
+    """The work of one rank on one chunk, divided into sections; see worth_a_call.
 
     Attributes:
         own: the sections of the slice that this rank reduces.
@@ -158,7 +158,7 @@ def plan_stream(
 
 
 def worth_a_call(whole: Section, itemsize: int, of_one: int, of_several: int) -> Iterator[Section]:
-    """Divides a section into sections that are each large enough for a NumPy call.
+    """Divides a section into sections for one NumPy call each: a part of one large piece, or successive small pieces.
 
     Args:
         whole: the section to divide.

@@ -42,8 +42,8 @@ _OPEN, _CLOSED, _ABORTED, _ABORTED_BY_SERVER, _CLOSED_AFTER_FAILURE = 0, 1, 2, 3
 REASON_BYTES = 1024  # the memory for the text with the reason of an abort
 
 # A waiting rank first spins: if each rank has a core of its own, most waits end within a microsecond. Then the rank
-# yields, in case another process needs this core. Then the rank sleeps, because a process that only yields gets too
-# little time if another process is busy. Between two sleeps, the rank checks for failures.
+# yields, in case another process needs this core. Then the rank sleeps again and again, because a process that only
+# yields gets too little time if another process is busy. Every few milliseconds, the rank checks for failures.
 SPINS = 60
 _YIELD_FOR_SECONDS = 100e-6
 _SLEEP_SECONDS = 50e-6

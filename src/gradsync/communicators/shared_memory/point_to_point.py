@@ -12,10 +12,10 @@ the whole message. A side that is one message ahead posts the next message while
 compare the current message. So each cache line has two words for digests and two words for sizes, which successive
 messages use alternately.
 
-A transfer never waits: `advance` does the work that is possible now. So one thread can send and receive at once, and
-ranks that exchange in pairs or rings of any size cannot deadlock. A rank that waits checks for failures in the same way
-as at the barrier. The waiting rank also checks for messages that cannot arrive because the other rank waits in a
-collective.
+A transfer never waits for its peer: `advance` does the work that is possible now. So one thread can send and receive at
+the same time, and ranks that exchange in pairs or rings of any size cannot deadlock. A rank that waits checks for
+failures in the same way as at the barrier. The waiting rank also checks for messages that cannot arrive because the
+other rank waits in a collective.
 """
 
 from __future__ import annotations
