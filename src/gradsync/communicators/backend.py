@@ -185,8 +185,8 @@ class Backend(ByteCollectives):
         name: the backend's name: "shm", "nccl", ...
         device: the device of the backend's arrays: "cpu", or a CUDA device such as "cuda:0".
         arrays: the functions for the backend's arrays: an ArrayKind for NumPy, DeviceArrays for CuPy.
-        runs_beside_host: whether collectives run on a GPU. On a GPU, a method launches a collective, and returns before
-            the GPU has run it, except share_numbers.
+        runs_beside_host: whether collectives run on a GPU. On a GPU, a method launches a collective, and does not wait
+            until the GPU has run it. share_numbers is an exception.
         begins_with_barrier: whether a new communicator runs a barrier as its first collective.
         plans_for: the class of the arrays that the backend's plans accept; see `plan_all_reduce`.
         force_packing: whether a world of one rank copies a list of arrays to a flat buffer and back, like the NCCL

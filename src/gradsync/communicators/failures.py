@@ -73,6 +73,7 @@ class FailureMonitor:
         Raises:
             RankFailed, CollectiveTimeout: the server has sent this failure.
             RendezvousError: the server is gone.
+            CommunicatorClosed: this rank has left the server.
         """
         try:
             self.client.check()
@@ -113,7 +114,8 @@ class FailureMonitor:
         For the arguments see `warn`.
 
         Raises:
-            CollectiveTimeout: the collective has reached its deadline. The error message names the missing ranks.
+            CollectiveTimeout: the collective has reached its deadline. The error message names the missing ranks, if
+                they are known.
             RankFailed: a rank has died before the deadline.
             RendezvousError: the server is gone.
         """

@@ -76,6 +76,7 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> Mp
         BackendUnavailable: mpi4py is missing, or mpiexec or srun has not started exactly these ranks.
         MpiError: MPI failed.
         RendezvousTimeout, CollectiveTimeout, RankFailed: a rank did not call this function in time, or died.
+        RendezvousError: the connection to the rendezvous server was lost.
     """
     mpi = load_mpi()
     check_place(mpi, client.rank, client.world_size)

@@ -66,7 +66,7 @@ class MpiRequests:
         is_direct: whether there are at most DIRECT_RANKS ranks, so that ranks send directly to all other ranks.
         peers: the other ranks, in the order in which this rank sends to them.
         begun: the number of collectives that this rank has begun.
-        disputes: for each pair of ranks, as text, the number of messages on which they have disagreed.
+        disputes: for each direction between two ranks, as text, the number of messages on which they have disagreed.
         has_abandoned: whether a wait or a call of MPI has failed. MPI may then still read and write the memory of the
             requests.
     """

@@ -112,6 +112,7 @@ def connect(client: RendezvousClient, settings: WorldSettings, group: str) -> Ba
         BackendUnavailable: CuPy, NCCL or a GPU is missing, or ranks share a GPU without allow_shared_gpu.
         NcclError: NCCL failed.
         RendezvousTimeout: a rank did not call this function in time.
+        RendezvousError: the connection to the rendezvous server was lost.
         RankFailed: a rank died.
     """
     deadline = time.monotonic() + settings.timeout_seconds

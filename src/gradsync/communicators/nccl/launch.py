@@ -324,7 +324,7 @@ _registering = threading.Lock()  # a set must not grow while another thread iter
 
 
 def await_results_in(array: Any) -> None:
-    """Waits until all launches of this process that write a result to the given host array have written the result."""
+    """Waits until all launches of this process that write a result to the given host array have ended or failed."""
     with _registering:
         launches = [launch for launch in _with_host_results if launch.will_write(array)]
     for launch in launches:

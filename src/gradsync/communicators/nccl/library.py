@@ -121,6 +121,7 @@ class Nccl:
     Raises:
         NcclError: NCCL failed.
         RendezvousTimeout: a rank did not make its communicator in time.
+        RendezvousError: the connection to the rendezvous server was lost.
         RankFailed: a rank died.
     """
 

@@ -173,7 +173,7 @@ class SharedBarrier:
         self._completed = number
 
     def is_ahead(self, peer: int) -> bool:
-        """Whether a peer has arrived at a later round than this rank, and waits there."""
+        """Whether a peer has arrived at a later round than this rank."""
         return self.words[peer * WORDS_PER_RANK + _ARRIVALS] > self.round
 
     def _wait_for(self, arrivals: int, wanted: int, began: float) -> None:
