@@ -126,11 +126,11 @@ DEFAULT = 10 * MEGABYTE
         ),
         (
             [row(MEGABYTE, 10.0, 54)],
-            "All thresholds give the same 54 buckets, so there is nothing to choose. A step takes 10 ms.",
+            "All tested thresholds give the same 54 buckets, so there is nothing to choose. A step takes 10 ms.",
         ),
         (
             [row(MEGABYTE, 10.0, 1)],
-            "All thresholds give the same 1 bucket, so there is nothing to choose. A step takes 10 ms.",
+            "All tested thresholds give the same 1 bucket, so there is nothing to choose. A step takes 10 ms.",
         ),
     ],
 )

@@ -95,7 +95,7 @@ BROKEN = [
     ({"environ": {"MASTER_PORT": "99999"}}, "launcher", "broken", "MASTER_PORT", "unset MASTER_PORT"),
     ({"mpiexec": None}, "MPI", "not usable here", "is not on the PATH", "pip install mpich"),
     ({"environ": {"CUDA_VISIBLE_DEVICES": ""}}, "GPUs", "not usable here", "hides all", "unset CUDA_VISIBLE_DEVICES"),
-    ({"environ": {"CUDA_VISIBLE_DEVICES": "0,1,7"}}, "GPUs", "warning", "names 3", "nvidia-smi -L"),
+    ({"environ": {"CUDA_VISIBLE_DEVICES": "0,1,7"}}, "GPUs", "warning", "names 3 GPUs", "nvidia-smi -L"),
     ({"environ": {"NCCL_COMM_BLOCKING": "0"}}, "NCCL", "not usable here", "only blocking", "unset NCCL_COMM"),
     (
         {"environ": {"RANK": "1", "WORLD_SIZE": "4"}},

@@ -1,8 +1,8 @@
 """`gradsync bench collectives`: measures collectives over a range of sizes.
 
-Every rank runs this program. Either gradsync, mpiexec, srun or torchrun starts the ranks. Only rank 0 prints.
-The sizes, the in-place layouts of arrays and the factors for the bus bandwidth are the same as in nccl-tests. So the
-results of both programs can be compared. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the functions
+Every rank runs this program. Either gradsync, mpiexec, srun or torchrun starts the ranks. Rank 0 prints the tables. The
+meaning of a size, the in-place layouts of arrays and the factors for the bus bandwidth are the same as in nccl-tests.
+So the results of both programs can be compared. Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the functions
 *GetCollByteCount and *GetBw of src/*.cu.
 """
 
@@ -188,7 +188,7 @@ def parse_size(text: str) -> int:
 
 
 def sizes_between(begin: int, end: int, factor: float) -> list[int]:
-    """Returns the sizes in bytes from `begin` to at most `end`; each size is `factor` times the previous size.
+    """Returns the sizes in bytes from `begin` to at most `end`, rounded; each is `factor` times the size before it.
 
     Raises:
         InvalidArgument: `end` is below `begin`, there are more than 100 sizes, or `end` is above `begin` and `factor`
@@ -249,7 +249,7 @@ def source_of(case: Case, rank: int) -> Array:
 
 
 def _period(case: Case, rank: int) -> Array:
-    """Returns the short array that source_of repeats. For products it has only 1 and 2, so that results are exact."""
+    """Returns the short array that source_of repeats. For products it has only 1 and 2, so that nothing is rounded."""
     most = 2 if case.op == "prod" else 8
     return np.random.default_rng(rank).integers(1, most + 1, _PERIOD).astype(dtype_of(case.dtype))
 
@@ -310,7 +310,7 @@ def count_wrong(case: Case, result: Array | None, rank: int) -> int:
 
 
 def make_arrays(xp: Any, rank: int, case: Case, form: str) -> tuple[Any, Any]:
-    """Returns a rank's source and target arrays, in the layout of nccl-tests; None for an array that it does not need.
+    """Returns a rank's source and target arrays, in the layout of nccl-tests; None for an array that is not needed.
 
     If the collective runs in place, the smaller of the two arrays is this rank's part of the larger one. In scatter
     only the root has a source array; in gather and reduce only the root has a target array.
@@ -538,9 +538,9 @@ def bench_collectives(
     """Runs `gradsync bench collectives`; the arguments are the options that cli.py declares.
 
     Raises:
-        InvalidArgument, BackendUnavailable: an option is wrong, or the backend cannot run here. The command raises this
-            error before it starts ranks.
-        GradsyncError: a rank failed, or results are wrong.
+        InvalidArgument, UnsupportedDtype, BackendUnavailable: an option is wrong, the operator is not defined for the
+            dtype, or the backend cannot run here. The command raises this error before it starts ranks.
+        GradsyncError: a rank failed, results are wrong, or the JSON file cannot be written.
     """
     settings = dict(locals())
     kinds = kinds_of(collectives)
@@ -602,7 +602,7 @@ def table(rows: Sequence[Row], *, verbose: bool) -> Table:
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:
-    """Returns a plot panel for each collective, with the shorter of the times in place and out of place."""
+    """Returns a plot panel for each collective; for each size it has the form with the shorter median time."""
     found = []
     for collective in dict.fromkeys(row.case.collective for row in rows):
         of_collective = [row for row in rows if row.case.collective == collective]

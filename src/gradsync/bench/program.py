@@ -86,7 +86,8 @@ def run_as_ranks(
         this process has started the ranks with mpiexec.
 
     Raises:
-        GradsyncError: a rank failed; its traceback is on stderr.
+        InvalidArgument, BackendUnavailable: see count_ranks.
+        GradsyncError: a rank that this command started failed; its traceback is on stderr.
     """
     if _launched_ranks(nprocs) is not None:
         with gs.init_process_group(backend) as comm:

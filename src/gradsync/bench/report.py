@@ -35,7 +35,7 @@ _FEW_DECADES = 1e4  # if the limits of an axis have a smaller ratio, the axis ha
 
 
 def busy_machine() -> str:
-    """Returns a warning if other programs keep this machine busy; else ""."""
+    """Returns a warning if the load average is above half of the usable cores; else ""."""
     load = os.getloadavg()[0]
     if load <= _QUIET_LOAD * usable_cores():
         return ""
@@ -103,7 +103,7 @@ def _field(path: str, name: str) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Returns a time in milliseconds as text such as "1.23 ms", with three significant digits."""
+    """Returns a time in milliseconds as text, such as "1.23 ms" or "1,234 ms"."""
     value = 1e3 * seconds
     return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
 

@@ -73,7 +73,7 @@ class Sweep(NamedTuple):
     Attributes:
         specs: the descriptions of a step's gradients, in the order in which the backward pass produces them.
         candidates: the thresholds to measure.
-        steps: the number of rounds; each round measures the time of one step with each threshold.
+        steps: the largest number of rounds; each round measures the time of one step with each threshold.
         limit_seconds: the time limit; after 3 rounds, the measurement stops if the next round would exceed the limit.
     """
 
@@ -88,7 +88,7 @@ class Measured(NamedTuple):
 
     Attributes:
         steps: one list per candidate, with the duration of its step in each round, in seconds.
-        backend, device: the backend and the device of the communicator.
+        backend, device: the backend and the device of the communicator on this rank.
     """
 
     steps: list[list[float]]
@@ -269,7 +269,7 @@ def bench_thresholds(
     Raises:
         InvalidArgument, BackendUnavailable: an option is wrong, or the backend cannot run here. The command raises this
             error before it starts ranks.
-        GradsyncError: a rank failed; no file is written.
+        GradsyncError: a rank failed, and no file is written; or the JSON file cannot be written.
     """
     settings = dict(locals())
     ranks = count_ranks(nprocs, backend)
@@ -355,7 +355,10 @@ def recommendation(rows: Sequence[Row], wanted_steps: int) -> str:
     if len(rows) == 1:
         count = fastest.candidate.all_reduces
         buckets = "1 bucket" if count == 1 else f"{count} buckets"
-        return f"All thresholds give the same {buckets}, so there is nothing to choose. A step takes {fastest.seconds}."
+        return (
+            f"All tested thresholds give the same {buckets}, so there is nothing to choose. A step takes "
+            f"{fastest.seconds}."
+        )
     if not is_sure(rows):
         more = "a longer --time-limit" if fastest.seconds.samples < wanted_steps else "--steps 20"
         name = size_text(fastest.candidate.threshold_bytes)

@@ -68,7 +68,7 @@ def _rank_events(dump: Dump, offset: float, tracks: Sequence[str], met: dict[Key
         dump: the rank's dump.
         offset: the number of seconds to add to the times of the dump.
         tracks: the names of the tracks of all ranks.
-        met: [group, number, call] -> the events of this collective, from all ranks.
+        met: by (group, number, call): the events of this collective, from all ranks.
     """
     lane_names: dict[int, str] = {_LANES: _STEPS}
     lane_ends: dict[int, float] = {}

@@ -66,7 +66,7 @@ def first_divergence(group: str, histories: Mapping[int, History]) -> Divergence
 
     Args:
         group: the name of the group.
-        histories: [world rank] -> the rank's last collectives in this group.
+        histories: by world rank: the rank's last collectives in this group.
     """
     for number in sorted({number for history in histories.values() for number in history}):
         sides: dict[int | str, list[int]] = {}
@@ -113,7 +113,7 @@ def circle(waits: Iterable[Wait]) -> list[Wait] | None:
     for wait in waits:
         by_rank.setdefault(wait.rank, []).append(wait)
     for start in sorted(by_rank):
-        came_by: dict[int, Wait] = {}  # [rank] -> the wait by which the search first found this rank
+        came_by: dict[int, Wait] = {}  # by rank: the wait by which the search first found this rank
         left = [start]
         for rank in left:
             for wait in by_rank.get(rank, ()):

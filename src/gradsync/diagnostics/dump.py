@@ -47,7 +47,8 @@ class Call:
 
     Attributes:
         what: the collective in one line.
-        lines: everything that the ranks must agree on: first the collective in one line, then a line for each array.
+        lines: everything that the ranks must agree on: first the collective in one line, then a line for each array; at
+            most 1000 lines.
     """
 
     what: str
@@ -59,7 +60,8 @@ class Entry:
     """A collective or a message of the dump's rank.
 
     Attributes:
-        number: the number of the collective in its group; a message has the number of the collective before it.
+        number: the number of the collective in its group, from 1; a message has the number of the collective before it,
+            or 0 if there is none.
         call: the key of the description in Group.calls. Ranks that call the same collective have equal keys.
         is_message: whether this is a message between two ranks, and not a collective.
         state: "runs", "ended" or "failed".
@@ -106,13 +108,13 @@ class Dump:
         reason: the reason for the dump.
         raised_at: the line of code that raised the exception that ended this rank; "" if no exception ended the rank,
             or if a failed collective caused the exception.
-        rank: the world rank; None if the process has not joined a group, and no launcher has set its rank.
+        rank: the world rank; None if the process has not joined a group, and neither GRADSYNC_RANK nor RANK is set.
         pid, host: the id of the process, and the name of its machine.
         clock: a text that is equal for ranks with the same monotonic clock.
         monotonic_seconds, wall_seconds: the time of the dump, on the rank's monotonic clock and on its wall clock.
         package: gradsync's folder on the rank's machine. The report shows the innermost line of a stack outside of this
             folder.
-        stacks: the stacks of all threads except gradsync's own, the main thread first.
+        stacks: the result of stack_report().
         groups: the groups by name.
         phases, arrivals, steps: the events of the trace; empty without a trace.
     """
@@ -145,7 +147,7 @@ def write_dump(path: Path, reason: str, seconds: float, raised_at: str = "") -> 
         path: the path of a file that ends in .json, or of a folder. If the path is a folder, the name of the file
             contains rank and pid.
         reason: the reason for the dump.
-        seconds: the time limit for writing. A large dump gets more time.
+        seconds: the time limit for writing. write_dump() adds one second for each 10 MB (10**7 bytes) of the dump.
         raised_at: see Dump.raised_at.
 
     Raises:

@@ -1,8 +1,8 @@
 """The flight recorder: it records the last collectives of a rank, and when each collective began and ended.
 
 The recorder is always on, so it must cost almost nothing: an entry is a short list in a ring buffer. The recorder makes
-an entry when a collective begins, and completes the entry when the collective ends. The recorder converts entries to
-text only for a report. Any thread may read the entries at any time.
+an entry when a collective begins, and completes the entry when the collective ends. An entry becomes text only when a
+report, an error or a dump shows it. Any thread may read the entries at any time.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Place(NamedTuple):
 
 
 # A list of the fields of an Entry. The last two fields are set when the collective ends. The recorder uses a list,
-# because an object takes twice as long to make, and because Python copies a list in one step. So a reader never gets
-# only a part of an entry, or fields of two entries.
+# because an object takes longer to make, and because Python copies a list in one step. So a reader never gets only a
+# part of an entry, or fields of two entries.
 Running = list[Any]
 _ENDED, _FAILED = 3, 4
 
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
 
     Attributes:
         number: the number of the collective in its communicator, counted from 1, and the same on all ranks that run the
-            same program. A message has the number of the collective before it.
+            same program. A message has the number of the collective before it, or 0 if there is none.
         what: the description of the collective or message.
         began: the time at which this rank entered the collective, in time.monotonic() seconds.
         ended: the time at which the collective ended, in time.monotonic() seconds; None while the collective runs. On a
@@ -177,7 +177,7 @@ _latest: deque[FlightRecorder] = deque(maxlen=_REMEMBERED_RECORDERS)
 
 
 def recorders() -> list[FlightRecorder]:
-    """Returns the recorders of this process's communicators, and of the last communicators even if they have ended.
+    """Returns the recorders of this process's communicators, and of the last 16 communicators even if they have ended.
 
     Any thread may call this function.
     """

@@ -28,9 +28,9 @@ def report_dumps(paths: Sequence[str], out: str | None) -> int:
         out: the path of the Chrome trace; None writes no Chrome trace.
 
     Returns:
-        The exit code: 1 if a rank raised an exception, a collective failed, ranks differ, or ranks wait for each other
-        in a circle; otherwise 0. A rank that is only late does not make the exit code 1, because in a healthy run some
-        rank is always late.
+        The exit code: 1 if a rank raised an exception, a collective or message failed, ranks differ, or ranks wait for
+        each other in a circle; otherwise 0. A rank that is only late does not make the exit code 1, because ranks are
+        late in a healthy run too.
 
     Raises:
         InvalidArgument: there are no dumps, a dump cannot be read, or the Chrome trace cannot be written.
@@ -72,7 +72,7 @@ def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
 
 
 def _groups(dumps: Sequence[Dump]) -> dict[str, dict[int, Group]]:
-    """Returns [name][rank] -> the group in that rank's dump.
+    """Returns, for the name of each group, the group as each rank's dump shows it, by rank.
 
     Groups of a single rank are left out if there are several dumps.
     """
@@ -242,8 +242,8 @@ def _ends_of_steps(dump: Dump) -> list[float]:
 def _shares(dump: Dump) -> dict[str, float]:
     """Returns the share of time of each phase of a rank's collectives, and the share outside of gradsync.
 
-    Small collectives have no phases, and collectives other than all-reduce have none. The share "in small collectives"
-    is the whole time of all collectives without phases, including the time in which the rank waits.
+    Collectives other than all-reduce have no phases, and small all-reduces over shared memory have none. The share "in
+    small collectives" is the whole time of all collectives without phases, including the time in which the rank waits.
     """
     first, *_, last = _ends_of_steps(dump)
     spans = [(phase.name, phase.began, phase.ended) for phase in dump.phases]

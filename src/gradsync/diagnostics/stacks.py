@@ -32,8 +32,8 @@ def stack_report() -> str:
     """Returns the stacks of all threads except gradsync's own: the main thread first, the innermost frames first.
 
     Of nested calls within gradsync, the text shows only the outermost call. The text shows equal stacks once, with the
-    names of their threads. If the text is too long, outer frames are left out. This function never raises an error. A
-    call takes milliseconds, or one second if the file system of a program's file hangs. Any thread may call this
+    names of up to three threads. If the text is too long, outer frames are left out. This function never raises an
+    error. If the file system of a program's file hangs, this function waits for one second. Any thread may call this
     function at any time.
     """
     try:
@@ -53,7 +53,7 @@ def _report() -> str:
 
 
 def _stacks() -> dict[tuple[str, ...], list[str]]:
-    """Returns [stack] -> the names of the threads with this stack; the main thread's stack comes first."""
+    """Returns, for each stack, the names of the threads with this stack; the main thread's stack comes first."""
     known = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = [(ident != main, known.get(ident, f"thread {ident}"), f) for ident, f in sys._current_frames().items()]

@@ -1,8 +1,8 @@
 """A trace: the times of the phases of each collective, such as packing, waiting, reducing and splitting.
 
 Without a trace, gradsync only reads the variable `active` for each bucket and each gradient, and calls an empty
-function at the end of each phase. During a trace, gradsync keeps a tuple for each phase until the process writes its
-dump (dump.py). `gradsync trace` converts dumps to a Chrome trace.
+function at the end of each phase. During a trace, gradsync keeps a tuple for each phase, each gradient and each step.
+The process writes these tuples into its dump (dump.py). `gradsync trace --out` converts dumps to a Chrome trace.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Tracer:
         self.phases: deque[Phase] = deque(maxlen=_MAX_EVENTS)
         self.arrivals: deque[Arrival] = deque(maxlen=_MAX_EVENTS)
         self.steps: deque[TracedStep] = deque(maxlen=_MAX_EVENTS)
-        self._step_began: dict[str, float] = {}  # [group] -> the time at which its step began
+        self._step_began: dict[str, float] = {}  # by group: the time at which its step began
 
     def arrive(self, group: str, name: str, *, is_first: bool) -> None:
         """Records the arrival of a gradient. If `is_first`, a new step begins, even if the last step has not ended."""

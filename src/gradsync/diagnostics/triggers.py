@@ -24,8 +24,8 @@ from gradsync.errors import CollectiveTimeout, InvalidArgument, PlanMismatch, Ra
 if TYPE_CHECKING:
     from pathlib import Path  # pathlib takes long to import, and few processes write a file
 
-# The time limits for writing a dump to the folder of GRADSYNC_DUMP_DIR, and for writing any other dump. The first limit
-# is short, because the report of a failure waits until its dump is written.
+# The time limits for writing a dump at a failure or a signal, and for writing any other dump. The first limit is short,
+# because the report of a failure waits until its dump is written.
 _URGENT_SECONDS, _PATIENT_SECONDS = 2.0, 60.0
 _OF_A_COLLECTIVE = (CollectiveTimeout, RankFailed, PlanMismatch)
 
@@ -48,8 +48,8 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
         The path of the file.
 
     Raises:
-        InvalidArgument: `path` is not a path, the file cannot be written, or its file system has not responded for a
-            minute.
+        InvalidArgument: `path` is not a path, or the file cannot be written, or cannot be written within a minute. A
+            large dump gets more time.
     """
     folder = _path_of("dump_flight_recorder", DUMP_DIR.read() or "." if path is None else path)
     return write_dump(folder, "dump_flight_recorder() was called", _PATIENT_SECONDS)
@@ -57,10 +57,10 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
 
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Records when each bucket was packed, waited for, reduced and split, inside a `with` block.
+    """Records when gradients arrived, and when their buckets were packed, reduced and split, inside a `with` block.
 
-    A trace is not a collective, so any part of the ranks may record a trace. At the end of the block, the process
-    writes a dump. Inside the block, the recorder remembers the last 16,384 collectives of each group.
+    A trace is not a collective, so one rank may record a trace alone. At the end of the block, the process writes a
+    dump. Inside the block, the flight recorder keeps at least the last 16,384 collectives and messages of each group.
 
     Args:
         path: the path of the dump; see dump_flight_recorder.
@@ -135,16 +135,16 @@ def dump_because(failure: str, raised_at: str = "") -> None:
 
 
 def dump_at_failure(error: BaseException) -> None:
-    """Writes a dump if the error is a CollectiveTimeout, RankFailed or PlanMismatch, which other ranks also raise."""
+    """Writes a dump if GRADSYNC_DUMP_DIR is set, and the error is CollectiveTimeout, RankFailed or PlanMismatch."""
     if _folder is not None and isinstance(error, _OF_A_COLLECTIVE):
         dump_because(_first_line(error))
 
 
 def dump_at_exception(error: BaseException) -> None:
-    """Writes a dump for an error that ends this rank.
+    """Writes a dump for an error that ends this rank, if GRADSYNC_DUMP_DIR is set.
 
-    If a failed collective has raised the error, dump_at_failure has already written a dump, so this function does
-    nothing.
+    For CollectiveTimeout, RankFailed and PlanMismatch, dump_at_failure has already written a dump, so this function
+    does nothing.
     """
     if _folder is not None and not isinstance(error, _OF_A_COLLECTIVE):
         dump_because(_first_line(error), "" if _follows_a_failure(error) else str(raised_at(error) or ""))
@@ -167,7 +167,7 @@ def _follows_a_failure(error: BaseException) -> bool:
 
 
 def write_trace() -> None:
-    """Writes the trace if GRADSYNC_TRACE is set. A later call replaces the file."""
+    """Writes the trace if GRADSYNC_TRACE is set and there is a flight recorder. A later call replaces the file."""
     if _traced_folder is not None and recorders():
         try:
             write_dump(_traced_folder, f"{TRACE} is set", _PATIENT_SECONDS)

@@ -35,7 +35,7 @@ class Finding:
         status: how serious the finding is. BROKEN means that gradsync does not work here, or that the tried backend
             does not work. UNUSABLE means that a backend needs something that this machine lacks.
         text: the result of the check, in words.
-        advice: the commands or steps that solve the problem; "" if there is no problem.
+        advice: the commands or steps that solve the problem; "" for no advice.
         what: the name of the checked thing, such as "NumPy", which the report shows before the text. examine() replaces
             "" by the name of the check.
     """
@@ -50,7 +50,7 @@ _OLDEST_PYTHON, _OLDEST_NUMPY = (3, 10), (2, 1)
 
 
 def check_python(here: Facts) -> Finding:
-    """Checks that Python is new enough, that the system is Linux, and that the processor is an x86-64 as shm needs."""
+    """Checks that Python is new enough, that the system is Linux, and that the processor is x86-64, which shm needs."""
     version, path = here.python
     text = f"{version} on {here.system} {here.machine}, {path}"
     if _numbers(version)[:2] < _OLDEST_PYTHON:
@@ -90,7 +90,7 @@ def check_anonymous_memory(here: Facts) -> Finding:
 
 
 def check_shared_memory_folder(here: Facts) -> Finding:
-    """Checks the size of /dev/shm."""
+    """Checks the size and the free space of /dev/shm."""
     if here.shared_memory_bytes is None:
         text = "/dev/shm does not exist: MPI and NCCL need it, the backend shm does not"
         return Finding(UNUSABLE, text, "mount -t tmpfs tmpfs /dev/shm")
@@ -220,7 +220,7 @@ def check_gpus(here: Facts) -> Finding | None:
     names = sorted({device["name"] for device in devices})
     text = f"{len(devices)} x {', '.join(names)}, {devices[0]['memory_bytes'] / 1e9:.0f} GB"
     if visible is not None and len(devices) < len(visible):
-        text += f"; CUDA_VISIBLE_DEVICES={here.environ['CUDA_VISIBLE_DEVICES']} names {len(visible)}"
+        text += f"; CUDA_VISIBLE_DEVICES={here.environ['CUDA_VISIBLE_DEVICES']} names {len(visible)} GPUs"
         return Finding(WARNING, text, "list only GPUs of this machine: nvidia-smi -L shows them")
     if len(devices) > 1 and not all(len(device["peers"]) == len(devices) - 1 for device in devices):
         text += "; not all GPUs can access each other's memory, so NCCL copies through host memory"
@@ -238,7 +238,7 @@ _OLDEST_CUPY = 14
 
 
 def check_cupy(here: Facts) -> Finding:
-    """Checks that CuPy is installed, that it loads, and that it fits the driver."""
+    """Checks that one package of CuPy is installed, that it loads, is new enough, and fits the driver."""
     installed = _cupy_packages(here)
     answer = here.answers.get("cupy", {"error": "no answer"})
     if len(installed) > 1:

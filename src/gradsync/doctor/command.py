@@ -55,7 +55,7 @@ def why_not(backend: str, here: Facts, findings: Sequence[Finding]) -> str | Non
 
 
 def _ranks(backend: str, here: Facts) -> int:
-    """Returns the number of ranks of a trial: 2, but 1 for backend "local" and on a single GPU."""
+    """Returns the number of ranks of a trial: 2, but 1 for the backend "local", and for "nccl" with only one GPU."""
     if TABLE[backend].on_gpus:
         return min(2, max(count_gpus(here.environ), 1))
     return 1 if TABLE[backend].single_rank else 2
@@ -97,8 +97,8 @@ class Report:
 
     Attributes:
         findings: the findings of the checks, in the order of the report.
-        trials: [backend] -> the result of its trial.
-        asked_for: the backend that must work. If this is None, at least one of the tried backends must work.
+        trials: by backend: the result of its trial; empty with --no-try.
+        asked_for: the backend that must work, if backends were tried. If this is None, any tried backend is enough.
         seconds: the duration of the whole command.
     """
 
@@ -114,10 +114,7 @@ class Report:
 
     @property
     def is_well(self) -> bool:
-        """Whether no finding is BROKEN, and the tried backends work as far as needed.
-
-        If backends were tried, the backend `asked_for` must work; if `asked_for` is None, any backend must work.
-        """
+        """Whether no finding is BROKEN and, if backends were tried, the needed backend works; see `asked_for`."""
         if any(finding.status is BROKEN for finding in self.findings):
             return False
         if not self.trials:  # --no-try

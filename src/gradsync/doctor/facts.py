@@ -43,10 +43,10 @@ class Facts:
         system, machine: the operating system and the processor, such as "linux" and "x86_64".
         python: the version of Python and the path of its executable.
         numpy: the version of NumPy.
-        packages: [name] -> the version of each installed Python package that the checks need to know.
+        packages: by name: the versions of the installed packages of CuPy and of mpi4py.
         cores: the number of cores that this process may use.
         answers: the answers that ask_all() returned.
-        shared_memory_bytes: the size and the free space of /dev/shm in bytes; None if /dev/shm does not exist.
+        shared_memory_bytes: the size and the free space of /dev/shm in bytes; None if /dev/shm cannot be examined.
         memory_error: the error if memfd_create failed; "" if memfd_create worked.
         loopback_error: the error if no socket could listen on 127.0.0.1; "" if a socket could listen there.
         mpiexec: the path of mpiexec; None if mpiexec is not on the PATH.
@@ -154,8 +154,8 @@ def ask_all(mpiexec: str | None, deadline_seconds: float) -> dict[str, dict[str,
         deadline_seconds: the time limit, after which the subprocesses are killed.
 
     Returns:
-        One dictionary under each of the keys "cupy" and "mpi"; with a path of mpiexec, also under the key "mpiexec". If
-        a subprocess failed, its dictionary is {"error": message}.
+        One dictionary under each of the keys "cupy" and "mpi"; with a path of mpiexec, also under the key "mpiexec". A
+        library that could not be loaded, or gave no answer in time, has the dictionary {"error": message}.
     """
     commands = {name: [sys.executable, "-m", __name__, name] for name in _QUESTIONS}
     if mpiexec is not None:
