@@ -233,7 +233,7 @@ class Lifetime:
     def abort(self, reason: str, culprit: int | None) -> None:
         """Ends the communicator for all ranks; see Communicator.abort."""
         self._clean_up_interrupted()
-        first_line = reason.partition("\n")[0]  # the other ranks get the whole reason
+        first_line = reason.partition("\n")[0]  # the announcement has all lines
         self._claim_end(f"it was aborted: {first_line}", partial(self._backend.announce_abort, reason, culprit))
         self._announce()
         self._end_use()

@@ -1,8 +1,9 @@
 """Reductions over MPI.
 
 With up to 16 ranks, each rank reduces its share of the elements in rank order with NumPy, and sends the result to the
-other ranks. No rank receives more bytes than with MPI's best algorithm. Half-precision values are added in float32, and
-NaN is treated as in NumPy. The result has the same bits as with the shared-memory backend, except for products of
+other ranks. (A small array goes with the digest to every rank, which reduces the whole array: see MpiAgreement.) No
+rank receives more bytes of a larger array than with MPI's best algorithm. Half-precision values are added in float32,
+and NaN is treated as in NumPy. The result has the same bits as with the shared-memory backend, except for products of
 complex numbers. With more ranks, MPI's own all-reduce needs fewer messages. So with more ranks the backend uses MPI's
 all-reduce, after converting half precision to float32. Exceptions are the minimum and maximum of floating values,
 because MPI does not define their results for NaN. A reduce-scatter is always computed in rank order.

@@ -1,8 +1,8 @@
 """Begins the MPI requests of one communicator, and waits until they end, a rank fails, or the deadline passes.
 
-A blocking call of MPI never returns if a rank has died or does not make its call. So a rank uses non-blocking requests,
-and tests repeatedly whether they have completed. Between these tests, the rank checks whether the deadline has passed,
-and whether the rendezvous server has reported a failure.
+A blocking call of MPI may never return if a rank has died or does not make its call. So a rank uses non-blocking
+requests, and tests repeatedly whether they have completed. Between these tests, the rank checks whether the deadline
+has passed, and whether the rendezvous server has reported a failure.
 """
 
 from __future__ import annotations

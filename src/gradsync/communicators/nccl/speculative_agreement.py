@@ -1,10 +1,11 @@
 """Agreement of the ranks on the next collective, by prediction, because NCCL's collectives cannot carry a digest.
 
 In this file an event is a collective, a message or the end of a step. Ranks that have agreed on all earlier events
-predict the same next event. A rank launches the predicted event at once, without asking. For any other event the rank
-first asks the other ranks, through the rendezvous server, whether their next event is the same. If two ranks have
+predict the same next event. A rank launches the predicted event without asking. For any other event the rank first
+asks the other ranks, through the rendezvous server, whether their next event is the same. If two ranks have
 different next events, at most one of these is the predicted event, so at least one rank asks. If the other rank has
-already launched the predicted event, the ranks raise an error, and the communicator is broken for all ranks.
+already launched the predicted event, the ranks raise an error, and the communicator is broken for all ranks. In debug
+mode a rank asks about every event (`asks_always`).
 
 If all steps of a training loop make the same calls, the ranks ask only in the first steps. If the loop sometimes runs
 an evaluation, the prediction is wrong when the evaluation begins and after it has ended, and the ranks ask there.

@@ -164,7 +164,7 @@ class Watched:
         Another thread aborts the NCCL communicator, because calls to the server or NCCL could block this thread.
 
         Args:
-            error: the error of every launch and of every later call.
+            error: the error of every running launch and of every later call.
             reason: the failure that the thread first reports to the server; None if the server knows the failure.
             culprit: the world rank that caused the failure, if it is known.
         """
