@@ -9,9 +9,9 @@ skips most checks.
 
 Every rank of the communicator must call the same collectives in the same order. The docstring of each method says which
 arguments must be equal on all ranks. If the calls do not fit, all ranks raise PlanMismatch before data moves, and the
-communicator stays usable. NCCL is an exception: if the ranks have repeated a sequence of collectives, and one rank then
-calls a different collective, gradsync may detect the difference only after data has moved. Then the error's attribute
-`broken` is True, and the communicator cannot be used any more.
+communicator stays usable. NCCL is an exception. If the ranks have repeated a sequence of collectives, and then one rank
+calls a different collective, gradsync may detect this only after data has moved. Then the error's attribute `broken` is
+True, and the communicator cannot be used any more.
 """
 
 from __future__ import annotations
@@ -171,9 +171,9 @@ class Communicator:
 
         Raises:
             UnsupportedDtype: the dtype does not support the operator, or the elements are Python objects.
-            InvalidArgument: `op` is not an operator, `array` or `out` is not an array or is on a different device,
-                `out` has a different shape or dtype, or the array for the result is read-only or has elements that
-                share memory.
+            InvalidArgument: `op` is not an operator; `array` or `out` is not an array, or is on a different device;
+                `out` has a different shape or dtype; the array for the result is read-only, or has elements that share
+                memory.
             PlanMismatch: the ranks called different collectives, or passed arguments that must be equal and differ.
             RankFailed: another rank has died, or has closed or aborted the communicator.
             CollectiveTimeout: a rank did not call the collective before the deadline, or the collective did not end on
@@ -269,8 +269,8 @@ class Communicator:
             `out`, or a new array, with this rank's rows of the result.
 
         Raises:
-            InvalidArgument: the rows cannot be divided equally, `sizes` does not have one number for each rank or does
-                not add up to the array's rows, or another argument is wrong (see all_reduce).
+            InvalidArgument: the rows cannot be divided equally; `sizes` does not fit the array or the ranks; or another
+                argument is wrong (see all_reduce).
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
             NcclError, MpiError, RendezvousError: as for all_reduce.
         """
@@ -312,8 +312,8 @@ class Communicator:
             `array`.
 
         Raises:
-            InvalidArgument: `array` is not an array or is on a different device; on a rank that is not the root,
-                `array` is read-only or has elements that share memory; or `root` is not a rank of the communicator.
+            InvalidArgument: `root` is not a rank of the communicator; `array` is not an array, or is on a different
+                device; `array` is read-only or has elements that share memory, and this rank is not the root.
             UnsupportedDtype: the elements are Python objects.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for all_reduce.
             NcclError, MpiError, RendezvousError: as for all_reduce.
@@ -356,9 +356,9 @@ class Communicator:
             `out`, or a new array, with the rows of all ranks.
 
         Raises:
-            InvalidArgument: `array` or `out` is not an array or is on a different device, `sizes` does not fit the
-                array or the ranks, `out` is given although `sizes` is "ask", `out` has a wrong shape or dtype, is
-                read-only or has elements that share memory, or the result would be too large for an array.
+            InvalidArgument: `array` or `out` is not an array, or is on a different device; `sizes` does not fit the
+                array or the ranks; `out` is given although `sizes` is "ask"; `out` has a wrong shape or dtype, is
+                read-only, or has elements that share memory; the result would be too large for an array.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for broadcast.
             NcclError, MpiError, RendezvousError: as for broadcast.
         """
@@ -478,9 +478,9 @@ class Communicator:
             `out`, or a new array, with this rank's rows.
 
         Raises:
-            InvalidArgument: `root` is not a rank of the communicator, the rows cannot be divided equally, `sizes` does
-                not fit the array or the ranks, `array` or `out` is not an array or is on a different device, or `out`
-                is missing, has a wrong shape or dtype, is read-only or has elements that share memory.
+            InvalidArgument: `root` is not a rank of the communicator; the rows cannot be divided equally; `sizes` does
+                not fit the array or the ranks; `array` or `out` is not an array, or is on a different device; `out` is
+                missing, has a wrong shape or dtype, is read-only, or has elements that share memory.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for broadcast.
             NcclError, MpiError, RendezvousError: as for broadcast.
         """
@@ -544,10 +544,10 @@ class Communicator:
             `out`, or a new array, with the received rows in rank order.
 
         Raises:
-            InvalidArgument: the rows cannot be divided equally, `send_sizes` does not fit the array or the ranks,
-                `recv_sizes` does not fit the other arguments or the ranks, `array` or `out` is not an array or is on a
-                different device, or `out` has a wrong shape or dtype, is read-only or has elements that share memory.
-            PlanMismatch: the ranks called different collectives, or passed arguments that must be equal and differ; or
+            InvalidArgument: the rows cannot be divided equally; `send_sizes` does not fit the array or the ranks;
+                `recv_sizes` does not fit the other arguments or the ranks; `array` or `out` is not an array, or is on a
+                different device; `out` has a wrong shape or dtype, is read-only, or has elements that share memory.
+            PlanMismatch: the ranks called different collectives, or passed arguments that must be equal and differ. Or
                 the `recv_sizes` of one rank differ from the numbers of rows that the ranks send to this rank.
             UnsupportedDtype, RankFailed, CollectiveTimeout, CommunicatorClosed: as for broadcast.
             NcclError, MpiError, RendezvousError: as for broadcast.
@@ -639,8 +639,8 @@ class Communicator:
             stream: the CUDA stream on which the message is sent, as for all_reduce.
 
         Raises:
-            InvalidArgument: `array` is not an array or is on a different device, or `dest` is not one of the other
-                ranks of this communicator.
+            InvalidArgument: `array` is not an array, or is on a different device; `dest` is not one of the other ranks
+                of this communicator.
             UnsupportedDtype: the elements are Python objects.
             PlanMismatch: the other rank expects a different shape or dtype. Both ranks raise this error. On the CPU,
                 all ranks raise this error if the other rank waits for this rank in a collective.
@@ -669,8 +669,8 @@ class Communicator:
             `array`.
 
         Raises:
-            InvalidArgument: `array` is not an array, is on a different device, is read-only or has elements that share
-                memory, or `source` is not one of the other ranks of this communicator.
+            InvalidArgument: `array` is not an array, is on a different device, is read-only, or has elements that share
+                memory; `source` is not one of the other ranks of this communicator.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for send.
             NcclError, MpiError, RendezvousError: as for send.
         """
@@ -704,10 +704,10 @@ class Communicator:
             `out`.
 
         Raises:
-            InvalidArgument: `array` or `out` is not an array or is on a different device, `dest` or `source` is not a
-                rank of this communicator, only one of them is this rank, or `out` is read-only or has elements that
-                share memory. A rank that exchanges with itself also raises this error if `out` has a different shape or
-                dtype.
+            InvalidArgument: `array` or `out` is not an array, or is on a different device; `out` is read-only, or has
+                elements that share memory; `dest` or `source` is not a rank of this communicator; only one of `dest`
+                and `source` is this rank. A rank that exchanges with itself also raises this error if `out` has a
+                different shape or dtype than `array`.
             UnsupportedDtype, PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: as for send.
             NcclError, MpiError, RendezvousError: as for send.
         """
@@ -775,8 +775,8 @@ class Communicator:
         """Makes a group of some ranks of this communicator. The group numbers its ranks in ascending order.
 
         Only the members need to call new_group. All members must pass the same ranks. If several ranks are members of
-        the same two groups, these ranks must make the two groups in the same order, and call the groups' collectives in
-        the same order.
+        the same two groups, these ranks must make the two groups in the same order. These ranks must also call the
+        collectives of the two groups in the same order.
 
         Keep a reference to the group while any rank uses it. Close a group by its method close() when it is not needed
         any more; the end of the process group closes the other groups. This is most important with MPI, which allows

@@ -1,10 +1,10 @@
 """Failures of other ranks: a communicator reports long waits to the rendezvous server, and gets failures from it.
 
-The rendezvous server logs the reported waits. If a wait reaches its deadline, the server asks every rank for its status
-(the functions at the end of this file), and sends the same error to every rank. A backend may find only a consequence
-of a failure, such as a broken connection. Then the backend waits for a short time for the server's error, which names
-the cause (await_cause). If the ranks disagree on a collective, they exchange their descriptions of it through the
-server.
+The rendezvous server logs the reported waits. If a wait reaches its deadline, the server asks every rank for its
+status, which the functions at the end of this file return. Then the server sends the same error to every rank. A
+backend may find only a consequence of a failure, such as a broken connection. Then the backend waits for a short time
+for the server's error, which names the cause (await_cause). If the ranks disagree on a collective, they exchange their
+descriptions of it through the server.
 """
 
 from __future__ import annotations

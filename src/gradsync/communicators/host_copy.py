@@ -9,8 +9,8 @@ other processors memcpy is as fast or faster, so each process measures both ways
 
 Source: glibc bugs 30994 and 30995 (memcpy on Zen 3 and Zen 4 with `rep movsb`).
 
-The functions for pieces cut a list of arrays as if the list were one flat array, so that a collective can move many
-arrays together without first copying them to one array. These functions only compute; they read and write no array.
+The functions for pieces cut a list of arrays as if the list were one flat array. So a collective can move many arrays
+together, and need not first copy them to one array. These functions only compute; they read and write no array.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ elements, into chunks, slices and steps. The second part has the NumPy calls tha
 many times, because creating a view takes as long as copying some kilobytes. Pieces of arrays below some kilobytes are
 copied together in one call. The third part has the plans: OneShot for one small array, and ListAllReduce for a list.
 
-Reductions combine the operands in rank order. So all ranks get bitwise equal results, equal inputs give bitwise equal
-results in every run, and the result of an element does not depend on the size of the array. Products of complex numbers
-are an exception, because NumPy rounds these products differently in vector and scalar code.
+Reductions combine the operands in rank order. So all ranks get bitwise equal results, and equal inputs give bitwise
+equal results in every run. The result of an element does not depend on the size of the array. Products of complex
+numbers are an exception, because NumPy rounds these products differently in vector and scalar code.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT, ROUND_S
 from gradsync.diagnostics import tracing
 from gradsync.reduction import Array, Call, ReduceOp, Wire, accumulation_dtype, division_call, reduction_of
 
-#: The largest array or list that is all-reduced in one shot. Up to this size, one barrier, after which every rank
-#: reduces the whole array, is faster than two barriers, between which each rank reduces a share of the array.
+#: The largest array or list that is all-reduced in one shot: after one barrier, every rank reduces the whole array. In
+#: the pipeline each rank reduces only a share of the array, but waits at more barriers. Up to this size the one shot is
+#: faster.
 SMALL_BYTES = 128 * 1024
 # Up to this size NumPy's assignment is as fast as a ufunc; see host_copy.py.
 _ASSIGN_UP_TO_BYTES = 4096

@@ -4,7 +4,7 @@ Each ordered pair of ranks has two cache lines. The sender writes one cache line
 both sides read both. To post its message, each side writes the digest and the size of the message, and then the number
 of the message, to its own cache line. Then each side compares the digests and sizes of both sides, so both sides get
 the same result. The bytes go through four parts of the sender's buffer (SLOTS), which successive pieces of the message
-use in turn. The sender counts the pieces that it has written, the receiver counts the pieces that it has read, and each
+use in turn. The sender counts the pieces that it has written. The receiver counts the pieces that it has read. Each
 side continues as far as the count of the other side allows.
 
 Neither side can be more than one message ahead, because a message ends for the sender only when the receiver has read
