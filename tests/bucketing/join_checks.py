@@ -11,6 +11,7 @@ import numpy as np
 
 import gradsync as gs
 from contract import expect
+from gradsync.communicators.shared_memory.resident import SharedResidentMemory
 from kits import make_kit
 
 BATCHES = (2, 5, 0)
@@ -97,6 +98,31 @@ def run_out(comm: Any, kit_name: str, batches: tuple[int, ...]) -> list[int]:
             expect_bits(comm, run_step(callback, kit, comm.rank, 7), 7, (8,) * comm.world_size, method)
         assert callback.statistics.steps == 2 * (batches[comm.rank] + 1)
     return last_ranks
+
+
+def repeat_uneven_steps(comm: Any) -> int:
+    """Rank 0 has one batch. Returns how often the memory of the buckets was prepared."""
+    specs = {"a": ((40,), "float32"), "b": ((3, 5), "float32")}
+    callback = gs.AllreduceCallback("mean", comm, parameters=specs, gradient_as_bucket_view=True)
+    views = callback.gradient_buffers()
+    prepared: list[int] = []
+    prepare = SharedResidentMemory.prepare
+
+    def note(memory: Any, *arguments: Any) -> Any:
+        prepared.append(callback.statistics.steps)
+        return prepare(memory, *arguments)
+
+    SharedResidentMemory.prepare = note  # type: ignore[method-assign]
+    with callback.join():
+        for step in range(1 if comm.rank == 0 else 6):
+            with callback.backward():
+                for name, view in views.items():
+                    view[...] = step + comm.rank
+                    callback(name, view)
+            wanted = step + (comm.world_size - 1) / 2 if step == 0 else step + comm.world_size / 2
+            assert all((view == wanted).all() for view in views.values()), step
+    SharedResidentMemory.prepare = prepare  # type: ignore[method-assign]
+    return len(prepared)
 
 
 def leave_after_a_shorter_step(comm: Any, kit_name: str) -> float:

@@ -35,6 +35,11 @@ def test_the_mean_counts_those_that_have_a_batch(place: Place, batches: tuple[in
     assert last_ranks == [[batches.index(max(batches))] * 4] * len(batches)
 
 
+def test_uneven_steps_prepare_the_memory_of_buckets_once() -> None:
+    """Once for the mean over all ranks, and once for the mean over those that still have batches."""
+    assert SHM.run(3, checks.repeat_uneven_steps) == [2] * 3
+
+
 @pytest.mark.parametrize(("place", "world_size"), THREE_RANKS)
 def test_a_rank_that_knows_no_gradients_is_told_to_all(place: Place, world_size: int) -> None:
     told = place.run(world_size, checks.leave_without_a_batch, place.kit)

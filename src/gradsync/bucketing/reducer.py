@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from typing import Any
@@ -72,6 +72,7 @@ class Reduction:
         results: the native arrays that hold the reduced values after the reduction.
         locked: the gradients that are read-only until the reduction ends; None if there are none.
         memory: the memory of the buckets, if gradients live in it; else None.
+        mean_over: inside join(), the divisor of a sum if not all ranks have gradients; else None.
         of_list: the ListReduction of the sources. If the callback has a hook, `of_list` is not set.
         stages: the stages that convert the values.
         checks: the checks that the communicator makes during the reduction; none with a hook.
@@ -84,6 +85,7 @@ class Reduction:
     results: list[Any]
     locked: LockedGradients | None = None
     memory: BucketMemory | None = None
+    mean_over: int | None = None
     of_list: ListReduction = field(init=False)
     stages: list[Stage] = field(init=False)
     checks: Checks = Checks.NONE
@@ -178,22 +180,19 @@ class Reducer:
             producers: GPU events, recorded after the work that computes the gradients; see Backend.mark_work.
         """
         started = time.perf_counter()
-        reduction = self._last.get(bucket.number)
-        if reduction is None or reduction.bucket is not bucket:
-            reduction = self._reduction_of(bucket, entries, memory, communicator, holder)
         mean_over = None if self.count_present is None else self._mean_over(communicator)
+        reduction = self._last.get(bucket.number)
+        if reduction is None or reduction.bucket is not bucket or reduction.mean_over != mean_over:
+            reduction = self._reduction_of(bucket, entries, memory, communicator, holder, mean_over)
         agreement = self.events.next(bucket)
         completion = watch = None
-        if mean_over is not None and self._hooked is None:
-            reduction = replace(reduction)
-            self._prepare(reduction, communicator, recurs=False, mean_over=mean_over)
         if self.values.checks:
             watch = self.values.watch(bucket, reduction.results, communicator, reduction.checks)
         if self._hooked is not None:
             try:
                 communicator._agree(agreement)
                 op = self.op if mean_over is None else ReduceOp.SUM
-                self._hooked.begin(reduction, communicator, op, mean_over, producers, watch)
+                self._hooked.begin(reduction, communicator, op, producers, watch)
             except CommunicatorClosed:
                 for _, finish in self._hooked.take_begun():
                     finish()  # raises if an earlier bucket's future has failed, which closed the communicator
@@ -221,6 +220,7 @@ class Reducer:
         memory: BucketMemory | None,
         communicator: Communicator,
         holder: Holder,
+        mean_over: int | None,
     ) -> Reduction:
         """Makes the Reduction of a complete bucket; the next step uses this object again if all arrays arrive again."""
         if memory is None:
@@ -233,11 +233,12 @@ class Reducer:
                 [(out.target, out.write_back) for out in outs if out.write_back is not None],
                 [out.target if out.write_back is None else out.write_back for out in outs],
                 LockedGradients(own, holder) or None,
+                mean_over=mean_over,
             )
             recurs = all(entry.recurs for entry in own)
         else:
             flat, recurs = memory.flat(bucket), True
-            reduction = Reduction(bucket, [flat], [flat], [], [flat], memory=memory)
+            reduction = Reduction(bucket, [flat], [flat], [], [flat], memory=memory, mean_over=mean_over)
         if self._hooked is None:
             self._prepare(reduction, communicator, recurs=recurs)
         self._last.pop(bucket.number, None)
@@ -245,18 +246,15 @@ class Reducer:
             self._last[bucket.number] = reduction
         return reduction
 
-    def _prepare(
-        self, reduction: Reduction, communicator: Communicator, *, recurs: bool, mean_over: int | None = None
-    ) -> None:
+    def _prepare(self, reduction: Reduction, communicator: Communicator, *, recurs: bool) -> None:
         """Decides how a bucket's values are checked, divided, scaled and converted, and prepares the all-reduce.
 
         Args:
             reduction: the Reduction of the bucket.
             communicator: the communicator whose ranks reduce the bucket.
             recurs: whether the same arrays will be reduced again.
-            mean_over: the divisor of a sum if not all ranks have gradients; else None.
         """
-        memory = reduction.memory
+        memory, mean_over = reduction.memory, reduction.mean_over
         wire, conversion = self._conversion_of(reduction, communicator)
         divided = None if mean_over is None else _Divided(mean_over, communicator._arrays)
         reduction.stages = [stage for stage in (divided, conversion) if stage is not None]
@@ -505,7 +503,6 @@ class _HookedBuckets:
         reduction: Reduction,
         communicator: Communicator,
         op: ReduceOp,
-        mean_over: int | None,
         producers: Sequence[Any],
         watch: BucketWatch | None,
     ) -> None:
@@ -515,10 +512,10 @@ class _HookedBuckets:
             reduction: the Reduction of the bucket. The ranks have already compared the bucket's Agreement.
             communicator: the communicator whose ranks reduce the buckets.
             op: the operator of the reduction.
-            mean_over: the divisor of a sum if not all ranks have gradients; else None.
             producers: GPU events, recorded after the work that computes the gradients; see Backend.mark_work.
             watch: the object that checks the values before and after the reduction; None for no checks.
         """
+        mean_over = reduction.mean_over
         communicator._follow_work(producers)
         if watch is not None:
             watch.before(reduction.sources)
