@@ -50,7 +50,7 @@ def test_what_cannot_run_is_refused_on_all_ranks() -> None:
     if why_no_gpu() is None:
         pytest.skip("there is a GPU here")
     for nccl, mpi, local in run_ranks(2, be_refused, backend="shm"):
-        assert "backend 'nccl' cannot join these ranks" in nccl
+        assert "backend 'nccl' cannot connect these ranks" in nccl
         assert "gradsync has started these ranks. Start the script with `mpiexec -n 2 python script.py`" in mpi
         assert "needs a world of one rank" in local
 

@@ -12,7 +12,7 @@ import sys
 
 __version__ = "0.2.0"
 
-# For the error: a name that users of torch.distributed expect -> gradsync's name. docs/coming_from/ddp.md has the same.
+# For the error of an unknown name: a name of PyTorch -> gradsync's code for the same purpose.
 _FOREIGN = {
     "get_rank": "gs.get_communicator().rank",
     "get_world_size": "gs.get_communicator().world_size",

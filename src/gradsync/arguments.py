@@ -1,4 +1,4 @@
-"""Checks the numbers and addresses that callers pass, so that all functions raise the same errors.
+"""Checks arguments of public functions: numbers, addresses and the names of keyword arguments.
 
 The checks accept numbers of Python and NumPy, but do not accept True and False as numbers. The command line and every
 rank import this file, so it imports very little.
@@ -15,11 +15,11 @@ from typing import Any
 from gradsync.errors import InvalidArgument
 
 LARGEST_PORT = 65535
-#: How long the launcher waits, after it has asked ranks to end, before it kills them.
+#: Default: how long the ranks have to end, after the launcher has asked them to end, before the launcher kills them.
 DEFAULT_GRACE_SECONDS = 5.0
-#: How long a rank waits for the other ranks to join, and for the answer to each request to the rendezvous server.
+#: Default: how long a rank waits for other ranks at the rendezvous server, for example until all ranks have joined.
 DEFAULT_TIMEOUT_SECONDS = 120.0
-#: The deadline of a collective.
+#: Default: how long a collective waits for a rank.
 DEFAULT_COLLECTIVE_TIMEOUT_SECONDS = 300.0
 
 
@@ -29,7 +29,7 @@ def integer_of(value: object) -> int | None:
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # index() raises ValueError for arrays on a GPU
+    except (TypeError, ValueError):  # arrays of other libraries may raise ValueError
         return None
 
 
@@ -65,7 +65,7 @@ def check_port(who: str, name: str, value: Any) -> int:
 def refuse_words(
     who: str, given: Mapping[str, object], known: Iterable[str], removed: Mapping[str, str], foreign: Mapping[str, str]
 ) -> None:
-    """Raises an error for keyword arguments that a function does not have.
+    """Raises an error for the first unknown keyword argument of a function, if there is one.
 
     Args:
         who: the function's name, for the error.
@@ -75,8 +75,8 @@ def refuse_words(
         foreign: a mapping from names that other libraries use for the arguments, to advice for the user.
 
     Raises:
-        InvalidArgument: only earlier versions of the function had this argument.
-        TypeError: no version of the function had this argument.
+        InvalidArgument: the first argument in `given` is in `removed`.
+        TypeError: the first argument in `given` is not in `removed`.
     """
     for name in given:
         if name in removed:
@@ -105,7 +105,7 @@ def did_you_mean(name: str, known: Iterable[str], foreign: Mapping[str, str] = {
 
 
 def is_number(value: object) -> bool:
-    """Returns True for a real number of Python or NumPy, but False for a bool."""
+    """Returns whether a value is a real number (int, float, Fraction, or a number of NumPy), but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -123,7 +123,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """Splits an address such as "127.0.0.1:4000", "name:4000" or "[::1]:4000" into host and port.
 
     Raises:
-        InvalidArgument: the text is not an address with host and port.
+        InvalidArgument: the address is not text, does not have such a form, or its port is not from 1 to 65535.
     """
     if not isinstance(address, str):
         raise InvalidArgument(f"an address needs to be text, got {type(address).__name__}")

@@ -1,8 +1,9 @@
 """Chooses the backend for all ranks, and makes their communicator. backends.py has the table of all backends.
 
-If the user names a backend, each rank checks the backend before joining. For "auto", rank 0 chooses the backend after
-all ranks have joined, because a rank cannot know earlier whether every rank has its own GPU. If the ranks cannot agree
-on a backend after joining, all ranks raise the same error, so that no rank waits for a rank that has failed.
+If the user names a backend in init_process_group(), each rank checks the backend before it joins the other ranks. For
+"auto" and several ranks, rank 0 chooses the backend after all ranks have joined, because a rank cannot know earlier
+whether every rank has its own GPU. If no backend suits the ranks that have joined, every rank raises the error, so that
+no rank waits for another rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from gradsync.machine import count_gpus
 if TYPE_CHECKING:
     from gradsync.rendezvous.client import RendezvousClient
 
-# An offer is "+" and the identity of the rank's GPU, or "-" and the reason why the rank cannot use the backend.
+# An offer is "+" and the identity of the rank's GPU (nothing on the CPU), or "-" and the reason why the rank cannot use
+# the backend.
 _YES, _NO = "+", "-"
 _MAX_OFFER_BYTES = 4096
 _MPIEXEC = "mpiexec -n 8 -hosts a,b python train.py"
@@ -40,8 +42,7 @@ class BackendModule(Protocol):
         """Checks, before the ranks join, that this process can use the backend.
 
         Raises:
-            BackendUnavailable, InvalidArgument: this process cannot use the backend; the error message says why, and
-                what to do.
+            BackendUnavailable, InvalidArgument: this process cannot use the backend; the error message says why.
         """
 
     def offer(self, settings: WorldSettings, /) -> str:
@@ -52,14 +53,14 @@ class BackendModule(Protocol):
             "" if the backend does not use GPUs.
 
         Raises:
-            BackendUnavailable: this rank cannot use the backend; the error message says why.
+            BackendUnavailable, InvalidArgument: this rank cannot use the backend; the error message says why.
         """
 
     def connect(self, client: Any, settings: WorldSettings, group: str, /) -> Backend:
         """Connects the ranks of a RendezvousClient, and returns their backend. All ranks pass the same `group`.
 
         Args:
-            client: the rendezvous client of the ranks; None for a world of one rank.
+            client: the rendezvous client of the ranks; None for the backend "local".
             settings: the settings of the world.
             group: the communicator's name, unique since the last init_process_group().
         """
@@ -77,15 +78,16 @@ def choose_before_joining(wanted: str, settings: WorldSettings) -> str:
     """Returns the backend if this process can determine it before it joins the other ranks; otherwise "auto".
 
     The process can determine the backend if the user has named a backend, or if the world has only one rank. In both
-    cases, the function checks that this process can use the backend. For "auto" and ranks on several hosts without
-    GPUs, the function checks that the ranks can use MPI.
+    cases, the function checks that this process can use the backend. For "auto" and ranks on several hosts, the
+    function checks that this process can use MPI, if this process sees no GPU.
 
     Args:
         wanted: the backend that the user asks for, one of BACKENDS; "auto" with a CUDA device means "nccl".
         settings: the settings of the world.
 
     Raises:
-        InvalidArgument: the backend does not support the device, or is "local" although there are several ranks.
+        InvalidArgument: the device has a wrong form, the backend does not support the device, or the backend is "local"
+            although there are several ranks.
         BackendUnavailable: this process cannot use the backend, or no backend can connect the ranks; the error message
             says why.
     """
@@ -130,7 +132,7 @@ def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[st
 
 
 def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
-    """Checks that MPI can connect ranks on several hosts, because NCCL cannot; the error message says what to do."""
+    """Checks that this process can use MPI, for ranks on several hosts that cannot use NCCL."""
     instead = f"start them with mpiexec or srun, as in {_MPIEXEC}; if all are on one machine, set {BACKEND}=shm"
     if place.source in SOURCES_WITH_MPI:
         try:
@@ -159,7 +161,8 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
     Raises:
         InvalidArgument: the ranks ask for different backends, or only some ranks ask for the debug mode. All ranks
             raise this error.
-        BackendUnavailable: no backend can connect the ranks. All ranks raise this error.
+        BackendUnavailable: the backend `wanted` cannot connect the ranks; for "auto", no backend can. All ranks raise
+            this error.
         RendezvousTimeout, RankFailed: a rank did not call this function, or died.
     """
     from gradsync.rendezvous.frames import MAX_EXCHANGED_BYTES  # imported here: a single rank does not need it
@@ -212,7 +215,7 @@ def _decide(offers: Sequence[str], wanted: str, settings: WorldSettings) -> tupl
     if wanted == "auto":
         return suitable_backend(own_offers, settings)
     if reason := _why_not(own_offers, settings):
-        raise BackendUnavailable(f"backend {wanted!r} cannot join these ranks: {reason}")
+        raise BackendUnavailable(f"backend {wanted!r} cannot connect these ranks: {reason}")
     return wanted, "asked for"
 
 
@@ -264,7 +267,7 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
 
 
 def _log_choice(place: RankEnvironment, chosen: str, reason: str) -> None:
-    # Logs a warning if a GPU remains unused; logs any other choice at level INFO.
+    # If "auto" has not chosen NCCL although rank 0 sees a GPU, rank 0 logs a warning. Otherwise the level is INFO.
     unused_gpu = chosen != "nccl" and reason != "asked for" and place.rank == 0 and count_gpus() > 0
     level = logging.WARNING if unused_gpu else logging.INFO
     _log.log(level, "rank %d/%d: backend %s (%s)", place.rank, place.world_size, chosen, reason)

@@ -17,11 +17,12 @@ class BackendRow(NamedTuple):
     Attributes:
         module: the name of the backend's module. gradsync imports this module only when it uses the backend, because
             most processes use one backend and should start fast.
-        on_gpus: whether the backend's arrays are on GPUs. If so, each rank needs its own GPU.
-        under_mpiexec: whether MPI's launcher must start the ranks of the backend.
+        on_gpus: whether the backend needs a GPU for each rank; several ranks may share one GPU only with
+            allow_shared_gpu.
+        under_mpiexec: whether mpiexec or srun must start the ranks of the backend.
         single_rank: whether the backend is for a world of one rank only.
         doctor_lines: the lines of `gradsync doctor` on which the backend depends. If one of these lines says "not
-            usable here", the backend does not work.
+            usable here", gradsync doctor does not try the backend.
     """
 
     module: str
@@ -38,7 +39,7 @@ TABLE = {
     "mpi": BackendRow("gradsync.communicators.mpi.mpi_backend", under_mpiexec=True, doctor_lines=("MPI",)),
     "nccl": BackendRow("gradsync.communicators.nccl.connect", on_gpus=True, doctor_lines=("GPUs", "CuPy", "NCCL")),
 }
-#: The names that users may pass. For "auto", gradsync chooses a backend that works for all ranks.
+#: The names that users may pass as a backend. "auto" is no backend: gradsync then chooses one for all ranks.
 BACKENDS = ("auto", *TABLE)
 
 

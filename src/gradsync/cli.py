@@ -1,4 +1,4 @@
-"""The `gradsync` command: declares all commands with their options, and calls the module that runs each command."""
+"""The `gradsync` command: declares all commands with their options. Other modules run the commands, except `serve`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Failure(click.ClickException):
-    """A gradsync error that the command shows on one line."""
+    """An error of gradsync, which the command shows on one line."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(" ".join(str(error).split("\n")))
@@ -31,20 +31,22 @@ class _Failure(click.ClickException):
 
 _PREDICT = (
     "leave this option out to measure thresholds, or run benchmarks/predict_threshold.py of the repository to predict "
-    "the best one"
+    "the best threshold"
 )
-#: The words of the command line that version 0.2 has removed, with what to do instead.
+_WARM_UP = "before the first timed block, the command makes --iters untimed calls, but at most 5"
+_CHECK = "the command always checks the results of each collective, before the timed calls"
+#: The words of the command line that version 0.2 has removed, each with advice for the user.
 _REMOVED = {
     "bench rendezvous": "run benchmarks/rendezvous_scale.py of the repository",
     "bench thresholds --predict": _PREDICT,
     "bench thresholds --backward-ms": _PREDICT,
     "bench thresholds --latency-us": _PREDICT,
     "bench thresholds --bandwidth-gbs": _PREDICT,
-    "bench collectives -w": "before the timed calls, the command makes --iters untimed calls, but at most 5",
-    "bench collectives --warm-up": "before the timed calls, the command makes --iters untimed calls, but at most 5",
+    "bench collectives -w": _WARM_UP,
+    "bench collectives --warm-up": _WARM_UP,
     "bench collectives --blocks": "the command always times 3 blocks; --iters is the number of calls in a block",
-    "bench collectives --check": "the command checks every result",
-    "bench collectives --no-check": "the command checks every result",
+    "bench collectives --check": _CHECK,
+    "bench collectives --no-check": _CHECK,
     "bench collectives -p": "the number of ranks is -n, as in every command; the number of timed calls is --iters",
     "bench collectives --compare": "run benchmarks/beside_peers.py of the repository",
 }
@@ -117,10 +119,10 @@ _backend = click.option(
     "this command.",
 )
 _json = click.option(
-    "--json", "json_path", metavar="FILE", help="Also writes the results, the machine and the versions to FILE."
+    "--json", "json_path", metavar="FILE", help="Also write the results, the machine and the versions to FILE."
 )
 _plot = click.option(
-    "--plot", "plot_path", metavar="FILE", help="Also draws the results as a PNG; needs gradsync[plot]."
+    "--plot", "plot_path", metavar="FILE", help="Also draw the results to FILE, as a PNG; needs gradsync[plot]."
 )
 
 
@@ -135,7 +137,7 @@ def bench() -> None:
 Examples:
   gradsync bench thresholds --model resnet50              thresholds from 0.25 to 100 MB
   gradsync bench thresholds --model shapes.json -n 4      your own gradients: callback.dump_shapes("shapes.json")
-  mpiexec -n 4 gradsync bench thresholds --model bert     mpiexec has started the ranks; srun and torchrun work too
+  mpiexec -n 4 gradsync bench thresholds --model bert     mpiexec starts the ranks; srun and torchrun can do this too
 
 \b
 Thresholds are in MB; 1 MB is 1024**2 bytes.
@@ -164,7 +166,7 @@ Thresholds are in MB; 1 MB is 1024**2 bytes.
     show_default=True,
     help="Time limit in seconds; the command times at least 3 steps of each threshold, if --steps allows.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Also shows quartiles.")
+@click.option("-v", "--verbose", is_flag=True, help="Also show quartiles.")
 @_json
 @_plot
 def thresholds(**options: Any) -> None:
@@ -228,9 +230,9 @@ and 16-bit floats.
 @_json
 @_plot
 def collectives(**options: Any) -> None:
-    """Times collectives over a range of sizes, checks every result, and shows times and bandwidths.
+    """Times collectives over a range of sizes, and shows times and bandwidths.
 
-    The command starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) has started it.
+    Before the timed calls, the command checks the results of each collective at each size. The command starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) has started it.
     """
     from gradsync.bench.collectives import bench_collectives
 
@@ -256,8 +258,8 @@ Exit codes:
   1      a rank raised an exception, or gradsync could not start the ranks
   2      the command line is wrong, or the script ended with 2
   130    the user pressed Ctrl-C
-  128+n  signal n ended gradsync, or killed the rank that failed first
-  other  the exit code of the rank that failed first
+  128+n  signal n ended gradsync, or killed the rank whose failure ended the run
+  other  the exit code of the rank whose failure ended the run
 
 Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT to the script.
 """,
@@ -322,7 +324,9 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     help="The rank that reads standard input, or none. The other ranks read /dev/null.",
 )
 @click.option(
-    "--prefix/--no-prefix", default=None, help="Show the rank before each line.  [default: with 2 or more ranks]"
+    "--prefix/--no-prefix",
+    default=None,
+    help="Show the rank before each line.  [default: with 2 or more ranks on this machine, or several machines]",
 )
 @click.option(
     "--nnodes", type=_Integer(min=1), help="Number of machines. Start one gradsync run on each.  [default: 1]"
@@ -343,7 +347,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     "--secret-file",
     metavar="FILE",
     help=f"File of mode 0600 with the secret that all machines share, or - for a line of standard input.  "
-    f"[default: {SECRET_FILE}]",
+    f"[default: the file that {SECRET_FILE} names]",
 )
 @click.option(
     "--join-timeout",
@@ -375,8 +379,8 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--debug",
     is_flag=True,
-    help="Compare every collective of all ranks before data moves, and detect writes to gradients during their "
-    "reduction.",
+    help="Turn on the debug mode: the ranks compare every collective through the rendezvous server before data moves, "
+    "and gradsync detects writes to gradients during their reduction.",
 )
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
@@ -385,7 +389,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 def run(context: click.Context, /, **options: Any) -> None:
     """Runs SCRIPT in several rank processes on this machine, or on several machines with --nnodes.
 
-    SCRIPT calls gradsync.init_process_group() without arguments. Each rank finds RANK, WORLD_SIZE, LOCAL_RANK,
+    SCRIPT calls gradsync.init_process_group(), which needs no arguments. Each rank finds RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as under torchrun. When a rank fails, gradsync
     ends the other ranks, and then reports which rank was the cause, with its traceback. When a rank ends, gradsync ends
     all processes that the rank has started. Ctrl-C asks all ranks to end; a second Ctrl-C kills them.
@@ -400,7 +404,7 @@ def run(context: click.Context, /, **options: Any) -> None:
     short_help="Shows from dumps where ranks differ or wait, and makes a Chrome trace.",
     epilog="""\b
 Examples:
-  gradsync run -n 2 --dump-dir dumps train.py       a failure leaves a dump of each rank in dumps
+  gradsync run -n 2 --dump-dir dumps train.py       after a failed collective, the ranks leave dumps in dumps
   gradsync trace dumps                              show where the ranks differ, and which ranks wait for which
   gradsync run -n 2 --trace traced train.py         record when each bucket was packed, waited for, reduced and split
   gradsync trace traced --out trace.json            open trace.json in https://ui.perfetto.dev or chrome://tracing
@@ -408,7 +412,7 @@ Examples:
 \b
 Exit codes:
   0      no failure was found; a late rank alone is no failure
-  1      a rank raised an exception, a collective failed, ranks called different collectives, or ranks wait for each
+  1      an exception ended a rank, a collective failed, ranks called different collectives, or ranks wait for each
          other (deadlock)
   2      there are no dumps, a dump cannot be read, FILE cannot be written, or the command line is wrong
 """,
@@ -416,10 +420,10 @@ Exit codes:
 @click.argument("dumps", nargs=-1, required=True, type=click.Path(exists=True))
 @click.option("--out", metavar="FILE", type=click.Path(dir_okay=False), help="Also write a Chrome trace to FILE.")
 def trace(dumps: tuple[str, ...], out: str | None) -> None:
-    """Compares DUMPS of the flight recorder: files, or folders of files, one file for each rank.
+    """Compares DUMPS of the flight recorder: files, or folders of files. The command uses the last dump of each rank.
 
-    The first lines show which rank raised an exception, and where ranks differ or wait for each other. The next lines
-    show how many collectives each rank has begun, and which line of code each rank was running.
+    The first lines show exceptions that ended ranks, and where ranks differ or wait for each other. The next lines show
+    how many collectives each rank has begun, and which line of code each rank was running.
     """
     from gradsync.diagnostics.report import report_dumps
 
@@ -458,7 +462,7 @@ depends only on the checks of the machine. The command does not change the machi
 def doctor(**options: Any) -> None:
     """Checks this machine, tries an all-reduce with each backend that may work here, and shows how to repair problems.
 
-    The command tries the backend local only if --backend or GRADSYNC_BACKEND names it.
+    The command tries the backend local only if --backend or GRADSYNC_BACKEND names local.
     """
     try:
         from gradsync.doctor.command import doctor as examine
