@@ -232,7 +232,8 @@ and 16-bit floats.
 def collectives(**options: Any) -> None:
     """Times collectives over a range of sizes, and shows times and bandwidths.
 
-    Before the timed calls, the command checks the results of each collective at each size. The command starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) has started it.
+    Before the timed calls, the command checks the results of each collective at each size. The command starts ranks on
+    this machine, unless a launcher (mpiexec, srun, torchrun) has started it.
     """
     from gradsync.bench.collectives import bench_collectives
 

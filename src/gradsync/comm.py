@@ -1,8 +1,8 @@
 """`gs.comm`: the functions of detectron2's `utils.comm`, under the same names.
 
-A detectron2 script works with `from gradsync import comm`. Before init_process_group(), all functions work as in a
-world of one rank. gradsync sends Python objects with pickle, in host memory, so all ranks must trust each other, see
-communicators/objects.py.
+A script can import this module in place of detectron2's: `from gradsync import comm`. Before init_process_group(), all
+functions work as in a world of one rank. gradsync sends Python objects with pickle, in host memory, so all ranks must
+trust each other, see communicators/objects.py.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def get_local_size() -> int:
 def create_local_process_group(num_workers_per_machine: int) -> None:
     """Makes a group of the ranks on each machine. Every rank must call this function, with the same number.
 
-    The ranks of a machine must be consecutive: launchers put the ranks 0 to n - 1 on the first machine, and the next n
-    ranks on the second machine. A second call with the same number does nothing.
+    The ranks of a machine must be consecutive: the ranks 0 to n - 1 on the first machine, the next n ranks on the
+    second machine, and so on. A second call with the same number does nothing.
 
     Args:
         num_workers_per_machine: the number of ranks on each machine, n. The world size must be a multiple of n.
@@ -70,6 +70,8 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
         InvalidArgument: n is not a positive integer, the world size is not a multiple of n, or an earlier call has
             passed a different number.
         PlanMismatch: the ranks pass different numbers.
+        RendezvousTimeout, RankFailed, CollectiveTimeout, CommunicatorClosed, BackendUnavailable, NcclError: the group
+            cannot be made.
     """
     global _alone
     n, world_size, rank = integer_of(num_workers_per_machine), get_world_size(), get_rank()
@@ -117,7 +119,11 @@ def is_main_process() -> bool:
 
 
 def synchronize() -> None:
-    """Waits until every rank has called this function; returns immediately in a world of one rank."""
+    """Waits until every rank has called this function; returns immediately in a world of one rank.
+
+    Raises:
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
+    """
     if _ranks_of(None, "synchronize") is not None:
         group_barrier()
 
@@ -130,7 +136,8 @@ def all_gather(data: Any, group: Communicator | None = None) -> list[Any]:
         group: the communicator of the ranks; None means the world communicator.
 
     Raises:
-        InvalidArgument: a rank's data cannot be pickled (then every rank raises this error), or cannot be unpickled.
+        InvalidArgument: a rank's data cannot be pickled (then every rank raises this error), this rank cannot unpickle
+            data that it has received (then only this rank raises it), or `group` is not a communicator.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     communicator = _ranks_of(group, "all_gather")
@@ -148,7 +155,7 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
         group: the communicator of the ranks; None means the world communicator.
 
     Raises:
-        InvalidArgument: there is no rank `dst`, or data cannot be pickled or unpickled, see all_gather.
+        InvalidArgument: there is no rank `dst`, or one of the reasons of all_gather applies.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     communicator = _ranks_of(group, "gather")
@@ -164,6 +171,9 @@ def shared_random_seed() -> int:
     draw the same random numbers. The seed is rank 0's next `np.random.randint(2**31)`, as in detectron2, so a program
     that calls `np.random.seed` gets the same seeds in each run. Every rank draws a number, so that ranks with the same
     state of `np.random` keep the same state.
+
+    Raises:
+        PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     seed = int(np.random.randint(2**31))  # from NumPy's global generator, because programs seed this generator
     world = _ranks_of(None, "shared_random_seed")
@@ -177,21 +187,22 @@ def reduce_dict(input_dict: Mapping[Any, Any], average: bool = True) -> dict[Any
     detectron2, only rank 0 gets the right results.
 
     Args:
-        input_dict: the scalars, by name. A scalar is a number of Python or NumPy, or a 0-d array of NumPy, CuPy or any
-            library with DLPack. All ranks need the same names, in any order.
+        input_dict: the scalars, by name. A scalar is an int, float, complex or bool, a number of NumPy, or a 0-d array
+            of NumPy, CuPy or any library with DLPack. All ranks need the same names, in any order.
         average: whether to return the mean over the ranks instead of the sum.
 
     Returns:
         The results by name, in the order of input_dict, as NumPy scalars. `.item()` converts a NumPy scalar to a Python
         number.
-        Floating and complex numbers keep their precision. The sum of integers is a 64-bit integer. gradsync computes
-        the mean of integers from their exact sum, and returns this mean as a float64.
+        Floating and complex numbers keep their precision: if the ranks have different types, the result has NumPy's
+        common type. The sum of integers is a 64-bit integer. gradsync computes the mean of integers from their exact
+        sum, and returns this mean as a float64.
 
     Raises:
-        PlanMismatch: the ranks have different names, or different values of `average`. All ranks raise this error, and
-            the error message lists the names that each rank lacks.
-        InvalidArgument: a value is not a scalar, a sum of integers needs more than 64 bits, or the ranks' types have no
-            common type. All ranks raise this error.
+        PlanMismatch: the ranks have different names (then the error message lists the names that each rank lacks), or
+            different values of `average`. All ranks raise this error.
+        InvalidArgument: input_dict is not a mapping, a value is not a scalar of at most 64 bits (128 if complex), a sum
+            of integers needs more than 64 bits, or the ranks' types have no common type. All ranks raise this error.
         RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     world = _ranks_of(None, "reduce_dict")
@@ -228,7 +239,7 @@ def _local_group() -> Communicator | None:
 
 
 def _contribution(input_dict: Mapping[Any, Any]) -> dict[Any, np.generic] | str:
-    """Returns this rank's scalars for reduce_dict, or the reason why reduce_dict cannot reduce them; never raises."""
+    """Returns this rank's scalars for reduce_dict, or the reason why reduce_dict cannot reduce them."""
     if not isinstance(input_dict, Mapping):
         return f"got {type(input_dict).__name__}"
     try:

@@ -29,22 +29,22 @@ _Fingerprints = dict[str, _Fingerprint]
 def check_consistency(named_arrays: Any, communicator: Communicator | None = None) -> None:
     """Checks that all ranks have the same arrays: names, shapes, dtypes and values, bit for bit.
 
-    Every rank must call this function. gradsync compares SHA-256 digests of the values, so it sends little data. On a
-    processor with SHA instructions (most processors since 2019), gradsync computes the digests of 1 to 2 GB of values
-    per second. gradsync reports -0.0 and 0.0 as different, and also NaNs with different bits. gradsync sends the names
-    with pickle, so all ranks must trust each other.
+    Every rank must call this function. gradsync compares SHA-256 digests of the values, so it sends little data.
+    gradsync reports -0.0 and 0.0 as different, and also NaNs with different bits. gradsync sends the names with pickle,
+    so all ranks must trust each other.
 
     Args:
         named_arrays: a mapping of names to arrays, or a list of (name, array) pairs, in any order; or a list of arrays,
-            whose names are "#0", "#1" and so on. The arrays may have any shape, layout and dtype, and be on the
-            communicator's device or the host.
+            whose names are "#0", "#1" and so on. The arrays may have any shape and layout, and any dtype except Python
+            objects. They may be on the communicator's device or the host.
         communicator: the communicator of the ranks; None means the world communicator.
 
     Raises:
-        PlanMismatch: an array differs between ranks. All ranks raise the same error, which names the first array that
+        PlanMismatch: an array differs between ranks. All ranks raise this error, which names the first array that
             differs, and the difference. The communicator stays usable.
         InvalidArgument: `named_arrays` is not a mapping or list, a value is not an array, or two arrays have the same
             name.
+        UnsupportedDtype: the elements of an array are Python objects.
         RankFailed, CollectiveTimeout, CommunicatorClosed: the exchange of digests failed.
     """
     communicator = group_or_world(communicator, "check_consistency", "communicator")

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def value_of(environ: Mapping[str, str], name: str) -> str | None:
-    """Returns the text of a variable; None if it is not set or is empty."""
+    """Returns the text of a variable without white space around it; None if the variable is not set or has no text."""
     return environ.get(name, "").strip() or None
 
 
@@ -211,7 +211,8 @@ SECRET_FILE = Variable(
     "GRADSYNC_SECRET_FILE",
     _secret_of_file,
     None,
-    "Path of a file with the secret in hexadecimal. The file must belong to the user, and have mode 0600.",
+    "Path of a file with the secret in hexadecimal. The file must belong to the user, and other users must have no "
+    "access to it (mode 0600).",
 )
 RESTART_COUNT = Variable(
     "GRADSYNC_RESTART_COUNT",
@@ -374,7 +375,9 @@ def _nearest_variable(name: str) -> str | None:
 
 
 def configure_logging(environ: Mapping[str, str] = os.environ) -> None:
-    """Makes the `gradsync` logger write to standard error at the level of GRADSYNC_LOG, if this variable is set.
+    """Sets the `gradsync` logger to the level in GRADSYNC_LOG, if this variable is set.
+
+    If the logger has no handler, the function adds a handler that writes to standard error.
 
     Raises:
         InvalidArgument: GRADSYNC_LOG is not a level.
@@ -436,11 +439,11 @@ _MPI_LAUNCHERS = (
     _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_FD",)),
     _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-#: The values of `RankEnvironment.source` for ranks of an MPI job. "MPI" means that a query to MPI gave the rank.
+#: The values of `RankEnvironment.source` for ranks that may use MPI. "MPI" means that a query to MPI gave the rank.
 SOURCES_WITH_MPI = (*dict.fromkeys(launcher.name for launcher in _MPI_LAUNCHERS), SLURM, "MPI")
 _PREFIXES_OF_MPI = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_")
 _HINTS_OF_MPI = ("OMPI_", "PMI", "MPI_LOCAL", "HYDI_", "MV2_COMM_WORLD_")
-# Slurm's variables, with their values for a single task. In a container, only SLURM_PROCID may be set.
+# Slurm's variables, with their values for a single task. In a container, perhaps SLURM_PROCID alone is set.
 _SLURM_ALONE = (("SLURM_NTASKS", "1"), ("SLURM_NPROCS", "1"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_PROCID", "0"))
 
 # Other variables that torchrun and gradsync's launcher set for a rank.
@@ -451,7 +454,7 @@ def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
     """Returns the names of the variables that mpiexec sets for a rank.
 
     If mpiexec has started gradsync's launcher, the launcher removes these variables from the environment of its own
-    ranks. With these variables, each rank would use the MPI rank of the launcher as its own rank.
+    ranks, because they describe the launcher, not the ranks.
     """
     return {name for name in environ if name.startswith(_PREFIXES_OF_MPI)}
 
@@ -483,22 +486,22 @@ class RankEnvironment(NamedTuple):
     Attributes:
         rank: the rank of this process, from 0 to world_size - 1.
         world_size: the number of ranks in the run.
-        local_rank: the rank of this process on its machine; equal to `rank` if no variable has the local rank.
-        local_world_size: the number of ranks on this machine; equal to `world_size` if no variable has this number.
+        local_rank: the rank of this process on its machine; equal to `rank` if no launcher gives a local rank.
+        local_world_size: the number of ranks on this machine; equal to `world_size` if no launcher gives this number.
         address: the address of the rendezvous server, as host:port, or None.
         secret: the secret of the run, or None. repr() never shows it.
         hosted: whether a server of gradsync's launcher or of `gradsync serve` runs at `address`.
-        master_addr: the value of MASTER_ADDR. If MASTER_ADDR is not set: in a Slurm step on several hosts, the step's
-            first host; otherwise None.
-        master_port: the value of MASTER_PORT. If MASTER_PORT is not set: in a Slurm step on several hosts, a port that
-            is computed from the step's number; otherwise None. The rendezvous server does not use this port, but the
-            port next to it.
+        master_addr: the value of MASTER_ADDR. If neither MASTER_ADDR nor GRADSYNC_ADDRESS is set: in a Slurm step on
+            several hosts, the step's first host. Otherwise None.
+        master_port: the value of MASTER_PORT. If neither MASTER_PORT nor GRADSYNC_ADDRESS is set: in a Slurm step on
+            several hosts, a port that is computed from the name of the step. Otherwise None. The rendezvous server does
+            not use this port, but the port next to it.
         source: the origin of the rank. "gradsync", "RANK" (set by torchrun or by hand), "Open MPI", "PMI" and "Slurm"
             mean environment variables. "MPI" means a query to MPI. "arguments" means the arguments of
             init_process_group(), or a process without a launcher.
-        run_name: a name of this run, by which the ranks of one machine find each other without an address. A run has a
-            name if mpiexec or srun has started all ranks on this machine, and no variables give an address
-            (GRADSYNC_ADDRESS, or both MASTER_ADDR and MASTER_PORT). Otherwise None.
+        run_name: a name of this run, by which the ranks of one machine find each other without an address. A run can
+            have a name only if mpiexec or srun has started several ranks, all of them on this machine, and no variables
+            give an address (GRADSYNC_ADDRESS, or both MASTER_ADDR and MASTER_PORT). Otherwise None.
         start: the name of this start or restart of the run, if several launchers share one server; otherwise None.
     """
 
@@ -560,7 +563,7 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
     | 1 | gradsync | `GRADSYNC_RANK`, `_WORLD_SIZE`, `_LOCAL_RANK`, `_LOCAL_WORLD_SIZE` |
     | 2 | torchrun, or by hand | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` |
     | 3 | mpiexec of Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK`, `_LOCAL_SIZE` |
-    | 4 | mpiexec of MPICH or Intel MPI (PMI) | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
+    | 4 | mpiexec of MPICH, Intel MPI or Cray (PMI) | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
     | 5 | srun (Slurm) | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID` |
 
     If several launchers have set their variables, all must give the same rank and world size. If the values differ, one
@@ -569,8 +572,8 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
     other launcher gives a rank, and Slurm's local rank only if no other launcher gives a local rank. If mpiexec has
     started torchrun's agents, one on each machine, gradsync uses torchrun's variables.
 
-    The function reads MASTER_ADDR, MASTER_PORT and the other GRADSYNC_* variables under every launcher, and removes
-    GRADSYNC_SECRET from `environ`.
+    Under every launcher, the function also reads MASTER_ADDR, MASTER_PORT, GRADSYNC_ADDRESS, GRADSYNC_HOSTED,
+    GRADSYNC_START and the secret, and removes GRADSYNC_SECRET from `environ`.
 
     Args:
         environ: the environment variables.
@@ -580,8 +583,8 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
 
     Raises:
         InvalidArgument: a variable is malformed or out of range; a launcher's variable of the rank is set without the
-            variable of the world size, or the reverse; or two launchers give this process different ranks. The error
-            message names the variables.
+            variable of the world size, or the reverse; two launchers give this process different ranks; or the secret
+            cannot be read (see take_secret). The error message names the variable or the file of the secret.
     """
     place = _find_place(environ)
     return None if place is None else _complete(environ, place)
@@ -590,11 +593,12 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
 def is_launched() -> bool:
     """Returns whether the environment has a rank for this process, from gradsync's launcher, torchrun, mpiexec or srun.
 
-    RANK and WORLD_SIZE count too if the user has set them by hand. A script that must also run without a launcher can
-    pass the backend `"auto" if gs.is_launched() else "local"`.
+    RANK and WORLD_SIZE count too if the user has set them by hand. A script that also runs without a launcher can pass
+    the backend `"auto" if gs.is_launched() else "local"`. Then gradsync does not warn that no launcher was found.
 
     Raises:
-        InvalidArgument: the variables of launchers are malformed, or contradict each other.
+        InvalidArgument: a variable is malformed, the variables of launchers contradict each other, or the secret of the
+            run cannot be read.
     """
     return read_environment() is not None
 
@@ -752,7 +756,7 @@ def _contradiction(environ: Mapping[str, str], first: _Launcher, second: _Launch
 # Steps that `srun` did not make, such as batch scripts and shells of salloc, have this number or a larger number.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 _TASKS_OF_NODES = r"([1-9]\d{0,6})(?:\(x([1-9]\d{0,6})\))?"  # such as 4(x2): 4 tasks on each of 2 nodes
-# These ports are below the ports that Linux uses for outgoing connections, 32768 and higher.
+# These ports are below the ports that Linux uses for outgoing connections, by default 32768 and higher.
 _FIRST_PORT = 15_000
 _PORTS = 15_000
 
@@ -793,7 +797,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 def _first_host(environ: Mapping[str, str]) -> str | None:
     """Returns the first host of the Slurm step, on which Slurm starts rank 0 by default; None without a list of hosts.
 
-    The list has the syntax of `scontrol show hostnames`, such as "rack[1-2]node[03-04,7],login".
+    The list has the syntax that `scontrol show hostnames` reads, such as "rack[1-2]node[03-04,7],login".
     """
     hosts = value_of(environ, "SLURM_STEP_NODELIST") or value_of(environ, "SLURM_JOB_NODELIST") or ""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
@@ -824,17 +828,17 @@ def _step_of(environ: Mapping[str, str]) -> str | None:
 def _name_run(environ: Mapping[str, str], source: str) -> str | None:
     """Returns a name for this run: the same for all its ranks on this machine, and different for other runs.
 
-    For a Slurm step, the name contains the number of the step. MPI's launchers set no variable that is common to all
-    ranks. But all ranks on a machine descend from one process, MPI's launcher or its daemon. So for MPI, the name
-    contains the pid and the start time of the launcher or daemon.
+    For a Slurm step, the name contains the numbers of the job and the step. Not every MPI launcher sets a variable that
+    identifies the run. But all ranks on a machine descend from one process, MPI's launcher or its daemon. So for MPI,
+    the name contains the pid and the start time of the launcher or daemon.
 
     Args:
         environ: the environment variables.
         source: the launcher's name, see `RankEnvironment.source`.
 
     Returns:
-        The name, which can be part of a file name. None if neither Slurm nor MPI's mpiexec started the ranks, or if
-        each rank runs in its own container.
+        The name, which can be part of a file name. None if neither srun nor mpiexec started the ranks, or if this
+        process cannot see the launcher, for example because each rank runs in its own container.
     """
     if source == SLURM:
         return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in _step_name(environ))
@@ -863,7 +867,7 @@ def _launcher_process(own: set[bytes]) -> tuple[int, str] | None:
 
 
 def _variables_of(pid: int) -> set[bytes]:
-    """Returns the variables with which a process was started, as NAME=value; empty if another user owns the process."""
+    """Returns the variables with which a process was started, as NAME=value; empty if they cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return set(file.read().split(b"\0"))
@@ -895,7 +899,7 @@ def take_secret(environ: MutableMapping[str, str] = os.environ) -> bytes | None:
         The secret, or None if the run has no secret.
 
     Raises:
-        InvalidArgument: the variable or the file contains no secret, or other users can access the file.
+        InvalidArgument: the variable contains no secret, or the file is wrong (see read_secret_file).
     """
     text = environ.pop(SECRET, None)
     secret = SECRET_FILE.read(environ) if text is None else parse_secret(SECRET, text)
@@ -913,8 +917,7 @@ def read_secret_file(path: str) -> bytes:
         path: the path of the file. A symbolic link is an error, because another user may have made it.
 
     Raises:
-        InvalidArgument: the file is missing, not a regular file, not owned by this user, accessible to other users, or
-            contains no secret.
+        InvalidArgument: the file contains no secret, or cannot be read safely (see read_private_file).
     """
     return parse_secret(f"secret file {path!r}", read_private_file(path))
 
@@ -943,8 +946,8 @@ def read_private_file(path: str) -> str:
         path: the path of the file. A symbolic link is an error.
 
     Raises:
-        InvalidArgument: the file is missing, not a regular file, not owned by this user, accessible to other users, or
-            too long.
+        InvalidArgument: the file cannot be opened, is not a regular file, is not owned by this user, is accessible to
+            other users, or is too long.
     """
     import errno  # imported here, like stat: ranks of gradsync's launcher read no file
     import stat
