@@ -13,7 +13,7 @@ TESTS = Path(__file__).parents[1]
 
 PREDICT = (
     "leave this option out to measure thresholds, or run benchmarks/predict_threshold.py of the repository to predict "
-    "the best one"
+    "the best threshold"
 )
 COMPARE = "run benchmarks/beside_peers.py of the repository"
 SCALE = "run benchmarks/rendezvous_scale.py of the repository"
