@@ -1,8 +1,9 @@
 """The exceptions of gradsync.
 
-Each class also derives from the matching built-in exception (ValueError, TimeoutError, ...). All errors can be pickled,
-because gradsync sends errors between processes. `WorkerError` and `MainProcessError` are in `launching/launch.py`: they
-derive from `multiprocessing.ProcessError`, and importing gradsync must not import multiprocessing.
+Each class except GradsyncError also derives from a built-in exception (ValueError, TimeoutError, ...). All errors can
+be pickled, because gradsync sends errors between processes. `WorkerError` and `MainProcessError` are in
+`launching/launch.py`: they derive from `multiprocessing.ProcessError`, and importing gradsync must not import
+multiprocessing.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class UnsupportedDtype(GradsyncError, TypeError):
 
 
 class BackendUnavailable(GradsyncError, RuntimeError):
-    """This process cannot use the requested backend; the error message says why."""
+    """A backend, memory, a library or a new process that a call needs is not available here.
+
+    The error message says what is missing.
+    """
 
 
 class RendezvousError(GradsyncError, RuntimeError):
@@ -57,7 +61,7 @@ class RendezvousError(GradsyncError, RuntimeError):
 
 
 class RendezvousTimeout(RendezvousError, TimeoutError):
-    """A wait for the rendezvous server, or for other ranks to join there, has reached its deadline.
+    """A wait for the rendezvous server, or for other ranks at this server, has reached its deadline.
 
     Attributes:
         missing_ranks: the ranks that were missing; () if they are not known.
@@ -77,9 +81,10 @@ class AuthenticationError(RendezvousError):
 class PlanMismatch(GradsyncError, RuntimeError):
     """The ranks disagree on the next collective, or two ranks disagree on a message between them.
 
-    Every rank of the collective, or of the message, raises this error. gradsync has moved no data, and the communicator
-    stays usable. NCCL is an exception: if ranks repeat a sequence of collectives, and then one rank calls a different
-    collective, the ranks may detect the mismatch too late. After such a mismatch the communicator is broken.
+    gs.check_consistency() also raises this error, for arrays that differ. Every rank of the collective, or of the
+    message, raises this error. gradsync has moved no data of this collective, and the communicator stays usable. NCCL
+    is an exception: if ranks repeat a sequence of collectives, and then one rank calls a different collective, the
+    ranks may detect the mismatch too late. After such a mismatch the communicator is broken.
 
     Attributes:
         index: the position in its step, from 0, of the event in which the ranks differ. An event is a bucket or the end
@@ -101,8 +106,7 @@ class PlanMismatch(GradsyncError, RuntimeError):
 class MissingGradient(PlanMismatch):
     """At the end of a step, some parameters of the callback have no gradient: the same parameters on all ranks.
 
-    This error derives from PlanMismatch. If a gradient is missing on some ranks only, all ranks raise PlanMismatch, not
-    MissingGradient.
+    If the ranks lack different gradients, all ranks raise PlanMismatch, the base class of this error.
     """
 
 
@@ -118,17 +122,20 @@ class CollectiveTimeout(GradsyncError, TimeoutError):
 
 
 class RankFailed(GradsyncError, RuntimeError):
-    """A rank died, raised an exception, aborted, or left the process group while other ranks needed it.
+    """A rank died, stopped responding, raised an exception, or left the process group while other ranks needed it.
+
+    This error also reports that a rank closed or aborted the communicator while other ranks needed this rank.
 
     Attributes:
-        rank: the rank that failed; None if this rank is not known.
+        rank: the rank that failed; None if the number of the failed rank is not known.
         phase: the phase of the failed rank: "joining" until all ranks have joined, then "running", and "left" after the
             rank has left. The phase is "collective" if a rank closed or aborted the communicator, or if this rank
             detected the failure through shared memory. The phase is "function" in an error that gs.spawn or
             gs.launcher raises in the launching process.
-        exit_code: the failed rank's exit code, -n if signal n killed the rank; None if the exit code is not known.
+        exit_code: the failed rank's exit code, -n if signal n killed the rank; None if the exit code is not known. Only
+            gs.spawn and gs.launcher set exit_code, traceback_text and results.
         traceback_text: the failed rank's traceback; "" if the traceback is not known.
-        results: the results of a launched function on other ranks, by rank.
+        results: the return values that the launched function had on other ranks, by rank.
         was_silent: whether the failed rank sent nothing for several seconds, and gradsync found that the rank was
             stopped (SIGSTOP), gone or unreachable.
     """
@@ -142,15 +149,15 @@ class RankFailed(GradsyncError, RuntimeError):
 
 
 class CommunicatorClosed(GradsyncError, RuntimeError):
-    """The communicator was closed or aborted, or belongs to the parent process of this forked process."""
+    """The communicator was closed or aborted, has failed, or belongs to the parent process of this forked process."""
 
 
 class NcclError(GradsyncError, RuntimeError):
-    """NCCL reported an error.
+    """NCCL or the GPU failed.
 
     Attributes:
-        code: the ncclResult_t value; 0 if NCCL gave none.
-        name: the name of the ncclResult_t value, such as "ncclUnhandledCudaError".
+        code: the ncclResult_t value, 1 if the GPU failed; 0 if NCCL gave no value.
+        name: the name of the ncclResult_t value, such as "ncclUnhandledCudaError" for 1; "" if NCCL gave no value.
     """
 
     code: int = 0
@@ -161,14 +168,16 @@ class MpiError(GradsyncError, RuntimeError):
     """MPI reported an error.
 
     Attributes:
-        code: MPI's error class, such as 15 for MPI_ERR_TRUNCATE in MPICH; 0 if MPI gave none.
+        code: MPI's error class, such as 14 for MPI_ERR_TRUNCATE in MPICH; 0 if MPI gave none.
     """
 
     code: int = 0
 
 
 class NonFiniteGradient(GradsyncError, ArithmeticError):
-    """A gradient contains NaN or infinity, and the callback has nonfinite="raise". All ranks raise the same error.
+    """A gradient, or its sum over the ranks, contains NaN or infinity, and the callback has nonfinite="raise".
+
+    All ranks raise this error.
 
     Attributes:
         rank: the first rank with a gradient that contains NaN or infinity; None if all gradients are finite but their
@@ -184,15 +193,18 @@ class NonFiniteGradient(GradsyncError, ArithmeticError):
 
 
 class FutureNotReady(GradsyncError, RuntimeError):
-    """The program read a future that was not done. The bucket of a gradient, for example, was not reduced yet."""
+    """The program read a future that was not done. For example, the bucket of a gradient was not reduced yet."""
 
 
 class GradientCancelled(GradsyncError, RuntimeError):
-    """The backward pass ended with an exception, or the process group ended before, so this gradient is not reduced."""
+    """This gradient is not reduced: its backward pass raised an exception, or the process group ended before the pass.
+
+    The future of the gradient raises this error.
+    """
 
 
 class GradientChanged(GradsyncError, RuntimeError):
-    """In debug mode: the program wrote to a gradient after it had handed the gradient over, before the reduction ended.
+    """In debug mode: the program wrote to a gradient after it had handed the gradient over, before its future was done.
 
     Attributes:
         rank: the rank whose program wrote to the gradient.
@@ -218,7 +230,7 @@ class Caller(NamedTuple):
         return next(lines, None) or self.code.co_firstlineno
 
     def __str__(self) -> str:
-        """Returns a text such as "train.py:41 in step", on one line of limited length."""
+        """Returns a text such as "/home/me/train.py:41 in step", on one line of limited length."""
         return self._in(self.code.co_filename)
 
     def short(self) -> str:
@@ -234,7 +246,7 @@ def caller(thread: int | None = None) -> Caller | None:
 
     This line belongs to the innermost frame outside gradsync, the standard library and installed packages. If the stack
     has no such frame, the function returns the innermost line of an installed package, such as torch in its backward
-    pass. On gradsync's own threads the function returns None.
+    pass. If there is no such line either, for example on gradsync's own threads, the function returns None.
 
     Args:
         thread: the identifier of the thread; None means the calling thread.
@@ -271,7 +283,8 @@ def callers() -> list[Caller]:
 def raised_at(error: BaseException) -> Caller | None:
     """Returns the innermost line of the user's program in an error's traceback.
 
-    If no line of the traceback belongs to the user's program, returns the innermost line of the traceback.
+    If no line of the traceback belongs to the user's program, returns the innermost line of the traceback. Returns None
+    for an error without a traceback.
     """
     trace = error.__traceback__
     innermost = found = None
@@ -330,7 +343,10 @@ def describe(error: BaseException) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Returns a text such as "rank 2" or "ranks 0, 1 and 3"; after sixteen ranks, the text ends with "and 40 more"."""
+    """Returns a text such as "rank 2" or "ranks 0, 1 and 3".
+
+    The text names at most sixteen ranks; for more ranks it ends with a number, such as "and 40 more".
+    """
     named = [str(rank) for rank in ranks[:MAX_NAMED_RANKS]]
     more = len(ranks) - len(named)
     if more:

@@ -1,10 +1,10 @@
 """Futures of collectives and of gradients, and CollectiveEnd, the object for which these futures wait.
 
-A CollectiveEnd belongs to one collective, and gets the collective's result or error. A single collective has one
+A CollectiveEnd belongs to one collective, and gets the collective's result or error. An asynchronous collective has one
 future. Each gradient of a bucket has its own future, but all these futures share the bucket's CollectiveEnd, so that
 gradsync finishes one object for a bucket of ten thousand gradients, not ten thousand objects. A Completion belongs to a
 collective that was launched on a GPU: threads and streams can wait for it until the GPU has run the collective. A
-collective on the CPU has no Completion, because the collective has ended when its call returns.
+collective on the CPU has no Completion, because the collective has ended when the call of the backend returns.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ class Completion(Protocol):
         """Whether the collective has ended or failed; never waits for the device."""
 
     def order(self, stream: Any = None) -> None:
-        """Makes a stream wait for the collective, without blocking the host.
-
-        If the collective has results in host memory, the host waits until they are complete.
+        """Makes a stream wait for the collective. The host waits only for results in host memory.
 
         Args:
             stream: a CUDA stream; None means the current stream.
@@ -55,6 +53,7 @@ class Completion(Protocol):
 
         Raises:
             CollectiveTimeout: the wait reached its deadline.
+            NcclError, RankFailed, ...: the collective failed with this error.
         """
 
     def before_done(self, function: Callable[[], None]) -> None:
@@ -124,7 +123,7 @@ def is_in_callback() -> bool:
 
 
 def raise_refused() -> None:
-    """Raises the error of a done-callback that called a collective; gradsync has only logged this error before.
+    """Raises again the error of a done-callback that called a collective: only the done-callback got it before.
 
     A second call does not raise the error again, and a call within a done-callback raises nothing.
 
@@ -148,14 +147,14 @@ class CollectiveEnd:
     """The object for which the futures of a collective wait; it holds the collective's result or error.
 
     Args:
-        timeout_seconds: how long a future waits if its caller passes no timeout; None means until the collective's own
-            deadline.
+        timeout_seconds: how long a future waits for a collective that has not begun, if its caller passes no timeout;
+            None means no limit. A collective that has begun has its own deadline.
 
     Attributes:
         timeout_seconds: see Args.
         value: the collective's result.
         completion: the Completion of a collective that was launched on a GPU; otherwise None.
-        has_result: whether the collective has succeeded and its result is complete, so that a future need not wait.
+        has_result: whether the collective has succeeded without a Completion, so that a future need not wait.
         was_asked: whether the program may know, from a method of a future, that the collective is over.
         has_begun: whether the collective (for gradients, their bucket's collective) has begun, so that its own deadline
             applies.
@@ -225,9 +224,10 @@ class CollectiveEnd:
         completion: Completion | None = None,
         log_entry: LogEntry | None = None,
     ) -> None:
-        """Stores the collective's result, error or Completion, and wakes the waiting threads.
+        """Stores the collective's result, error or Completion, wakes the waiting threads, and runs the done-callbacks.
 
-        Only the first call has an effect.
+        The done-callbacks of a Completion run when the GPU has run the collective. A later call of finish() only drops
+        its log entry.
 
         Args:
             value: the collective's result.
@@ -278,7 +278,7 @@ class CollectiveEnd:
         return self.failure()
 
     def raise_error(self) -> None:
-        """Raises the error of the collective or of its launch, if there is one; waits for no GPU."""
+        """Raises the error of a collective on the CPU, or of a launch on a GPU, if there is one; does not wait."""
         if self._error is not None:
             if self._log_entry is not None:
                 self._log_entry.forget()
@@ -304,7 +304,7 @@ def _run(function: Callable[[Any], None], future: Any) -> None:
 
 
 def _again(error: BaseException) -> BaseException:
-    """Returns a copy of an error, because raising the same object again would add frames to its traceback."""
+    """Returns a copy of an error: raising the same object again would add frames to its traceback."""
     try:
         fresh = copy.copy(error)
     except Exception:  # an error of another library may not be copyable
@@ -330,8 +330,8 @@ class CollectiveFuture:
 
     Until the future is done, the arrays of the collective belong to gradsync: do not write to them, and do not read the
     arrays that receive results. On a GPU the future has its value as soon as the collective is launched; result() then
-    makes the current stream, not the host, wait for the collective. A collective that has begun cannot be cancelled,
-    because other ranks take part in it.
+    makes the current stream, not the host, wait for the collective. A future cannot be cancelled, because other ranks
+    take part in its collective.
 
     Args:
         name: the collective's name in errors.
@@ -377,8 +377,8 @@ class CollectiveFuture:
             FutureNotReady: the wait might never end, because the caller is a done-callback, or because only the calling
                 thread can launch the bucket of the gradient.
             CollectiveTimeout: the wait reached its deadline; the collective continues.
-            InvalidArgument: the timeout is not a number of seconds; or a done-callback called a collective, and
-                gradsync has logged but not yet raised the error of this call.
+            InvalidArgument: the timeout is not a number of seconds; or a done-callback called a collective, and no call
+                outside of done-callbacks has raised the error since.
             PlanMismatch, RankFailed, ...: the collective failed with this error.
         """
         self._wait(None, timeout)
@@ -392,7 +392,7 @@ class CollectiveFuture:
             timeout: the timeout, see result().
 
         Raises:
-            FutureNotReady, CollectiveTimeout, PlanMismatch, RankFailed, ...: see result().
+            FutureNotReady, CollectiveTimeout, InvalidArgument, PlanMismatch, RankFailed, ...: see result().
         """
         self._wait(stream, timeout)
 
@@ -407,11 +407,11 @@ class CollectiveFuture:
 
         If the future is done already, add_done_callback() calls the function immediately, in the calling thread.
         Otherwise the thread that completes the future calls the function: on the CPU the thread that ran the
-        collective, on a GPU one of the communicator's threads. gradsync logs the exceptions of the function, and does
-        not raise them. The function must not call collectives on any backend, and must not hand over gradients. A
-        collective or hand-over within the function raises InvalidArgument, and this rank's next flush(), result() or
-        collective raises this error again. If the function waits for a future that is not done, the wait raises
-        FutureNotReady.
+        collective, on a GPU one of the communicator's threads. gradsync logs an exception of the function, and does not
+        raise it, except SystemExit and KeyboardInterrupt. The function must not call collectives on any backend, and
+        must not hand over gradients. A collective or hand-over within the function raises InvalidArgument, and this
+        rank's next flush(), result() or collective raises this error again. If the host would have to wait for a future
+        within the function, the call that needs the future raises FutureNotReady.
 
         Args:
             function: the function to call. gradsync passes this future to the function.
@@ -485,11 +485,14 @@ class GradientFuture(CollectiveFuture):
     """The future of a gradient, made by AllreduceCallback: it gives the reduced gradient once its bucket is reduced.
 
     Until the future is done, the gradient belongs to gradsync: do not write to it. The result is the array that the
-    program handed over, with the reduced values. If the array of the gradient is read-only, the result is a new array.
-    With gradient_as_bucket_view, the result is a view of the bucket. On a GPU the future has its value as soon as the
-    bucket is launched; result() then makes the current stream, not the host, wait for the reduction. Before the launch,
-    result() raises FutureNotReady in the thread that hands over gradients, because only that thread can launch the
-    bucket. result() raises GradientCancelled if the backward pass ended with an exception before the reduction.
+    program handed over, with the reduced values. If this array is read-only or its elements share memory, or if the
+    gradient is a number, the result is a new array. With gradient_as_bucket_view, the result is a view of the bucket.
+    In a local pass, the result is the sum of the parameter's gradients on this rank so far.
+
+    On a GPU the future has its value as soon as the bucket is launched; result() then makes the current stream, not the
+    host, wait for the reduction. Before the launch, result() raises FutureNotReady in the thread that hands over
+    gradients, because only that thread can launch the bucket. result() raises GradientCancelled if the backward pass
+    ended with an exception, or the process group ended, before the reduction.
 
     Args:
         name: the gradient's name, the same on all ranks.
@@ -514,7 +517,7 @@ class GradientFuture(CollectiveFuture):
 
     @property
     def name(self) -> str:
-        """The gradient's name in errors."""
+        """The words "the gradient of" and the gradient's name, for errors."""
         return f"the gradient of {self._name}"
 
     def result(self, timeout: float | None = None) -> Any:
@@ -542,17 +545,17 @@ class GradientFuture(CollectiveFuture):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the reduced gradient; raises FutureNotReady before the bucket is launched."""
+        """The shape of the reduced gradient; raises FutureNotReady before the launch, and an error of the launch."""
         return tuple(self._ready_value("shape").shape)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the reduced gradient; raises FutureNotReady before the bucket is launched."""
+        """The dtype of the reduced gradient; raises the same errors as `shape`."""
         return self._ready_value("dtype").dtype
 
     @property
     def device(self) -> Any:
-        """The device of the reduced gradient; raises FutureNotReady before the bucket is launched."""
+        """The device of the reduced gradient; raises the same errors as `shape`."""
         return getattr(self._ready_value("device"), "device", "cpu")
 
     def numpy(self) -> Any:
