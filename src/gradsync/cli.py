@@ -380,8 +380,8 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
 @click.option(
     "--debug",
     is_flag=True,
-    help="Turn on the debug mode: the ranks compare every collective through the rendezvous server before data moves, "
-    "and gradsync detects writes to gradients during their reduction.",
+    help="Turn on the debug mode: the ranks compare every collective before data moves, also with NCCL, and gradsync "
+    "detects writes to gradients during their reduction.",
 )
 @click.option("-m", "--module", "as_module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
