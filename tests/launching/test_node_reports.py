@@ -1,6 +1,7 @@
 """The messages between launchers: their records, and the cause for which the ranks of all machines end."""
 
 import json
+import select
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,6 +10,7 @@ from gradsync.errors import RendezvousError
 from gradsync.launching.in_rank.result import ErrorReport
 from gradsync.launching.nodes import Cause, _Link, cause_of, decode_record, signal_cause
 from gradsync.launching.outcome import Outcome, RankOutcome
+from gradsync.launching.signals import SignalInbox
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.server import RendezvousServer
 
@@ -68,15 +70,66 @@ def test_exit_codes():
     assert (signal_cause(0, 2).exit_code, signal_cause(0, 2).may_retry) == (130, False)
 
 
-def test_a_launcher_that_does_not_end_is_not_awaited_for_ever_after_a_failure():
+@pytest.fixture
+def joined():
+    """Two clients of one server, as the launchers of two machines."""
     secret = b"s" * 32
-    with RendezvousServer(2, secret=secret) as server, ThreadPoolExecutor() as pool:
+    with RendezvousServer(2, secret=secret, of_launchers=True) as server, ThreadPoolExecutor() as pool:
         joining = [
             pool.submit(RendezvousClient.connect, server.address, secret=secret, rank=rank, world_size=2, noun="node")
             for rank in range(2)
         ]
         clients = [each.result() for each in joining]
-        with clients[1], _Link(clients[0], 0) as link:
-            # The launcher of node 1 is alive and silent, as when its terminal is blocked.
-            waiting = pool.submit(link.wait_for_ends, outcome(failed(0)), 0.2)
-            assert waiting.result(20) == cause_of(0, outcome(failed(0)))
+        yield server, *clients
+        for client in clients:
+            client.abandon()
+
+
+def cause_from(link):
+    """Waits until a link has the cause that another launcher has set."""
+    with SignalInbox(installs_handlers=False) as signals:
+        link.watch(signals)
+        assert select.select([signals.descriptor], [], [], 20)[0]
+
+
+def test_a_launcher_that_does_not_end_after_a_failure_is_named_at_the_limit(joined):
+    # The launcher of node 1 is alive and silent, as when its terminal is blocked.
+    with _Link(joined[1], 0, 0.2) as link:
+        assert link.wait_for_ends(outcome(failed(0))) == cause_of(0, outcome(failed(0)))
+        assert link.late_nodes == (1,)
+
+
+def test_a_node_that_failed_and_does_not_end_is_named_by_a_node_whose_ranks_ended_well(joined):
+    _, client, other = joined
+    with _Link(client, 0, 0.2) as link, ThreadPoolExecutor() as pool:
+        link.watch(SignalInbox(installs_handlers=False))
+        waiting = pool.submit(link.wait_for_ends, outcome(RankOutcome(0, 100, 0)))
+        with pytest.raises(TimeoutError):  # no failure is known: no limit
+            waiting.result(1)
+        cause = cause_of(1, outcome(failed(1)))
+        other.set("cause", cause.to_bytes())
+        assert waiting.result(20) == cause
+        assert link.late_nodes == (1,)
+
+
+def test_the_loss_of_the_server_does_not_outrank_a_cause_that_was_known_before(joined):
+    server, client, other = joined
+    cause = cause_of(1, outcome(failed(1)))
+    other.set("cause", cause.to_bytes())
+    with _Link(client, 0, 20) as link:
+        cause_from(link)
+        server.stop()
+        assert link.wait_for_ends(outcome(RankOutcome(0, 100, 0))) == cause
+
+
+def test_the_loss_of_the_server_outranks_a_failure_that_follows_from_it(joined):
+    server, client, other = joined
+    error = ErrorReport("RankFailed: rank 0 died\n", "RankFailed: rank 0 died", is_consequence=True)
+    cause = cause_of(1, outcome(RankOutcome(1, 101, 1, error=error, order=0)))
+    other.set("cause", cause.to_bytes())
+    with _Link(client, 0, 20) as link:
+        cause_from(link)
+        server.stop()
+        found = link.wait_for_ends(outcome(RankOutcome(0, 100, 0)))
+        assert found.is_lost
+        assert "the rendezvous server on node 0 is gone" in found.how

@@ -1,5 +1,6 @@
 """Several launchers on this machine, as if each were another: options, order, failures, restarts."""
 
+import contextlib
 import re
 import shlex
 import signal
@@ -15,6 +16,10 @@ from node_commands import Nodes, arguments, write
 
 import gradsync as gs
 from contract import wait_until
+from gradsync.launching.in_rank.result import to_json
+from gradsync.launching.nodes import NodeRecord
+from gradsync.rendezvous.client import RendezvousClient
+from gradsync.rendezvous.server import RendezvousServer
 
 
 @pytest.fixture
@@ -230,8 +235,46 @@ def test_a_signal_while_the_others_are_awaited_leaves_nothing(nodes, tmp_path, m
     assert list(folder.iterdir())
     run.processes[0].send_signal(number)
     code, err = run.end(0)
-    assert code == 128 + number, err
+    assert (code, err) == (128 + number, f"gradsync: node 0 of 2 was ended by {number.name}\n")
     assert list(folder.iterdir()) == []
+
+
+@contextlib.contextmanager
+def node_0_in_this_process(run):
+    """Starts node 1, and yields the connection of a launcher of node 0 that both have joined."""
+    secret = bytes.fromhex(Path(run.secret).read_text())
+    host, port = run.rendezvous.split(":")
+    with RendezvousServer(2, secret=secret, host=host, port=int(port), of_launchers=True) as server:
+        run.start(1, "none")
+        client = RendezvousClient.connect(server.address, secret=secret, rank=0, world_size=2, noun="node")
+        try:
+            yield client
+        finally:
+            client.abandon()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_launchers_exchange_their_records_reaches_the_others(nodes, number):
+    run = nodes()
+    with node_0_in_this_process(run) as client:
+        with pytest.raises(gs.RendezvousTimeout):
+            client.get("nothing", timeout_seconds=0.5)  # by now node 1 waits for the record of node 0
+        run.processes[1].send_signal(number)
+        code, err = run.end(1)
+        assert (code, err) == (128 + number, f"gradsync: node 1 of 2 was ended by {number.name}\n")
+        raised = "KeyboardInterrupt" if number == signal.SIGINT else "SystemExit: 143"
+        with pytest.raises(gs.RankFailed, match=rf"node 1/2 \(pid \d+\) failed: {raised}"):
+            client.barrier()
+
+
+def test_a_launcher_that_fails_right_after_the_exchange_is_not_awaited_for_its_return(nodes):
+    run = nodes()
+    with node_0_in_this_process(run) as client:
+        client.exchange("nodes", to_json(NodeRecord(0, "first", "127.0.0.1", 1, 0, 0, 4000, "00ff")))
+        client.report_failure("no space left")
+        code, err = run.end(1)
+    assert code == 1
+    assert re.search(r"gradsync: node 0 \(first, 127.0.0.1\) was lost at .*: no space left$", err), err
 
 
 def test_a_signal_to_a_launcher_whose_ranks_are_done(nodes):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import math
 import os
 import signal
 import socket
@@ -222,6 +223,7 @@ class Cause(NamedTuple):
         exit_code: the exit code of all launchers.
         may_retry: whether the ranks may be started again.
         is_lost: whether the node's launcher is gone.
+        is_consequence: whether the failure only reports that another rank is gone.
     """
 
     node: int
@@ -230,6 +232,7 @@ class Cause(NamedTuple):
     exit_code: int
     may_retry: bool = True
     is_lost: bool = False
+    is_consequence: bool = False
 
     def to_bytes(self) -> bytes:
         """Returns the cause as bytes; leaves out the beginning of a long text, because the failure comes last."""
@@ -258,7 +261,9 @@ def cause_of(node: int, outcome: Outcome) -> Cause:
     """Returns the cause that a machine reports when its ranks fail, or when its launcher gets a signal."""
     if outcome.signal_number is not None:
         return signal_cause(node, outcome.signal_number)
-    return Cause(node, "failed", cause_text(outcome), outcome.exit_code)
+    root = outcome.root_cause
+    is_consequence = root is not None and root.error is not None and root.error.is_consequence
+    return Cause(node, "failed", cause_text(outcome), outcome.exit_code, is_consequence=is_consequence)
 
 
 def signal_cause(node: int, number: int) -> Cause:
@@ -302,8 +307,12 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # the signal is not ignored, as it is under nohup
             signal.signal(number, _exit)
-    with _hosting(options, notices) as server:
-        return _NodeRun(options, job, make_output, notices, server).run()
+    try:
+        with _hosting(options, notices) as server:
+            return _NodeRun(options, job, make_output, notices, server).run()
+    except (KeyboardInterrupt, SystemExit) as error:
+        notices.print(f"gradsync: {options.name} {_cause_of_exit(options.node_rank, error).how}")
+        raise
 
 
 def _exit(number: int, _frame: FrameType | None) -> NoReturn:
@@ -402,10 +411,9 @@ class _NodeRun:
             own = nodes[self._options.node_rank]
             # If the user has started a lost launcher again, this launcher counts its restarts from 0.
             self._restart = max(record.restart for record in nodes)
-            link = stack.enter_context(_Link(client, own.node))
+            link = stack.enter_context(_Link(client, own.node, self._job.grace_seconds + _ENDS_SECONDS))
             job = self._job_of(own, nodes)
             outcome = None
-            after_failure_seconds = job.grace_seconds + _ENDS_SECONDS
             try:
                 with SignalInbox() as signals:
                     link.watch(signals)
@@ -420,22 +428,25 @@ class _NodeRun:
                     ) as supervisor:
                         supervisor.start()
                         outcome = supervisor.finish()
-                cause = link.wait_for_ends(outcome, after_failure_seconds if outcome.exit_code else _NO_LIMIT_SECONDS)
+                cause = link.wait_for_ends(outcome)
             except (KeyboardInterrupt, SystemExit) as error:  # a signal, while the ranks of the other nodes still run
                 if outcome is None:
                     raise
-                cause = self._interrupt(link, own.node, outcome, error, after_failure_seconds)
+                cause = self._interrupt(link, own.node, outcome, error)
         if cause is None:
             return None, "", False
         is_here = cause.node == own.node and not cause.is_lost
         text = failure_text(outcome) if is_here and cause.text else cause.text
         before = "" if is_here else lines_on_others(outcome.ranks)
-        report = f"{before}gradsync: {nodes[cause.node].name} {cause.how}{':' if text else ''}\n{text}".rstrip("\n")
-        return cause, report, cause.may_retry and all(rank.exit_code is not None for rank in outcome.ranks)
+        late = "".join(
+            f"gradsync: {nodes[node].name} has not ended {link.limit_seconds:g} s after this failure; perhaps its "
+            "terminal is blocked\n"
+            for node in link.late_nodes
+        )
+        report = f"{late}{before}gradsync: {nodes[cause.node].name} {cause.how}{':' if text else ''}\n{text}"
+        return cause, report.rstrip("\n"), cause.may_retry and all(rank.exit_code is not None for rank in outcome.ranks)
 
-    def _interrupt(
-        self, link: _Link, node: int, outcome: Outcome, error: KeyboardInterrupt | SystemExit, seconds: float
-    ) -> Cause:
+    def _interrupt(self, link: _Link, node: int, outcome: Outcome, error: KeyboardInterrupt | SystemExit) -> Cause:
         """Ends the ranks of the other nodes after a signal, and waits for their end; a second signal ends the wait."""
         cause = _cause_of_exit(node, error)
         if outcome.signal_number is not None:  # this is the second signal
@@ -443,7 +454,7 @@ class _NodeRun:
         self._notices.print("gradsync: stopping the ranks of the other nodes (Ctrl-C again leaves at once)")
         try:
             link.set_cause(cause)
-            return link.wait_for_ends(outcome, seconds) or cause
+            return link.wait_for_ends(outcome) or cause
         except (KeyboardInterrupt, SystemExit) as again:
             return _cause_of_exit(node, again)
 
@@ -515,12 +526,15 @@ class _NodeRun:
             records = client.exchange("nodes", to_json(own), timeout_seconds=_EXCHANGE_SECONDS)
             nodes = tuple(decode_record(i, data) for i, data in enumerate(records))
             self._check_nodes(nodes)
-            client.begin_start(nodes[0].start, sum(record.n_ranks for record in nodes))
+            # All launchers have joined. If one of them has failed since, that is a failure of this start.
+            with contextlib.suppress(RankFailed):
+                client.begin_start(nodes[0].start, sum(record.n_ranks for record in nodes))
             return nodes
         except InvalidArgument:
             client.close()
             raise
-        except BaseException:
+        except BaseException as error:
+            client.report_failure(describe(error))
             client.abandon()
             raise
 
@@ -571,12 +585,21 @@ class _Link:
     Args:
         client: the connection to the server.
         node: the number of this machine.
+        limit_seconds: how long to wait at most, after a failure or a signal, until the ranks of all machines have
+            ended.
+
+    Attributes:
+        limit_seconds: the argument.
+        late_nodes: the machines whose launchers were silent at this limit.
     """
 
-    def __init__(self, client: RendezvousClient, node: int) -> None:
+    def __init__(self, client: RendezvousClient, node: int, limit_seconds: float) -> None:
+        self.limit_seconds = limit_seconds
+        self.late_nodes: tuple[int, ...] = ()
         self._client = client
         self._node = node
         self._cause: Cause | None = None
+        self._deadline = math.inf  # when the wait for the other launchers ends, once there is a cause
 
     def __enter__(self) -> _Link:
         return self
@@ -600,12 +623,13 @@ class _Link:
         if self._cause is None:
             _run_in_thread(lambda: self._set_cause_of(outcome))
 
-    def wait_for_ends(self, outcome: Outcome, seconds: float) -> Cause | None:
+    def wait_for_ends(self, outcome: Outcome) -> Cause | None:
         """Waits until the ranks of all machines have ended, and their output is shown.
+
+        Without a failure the wait has no limit: heartbeats detect a launcher that is gone.
 
         Args:
             outcome: how the ranks of this machine ended.
-            seconds: how long to wait at most.
 
         Returns:
             The cause of the ranks' end; None if no rank failed.
@@ -614,10 +638,32 @@ class _Link:
         with contextlib.suppress(GradsyncError):  # `_loss` returns a failure
             if failed:  # before the report, so that a launcher that reads the report finds the cause
                 self._set_cause_of(outcome)
-            if any(self._client.exchange("ended", b"failed" * failed, timeout_seconds=seconds)):
-                self._cause = Cause.from_bytes(self._client.get("cause"), self._node)
-        # If a machine has lost its network, the loss is the cause, and failures of ranks on any machine follow from it.
-        return self._loss() or self._cause or (cause_of(self._node, outcome) if failed else None)
+            if any(self._exchange_ends(b"failed" * failed)):
+                self._learn(self._client.get("cause"))
+        loss = self._loss()
+        # If a machine has lost its network, failures of ranks on any machine follow from this loss. But no loss
+        # outranks a cause that was known before: node 0 ends its server when it has waited too long for a late node.
+        if self._cause is not None and (loss is None or not self._cause.is_consequence):
+            return self._cause
+        return loss or (cause_of(self._node, outcome) if failed else None)
+
+    def _exchange_ends(self, own: bytes) -> list[bytes]:
+        """Exchanges whether the ranks of each machine failed; returns no answers if other launchers are late."""
+        while True:
+            left_seconds = max(0.0, self._deadline - time.monotonic())
+            try:
+                # The deadline may be set during this wait, so each wait is limited.
+                seconds = min(self.limit_seconds, left_seconds)
+                return self._client.exchange("ended", own, timeout_seconds=seconds)
+            except RendezvousTimeout as error:
+                if time.monotonic() >= self._deadline:
+                    self.late_nodes = error.missing_ranks
+                    return []
+
+    def _learn(self, data: bytes) -> None:
+        """Records the cause that a launcher has set, and limits the wait for the other launchers from now on."""
+        self._cause = Cause.from_bytes(data, self._node)
+        self._deadline = min(self._deadline, time.monotonic() + self.limit_seconds)
 
     def _loss(self) -> Cause | None:
         """Returns the loss of a launcher, or of the server on node 0, as the cause; None if the server works."""
@@ -633,7 +679,8 @@ class _Link:
         return Cause(node, f"was lost at {time.strftime('%H:%M:%S')}: {why}", "", 1, is_lost=True)
 
     def set_cause(self, cause: Cause) -> None:
-        """Sets the cause, unless another launcher was first."""
+        """Sets the cause, unless another launcher was first; limits the wait for the other launchers from now on."""
+        self._deadline = min(self._deadline, time.monotonic() + self.limit_seconds)
         with contextlib.suppress(GradsyncError):  # `_loss` returns a failure
             self._client.set("cause", cause.to_bytes(), replace=False)
 
@@ -652,8 +699,7 @@ class _Link:
 
     def _wait_for_cause(self, signals: SignalInbox) -> None:
         try:
-            data = self._client.get("cause", timeout_seconds=_NO_LIMIT_SECONDS)
-            self._cause = Cause.from_bytes(data, self._node)
+            self._learn(self._client.get("cause", timeout_seconds=_NO_LIMIT_SECONDS))
         except CommunicatorClosed:
             return
         except GradsyncError:

@@ -208,7 +208,8 @@ class Connection:
         self.raise_failure()
         try:
             self.post(frame_type, *fields, pending=pending)
-            self.raise_failure()  # because a failure before `post` registered the request does not end the wait below
+            if pending.answer is None:  # a failure before `post` registered the request does not end the wait below
+                self.raise_failure()
             if not self._wait(pending, deadline):
                 self.post(FrameType.CANCEL, pending.sequence)
                 self._wait(pending, time.monotonic() + _ANSWERED_WITHIN_SECONDS)
