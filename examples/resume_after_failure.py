@@ -2,8 +2,9 @@
 
     gradsync run -n 2 --max-restarts 2 examples/resume_after_failure.py --fail-in-epoch 3
 
-Rank 1 is killed in the third epoch. All ranks are then started again, take up the last checkpoint, and end with the
-very weights of a training that nothing interrupted. With --state-dir DIR the checkpoint outlives the command too.
+Rank 1 kills itself in the third epoch. gradsync then starts all ranks again. The ranks continue from the last
+checkpoint, and end with the same weights as a training without a failure. With --state-dir DIR the checkpoint remains
+after the command has ended.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def train_epoch(comm, sync, state, epoch):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--fail-in-epoch", type=int, help="have rank 1 killed there, in the first start")
+    parser.add_argument("--fail-in-epoch", type=int, help="the epoch in which rank 1 kills itself, in the first start")
     options = parser.parse_args()
     if "GRADSYNC_STATE_DIR" not in os.environ:
         parser.error("there is no place for checkpoints: start with gradsync run --max-restarts 2, or --state-dir DIR")

@@ -70,7 +70,7 @@ def global_batches(train_set: Batch, size: int, rng: np.random.Generator) -> Ite
     """Yields the batches of one epoch: shuffled, with each image shifted by at most one pixel in each direction.
 
     Every rank draws the same numbers, so all ranks have the same batches. If the last batch is not full, the epoch
-    leaves out its images. The next epoch leaves out other images.
+    leaves out its images.
     """
     padded = np.pad(train_set.images[..., 0], ((0, 0), (1, 1), (1, 1)))
     shifted = np.lib.stride_tricks.sliding_window_view(padded, (8, 8), axis=(1, 2))  # [image, down, right]
@@ -210,7 +210,7 @@ def print_summary(comm: gs.Communicator, result: Result) -> None:
     statistics = result.statistics
     elements = sum(parameter.size for parameter in result.parameters.values())
     # On a GPU the reductions run in parallel with the host, which only launches them.
-    included = "waiting for other ranks included" if comm.device == "cpu" else "of the host's, for launching"
+    included = "waiting for other ranks included" if comm.device == "cpu" else "for launching only"
     rows = {
         "ranks": f"{comm.world_size}",
         "backend": f"{comm.backend}, on {comm.device}",
@@ -252,7 +252,7 @@ def main() -> int:
     add("--backend", default=backend, help="auto, nccl, shm, mpi or local; in one process, local")
     add("--quiet", action="store_true", default=argparse.SUPPRESS, help="print only the last table")
     options = vars(parser.parse_args())
-    with gs.init_process_group(options.pop("backend")) as comm:  # (5) The environment tells the rank.
+    with gs.init_process_group(options.pop("backend")) as comm:  # (5) Environment variables name the rank.
         result = train(comm, Settings(**options))
         if comm.rank == 0:
             print_summary(comm, result)

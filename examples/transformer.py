@@ -146,7 +146,7 @@ def main():
     tokens = np.array([numbers[letter] for letter in text if letter in numbers])
 
     with gs.init_process_group() as comm:
-        rng = np.random.default_rng(comm.rank)  # each rank reads elsewhere, and all begin with rank 0's parameters
+        rng = np.random.default_rng(comm.rank)  # each rank reads other parts of the text
         parameters = make_parameters(rng)
         gs.bcast_list_(list(parameters.values()), root=0)
         sync, optimizer = gs.AllreduceCallback("mean", clip_norm=1.0), Adam(parameters, rate=3e-3)

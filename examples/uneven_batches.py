@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: a rank without a batch helps the other ranks, with no gradients.
+"""Ranks with different numbers of batches: a rank without a batch takes part with zeros.
 
     gradsync run -n 2 examples/uneven_batches.py
 
@@ -13,7 +13,7 @@ SAMPLES = 121
 BATCH = 4
 
 with gs.init_process_group() as comm:
-    rng = np.random.default_rng(0)  # all ranks make the same data; each takes its share below
+    rng = np.random.default_rng(0)  # all ranks make the same data; each rank takes its share below
     x = rng.normal(size=(SAMPLES, 3))
     y = x @ [1.0, 2.0, 3.0] + 4.0
     state = {"weights": np.zeros(3), "bias": np.zeros(1), "steps": 0}
@@ -22,7 +22,7 @@ with gs.init_process_group() as comm:
     for epoch in range(10):
         mine = gs.shard_indices(SAMPLES, epoch, uneven="keep")
         batches = [mine[begin : begin + BATCH] for begin in range(0, len(mine), BATCH)]
-        with sync.join() as joined:  # at its end a rank without batches helps the other ranks
+        with sync.join() as joined:  # ends when no rank has a batch any more
             for batch in batches:
                 error = x[batch] @ state["weights"] + state["bias"] - y[batch]
                 with sync.backward():

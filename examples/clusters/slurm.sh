@@ -8,7 +8,7 @@
 ##SBATCH --gpus-per-task=1
 set -euo pipefail
 
-# One task for each rank. On CPUs the ranks communicate and meet over MPI; mpi4py must belong to an MPI that srun starts
-# (srun --mpi=list shows them). With GPUs they communicate over NCCL; without mpi4py they meet at the first node, and need
-# a secret: export GRADSYNC_SECRET_FILE=/a/file/that/all/nodes/see
+# One task for each rank. Without GPUs the ranks use MPI, and mpi4py must use an MPI that srun can start (srun --mpi=list
+# shows the possible MPIs). With GPUs the ranks use NCCL. With GPUs and without mpi4py, rank 0 hosts the rendezvous server
+# on the first node, and the ranks need a secret: export GRADSYNC_SECRET_FILE=/a/file/that/all/nodes/can/read
 srun python "$@"

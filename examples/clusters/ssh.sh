@@ -1,6 +1,7 @@
 #!/bin/bash
-# Machines that ssh reaches, without a scheduler: examples/clusters/ssh.sh "node1 node2" train.py
-# The first one hosts. Each has gradsync and the script at the same path; RANKS_PER_NODE and PORT may be set.
+# Starts ranks by ssh, without a scheduler: examples/clusters/ssh.sh "node1 node2" train.py
+# The first machine hosts the rendezvous server. Each machine needs gradsync, and the script at the same path. You may set
+# RANKS_PER_NODE and PORT.
 set -euo pipefail
 
 [ $# -ge 2 ] || { echo "usage: $0 \"node1 node2\" train.py" >&2; exit 2; }
@@ -9,8 +10,9 @@ shift
 ranks=${RANKS_PER_NODE:-4} port=${PORT:-29400} ssh=${SSH:-ssh}
 secret=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
 
-# The secret goes by standard input: a command line can be read by everybody on the machine. Standard input then stays
-# open as long as this script runs; at its end, as by Ctrl-C, the ranks are ended. No line breaks: any login shell reads it.
+# This script sends the secret by standard input, because all users of a machine can read command lines. Standard input
+# stays open while this script runs. When this script ends, for example by Ctrl-C, the remote command ends the ranks.
+# The remote command has no line breaks, so that every login shell can read it.
 remote='f=$(mktemp) && trap "rm -f $f" EXIT && read -r s && echo "$s" > "$f" && cd "$1" && shift && exec 3<&0 || exit; '
 remote+='GRADSYNC_SECRET_FILE=$f "$@" < /dev/null 3<&- & ranks=$!; '
 remote+='{ while read -r s <&3; do :; done; kill $ranks; } > /dev/null 2>&1 & watch=$!; '

@@ -1,4 +1,4 @@
-"""Tutorial, step 2: the loop of step 1 on any number of ranks. Each rank computes on its own samples."""
+"""Tutorial: the loop of one_process.py on any number of ranks. Each rank computes on its own samples."""
 
 import numpy as np
 

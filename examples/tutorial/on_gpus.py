@@ -1,4 +1,4 @@
-"""Tutorial, step 3: the loop of step 2 on GPUs where each rank has one, and on CPUs elsewhere."""
+"""Tutorial: the loop of many_ranks.py on GPUs if each rank has a GPU, and on CPUs otherwise."""
 
 import numpy as np
 

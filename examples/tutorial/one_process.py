@@ -1,4 +1,4 @@
-"""Tutorial, step 1: a training loop in NumPy, in one process. It knows nothing of gradsync."""
+"""Tutorial: a training loop in NumPy, in one process, without gradsync."""
 
 import numpy as np
 

@@ -39,7 +39,7 @@ def train(rank: int, world_size: int, address: str, secret: str) -> list[float]:
 def start_ranks(client: Client) -> list[list[float]]:
     """Starts a rank on each worker, and returns the results of all ranks."""
     workers = sorted(client.scheduler_info(n_workers=-1)["workers"])
-    host = urlsplit(workers[0]).hostname  # rank 0 hosts, so the port must be free there
+    host = urlsplit(workers[0]).hostname  # rank 0 hosts the rendezvous server, so the port must be free there
     port = client.submit(gs.free_port, workers=workers[:1], pure=False).result()
     secret = secrets.token_hex(32)
     ranks = [
