@@ -244,8 +244,8 @@ class Backend(ByteCollectives):
         backend whose attribute `converts` is True gets a `wire`. During the reduction, the backend makes each check in
         `checks` that it supports: see `finder` and `squares`.
 
-        Without checks, some ranks may run the PreparedList while other ranks call `all_reduce`. `release` frees
-        the resources of the PreparedList.
+        Without checks and without `wire`, some ranks may run the PreparedList while other ranks call `all_reduce`.
+        `release` frees the resources of the PreparedList.
         """
         return None
 

@@ -73,7 +73,7 @@ def multiply_quietly(source: Any, factor: float, out: Any, xp: Any = np) -> None
 
 
 def multiply_in_place(arrays: Sequence[Array], factor: float) -> None:
-    """Multiplies arrays in place; for many small arrays three times as fast as a `multiply` call for each array."""
+    """Multiplies arrays in place; for many small arrays several times as fast as a `multiply` call for each array."""
     factors: dict[np.dtype[Any], Any] = {}  # by dtype, for dtypes whose products are computed in the dtype itself
     with np.errstate(all="ignore"):
         for array in arrays:
