@@ -3,8 +3,9 @@
 An Agreement has an 8-byte digest, which the ranks compare before data moves. (NCCL is an exception: see
 nccl/speculative_agreement.py.) If the digests differ, each rank sends its description of the collective to the other
 ranks (see failures.py). Each rank then makes the error PlanMismatch from the descriptions of all ranks. The message of
-the error begins with the name of the rank. Then the message shows the description of each rank. If there is a first
-differing array, or advice, the message ends with them.
+the error begins with the name of the rank. Then the message shows the description of each rank. If the ranks have
+different lists of arrays, the message also shows the first array that differs. The last line is advice, if there is
+any.
 """
 
 from __future__ import annotations

@@ -429,7 +429,7 @@ class Backend(ByteCollectives):
         """
 
     def await_announced(self) -> None:
-        """Waits a limited time, as the last step of close(), until the announcement of close() has been sent."""
+        """Waits a limited time, as the last step of close(), until the server knows of this rank's failure, if any."""
 
     def release(self) -> None:
         """Frees file descriptors, memory and threads.

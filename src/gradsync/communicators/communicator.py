@@ -772,7 +772,7 @@ class Communicator:
         return CommunicatorTree(self.recorder.group, self._lifetime.raised)
 
     def new_group(self, ranks: Iterable[int]) -> Communicator | NonMember:
-        """Makes a group of some ranks of this communicator. The group numbers its ranks in ascending order.
+        """Makes a group of some ranks of this communicator. The group numbers its members in the order of these ranks.
 
         Only the members need to call new_group. All members must pass the same ranks. If several ranks are members of
         the same two groups, these ranks must make the two groups in the same order. These ranks must also call the

@@ -116,7 +116,7 @@ class FailureMonitor:
         Raises:
             CollectiveTimeout: the collective has reached its deadline. The error message names the missing ranks, if
                 they are known.
-            RankFailed: a rank has died before the deadline.
+            RankFailed: a rank was found dead or stopped (SIGSTOP), or another failure had occurred before.
             RendezvousError: the server is gone.
         """
         number, what = _number_and_title(entry or self._recorder.last, is_launched=entry is not None)

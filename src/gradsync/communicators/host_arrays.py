@@ -113,8 +113,8 @@ class ArrayKind:
     #: Returns a fingerprint of an array object, to detect changes when the program uses the same object again. If the
     #: fingerprint has changed since the last use, the array must be checked again: it may have become read-only, or use
     #: different memory. The fingerprint does not include the shape and the dtype. For a host array the flag is enough:
-    #: NumPy refuses to exchange the memory of an array that has views. `state` is called for each gradient, so it is a
-    #: function in C.
+    #: by default, NumPy refuses to exchange the memory of an array that has views. `state` is called for each gradient,
+    #: so it is a function in C.
     state: Callable[[Any], Any] = staticmethod(attrgetter("flags.writeable"))
 
     def byte_bounds(self, native: Any) -> tuple[int, int]:

@@ -266,7 +266,7 @@ class NonFinite(NamedTuple):
 
 
 class NonFiniteFinder:
-    """Collects the non-finite values of each reduction; `take` returns them.
+    """Collects the non-finite values that a rank finds in reductions; `take` returns them.
 
     Args:
         world_size: the number of ranks.

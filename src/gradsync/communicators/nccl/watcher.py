@@ -259,7 +259,7 @@ class Watched:
                 self._check_launch(launch, time.monotonic())
 
     def _check_launch(self, launch: Launch, now: float) -> None:
-        """Reports a launch, or its NCCL call, that takes long to the server, which logs a warning.
+        """Reports to the server, which logs a warning, that a launch or its NCCL call takes long.
 
         After the deadline, raises an error; if there are several ranks, the server chooses the same error for all of
         them. If there is only one rank, this method does not report to the server.

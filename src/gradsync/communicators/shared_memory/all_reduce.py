@@ -10,9 +10,9 @@ every rank copies the results from its own buffer to its targets. So each rank r
 measurements the all-reduce took a quarter longer if each rank copied the results from the buffers of other ranks.)
 
 This file has three parts. The first part makes the plan of the pipeline: it divides the list, as one flat sequence of
-elements, into chunks, slices and steps. The second part has the NumPy calls that copy. A call is prepared once and run
-many times, because creating a view takes as long as copying some kilobytes. Pieces of arrays below some kilobytes are
-copied together in one call. The third part has the plans: OneShot for one small array, and ListAllReduce for a list.
+elements, into chunks, slices and steps. The second part has the NumPy calls that copy. A call can be prepared once and
+run many times, because creating a view takes as long as copying some kilobytes. Pieces of arrays below some kilobytes
+are copied together in one call. The third part has the plans: OneShot for one small array, ListAllReduce for a list.
 
 Reductions combine the operands in rank order. So all ranks get bitwise equal results, and equal inputs give bitwise
 equal results in every run. The result of an element does not depend on the size of the array. Products of complex

@@ -268,7 +268,7 @@ def connect_shared_memory(
 
     Raises:
         BackendUnavailable: this machine does not run Linux on x86-64, there is not enough memory, or the ranks are not
-            on one host.
+            on one host and in one pid namespace.
         RendezvousTimeout, RankFailed: another rank did not call this function in time, or died.
         CollectiveTimeout, RendezvousError: the world has failed, or the connection to the rendezvous server was lost.
     """
