@@ -26,12 +26,12 @@ _kept: deque[int] = deque()
 def free_port() -> int:
     """Returns a TCP port that is not in use, for a server on any interface of this machine.
 
-    No socket is bound to the port, so every kind of server can bind the port, with or without SO_REUSEADDR. The kernel
-    does not give this port to a server that binds port 0, or to an outgoing connection. So the port stays free until
-    the caller's server binds it, unless another program asks for this port number. If the kernel is configured to
-    choose from all ports, another program can get the port before the caller's server. While the calling process lives,
-    no other call of `free_port` on this machine, or in this container, returns the same port. A process reserves only
-    its 64 newest ports.
+    No socket is bound to the port, so every kind of server can bind the port, with or without SO_REUSEADDR. The port is
+    outside the range from which the kernel takes ports for servers that bind port 0 and for outgoing connections. So
+    the port stays free until the caller's server binds it, unless another program asks for this port number. If fewer
+    than 1,000 ports are above or below that range, the port is inside the range: then another program can get the port
+    before the caller's server. A process reserves its 64 newest ports: while it lives, no other call of `free_port` on
+    this machine, or in this container, returns one of them.
 
     Raises:
         OSError: no port is free.

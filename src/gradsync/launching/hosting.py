@@ -1,4 +1,4 @@
-"""The address and secret of a launch's rendezvous server, which this launcher or another launcher hosts.
+"""The address and secret of the rendezvous server for `gs.launcher`, which this launcher or another launcher hosts.
 
 Several launchers need a common secret, from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback neither
 variable needs to be set: the first launcher makes a secret and writes it to a file of mode 0600 in the user's runtime
@@ -37,9 +37,9 @@ def launcher_endpoint(
     """Yields the endpoint of the rendezvous server for a call of `launcher`, and its socket if this process hosts it.
 
     The endpoint and the socket are None if this call starts all ranks and `host` is loopback: the supervisor then makes
-    an endpoint. If the first launcher on this machine has made the secret, the other launchers get an endpoint with the
-    secret b"". Their ranks read the secret from the first launcher's file, like ranks without a launcher
-    (`rendezvous/hosting.py`).
+    an endpoint. If `host` is loopback and the user has set no secret, the first launcher makes a secret, and the other
+    launchers get an endpoint with the secret b"". Their ranks read the secret from the first launcher's file, like
+    ranks without a launcher (`rendezvous/hosting.py`).
 
     Args:
         host, port: the address at which the first launcher hosts the server.

@@ -1,6 +1,8 @@
 """The description of a launch (program, number of processes, options), and each rank's environment variables.
 
-The launcher sets gradsync's own variables, torchrun's variables, and the variable of the rank's GPU.
+The launcher sets gradsync's own variables, torchrun's variables, and the variable of the rank's GPU. It also sets the
+number of threads of linear algebra libraries and the network interface of NCCL, unless the user has set these
+variables.
 """
 
 from __future__ import annotations
@@ -69,13 +71,13 @@ class Job:
         backend: the backend that `init_process_group("auto")` chooses in the ranks.
         master_addr: the value of MASTER_ADDR in the ranks, for the user's own use.
         master_port: the value of MASTER_PORT in the ranks, for the user's own use; None or 0 chooses a free port.
-        rendezvous_port: the port of the rendezvous server on 127.0.0.1; 0 chooses a free port.
+        rendezvous_port: the port of the rendezvous server on 127.0.0.1, if `endpoint` is None; 0 chooses a free port.
         endpoint: the address and secret of the rendezvous server, if the caller has chosen them, for example because
             several launchers share the server. By default the supervisor hosts a server with a new secret.
-        listener: the bound socket at the endpoint's address, if this process runs the server.
+        listener: the bound socket at the endpoint's address, if the supervisor has to run the server there.
         start_method: "spawn", "fork" or "forkserver".
         gpus: the value of CUDA_VISIBLE_DEVICES for each process; by default each process inherits this process's value.
-        stdin_rank: the rank that gets this process's standard input; the other ranks read /dev/null.
+        stdin_rank: the rank that gets this process's standard input, or None; the other ranks read /dev/null.
         grace_seconds: how many seconds the ranks have to end, after the launcher has asked them to end, before SIGKILL.
         max_restarts: the limit of restarts; a restart starts all ranks again after a failure.
         state_dir: the folder where ranks keep their state across restarts; the ranks find its path in
@@ -274,8 +276,8 @@ def choose_gpus(
         The value of CUDA_VISIBLE_DEVICES for each rank, in the order of the ranks.
 
     Raises:
-        InvalidArgument: there are too few or too many GPUs for the ranks, or a GPU does not exist or is not visible to
-            this process.
+        InvalidArgument: there are too many GPUs for the ranks, or too few without `allow_shared`; or an entry does not
+            name a GPU, names a GPU twice, or names a GPU that does not exist or is not visible to this process.
     """
     names = parse_gpus(gpus)
     if len(names) > n_ranks or (len(names) < n_ranks and not allow_shared):

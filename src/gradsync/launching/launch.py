@@ -45,7 +45,7 @@ _CUDA_SUCCESS = 0
 
 
 class WorkerError(GradsyncError, ProcessError):
-    """A worker (a rank process of `launch`) failed; gradsync has ended the other workers.
+    """A worker (a rank process of `launch`) failed; the other workers have ended.
 
     The first line of the error reads "worker[1] failed with exitcode=2".
 
@@ -106,10 +106,13 @@ def launch(
 
     Raises:
         InvalidArgument: `args` is a tuple of length 1, or of as many items as `func` has required parameters: perhaps
-            the caller means separate arguments, as before 0.2. Or the function or its argument cannot be pickled,
-            `nprocs` is not a positive integer, the `__main__` guard is missing, or the start method is "fork" and this
-            process has initialised CUDA.
-        WorkerError: a worker failed.
+            the caller means separate arguments, as before 0.2. Or the function or its argument cannot be pickled, a
+            return value cannot be unpickled in this process, `nprocs` is not a positive integer, an environment
+            variable of gradsync is invalid, this process is a rank, or the start method is "fork" and this process has
+            initialised CUDA.
+        BackendUnavailable: the system is not Linux, or allows no more processes or open files.
+        WorkerError: a worker failed, for example because the `__main__` guard is missing, or its return value cannot be
+            pickled.
         MainProcessError: this process received SIGINT, SIGTERM or SIGHUP (only if its main thread called `launch`).
     """
     method = chosen_start_method("launch", None)
@@ -224,8 +227,9 @@ def function_target(
             function pickles the call.
 
     Raises:
-        InvalidArgument: `function` is not callable, the arguments are not a sequence, one of them cannot be pickled,
-            this process is itself a rank, or the start method is "fork" and this process has initialised CUDA.
+        InvalidArgument: `function` is not callable, the arguments are not a sequence, the function or an argument
+            cannot be pickled, this process is itself a rank, or the start method is "fork" and this process has
+            initialised CUDA.
     """
     if not callable(function):
         raise InvalidArgument(f"{who} needs a function, got {function!r}")
@@ -471,7 +475,7 @@ def failure(outcome: Outcome, root: RankOutcome, message: str) -> RankFailed:
     Args:
         outcome: the outcome of the run.
         root: the rank whose failure came first.
-        message: the error's first line; the rank's traceback follows.
+        message: the beginning of the error's text; the rank's traceback follows.
     """
     text = root.error.text.rstrip() if root.error else ""
     values = {}

@@ -1,7 +1,7 @@
 """`gs.launcher`: a decorator that makes each call of a function run the function on several ranks.
 
 Ranks import scripts with decorated functions too, so this module imports the modules that start ranks only when the
-program calls a decorated function.
+program calls a decorated function or passes `start_method`.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def launcher(
     Args:
         func: the function to decorate. Lambdas, closures and functions of a notebook need cloudpickle, or the start
             method "fork".
-        n_gpus: the number of processes on this machine; by default one per visible GPU, or per usable core where there
-            is no GPU, and at most `world_size` - `rank_start`.
+        n_gpus: the number of processes on this machine; by default one per visible GPU, or one per usable core if there
+            is no GPU or `device_type` is "cpu", and at most `world_size` - `rank_start`.
         world_size: the number of ranks in the run; by default `n_gpus`.
         rank_start: the rank of this machine's first process.
         master_ip: the address or name of the machine with rank_start 0; "localhost" is loopback.
@@ -98,11 +98,12 @@ def launcher(
     Returns:
         The decorated function. A call returns a list of the return values of this machine's ranks, in rank order.
         The value is None, with a RuntimeWarning, for a process that exits with code 0 before the function returns. The
-        call raises InvalidArgument if the function or an argument cannot be pickled, or if forked ranks could not use
-        CUDA. The call raises RankFailed if a rank fails; the attributes of this error are the rank, its exit code and
-        traceback, and the return values of the ranks that had finished. The call raises AuthenticationError if the
-        secret is missing, and RendezvousError if the port is taken. Ctrl-C raises KeyboardInterrupt. SIGTERM and SIGHUP
-        raise SystemExit(128 + n), where n is the signal's number.
+        call raises InvalidArgument if the function or an argument cannot be pickled, if a return value cannot be
+        unpickled, or if forked ranks could not use CUDA. The call raises RankFailed if a rank fails, or if its return
+        value cannot be pickled. The attributes of this error are the rank, its exit code and traceback, and the return
+        values of the ranks that had finished. The call raises AuthenticationError if the secret is missing,
+        RendezvousError if the port is taken, and BackendUnavailable if the ranks cannot be started. Ctrl-C raises
+        KeyboardInterrupt. SIGTERM and SIGHUP raise SystemExit(128 + n), where n is the signal's number.
 
     Raises:
         InvalidArgument: an argument is out of its range, or contradicts another argument.

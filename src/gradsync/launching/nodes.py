@@ -3,11 +3,12 @@
 Node 0 hosts one server, for the launchers and for their ranks. Each start of the ranks has four steps:
 
 1. All launchers join at the server, again for each start, and exchange their records (`_NodeRun._join`). If the server
-has lost a launcher, and the user has started this launcher again, it takes part in the next start. 2. Each launcher
-starts its ranks and watches them (`Supervisor`). 3. The first launcher whose ranks fail, or that gets a signal, sets
-the key "cause" on the server; all launchers read this key, and end their ranks (`_Link`). 4. When its ranks have ended,
-each launcher waits until the ranks of all machines have ended. All launchers know the same cause, so all launchers
-return the same exit code, or all start the ranks again.
+   has lost a launcher, and the user has started this launcher again, it takes part in the next start.
+2. Each launcher starts its ranks and watches them (`Supervisor`).
+3. The first launcher whose ranks fail, or that gets a signal, sets the key "cause" on the server. All launchers read
+   this key, and end their ranks (`_Link`).
+4. When its ranks have ended, each launcher waits until the ranks of all machines have ended. Launchers that know the
+   same cause return the same exit code, or start the ranks again together.
 
 If a launcher dies, or its machine loses its network, the server reports this to the other launchers. Threads wait for
 messages from the other launchers. To wake the supervisor's loop, such a thread puts a number into the `SignalInbox`,
@@ -296,9 +297,10 @@ def run_on_nodes(options: NodeOptions, job: Job, make_output: MakeOutput, notice
         notices: the object that prints the launcher's notices.
 
     Returns:
-        The exit code, the same on all machines.
+        The exit code: 0 if no rank failed, otherwise the exit code of the cause, see `Cause`.
 
     Raises:
+        BackendUnavailable: the system allows no more processes or open files.
         InvalidArgument: the options do not fit this machine, or differ from the options on another machine.
         AuthenticationError, RendezvousError, RendezvousTimeout: the launchers could not join each other.
     """
@@ -379,10 +381,10 @@ class _NodeRun:
         self._notices = notices
         self._server = server
         self._address = options.rendezvous if server is None else server.address
-        self._restart = 0  # the number of times that this launcher has started its ranks again
+        self._restart = 0  # the number of restarts of the run, as far as this launcher knows
 
     def run(self) -> int:
-        """Starts the ranks, and restarts them as often as needed; returns the exit code."""
+        """Starts the ranks, and restarts them after failures, as often as the job allows; returns the exit code."""
         while True:
             cause, report, may_retry = self._run_start()
             if cause is None or not may_retry or self._restart >= self._job.max_restarts:
@@ -496,7 +498,7 @@ class _NodeRun:
             except RendezvousTimeout as error:
                 reason = f"missing: {error.missing or f'node 0 ({error.cause or error})'}"
             except RankFailed as error:
-                reason = f"a node left while others joined ({error})"
+                reason = f"a node failed while others joined ({error})"
                 time.sleep(_RETRY_SECONDS)
             except RendezvousError as error:
                 if not self._restart and not isinstance(error.__cause__, ConnectionLost):

@@ -1,8 +1,9 @@
 """How a run ended: how each rank ended, which rank was the cause, and the report for the user.
 
 A rank may have run out of memory. The kernel's out-of-memory killer sends SIGKILL, which other programs may send too.
-To distinguish the two, `OomWatch` reads the kernel's counts of processes that the killer has ended: for each control
-group (memory.events in version 2, memory.oom_control in version 1), and for the whole machine (/proc/vmstat).
+To distinguish the two, `OomWatch` reads the kernel's count of processes that the killer has ended in this process's
+control group (memory.events in version 2, memory.oom_control in version 1). Without a control group, `OomWatch` reads
+the count for the whole machine (/proc/vmstat).
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Outcome(NamedTuple):
         return [rank for rank in self.ranks if root is not None and (rank is root or _raised_the_same(rank, root))]
 
     def describe_cause(self) -> str:
-        """Returns the ranks that failed first, and how they ended, in words; "" if no rank failed."""
+        """Returns the root cause (all ranks of `failed_alike`) and how it ended, in words; "" if no rank failed."""
         root, alike = self.root_cause, self.failed_alike
         if root is None:
             return ""
@@ -129,7 +130,11 @@ class Outcome(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """The launcher's exit code: 128 + n after signal n; the root cause's exit code; or 0 without a failure."""
+        """The launcher's exit code.
+
+        128 + n if signal n came to the launcher or killed the root cause; otherwise the root cause's exit code; 1 if
+        gradsync could not kill the root cause; 0 without a failure.
+        """
         if self.signal_number is not None:
             return 128 + self.signal_number
         root = self.root_cause

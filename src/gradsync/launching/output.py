@@ -1,8 +1,8 @@
-"""The output of the launcher and its ranks: lines on the launcher's own streams, with the rank before each line.
+"""The output of the launcher and its ranks on the launcher's own streams; with prefixes, the rank before each line.
 
-Each stream of the launcher has a thread that reads the ranks' pipes and writes to the stream. A blocked terminal blocks
-this thread, and never the supervisor; ranks then wait in print(), as without a launcher. The thread reads and writes
-bytes, so that bytes that are not valid text stay unchanged.
+A thread reads the ranks' pipes and writes to a stream of the launcher; streams to the same terminal or file share one
+thread. A blocked terminal blocks this thread, and not the supervisor's loop; ranks then wait in print(), as without a
+launcher. The thread reads and writes bytes, so that bytes that are not valid text stay unchanged.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def wants_colour(is_terminal: bool, environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether to use colour, by Python's rule: NO_COLOR decides first, then FORCE_COLOR, then the terminal."""
+    """Returns whether to use colour: NO_COLOR decides first, then FORCE_COLOR, then the terminal, as in Python."""
     if environment.get("NO_COLOR"):
         return False
     if environment.get("FORCE_COLOR"):

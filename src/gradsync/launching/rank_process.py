@@ -169,7 +169,7 @@ class RankProcess:
         return self.status < 0
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal, through the guard, to the rank and to the programs that it has started."""
+        """Sends a signal, through the guard, to the rank's process group."""
         self.sent_kill = self.sent_kill or number == signal.SIGKILL
         with self._command_lock:
             if self._command >= 0:

@@ -56,6 +56,7 @@ def run_command(
 
     Raises:
         InvalidArgument: an option does not fit this machine, the script, or the other options.
+        GradsyncError: the ranks cannot be started; see `supervise` and `run_on_nodes`.
     """
     notices = Notices(sys.stderr)
     nodes = None
@@ -78,7 +79,7 @@ def run_command(
         notices.print(f"gradsync: starting {n_ranks} ranks, one for each GPU or usable core; -n sets the number")
     if devices is not None:
         if count_gpus() == 0:
-            notices.print(f"gradsync: warning: no NVIDIA GPU is found here; --gpus {gpus} has no effect")
+            notices.print(f"gradsync: warning: no NVIDIA GPU is found here, so the ranks cannot use --gpus {gpus}")
         devices = tuple(choose_gpus(devices, n_ranks, os.environ, allow_shared=environment.ALLOW_SHARED_GPU.read()))
     shows_prefix = n_ranks > 1 or nodes is not None if prefix is None else prefix
     reading_rank = _stdin_rank(stdin_rank, n_ranks if nodes is None else None)
@@ -157,7 +158,8 @@ def script_target(path: str, arguments: Sequence[str] = ()) -> Target:
     """Returns the target that runs a script.
 
     Raises:
-        InvalidArgument: the file does not exist or cannot be read, or the file is the Python interpreter.
+        InvalidArgument: the file does not exist or cannot be read, or is the Python interpreter; or the path is a
+            directory without a __main__.py.
     """
     is_interpreter = os.path.basename(path).rstrip(".0123456789") == "python" and not os.path.isdir(path)
     if is_interpreter and (not os.path.exists(path) or os.access(path, os.X_OK)):

@@ -27,9 +27,9 @@ class SignalInbox:
     """A context in which SIGINT, SIGTERM, SIGHUP and SIGTSTP have no effect, and the inbox collects these signals.
 
     Only the main thread can install handlers, so an inbox in another thread gets no signals. A signal that the process
-    ignores (as under nohup, or in a background job) stays ignored. SIGCHLD is an exception: if a process ignores
-    SIGCHLD, the kernel discards exit codes, and a failed rank would seem to have succeeded. When the `with` block ends,
-    each signal that was not read takes its usual effect.
+    ignores (as under nohup, or in a background job) stays ignored. If the process ignores SIGCHLD, the inbox restores
+    the default: otherwise the kernel would discard exit codes, and a failed rank would seem to have succeeded. When the
+    `with` block ends, each signal that was not read takes its usual effect.
 
     Args:
         installs_handlers: whether to install signal handlers. Without handlers, for a program that continues while a

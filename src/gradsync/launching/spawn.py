@@ -59,8 +59,9 @@ def spawn(
 
     Each process gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment,
     and the variables that `init_process_group()` needs, but not http_proxy and https_proxy. The function must call
-    `init_process_group()` itself. When a process fails, gradsync ends the other processes. With the start methods
-    "spawn" and "forkserver" a script that calls `spawn` needs the `if __name__ == "__main__":` guard.
+    `init_process_group()` itself. When a process fails, gradsync ends the other processes, unless only the return value
+    could not be sent. With the start methods "spawn" and "forkserver" a script that calls `spawn` needs the `if
+    __name__ == "__main__":` guard.
 
     Args:
         func: a function at the top level of a module or script. Any other function needs cloudpickle, or the start
@@ -83,11 +84,14 @@ def spawn(
         A context with the processes, their results and errors, and the method `join(timeout)`.
 
     Raises:
-        InvalidArgument: an option is unknown or has a wrong value, the function or an argument cannot be pickled, the
-            `__main__` guard is missing, or the start method is "fork" and this process has initialised CUDA.
-        RankFailed: a process failed (only with `join`). If an exception ended the process, the error's text is "Process
-            1 terminated with the following error:" and the traceback; otherwise the text names the signal or the exit
-            code. A process that Ctrl-C has ended has no traceback.
+        InvalidArgument: an option is unknown or has a wrong value, the function or an argument cannot be pickled, an
+            environment variable of gradsync is invalid, this process is a rank, or the start method is "fork" and this
+            process has initialised CUDA.
+        BackendUnavailable: the system is not Linux, or allows no more processes or open files.
+        RankFailed: a process failed, for example because the `__main__` guard is missing, or its return value cannot be
+            pickled (only with `join`). If an exception ended the process, the error's text is "Process 1 terminated
+            with the following error:" and the traceback; otherwise the text names the signal or the exit code. A
+            process that Ctrl-C has ended has no traceback.
         RendezvousError: started_port is taken.
         KeyboardInterrupt: after Ctrl-C, when all processes have ended (only with `join`).
         SystemExit: after SIGTERM or SIGHUP (only with `join`); the exit code is 128 + the signal's number.
@@ -221,7 +225,7 @@ class MultiprocessContext:
         return [process.sentinel for process in self.processes]
 
     def pids(self) -> list[int | None]:
-        """Returns the process id of each rank."""
+        """Returns the process id of each rank; None if it never began. Waits until each rank has begun or ended."""
         return [process.pid for process in self.processes]
 
     def join(self, timeout: float | None = None) -> bool:
@@ -357,7 +361,7 @@ class RankQueue:
 
 
 class SpawnedProcess:
-    """One rank of `gs.spawn`, with the methods of a started `multiprocessing.Process`.
+    """One rank of `gs.spawn`, with methods like those of a started `multiprocessing.Process`.
 
     Attributes:
         rank: the number of the rank.
@@ -415,11 +419,11 @@ class SpawnedProcess:
         self._ended.wait(timeout)
 
     def terminate(self) -> None:
-        """Sends SIGTERM to the process and to the processes that it has started."""
+        """Sends SIGTERM to the process group of the rank: the process, and processes that it has started."""
         self._rank.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process and to the processes that it has started."""
+        """Sends SIGKILL to the process; its guard then kills all processes that it has started."""
         self._rank.send_signal(signal.SIGKILL)
 
     def update(self, *, has_ended: bool = False) -> None:

@@ -1,5 +1,7 @@
 """The supervisor: starts the ranks of a job, watches them, and ends all ranks when one fails.
 
+If only the return value of a rank cannot be sent, the supervisor lets the other ranks finish.
+
 `gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` use the supervisor. The supervisor's loop waits until a rank
 ends (the rank's guard reports this), a rank sends its report, a signal to the launcher arrives, or the time has come to
 send the next signal to ranks that must end. The loop does not poll.
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
 
 _LEAVING_SECONDS = 5.0  # how long this launcher's server waits for the ranks of other launchers to leave
-_LAST_OUTPUT_SECONDS = 2.0  # how long to wait for a blocked terminal at the end of the run
+_LAST_OUTPUT_SECONDS = 2.0  # how long to wait for a blocked terminal after a signal or an exception
 _CHECK_SIGNALS_SECONDS = 0.2
 _FILES_OF_A_RANK = 9  # pipes for status, report, commands and output; the result; the connection to the server
 
@@ -63,9 +65,9 @@ def supervise(
 ) -> Outcome:
     """Runs a job until all its ranks have ended; restarts all ranks after a failure, as often as the job allows.
 
-    The function hosts the rendezvous server of the run, unless the job has the endpoint of a different server. The
-    function forwards SIGINT, SIGTERM and SIGHUP to the ranks. Each of these signals ends the job, and the outcome has
-    the number of the signal.
+    The function hosts the rendezvous server of the run, unless the job has an endpoint without a listener. If the main
+    thread calls the function, SIGINT, SIGTERM and SIGHUP end the job: the function forwards the first of these signals
+    to the ranks, and the outcome has the number of this signal.
 
     Args:
         job: the job.
@@ -77,8 +79,7 @@ def supervise(
         How every rank ended. A failed rank does not raise an exception here.
 
     Raises:
-        BackendUnavailable: the system allows no more processes or open files.
-        RendezvousError: the job's rendezvous port is taken.
+        BackendUnavailable, InvalidArgument, RendezvousError: see `Supervisor.start`.
     """
     notices = notices or Notices(None)
     with SignalInbox() as signals:
@@ -158,7 +159,8 @@ class Supervisor:
 
         Raises:
             BackendUnavailable: the system allows no more processes, or open files.
-            InvalidArgument: an environment variable has a value that the ranks would refuse.
+            InvalidArgument: an environment variable has a value that the ranks would refuse, or the folder for logs
+                cannot be made or written to.
             RendezvousError: the job's rendezvous port is taken.
         """
         check_variables()
@@ -202,7 +204,7 @@ class Supervisor:
             log_added_variables(job)  # now, because the ranks start while this process imports logging
 
     def finish(self) -> Outcome:
-        """Waits until the ranks have ended, and shows the rest of their output."""
+        """Waits until the ranks have ended, and shows the rest of their output; returns how the ranks ended."""
         self._wait_for_ends()
         if self._n_failures and not self._asked_to_end and self._on_ending is not None:  # no rank was left to end
             self._on_ending(self._outcome())
@@ -278,7 +280,7 @@ class Supervisor:
         return self._signal_number is not None or self._has_failed_elsewhere
 
     def _wait_for_ends(self) -> None:
-        """Waits until all ranks have ended; ends all ranks when one rank fails or a signal comes."""
+        """Waits until all ranks have ended or were abandoned; ends all ranks when one fails or a signal comes."""
         while self._running and not self._gave_up:
             timeout = max(0.0, self._step_time - time.monotonic()) if self._steps else None
             for key, _ in self._selector.select(timeout):
@@ -371,7 +373,7 @@ class Supervisor:
         """Handles a signal to the launcher: forwards, kills or suspends.
 
         The launcher forwards the first signal to the ranks; if it has already asked the ranks to end, it kills them. A
-        later Ctrl-C kills the ranks, and other later signals do nothing. Ctrl-Z suspends the ranks.
+        later Ctrl-C kills the ranks, and other later signals do nothing. Ctrl-Z suspends the ranks and this process.
         """
         grace_seconds = self._job.grace_seconds
         if number == FAILED_ELSEWHERE:

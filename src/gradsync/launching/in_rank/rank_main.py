@@ -45,7 +45,7 @@ _SHIM_MODULES = frozenset(
     }
 )
 # Errors that the other ranks raise when a rank is gone. The launcher reports such an error as the cause only if no rank
-# reports another error.
+# has failed in another way.
 _CONSEQUENCES = (
     "RankFailed",
     "CommunicatorClosed",

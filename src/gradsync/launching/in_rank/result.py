@@ -1,10 +1,10 @@
-"""The report of a rank, which the rank writes and the launcher reads: the return value of the function, or its error.
+"""The report of a rank, which the rank writes and the launcher reads: the return value of a function, or an exception.
 
 At its end a rank writes its report into a file in memory, which the launcher has given to the rank. Then the rank
-writes the report's kind to the report pipe. A report can have any size, because a rank that writes to the file does not
-wait for the launcher. An error is text in JSON. A rank pickles a return value with pickle, or with cloudpickle if
-pickle fails, for example for an instance of a class from a notebook. This module imports as little as possible, because
-every rank imports it at its start.
+writes the report's kind to the report pipe. A rank that runs a script, or exits, without an exception has no report. A
+report can have any size, because a rank that writes to the file does not wait for the launcher. An error is text in
+JSON. A rank pickles a return value with pickle, or with cloudpickle if pickle fails, for example for an instance of a
+class from a notebook. This module imports as little as possible, because every rank imports it at its start.
 """
 
 from __future__ import annotations
