@@ -106,6 +106,6 @@ def _is_free(port: int) -> bool:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.bind(("", port))
         except OSError as error:
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # this machine has the address family
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # the errors without IPv4 or IPv6
                 return False
     return True

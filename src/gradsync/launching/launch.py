@@ -123,7 +123,7 @@ def launch(
     if outcome.signal_number is not None:
         name = signal_name(outcome.signal_number)
         raise MainProcessError(
-            f"the main process received {name}; all workers were ended", signal_no=outcome.signal_number
+            f"the main process received {name}; all workers have ended", signal_no=outcome.signal_number
         )
     root = outcome.root_cause
     if root is not None:

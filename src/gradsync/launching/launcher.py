@@ -216,7 +216,7 @@ def _run_on_ranks(
     launch.raise_for_signal(outcome)
     root = outcome.root_cause
     if root is not None:
-        others = "the other ranks ended normally" if root.is_unsendable else "all other ranks were ended"
+        others = "the other ranks ended normally" if root.is_unsendable else "all other ranks have ended"
         has_others = len(outcome.failed_alike) < len(outcome.ranks)
         message = f"{outcome.describe_cause()}; {others}" if has_others else outcome.describe_cause()
         raise launch.failure(outcome, root, message)
@@ -262,7 +262,7 @@ def _undecorated(found: Any) -> Callable[..., Any]:
     layer = found
     while layer is not None and _DECORATED not in getattr(layer, "__dict__", {}):
         layer = getattr(layer, "__wrapped__", None)
-    # After `run = launcher(function)` the name `function` refers to the plain function, which lacks the attribute.
+    # After `run = launcher(function)` the name `function` refers to the plain function, which lacks `_DECORATED`.
     function: Callable[..., Any] = found if layer is None else layer.__wrapped__
     return function
 

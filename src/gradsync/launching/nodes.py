@@ -3,7 +3,7 @@
 Node 0 hosts one server, for the launchers and for their ranks. Each start of the ranks has four steps:
 
 1. All launchers join at the server, again for each start, and exchange their records (`_NodeRun._join`). If the server
-   has lost a launcher, and the user has started this launcher again, it takes part in the next start.
+   has lost a launcher, and the user has started it again, the new launcher takes part in the next start.
 2. Each launcher starts its ranks and watches them (`Supervisor`).
 3. The first launcher whose ranks fail, or that gets a signal, sets the key "cause" on the server. All launchers read
    this key, and end their ranks (`_Link`).
@@ -173,7 +173,7 @@ def _check_particular(option: str, given: str, address: str) -> None:
     """
     try:
         known = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:  # it is a name
+    except ValueError:  # the address is a name
         return
     if known.is_unspecified or (known.version == 6 and known.is_link_local):
         shown = repr(given) if given == address else f"{given!r} ({address})"

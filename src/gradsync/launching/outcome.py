@@ -306,7 +306,7 @@ def kind_of_memory(summary: str) -> str | None:
     """
     type_name, _, message = summary.partition(": ")
     name = type_name.strip().rpartition(".")[2]
-    # CuPy and PyTorch have this type; the CUDA libraries raise a RuntimeError or an error of their own.
+    # CuPy and PyTorch raise OutOfMemoryError; other users of CUDA raise a RuntimeError or an error of their own.
     if name == "OutOfMemoryError" or _GPU_MEMORY.search(summary):
         return "GPU memory"
     if name in ("MemoryError", "_ArrayMemoryError") or (name == "OSError" and message.startswith("[Errno 12]")):

@@ -21,7 +21,7 @@ from typing import TextIO
 
 from gradsync.errors import InvalidArgument
 
-#: How long the report of a failure waits for a blocked terminal, if the launcher has more to do after it.
+#: How long the report of a failure waits for a blocked terminal, if the launcher has more to do after the report.
 REPORT_SECONDS = 1.0
 _READ_BYTES = 64 * 1024
 _TAIL_BYTES = 16 * 1024

@@ -199,7 +199,7 @@ class RankProcess:
         """Abandons a rank that could not be killed: kills its guard, so that the kernel kills the rank when it can."""
         if self._guard_pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self._guard_pid, signal.SIGKILL)  # the guard is not reaped, so it keeps its id
+                os.kill(self._guard_pid, signal.SIGKILL)  # the guard is not reaped, so no other process has its id
         self._close()
 
     def _close(self) -> None:

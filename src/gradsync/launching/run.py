@@ -181,8 +181,8 @@ def module_target(name: str, arguments: Sequence[str] = ()) -> Target:
     Raises:
         InvalidArgument: the top-level package does not exist, or the name is malformed.
     """
-    # The launcher checks only the top-level package, because a check of a deeper name would import the packages that
-    # contain it. The ranks report errors in deeper names.
+    # The launcher checks only the top-level package: to check "a.b", it would have to import "a". The ranks report
+    # errors in deeper names.
     top = name.partition(".")[0]
     if not _module_exists(top):
         raise InvalidArgument(f"module {name!r} does not exist (no {top!r} in {os.getcwd()} or sys.path)")

@@ -51,7 +51,7 @@ class SignalInbox:
         _entered.append(self)
         try:
             self._install()
-        except BaseException:  # an old handler of the program has raised it
+        except BaseException:  # an old handler of the program has raised an exception
             self.__exit__(None, None, None)
             raise
         return self

@@ -387,7 +387,10 @@ class RendezvousClient:
             self._post(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))
 
     def left_ranks(self, name: str) -> dict[int, int]:
-        """Returns the world ranks that have announced their leave, each with the number of collectives it had begun."""
+        """Returns the members that have called `announce_left` with this name: their world ranks, and their positions.
+
+        The result is empty once all members have called `announce_left`.
+        """
         numbers = self._ask_at_once(f"left_ranks {name!r}", FrameType.LEFT_RANKS, self._scoped(name), self._members)
         return dict(zip(numbers[::2], numbers[1::2], strict=True))
 

@@ -157,7 +157,8 @@ class Connection:
         self._stream = stream
         self._session = session
         self._reader = reader
-        self._sending = threading.Lock()  # held to seal and send a message, without blocking; only `with` acquires it
+        # Held to seal and send a message, without blocking. Threads other than the reader acquire it only by `with`.
+        self._sending = threading.Lock()
         self._outgoing = session.send_sequence, bytearray(unsent)  # set in one assignment, see `_queue`
         self._pending: dict[int, _Pending] = {}  # by sequence
         self._has_asked = False
@@ -262,7 +263,7 @@ class Connection:
         Returns if no failure arrives within 1 s.
         """
         self.raise_failure()
-        pending = _Pending()  # gets no answer: the failure ends it
+        pending = _Pending()  # the server sends no answer; the failure ends this request
         try:
             with contextlib.suppress(ConnectionLost):
                 self.post(frame_type, *fields, pending=pending)
@@ -383,7 +384,7 @@ class Connection:
         elif kind is FrameType.FAILED and message.fields[0] == TO_GENERATION:
             if self.failure is None:
                 self._fail(failure_of(message, self.label))
-                if not self._has_reported:  # otherwise this rank has reported the failure, and knows it
+                if not self._has_reported:  # otherwise this rank itself has reported the failure
                     self._push(message)
         elif kind in (FrameType.ASKED, FrameType.STATUS_REQUEST, FrameType.INSPECT):
             self._push(message)
@@ -530,10 +531,10 @@ class Connection:
         except Exception as error:  # the callback failed, or its calls do not fit
             text = clip_text(f"(its report failed: {describe(error)})", MAX_REPORT_BYTES)
             self.post(FrameType.STATUS, {group: (begun, ()) for group, begun in progress.items()}, text)
-        self._call_on_trouble("a rank has waited too long for others")  # last, because it may write a dump
+        self._call_on_trouble("a rank has waited too long for others")  # last, because the callback may write a dump
 
     def _call_on_trouble(self, text: str) -> None:
-        with contextlib.suppress(Exception):  # no caller could handle it
+        with contextlib.suppress(Exception):  # no caller could handle an error of the callback
             self.callbacks.on_trouble(text)
 
     def _progress(self) -> Mapping[str, int]:
@@ -641,7 +642,7 @@ def failure_of(message: Message, label: str, operation: str = "") -> GradsyncErr
     """
     _, kind, rank, phase, missing, text = message.fields
     if kind == STUCK:  # the operation is left out: this rank's own request has nothing to do with the stuck collective
-        ordered = tuple(sorted(missing, key=lambda each: (each != rank, each)))  # the rank that caused it first
+        ordered = tuple(sorted(missing, key=lambda each: (each != rank, each)))  # the cause first
         return CollectiveTimeout(f"{label}: {text}", missing_ranks=ordered)
     return RankFailed(f"{label}: {operation}{text}", rank=rank, phase=phase, was_silent=kind == SILENCE)
 

@@ -163,7 +163,7 @@ def join(
     point = _rendezvous_point(own, address) if share is None else RendezvousPoint(None, "over MPI")
     if kept is not None and (kept.point, kept.world_size) != (point, own.world_size):
         kept.close(wait_seconds=0.0)
-    if kept is not None and kept.is_closed:  # closed just now, or before a join elsewhere that failed
+    if kept is not None and kept.is_closed:  # by the line above, or by a join at another address, which then failed
         kept = None
     hosted_for_us = own.hosted and point.address is not None and point.address == own.address
     secret = own.secret or take_secret()

@@ -52,7 +52,7 @@ class Generation:
 
     def __init__(self, world_size: int, waits: WaitTable, noun: str) -> None:
         self.roster = Roster(world_size, noun)
-        self.number: int | None = None  # None until it forms
+        self.number: int | None = None  # None until the generation forms
         self.failure: Failure | None = None
         self.keys = Keys(self.roster, waits)
         self.exchanges = Exchanges(self.roster, waits)
@@ -413,13 +413,13 @@ _OF_CORE: dict[FrameType, Handler] = {
     FrameType.REPORT_FAILURE: RendezvousCore._report_failure,
     FrameType.LEAVE: RendezvousCore._leave,
 }
-#: The frames that get no answer, and are ignored unless the generation runs.
+#: The frames that get no answer. The core ignores them if the generation does not run.
 _NOTED: dict[FrameType, Service] = {
     FrameType.LAUNCHED: lambda generation: generation.agreements.report_launched,
     FrameType.STATUS: lambda generation: generation.stuck.record_status,
     FrameType.STUCK: lambda generation: generation.stuck.report,
 }
-#: The requests. Unless the generation runs, the answer is its failure, or a refusal.
+#: The requests. If the generation does not run, the answer is its failure, or a refusal.
 _ANSWERED: dict[FrameType, Service] = {
     FrameType.SET: lambda generation: generation.keys.set,
     FrameType.GET: lambda generation: generation.keys.get,

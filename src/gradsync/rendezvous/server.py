@@ -169,7 +169,7 @@ class RendezvousServer:
 
     Args:
         world_size: the number of launched ranks, or of launchers, from 1.
-        secret: the run's secret, which only its ranks know; at least 16 bytes.
+        secret: the run's secret, at least 16 bytes.
         host: the interface to bind; loopback by default.
         port: the port to bind; 0 lets the kernel choose a free port.
         listener: a listening socket from `bind_listener` to use instead of host and port; the server closes it.
@@ -270,10 +270,10 @@ class RendezvousServer:
         self._run()
 
     def stop(self) -> None:
-        """Stops the server: closes all connections, joins the thread and frees the port. Idempotent.
+        """Stops the server: closes all connections and frees the port. Waits up to 20 s for the end of the event loop.
 
         If the serving thread itself calls `stop` (from a signal handler during `serve_forever`), `stop` returns at
-        once, and the loop ends soon after.
+        once, and the loop ends soon after. Idempotent.
         """
         self._stopping = True
         self._wake()
@@ -367,7 +367,7 @@ class RendezvousServer:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # if the pipe is full, the loop wakes soon; if closed, it has ended
+        with contextlib.suppress(OSError):  # the pipe is full, so the loop wakes soon; or closed, so the loop has ended
             self._wake_sender.send(b"\0")
 
     def _wait_seconds(self) -> float | None:
@@ -525,7 +525,7 @@ class RendezvousServer:
         if isinstance(action, Send):
             try:
                 connection.send(action.type, action.fields)
-            except (ConnectionLost, ValueError) as error:  # our own invalid message must fail only this connection
+            except (ConnectionLost, ValueError) as error:  # a message that is invalid must fail only this connection
                 self._lost.append((connection, str(error)))
                 return None
         else:  # the connection is dropped after `_perform` has written as many bytes as the socket takes

@@ -240,7 +240,8 @@ def _reset_multiprocessing() -> None:
     if util is not None:
         import atexit
 
-        sys.modules["multiprocessing.process"].__dict__["_children"] = set()  # else its exit would end other ranks
+        # The children of the launcher are no children of this rank; multiprocessing would end or await them at exit.
+        sys.modules["multiprocessing.process"].__dict__["_children"] = set()
         util._finalizer_registry.clear()
         util._run_after_forkers()
         atexit.register(util._exit_function)  # waits until the contents of queues are sent
