@@ -14,7 +14,7 @@ import pytest
 import gradsync as gs
 from places import SHM, STAND_IN, Place, on
 
-FORGOTTEN = "handed over and never reduced, beginning with that of 'weights': end each backward pass with flush()"
+FORGOTTEN = "handed over and never reduced (first: 'weights'): end each backward pass with flush()"
 
 SCRIPT = """
 import atexit, gc, os, sys

@@ -264,7 +264,9 @@ def _half_precision(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Options:
-    """The checked options of a callback. Attributes that are not listed are arguments of AllreduceCallback.
+    """The options of a callback. Attributes that are not listed are arguments of AllreduceCallback.
+
+    The constructor checks the options, except the sizes and `parameters`, which Planner and known_parameters() check.
 
     Attributes:
         op: the operator of the reduction: sum or mean.

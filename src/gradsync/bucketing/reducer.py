@@ -468,13 +468,14 @@ def result_of(value: Any, bucket: GradientBucket) -> Array:
     what = f"a hook for bucket {bucket.index}"
     if value is None:
         raise InvalidArgument(
-            f"{communicator.label}: {what} must return the reduced array, such as bucket.flat, or its future, got None"
+            f"{communicator.label}: {what} must return the reduced array, such as bucket.flat, or a future of this "
+            "array, got None"
         )
     native = communicator._native_array(value, what)
     if native.size != bucket.flat.size or native.dtype != bucket.flat.dtype:
         raise InvalidArgument(
-            f"{communicator.label}: {what} must return {bucket.flat.size} elements of {bucket.flat.dtype}, or a future "
-            f"of them, got {native.size} of {native.dtype}"
+            f"{communicator.label}: {what} must return an array of {bucket.flat.size} elements of {bucket.flat.dtype}, "
+            f"or a future of such an array, got {native.size} elements of {native.dtype}"
         )
     arrays = communicator._arrays
     if native is bucket.flat or (native.size and arrays.byte_bounds(native) == arrays.byte_bounds(bucket.flat)):

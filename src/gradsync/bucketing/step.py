@@ -71,7 +71,7 @@ class Step:
 
     Args:
         options: the options of the callback.
-        identity: the identity of the callback: its name, or the line that constructed it.
+        identity: the identity of the callback: its name, or the lines of code that constructed it.
 
     Attributes:
         planner: the planner, which assigns gradients to buckets.
@@ -179,7 +179,7 @@ class Step:
         self.memory = None
 
     def agree_on_callback(self, communicator: Communicator) -> None:
-        """Checks, at the first use, that the other ranks use the same callback.
+        """Checks, at the first use on a communicator, that the other ranks use the same callback.
 
         Every rank must call it, before all other collectives of the callback.
         """
@@ -723,7 +723,7 @@ class Step:
         waiting = self._waiting()
         if waiting:
             count = "1 gradient was" if len(waiting) == 1 else f"{len(waiting)} gradients were"
-            what = f"{count} handed over and never reduced, beginning with that of {waiting[0].spec.name}"
+            what = f"{count} handed over and never reduced (first: {waiting[0].spec.name})"
         elif self._positions is not None:
             what = "the gradients of all parameters were handed over, and their step has not ended"
         else:

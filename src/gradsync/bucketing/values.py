@@ -2,7 +2,7 @@
 
     before a bucket's reduction: each rank checks its own gradients
     after the reduction: each rank checks its share of the results (all ranks have the same results)
-    instead of both: a communicator that supports these checks makes them during the reduction
+    instead of both: a backend that supports a check makes it during the reduction
     at the end of the step: all ranks exchange the results of these checks, in the collective that ends the step
 
 NaN or infinity on one rank spreads to the results of all ranks. So the ranks also check the values before the
@@ -136,7 +136,7 @@ class Values:
         self._watches = []
 
     def _name(self, number: int) -> str:
-        """Returns the name of the gradient with an index in the step."""
+        """Returns the name of the gradient that has the index `number` in the step."""
         slots = [slot for watch in self._watches for slot in watch.bucket.slots]
         return slots[number].spec.label
 
