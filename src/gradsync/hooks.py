@@ -5,10 +5,10 @@ adds this error to the gradients of the next step. So over many steps, the sum o
 only by the error of one step. Source: Seide et al., "1-bit stochastic gradient descent and its application to
 data-parallel distributed training of speech DNNs", Interspeech 2014 (section 3.1). Karimireddy et al., "Error feedback
 fixes SignSGD and other gradient compression schemes", ICML 2019, prove that SGD with error feedback converges at the
-same rate as SGD.
+same rate as SGD, under their assumptions.
 
-A hook stores the compression error of each bucket, so each callback needs its own hook. If the set of gradients in a
-bucket changes (in the first steps, or with a new bucket size), the hook sets the bucket's compression error to zero.
+A hook stores the compression error of each bucket, so each callback needs its own hook. If the gradients in a bucket
+change (in the first steps, or with a new bucket size), the hook sets the bucket's compression error to zero.
 NaN and infinity affect the result of the step in which they occur, and no later result.
 """
 
@@ -49,13 +49,13 @@ _INT8, _UINT8, _FLOAT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.flo
 class Int8Hook:
     """Sends gradients as int8, with one float32 scale for each 256 elements: about a quarter of the bytes of float32.
 
-    The scale of a block of 256 elements is 1/127 of its largest absolute value. Each rank divides each block by its
-    scale, and rounds the quotients to int8. Every rank gathers the int8 values and scales of all ranks, multiplies each
-    value by its scale, and adds the products in rank order. So every rank gets the same bits. The hook adds in float32,
-    or in float64 for float64 gradients. The error that a rank adds in one step is at most 1/254 of the largest
-    absolute value in the block.
+    Each rank first adds its stored compression errors to its gradients. The scale of a block of 256 sums is 1/127 of
+    their largest absolute value. Each rank divides each block by its scale, and rounds the quotients to int8. Every
+    rank gathers the int8 values and scales of all ranks, multiplies each value by its scale, and adds the products in
+    rank order. So every rank gets the same bits. The hook adds in float32, or in float64 for float64 gradients. The
+    rounding error of a value is at most about 1/254 of the largest absolute value in its block.
 
-    With p ranks, each rank receives (p - 1) / 4 times the bytes of float32 gradients. In an all-reduce, each rank
+    With p ranks, each rank receives about (p - 1) / 4 times the bytes of float32 gradients. In an all-reduce, each rank
     receives 2 (p - 1) / p times these bytes. So the hook moves fewer bytes than an all-reduce only with fewer than 8
     ranks. With 2 ranks, the hook moves about a quarter of the bytes of an all-reduce. The hook all-reduces integers and
     complex numbers without compression.
@@ -144,8 +144,8 @@ class _LowRankState:
     Attributes:
         signature: the names, shapes and types of the bucket's gradients, see _signature.
         error: the compression error of the last step, as a square matrix that is padded with zeros.
-        initial: the right factor before the first step.
-        right: the right factor of the last step.
+        initial: the right factor with which the first step begins.
+        right: the right factor of the last step, with which the next step begins.
     """
 
     signature: _Signature
@@ -157,11 +157,12 @@ class _LowRankState:
 class PowerSGDHook:
     """PowerSGD: treats a bucket as a square matrix M, and sends two factors of M, P and Q, with `rank` columns each.
 
-    Each step does one power iteration, which moves the factors of the last step towards the largest singular vectors of
-    M. The hook averages P = M Q over the ranks, and makes the columns of P orthonormal. Then the hook averages Q = M^T
-    P. The result is P Q^T. Every rank gets the same bits if all ranks have the same processor and libraries. For a
-    bucket of n elements, the hook sends 2 * rank * sqrt(n) elements. If the hook would send more than n / 2 elements,
-    or if the elements are integers or complex numbers, the hook all-reduces the bucket without compression.
+    M has the sums of the gradients and the stored compression errors. Each step does one power iteration, which moves
+    the factors of the last step towards the largest singular vectors of M. The hook averages P = M Q over the ranks,
+    and makes the columns of P orthonormal. Then the hook averages Q = M^T P. The result is P Q^T. Every rank gets the
+    same bits if all ranks have the same processor and libraries. For a bucket of n elements, the hook sends about
+    2 * rank * sqrt(n) elements. If the hook would send more than n / 2 elements, or if the elements are integers or
+    complex numbers, the hook all-reduces the bucket without compression.
 
     Args:
         rank: the number of columns of each factor. More columns make the compression error smaller and the hook slower.

@@ -63,7 +63,7 @@ def read_stat(pid: int) -> ProcessStat | None:
 
 
 def boot_id() -> str:
-    """Returns the kernel's boot id, which differs between hosts with the same name; "" if it cannot be read."""
+    """Returns the kernel's boot id, which differs between any two hosts and boots; "" if it cannot be read."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -86,8 +86,9 @@ def machine_identity() -> str:
 class Latch:
     """A flag for which threads can wait. Any thread can set or clear the flag.
 
-    gradsync uses a Latch instead of threading.Event. If Ctrl-C arrives as a wait begins, the inner lock of an Event
-    stays held, and the thread that sets the Event would wait for ever. In a Latch, each wait has its own lock.
+    gradsync uses a Latch instead of threading.Event if a signal handler may interrupt the wait, and another thread sets
+    the flag. If Ctrl-C arrives as the wait for an Event begins, the inner lock of the Event may stay held. Then the
+    thread that sets the Event would wait for ever. In a Latch, each wait has its own lock.
     """
 
     def __init__(self, *, is_set: bool = False) -> None:
@@ -123,7 +124,7 @@ def run_with_timeout(
 ) -> _Result:
     """Calls a function on a daemon thread, and waits until it returns or a deadline has passed.
 
-    The function may hang in C code: gradsync abandons its thread at the deadline.
+    The function may hang in C code: run_with_timeout() abandons its thread at the deadline.
 
     Args:
         function: the function to call.
@@ -192,11 +193,12 @@ def begin_on_core(number: int) -> None:
     """Moves the calling thread to one of its allowed cores, and then allows all these cores again.
 
     Ranks that start together often share a core, and the kernel does not move them if every core is busy. If two ranks
-    share a core, each collective waits until the kernel schedules the other rank. A collective of 4 KB on two ranks
-    takes 26 us on one core, instead of 5 us on two cores.
+    share a core, each collective waits until the kernel schedules the other rank. A measured collective of 4 KB on two
+    ranks took 26 us on one core, and 5 us on two cores.
 
     Args:
-        number: the local rank. The number of the core is the local rank modulo the number of cores.
+        number: the local rank. The function chooses the allowed core at this position; after the last core, it counts
+            again from the first core.
     """
     with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed
         usable = os.sched_getaffinity(0)
@@ -207,8 +209,11 @@ def begin_on_core(number: int) -> None:
 def count_gpus(environ: Mapping[str, str] = os.environ, device_folder: str = "/dev") -> int:
     """Returns the number of NVIDIA GPUs that a process with this environment may use. Does not initialise CUDA.
 
+    If the machine has a GPU and CUDA_VISIBLE_DEVICES is set, the function counts the GPUs that this variable names, and
+    does not check that they exist.
+
     Args:
-        environ: the environment variables. CUDA_VISIBLE_DEVICES limits the number.
+        environ: the environment variables.
         device_folder: the folder with the device files of the driver.
     """
     try:
@@ -220,7 +225,7 @@ def count_gpus(environ: Mapping[str, str] = os.environ, device_folder: str = "/d
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Returns the GPUs that CUDA_VISIBLE_DEVICES names, or None if this variable is not set."""
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names, up to the first invalid entry; None if it is not set."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None
@@ -254,7 +259,7 @@ def default_process_count(device_type: str = "auto") -> int:
 class MemoryGroup(NamedTuple):
     """A memory control group (cgroup). Its methods return None for values that cannot be read.
 
-    All values of a group include the values of the groups inside this group.
+    In version 2 of cgroups, the counts of a group include the counts of the groups inside this group.
 
     Attributes:
         directory: the path of the folder with the files of the group.
@@ -318,8 +323,8 @@ def memory_groups(root: str = "") -> list[MemoryGroup]:
 def available_memory_bytes(root: str = "") -> float:
     """Returns an estimate of the bytes that this process can allocate without swapping, within the limits of cgroups.
 
-    Returns infinity if there is no estimate. If a process allocates more, the kernel does not refuse the allocation,
-    but may kill the process when it uses the memory.
+    Returns infinity if there is no estimate. If a process allocates more, the kernel by default does not refuse the
+    allocation, but may kill the process when it uses the memory.
 
     Args:
         root: a folder that tests use instead of "/".
@@ -387,7 +392,7 @@ def interface_of(address: str) -> str | None:
 def address_towards(host: str, port: int) -> str | None:
     """Returns this machine's own address on the route to a host; None if there is no route.
 
-    The function sends no data: the kernel only determines the route. The host may be this machine.
+    The function sends nothing to the host: the kernel only determines the route. The host may be this machine.
 
     Args:
         host: the host's name or address.

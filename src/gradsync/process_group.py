@@ -107,7 +107,7 @@ def init_process_group(
     """Joins the other ranks and makes the world's communicator. Every rank must call this function.
 
     The result can be used in a `with` statement. The end of the `with` block destroys the process group. If an
-    exception leaves the block, the other ranks fail too.
+    exception except PlanMismatch leaves the block, gradsync reports it to the other ranks, which then fail too.
 
     Args:
         backend: "auto", "nccl", "shm", "mpi" or "local". "auto" means "nccl" if each rank has a GPU. Otherwise "auto"
@@ -116,15 +116,15 @@ def init_process_group(
             gs.override_backend(name), "auto" means the backend `name`; elsewhere, "auto" means the value of
             GRADSYNC_BACKEND, if this variable is set.
         rank: this process's rank, 0 to world_size - 1. If rank and world_size are None, gradsync reads both from the
-            environment. If no variable suggests a launcher, this process is a world of one rank, and gradsync prints a
-            warning on standard error.
+            environment. If no variable suggests a launcher, the backend is "auto" and `address` is None, this process
+            is a world of one rank, and gradsync logs a warning.
         world_size: the number of ranks.
-        address: the address, as host:port, at which rank 0 hosts the rendezvous server. If None, gradsync reads the
-            address from the environment variables.
+        address: the address, as host:port, at which rank 0 hosts the rendezvous server. If None, gradsync takes the
+            address from the environment variables, or from MPI.
         device: the device of the arrays: "cpu", "cuda" or "cuda:N", where N is the GPU's number in this process. With
             the backend "auto", a CUDA device selects "nccl". If None or "cuda", "nccl" takes the visible GPU whose
-            number is the rank's LOCAL_RANK, or the only visible GPU. This GPU becomes CuPy's current device.
-        timeout_seconds: how long this rank waits for the other ranks to join.
+            number is the local rank, or the only GPU in CUDA_VISIBLE_DEVICES. The GPU becomes CuPy's current device.
+        timeout_seconds: how long this rank waits for the other ranks to join, and then to connect.
         collective_timeout_seconds: how long a collective waits for a rank. If the variable
             GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS is set, its value takes precedence.
         allow_shared_gpu: whether several ranks may use one GPU through NCCL. Ranks on a shared GPU are slow, so this is
@@ -138,9 +138,11 @@ def init_process_group(
 
     Raises:
         InvalidArgument: the process group is initialised already, no rank is known, an argument or variable is invalid,
-            or the ranks ask for different backends.
+            or the ranks ask for different backends, or only some of them for the debug mode.
+        TypeError: an argument has an unknown name.
         BackendUnavailable: the backend cannot connect these ranks; the error message says why.
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks could not join.
+        NcclError, MpiError, CollectiveTimeout: the ranks could not connect over NCCL or MPI.
     """
     global _settings
     if removed:
@@ -250,8 +252,9 @@ def new_group(ranks: Iterable[int]) -> Communicator | NonMember:
         The communicator of the group; on a rank that is not a member, a NonMember, whose truth value is False.
 
     Raises:
-        InvalidArgument: the process group is not initialised, or a rank does not exist.
-        RendezvousTimeout, RankFailed, BackendUnavailable, CommunicatorClosed, NcclError: the group cannot be made.
+        InvalidArgument: the process group is not initialised, or `ranks` is wrong, see Communicator.new_group.
+        RendezvousTimeout, RankFailed, BackendUnavailable, CommunicatorClosed, NcclError, ...: the group cannot be made,
+            see Communicator.new_group.
     """
     return group_or_world(None, "new_group").new_group(ranks)
 
@@ -285,8 +288,8 @@ def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     """Decorates a function so that ranks wait for each other after each call, for example after a download of data.
 
     Every rank must call the decorated function. With one rank, or without a process group, there is no barrier. If the
-    function raises an exception, this rank does not wait, and the other ranks get an error when this rank leaves the
-    process group.
+    function raises an exception, this rank does not wait. The other ranks wait until this rank leaves the process
+    group, or calls a different collective: then they get an error.
 
     Args:
         func: the function to decorate.
@@ -314,8 +317,9 @@ def override_backend(name: str) -> Iterator[Communicator | None]:
 
     Within the block, init_process_group("auto") uses the backend `name`. If the process group exists already, every
     rank must enter the block. Within the block gs.WORLD, gs.get_communicator() and `group=None` then mean a
-    communicator of all ranks over the backend `name`. gradsync makes this communicator in the first block for `name`,
-    and keeps it until destroy_process_group(). Blocks may be nested.
+    communicator of all ranks over the backend `name`. This is the world's own communicator, if it has this backend.
+    Otherwise gradsync makes the communicator in the first block for `name`, and keeps it until destroy_process_group().
+    Blocks may be nested.
 
     Args:
         name: "nccl", "shm", "mpi" or "local".
@@ -329,8 +333,9 @@ def override_backend(name: str) -> Iterator[Communicator | None]:
             stays usable.
         CommunicatorClosed: an earlier block has made the communicator, and this communicator was closed or aborted, or
             has failed.
-        BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: the ranks could not connect, although they had
-            agreed on the backend. In this case, the process group has failed.
+        RendezvousTimeout, RankFailed: a rank did not enter the block, or died. The process group has failed.
+        BackendUnavailable, NcclError, MpiError, CollectiveTimeout: the ranks could not connect, although they had
+            agreed on the backend. The process group has failed.
     """
     if name not in TABLE:
         raise InvalidArgument(f"unknown backend {name!r}: use one of {', '.join(TABLE)}")
@@ -469,7 +474,7 @@ def _destroy_because_of(error: BaseException | None) -> None:
     """Ends the process group at the end of its `with` block; `error` is the exception that ended the block, or None."""
     communicator = get_initial_world()
     try:
-        # All ranks have raised PlanMismatch already, so no rank needs a report.
+        # The ranks that took part have raised PlanMismatch already, so they need no report.
         if error is not None and not isinstance(error, PlanMismatch) and _client is not None:
             reason, culprit = describe(error), culprit_of(error)
             if communicator is not None:

@@ -1,7 +1,8 @@
 """Reductions: the operators, the dtypes that they support, and their reference implementation in NumPy.
 
 This module computes with host arrays, and does not communicate. The shared-memory backend reduces with `reduction_of`,
-and the MPI backend with `reduce_into`. The tests compare every backend with `reduce_into` and with NumPy's float64.
+and the MPI backend with `reduce_into` (for more than 16 ranks, with MPI's own reductions). The tests compare every
+backend with `reduce_into` and with NumPy's float64.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ OPERATIONS_BY_DTYPE: dict[str, frozenset[ReduceOp]] = {
     "bool": frozenset({ReduceOp.MIN, ReduceOp.MAX}),
 }
 
-# gradsync adds values of half precision in float32, so that it rounds a sum over many ranks only once.
+# On the host, gradsync adds values of half precision in float32, so that it rounds a sum over many ranks only once.
 _HALF_PRECISION = ("float16", "bfloat16")
 _FLOAT32 = np.dtype(np.float32)
 
@@ -176,7 +177,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=64)
 def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype in which gradsync adds values of `dtype`."""
+    """Returns the dtype in which gradsync adds values of `dtype` on the host."""
     return _FLOAT32 if dtype.name in _HALF_PRECISION else dtype
 
 
@@ -195,8 +196,9 @@ Reduce = Callable[[Sequence[Array], Array], None]
 def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array) -> None:
     """Reduces the arrays of all ranks, in the given order, into `out`.
 
-    The order of the operands is fixed, so equal contributions give the same bits every time, on every rank. For half
-    precision, the function computes in float32, and rounds the result once.
+    The order of the operands is fixed, so equal contributions give the same bits on every rank. (Only the bits of a
+    product of complex numbers may depend on its position in the array.) For half precision, the function computes in
+    float32, and rounds the result once.
 
     Args:
         op: an operator that check_operation has accepted for the dtype.
@@ -248,8 +250,8 @@ def _reduce_halves(op: ReduceOp, contributions: Sequence[Array], out: Array) -> 
 def divide_into(values: Array, count: int, out: Array) -> None:
     """Divides values by the number of ranks.
 
-    If the number of ranks is a power of two, the function multiplies by 1 / count, which gives the same bits and is
-    several times faster than a division.
+    If the number of ranks is a power of two, the function multiplies by 1 / count, which gives the same bits as a
+    division, and is faster on many processors.
 
     Args:
         values: a floating or complex array. A complex array must be contiguous.
@@ -273,7 +275,7 @@ def division_call(values: Array, count: int, out: Array) -> Call:
 def _division(dtype: np.dtype[Any], count: int) -> tuple[Callable[..., Any], Array]:
     """Returns the ufunc that divides values of a floating dtype by `count`, and its second operand.
 
-    The operand is a 0-d array, because NumPy would convert a scalar in each call, which takes 0.2 us.
+    The operand is a 0-d array, because NumPy would convert a scalar again in each call.
     """
     by_multiplication = count & (count - 1) == 0  # a power of two
     operand = np.array(1.0 / count if by_multiplication else count, dtype)
@@ -289,7 +291,7 @@ def part_pairs(source: Any, out: Any) -> list[tuple[Any, Any]]:
     gradsync multiplies real and imaginary parts separately, because infinity times a complex number is NaN.
 
     Args:
-        source, out: NumPy or CuPy arrays of the same shape, which are both complex or both real.
+        source, out: arrays of the same shape, which are both complex or both real.
     """
     part, out_part = part_dtype(source.dtype), part_dtype(out.dtype)
     if part is source.dtype:

@@ -44,8 +44,8 @@ def shard_indices(
         The indices in the order of use, as a 1-D int64 array. Two ranks have the same index only because of padding.
 
     Raises:
-        InvalidArgument: a number is not an integer of at least 0, `n` is too large, or `uneven` is not one of its three
-            values.
+        InvalidArgument: a number is not an integer of at least 0, `n` is too large, `uneven` is not one of its three
+            values, or `communicator` is not a communicator.
 
     Source: torch.utils.data.DistributedSampler divides the samples in the same way.
     """
