@@ -112,8 +112,8 @@ def _create_comm(mpi: Any, client: RendezvousClient, name: str, timeout_seconds:
         return run_with_timeout(create, "gradsync-mpi-join", seconds, client.check)
     except TimeoutError as error:
         raise CollectiveTimeout(
-            f"{client.label}: MPI_Comm_create_group did not return within {timeout_seconds:.3g} s, although all ranks "
-            "have called this function"
+            f"{client.label}: MPI_Comm_create_group did not return before the timeout of {timeout_seconds:.3g} s, "
+            "although all ranks have called this function"
         ) from error
     finally:
         if inside:
