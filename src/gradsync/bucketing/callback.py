@@ -91,10 +91,12 @@ class AllreduceCallback:
             If the program hands over gradients with arrays as `param`, the option is a list of these arrays. With this
             option, the gradients may arrive in any order, and a different order on each rank; all ranks reduce the same
             buckets in the same order. If you pass arrays, pass the parameters themselves, because the ranks compare the
-            arrays' bytes once, before the first step (0.1 s for 100 MB). If the bytes differ, rank 0 logs a warning
-            that names the first array that differs. Without the parameters themselves, pass (shape, dtype).
-        missing: the action of flush() if one of the `parameters` has no gradient. "error": flush() raises on all ranks.
-            "zero": flush() reduces zeros for the parameter, and puts the result into `filled`.
+            arrays' bytes once, before the first step (in a fraction of a second for 100 MB). If the bytes differ, rank
+            0 logs a warning that names the first array that differs. Without the parameters themselves, pass (shape,
+            dtype).
+        missing: the action of flush() if one of the `parameters` has no gradient. "error": flush() raises on all ranks,
+            unless the step has no gradient at all. "zero": flush() reduces zeros for the parameter, and puts the result
+            into `filled`.
         gradient_as_bucket_view: whether gradients live inside the buckets; needs `parameters`. The futures then give
             views of the buckets, whose values are valid until the next step. See gradient_buffers().
         compression: "float16" or "bfloat16": the dtype in which float32 and float64 gradients are sent. On the CPU
@@ -402,9 +404,10 @@ class AllreduceCallback:
         The ranks exchange nothing inside the block. gradsync adds gradients in the order of the passes and in their own
         dtype, with the same bits as `total += gradient`, and does not write to the gradients. The mean is over the
         ranks, not over the passes: divide by the number of passes, or use `prescale`. The future of a local pass waits
-        for no other rank. It gives the sum so far, in an array to which later passes add. Futures of the last pass give
-        the reduced sum, in a separate array or as a view of the bucket. flush() also reduces the sums of parameters
-        that have no gradient in the last pass, and stores the results in the attribute `filled`.
+        for no other rank. It gives the sum so far, in an array that later passes, and then the reduction, change. A
+        future of the last pass gives the reduced sum, in the array of the sum or as a view of the bucket. flush() also
+        reduces the sums of parameters that have no gradient in the last pass, and stores the results in the attribute
+        `filled`.
 
         Inside the block, each flush() and each end of `with callback.backward()` ends a local pass. The end of the
         block also ends a local pass. A pass without gradients does not count. If the ranks have different numbers of

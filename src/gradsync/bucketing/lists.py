@@ -59,7 +59,7 @@ def param_pack_concat(
         out: a 1-D contiguous array of the inputs' dtype with room for all elements; None makes a new array.
 
     Returns:
-        A 1-D array of offsets[-1] elements: `out`, or the beginning of `out` if `out` is larger.
+        A 1-D array of offsets[-1] elements: a new array, or the beginning of `out`.
 
     Raises:
         InvalidArgument: `inputs` is empty or has several dtypes, the offsets do not fit the inputs, or `out` has a
@@ -168,7 +168,8 @@ def bcast_list_(
             the root, an array is read-only, or its elements share memory; or both `communicator` and `group` are
             passed. Nothing was sent.
         UnsupportedDtype: the elements of an array are Python objects.
-        PlanMismatch: the ranks' lists differ in length, shapes, dtypes or root. Nothing was sent.
+        PlanMismatch: the ranks' lists differ in length, shapes, dtypes or root. Nothing was sent, unless the error's
+            `broken` is True.
         RankFailed, CollectiveTimeout, CommunicatorClosed: the collective has failed.
     """
     if group is not None:
