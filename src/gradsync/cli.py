@@ -11,7 +11,7 @@ import click
 from gradsync import __version__
 from gradsync.arguments import DEFAULT_GRACE_SECONDS, DEFAULT_TIMEOUT_SECONDS, LARGEST_PORT
 from gradsync.backends import BACKENDS, TABLE
-from gradsync.environment import BACKEND, COLLECTIVE_TIMEOUT_SECONDS, SECRET_FILE, STATE_DIR
+from gradsync.environment import BACKEND, COLLECTIVE_TIMEOUT_SECONDS, SECRET, SECRET_FILE, STATE_DIR
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
 
 if TYPE_CHECKING:
@@ -348,7 +348,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     "--secret-file",
     metavar="FILE",
     help=f"File of mode 0600 with the secret that all machines share, or - for a line of standard input.  "
-    f"[default: the file that {SECRET_FILE} names]",
+    f"[default: the file that {SECRET_FILE} names, else the secret in {SECRET}]",
 )
 @click.option(
     "--join-timeout",

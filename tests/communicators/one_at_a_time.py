@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradsync.errors import RendezvousTimeout
-from gradsync.rendezvous.frames import Decision, event_key
+from gradsync.rendezvous.frames import Decision, event_key, is_under
 
 _STUCK_SECONDS = 30.0
 
@@ -129,6 +129,10 @@ class Client:
 
     def set(self, key: str, value: bytes) -> None:
         self._rendezvous.keys[key] = value
+
+    def delete(self, key: str) -> None:
+        for each in [each for each in self._rendezvous.keys if is_under(each, key)]:
+            del self._rendezvous.keys[each]
 
     def announce_left(self, name: str, position: int) -> None:
         self._rendezvous.left[self.world_ranks[self.rank]] = position

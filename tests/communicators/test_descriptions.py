@@ -64,10 +64,13 @@ class Store:
     rank, world_ranks = 0, (0, 1, 2)
 
     def __init__(self, of_rank_2: Description) -> None:
-        self.values = {"world/agree/7/2": of_rank_2.to_text().encode()}
+        self.values = {"world/agree/2/7": of_rank_2.to_text().encode()}
 
     def set(self, key: str, value: bytes) -> None:
         self.values[key] = value
+
+    def delete(self, key: str) -> None:
+        """No earlier description is there."""
 
     def get(self, key: str, *, timeout_seconds: float) -> bytes:
         if key not in self.values:
@@ -81,6 +84,6 @@ def test_a_rank_without_a_description_hides_no_other_rank(monkeypatch: pytest.Mo
     mine = Description("all_reduce", "float32", (3,), "sum")
     client: Any = Store(mine)
     found = exchange_descriptions(client, "world", 7, mine.to_text(), [0, 1, 2])
-    assert found == {0: mine, 1: Description("(no description: no rank has set world/agree/7/1)"), 2: mine}
+    assert found == {0: mine, 1: Description("(no description: no rank has set world/agree/1/7)"), 2: mine}
     text = str(mismatch("rank 0/3", None, found))  # ends without advice, because rank 1's call is unknown
     assert text.endswith("rank 2: all_reduce of float32[3] (sum)")

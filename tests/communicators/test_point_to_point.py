@@ -21,6 +21,7 @@ from gradsync.communicators.shared_memory.arena import SLOT_BYTES, areas_of, seg
 from gradsync.communicators.shared_memory.barrier import SharedBarrier
 from gradsync.communicators.shared_memory.point_to_point import PIECE_BYTES, SLOTS, PointToPoint
 from gradsync.diagnostics.recorder import FlightRecorder
+from gradsync.rendezvous.frames import is_under
 
 BARRIER = agreement_on("barrier", (), None, "")
 
@@ -46,6 +47,10 @@ class Client:
 
     def set(self, key: str, value: bytes) -> None:
         self._stored[key] = value
+
+    def delete(self, key: str) -> None:
+        for each in [each for each in list(self._stored) if is_under(each, key)]:
+            del self._stored[each]
 
     def get(self, key: str, *, timeout_seconds: float) -> bytes:
         until(lambda: key in self._stored)

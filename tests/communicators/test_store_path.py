@@ -115,15 +115,14 @@ def test_the_server_holds_a_window_at_most_and_nothing_afterwards(monkeypatch: p
         return sends
 
     left: list[str] = []
-    deleted = Keys._discard
+    forgets = Keys.forget
 
-    def discard(keys: Keys, key: str) -> bool:
-        done = deleted(keys, key)
+    def forget(keys: Keys, prefix: str) -> None:
+        forgets(keys, prefix)
         left[:] = keys._values
-        return done
 
     monkeypatch.setattr(Keys, "set", watched)
-    monkeypatch.setattr(Keys, "_discard", discard)
+    monkeypatch.setattr(Keys, "forget", forget)
     monkeypatch.setattr(store_path, "WINDOW_BYTES", 300_000)
     check_moves([2_000_000, 500_000])
     keys_bytes = 20_000

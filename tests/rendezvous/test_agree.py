@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from rendezvous_ranks import SECRET, connect_all, run_ranks, run_threads
 
+from gradsync.communicators.agreement import Description, Item
+from gradsync.communicators.failures import exchange_descriptions
 from gradsync.errors import CommunicatorClosed, InvalidArgument, RankFailed, RendezvousError, RendezvousTimeout
+from gradsync.rendezvous import store
 from gradsync.rendezvous.client import RendezvousClient
 from gradsync.rendezvous.frames import MAX_EVENT_BYTES, Decision, LaunchedEvent, event_key
 from gradsync.rendezvous.server import RendezvousServer
@@ -275,3 +278,18 @@ def test_lost_server_is_told_to_every_thread_that_waits() -> None:
     assert all(isinstance(error, RendezvousError) and "is gone" in str(error) for error in errors), errors
     for client in clients:
         client.close()
+
+
+def test_many_mismatches_do_not_fill_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MAX_STORED_BYTES", 1024**2)
+    items = tuple([Item(f"'{number:0900}'", "float32", (3,)) for number in range(200)])
+
+    def work(client: RendezvousClient) -> None:
+        for position in range(5):
+            described = {rank: Description(f"call {position} of rank {rank}", items=items) for rank in (0, 1)}
+            own = described[client.rank].to_text()
+            assert exchange_descriptions(client, "world", position, own, [0, 1]) == described
+            client.barrier()  # the next collective, on which the ranks disagree too
+
+    with RendezvousServer(2, secret=SECRET) as server:
+        assert run_ranks(server, 2, work) == [None, None]

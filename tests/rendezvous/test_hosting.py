@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+import time
+from typing import Any
 
 import pytest
 from rendezvous_ranks import run_threads
 
 from gradsync.environment import RankEnvironment
 from gradsync.errors import AuthenticationError, InvalidArgument, RendezvousTimeout
-from gradsync.rendezvous.hosting import RendezvousPoint, _rendezvous_point, join
+from gradsync.rendezvous import hosting
+from gradsync.rendezvous.hosting import JoinedRendezvous, RendezvousPoint, _rendezvous_point, join
 from gradsync.rendezvous.sockets import is_loopback
 
 
@@ -58,16 +61,31 @@ def test_a_process_that_a_rank_started_is_told_that_it_is_none() -> None:
         join(inherited, None, 1.0)
 
 
+def test_an_error_names_the_limit_of_the_whole_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_hosting = hosting._start_hosting
+
+    def start_hosting_slowly(*args: Any, **options: Any) -> JoinedRendezvous:
+        time.sleep(0.02)
+        return start_hosting(*args, **options)
+
+    monkeypatch.setattr(hosting, "_start_hosting", start_hosting_slowly)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(RendezvousTimeout, match=r"joining reached its deadline of 0\.3 s"):
+        join(rank(rank=0, secret=bytes(32)), address, 0.3)
+
+
 def test_when_the_hosting_rank_reaches_its_deadline_the_others_get_the_missing_ranks() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     whole = {"world_size": 3, "secret": bytes(32), "source": "by hand"}
-    hosting, other = run_threads(
+    at_host, other = run_threads(
         [lambda: join(rank(rank=0, **whole), address, 2.0), lambda: join(rank(rank=1, **whole), address, 60.0)]
     )
-    for error in (hosting, other):
+    for error in (at_host, other):
         assert isinstance(error, RendezvousTimeout)
         assert error.missing_ranks == (2,)
-    assert "joining reached its deadline of" in str(hosting)
+    assert "joining reached its deadline of" in str(at_host)
     assert "joining ended, because the rank or node that hosts the server reached its deadline; missing" in str(other)

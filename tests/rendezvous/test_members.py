@@ -11,7 +11,7 @@ from rendezvous_ranks import SECRET, connect_all, run_ranks
 
 from gradsync.errors import CollectiveTimeout, InvalidArgument, RankFailed, RendezvousTimeout
 from gradsync.rendezvous.client import RendezvousClient
-from gradsync.rendezvous.frames import Decision, FrameType, LaunchedEvent, event_key
+from gradsync.rendezvous.frames import THE_WORLD, Decision, FrameType, LaunchedEvent, event_key
 from gradsync.rendezvous.server import RendezvousServer
 
 SECONDS = 30.0
@@ -206,7 +206,7 @@ class ForgettingBench(Bench):
 
     def fill(self, scope: str) -> None:
         self.send(0, FrameType.SET, f"{scope}/key", b"value", True)
-        self.send(0, FrameType.SET, f"{scope}/agree/0/1", b"1", True)
+        self.send(0, FrameType.SET, f"{scope}/agree/1/0", b"1", True)
         self.send(0, FrameType.EXCHANGE, f"{scope}/ready", [0], b"")
         self.send(0, FrameType.AGREE, scope, 0, 1, [0])
 
@@ -226,6 +226,18 @@ def test_the_last_word_counts() -> None:
     assert stored(bench.core)[:-1] == full[:-1]
     bench.forget(1, "world/0,1#1", [0, 1])
     assert stored(bench.core) == kept  # a longer number is another name
+
+
+@pytest.mark.parametrize("leaves_the_world_first", [False, True])
+def test_who_has_left_the_world_has_left_its_groups(leaves_the_world_first: bool) -> None:
+    bench = ForgettingBench(3)
+    kept = stored(bench.core)
+    bench.fill("world/0,1#1")
+    leave_group, leave_world = (0, "world/0,1#1", [0, 1]), (1, THE_WORLD)
+    for leave in (leave_world, leave_group) if leaves_the_world_first else (leave_group, leave_world):
+        assert stored(bench.core) != kept
+        bench.forget(*leave)
+    assert stored(bench.core) == kept
 
 
 def test_who_waits_for_what_is_forgotten_still_has_its_deadline() -> None:

@@ -156,14 +156,18 @@ def publish_description(client: RendezvousClient, group: str, position: int, tex
     The text is stored in pieces; only the last piece is shorter than MAX_EVENT_BYTES. If a rank has already launched
     the event on NCCL, the rank's client has stored the first piece when the server asked for the description.
 
+    This rank's descriptions of earlier events of the group are removed: all ranks have read them, because a rank reads
+    them before it begins its next event.
+
     Args:
         client: this rank's connection to the rendezvous server.
         group: the communicator's name; for messages, the communicator's name and the two ranks.
         position: the event's number in the group, equal on all ranks that disagree on the event.
         text: the Description, as text.
     """
-    from gradsync.rendezvous.frames import MAX_EVENT_BYTES  # imported here to keep the start of a rank short
+    from gradsync.rendezvous.frames import MAX_EVENT_BYTES, event_prefix  # imported here to keep a rank's start short
 
+    client.delete(event_prefix(group, client.world_ranks[client.rank]))
     data = text.encode(errors="replace")
     for number, begin in enumerate(range(0, len(data) + 1, MAX_EVENT_BYTES)):
         key = _piece_key(group, position, client.world_ranks[client.rank], number)

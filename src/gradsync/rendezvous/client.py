@@ -104,6 +104,7 @@ class RendezvousClient:
         noun: str = "rank",
         generation: int = NEXT_GENERATION,
         start: str | None = None,
+        shown_seconds: float | None = None,
     ) -> RendezvousClient:
         """Joins the next generation: connects, authenticates, and waits until all ranks have joined.
 
@@ -120,6 +121,7 @@ class RendezvousClient:
                 this rank if the generation has already formed without this rank.
             start: the name of the start or restart to which this rank belongs, if several launchers share the server;
                 see `begin_start`.
+            shown_seconds: the timeout to name in error texts, if it is not `timeout_seconds`.
 
         Raises:
             InvalidArgument: an argument is out of its range.
@@ -130,6 +132,7 @@ class RendezvousClient:
             RankFailed: another rank died, was paused (SIGSTOP) or reported a failure while the generation was forming.
         """
         check_seconds("connect", "timeout_seconds", timeout_seconds)
+        shown_seconds = timeout_seconds if shown_seconds is None else shown_seconds
         deadline = time.monotonic() + timeout_seconds
         rank, world_size = operator.index(rank), operator.index(world_size)
         if not 0 <= rank < world_size:
@@ -141,7 +144,14 @@ class RendezvousClient:
         attempts_left = _JOIN_ATTEMPTS
         while True:
             attempts_left -= 1
-            connection = dial(address, secret=secret, deadline=deadline, label=label, generation=generation)
+            connection = dial(
+                address,
+                secret=secret,
+                deadline=deadline,
+                label=label,
+                generation=generation,
+                shown_seconds=shown_seconds,
+            )
             try:
                 connection.start(heartbeat_seconds(world_size))
                 [number] = connection.ask(
@@ -149,7 +159,7 @@ class RendezvousClient:
                     max(deadline - time.monotonic(), 0.0),
                     FrameType.JOIN,
                     *(rank, world_size, generation, *process, start),
-                    shown_seconds=timeout_seconds,
+                    shown_seconds=shown_seconds,
                 )
             except BaseException as error:
                 connection.abandon()
@@ -234,7 +244,7 @@ class RendezvousClient:
         return bytes(self._connection.ask(operation, timeout_seconds, FrameType.GET, self._scoped(key), setter))
 
     def delete(self, key: str) -> bool:
-        """Removes a key; returns whether the key was set."""
+        """Removes a key, and all keys that begin with "key/"; returns whether the key itself was set."""
         return bool(self._ask_at_once(f"delete {key!r}", FrameType.DELETE, self._scoped(key)))
 
     def exchange(self, name: str, value: bytes, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> list[bytes]:

@@ -672,7 +672,15 @@ def _result(pending: _Pending, label: str, operation: str, how_ended: str) -> An
 # Connecting to a server.
 
 
-def dial(address: str, *, secret: bytes, deadline: float, label: str, generation: int = 0) -> Connection:
+def dial(
+    address: str,
+    *,
+    secret: bytes,
+    deadline: float,
+    label: str,
+    generation: int = 0,
+    shown_seconds: float | None = None,
+) -> Connection:
     """Connects to a server and authenticates; retries until the server is up.
 
     Args:
@@ -681,6 +689,7 @@ def dial(address: str, *, secret: bytes, deadline: float, label: str, generation
         deadline: monotonic seconds.
         label: the caller's name in messages, e.g. "rank 1/4".
         generation: the generation to join; 0 means the generation that forms next.
+        shown_seconds: the timeout to name in error texts; None is the time until the deadline.
 
     Raises:
         InvalidArgument: the address is malformed.
@@ -689,7 +698,7 @@ def dial(address: str, *, secret: bytes, deadline: float, label: str, generation
         RendezvousError: another service uses that port, or the server speaks another version of the protocol.
     """
     parse_address(address)
-    started = time.monotonic()
+    shown_seconds = deadline - time.monotonic() if shown_seconds is None else shown_seconds
     backoff_seconds = _FIRST_BACKOFF_SECONDS
     first_ended_at: float | None = None  # when a connection was first ended before the handshake
     while True:
@@ -714,7 +723,7 @@ def dial(address: str, *, secret: bytes, deadline: float, label: str, generation
         pause = backoff_seconds * (0.5 + os.urandom(1)[0] / 512)
         if time.monotonic() + pause >= deadline:
             raise RendezvousTimeout(
-                f"{label}: no rendezvous server at {address} within {deadline - started:.3g} s; last cause: {cause}",
+                f"{label}: no rendezvous server at {address} within {shown_seconds:.3g} s; last cause: {cause}",
                 cause=cause,
             )
         time.sleep(pause)

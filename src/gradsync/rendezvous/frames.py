@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gradsync.rendezvous.liveness import ProcessState
 
-PROTOCOL_VERSION = 12  # below 256: HELLO and CHALLENGE have one byte for it
+PROTOCOL_VERSION = 13  # below 256: HELLO and CHALLENGE have one byte for it
 
 MAX_VALUE_BYTES = 60 * 1024  # leaves room in a 64 KiB frame for the longest key
 MAX_EXCHANGED_BYTES = 512 * 1024  # all members' values together: each member receives all of them
@@ -275,7 +275,12 @@ def event_key(group: str, position: int, rank: int) -> str:
 
     Each rank sets its own key. For a rank that has launched already, the thread that answers questions sets the key.
     """
-    return f"{group}/agree/{position}/{rank}"
+    return f"{event_prefix(group, rank)}/{position}"
+
+
+def event_prefix(group: str, rank: int) -> str:
+    """Returns the common beginning of a rank's keys for all positions, which the rank deletes together."""
+    return f"{group}/agree/{rank}"
 
 
 def is_under(name: str, prefix: str) -> bool:

@@ -179,10 +179,10 @@ def join(
         start = own.start if hosted_for_us else None
         joined = JoinedRendezvous(point, own.world_size, Endpoint(point.address, secret, start))
     else:
-        return _find(point, secret, own, kept, deadline)
+        return _find(point, secret, own, kept, deadline, timeout_seconds)
     with _closing_at_failure(joined, kept):
         try:
-            client = _connect(joined.endpoint, own, deadline)
+            client = _connect(joined.endpoint, own, deadline, timeout_seconds)
         except RendezvousTimeout as error:
             if not point.source or hosted_for_us:
                 raise
@@ -272,6 +272,7 @@ def _find(
     own: RankEnvironment,
     kept: JoinedRendezvous | None,
     deadline: float,
+    timeout_seconds: float,
 ) -> tuple[RendezvousClient, JoinedRendezvous]:
     """Joins the server that rank 0's secret file names.
 
@@ -281,7 +282,7 @@ def _find(
     while True:
         endpoint = Endpoint(point.address or found.address, secret or found.secret)
         try:
-            return _connect(endpoint, own, deadline), JoinedRendezvous(point, own.world_size, endpoint)
+            return _connect(endpoint, own, deadline, timeout_seconds), JoinedRendezvous(point, own.world_size, endpoint)
         except AuthenticationError:
             if secret is not None:
                 raise
@@ -289,7 +290,7 @@ def _find(
             found = _wait_for_rank_0(point, found, own, deadline)
 
 
-def _connect(endpoint: Endpoint, own: RankEnvironment, deadline: float) -> RendezvousClient:
+def _connect(endpoint: Endpoint, own: RankEnvironment, deadline: float, timeout_seconds: float) -> RendezvousClient:
     return RendezvousClient.connect(
         endpoint.address,
         secret=endpoint.secret,
@@ -297,6 +298,7 @@ def _connect(endpoint: Endpoint, own: RankEnvironment, deadline: float) -> Rende
         world_size=own.world_size,
         timeout_seconds=max(0.1, deadline - time.monotonic()),
         start=endpoint.start,
+        shown_seconds=timeout_seconds,
     )
 
 

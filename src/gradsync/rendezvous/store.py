@@ -161,13 +161,15 @@ class Keys:
         return () if from_rank is None else (from_rank,)
 
     def delete(self, request: Request, key: str) -> list[Send]:
-        """Removes a key, and answers whether the key was set."""
-        return [request.reply(self._discard(key))]
+        """Removes a key and all keys under it, and answers whether the key itself was set."""
+        was_set = key in self._values
+        self.forget(key)
+        return [request.reply(was_set)]
 
     def forget(self, prefix: str) -> None:
-        """Removes the keys of a group that all members have left."""
+        """Removes the key `prefix`, and all keys that begin with "prefix/"."""
         for key in [key for key in self._values if is_under(key, prefix)]:
-            self._discard(key)
+            self._stored_bytes -= len(key) + len(self._values.pop(key))
 
     def rank_left(self) -> list[Send]:
         """Fails the reads of keys that no remaining rank will set."""
@@ -195,13 +197,6 @@ class Keys:
         if not self._roster.one_remains():
             need = f"key {key!r} is not set, and only this rank sets it"
         return request.fail(self._roster.left_failure(gone, need))
-
-    def _discard(self, key: str) -> bool:
-        value = self._values.pop(key, None)
-        if value is None:
-            return False
-        self._stored_bytes -= len(key) + len(value)
-        return True
 
 
 class Gathering:
@@ -338,7 +333,7 @@ class Departures:
     """The ranks that have left each group, and the number of collectives that each rank had begun in the group.
 
     A member that has waited too long for other members asks which members have left. Once every member has left the
-    group, the server removes the group's entries, because a run may make many groups.
+    group or the world, the server removes the group's entries, because a run may make many groups.
 
     Args:
         roster: the members of the generation.
@@ -355,9 +350,17 @@ class Departures:
         members = members_of(ranks, self._roster.world_size) or ()
         if request.rank not in members:
             return
-        left = self._left.setdefault((name, members), {})
-        left.setdefault(request.rank, position)
-        if len(left) == len(members):
+        self._left.setdefault((name, members), {}).setdefault(request.rank, position)
+        self._remove_if_empty(name, members)
+
+    def rank_left(self, rank: int) -> None:
+        """Removes the groups of a rank that has left the world, if it was their last member."""
+        for name, members in [group for group in self._left if rank in group[1]]:
+            self._remove_if_empty(name, members)
+
+    def _remove_if_empty(self, name: str, members: Members) -> None:
+        left = self._left[name, members]
+        if all(rank in left or rank in self._roster.left for rank in members):
             del self._left[name, members]
             for remove in self._removers:
                 remove(name)

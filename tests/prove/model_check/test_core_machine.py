@@ -172,7 +172,7 @@ def _the_barrier_forgets_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_deleted_key_is_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Keys, "_discard", lambda self, key: key in self._values)
+    patch.setattr(Keys, "forget", lambda self, prefix: None)
 
 
 def _a_second_failure_is_told(patch: pytest.MonkeyPatch) -> None:

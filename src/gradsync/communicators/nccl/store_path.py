@@ -118,11 +118,9 @@ class StorePath(ByteCollectives):
     def _move_window(
         self, begin: int, window: int, outgoing: Mapping[Any, Array], incoming: Mapping[Any, Array]
     ) -> None:
-        stored: list[str] = []
         try:
             for name, data in outgoing.items():
                 for key, piece in self._pieces(name, data, begin, window):
-                    stored.append(key)
                     self._put(key, piece.tobytes())
             for name, room in incoming.items():
                 for key, piece in self._pieces(name, room, begin, window):
@@ -130,15 +128,18 @@ class StorePath(ByteCollectives):
             self._await(lambda seconds: self._client.barrier(self._keys, timeout_seconds=seconds))
         finally:
             with contextlib.suppress(GradsyncError):  # the next call raises the failure
-                for key in stored:
-                    self._client.delete(key)
+                for name in [name for name, data in outgoing.items() if data.size]:
+                    self._client.delete(self._stream_key(name))
 
     def _pieces(self, name: Any, stream: Array, begin: int, window: int) -> Iterator[tuple[str, Array]]:
         """Yields the server's key and the memory of each piece of a stream in one window."""
         end = min(begin + window, stream.size)
         for offset in range(begin, end, MAX_VALUE_BYTES):
             piece = stream[offset : min(offset + MAX_VALUE_BYTES, end)]
-            yield f"{self._keys}/{self._moves}/{name}/{offset}", piece
+            yield f"{self._stream_key(name)}/{offset}", piece
+
+    def _stream_key(self, name: Any) -> str:
+        return f"{self._keys}/{self._moves}/{name}"
 
     def _put(self, key: str, data: bytes) -> None:
         """Stores a piece on the server. Waits while the store, which all communicators use, is full."""
