@@ -170,10 +170,11 @@ Thresholds are in MB; 1 MB is 1024**2 bytes.
 @_json
 @_plot
 def thresholds(**options: Any) -> None:
-    """Measures which threshold_bytes synchronises a model's gradients fastest, and how reliable this result is.
+    """Measures with which threshold_bytes gradsync synchronises a model's gradients fastest.
 
     The command starts ranks on this machine, unless a launcher (mpiexec, srun, torchrun) has started it. Each round
     measures the time of one step with each threshold, on the slowest rank. The table shows the median over the rounds.
+    The lines below the table recommend a threshold, and say if the result is not reliable.
     """
     from gradsync.bench.thresholds import bench_thresholds
 

@@ -91,8 +91,8 @@ def launch(
     "__main__":` guard.
 
     Args:
-        func: a function at the top level of a module or script. Any other function needs cloudpickle, or the start
-            method "fork".
+        func: a function that pickle can pickle, such as a function at the top level of a module or script. Lambdas,
+            closures and functions of a notebook need cloudpickle, or the start method "fork".
         args: the single argument of the function, of any type. The argument must be picklable, unless the start method
             is "fork".
             For several arguments write `gs.launch(functools.partial(func, a, b), nprocs=2)`.
@@ -106,10 +106,10 @@ def launch(
 
     Raises:
         InvalidArgument: `args` is a tuple of length 1, or of as many items as `func` has required parameters: perhaps
-            the caller means separate arguments, as before 0.2. Or the function or its argument cannot be pickled, a
-            return value cannot be unpickled in this process, `nprocs` is not a positive integer, an environment
-            variable of gradsync is invalid, this process is a rank, or the start method is "fork" and this process has
-            initialised CUDA.
+            the caller means separate arguments, as before 0.2. Other reasons: the function or its argument cannot be
+            pickled; a return value cannot be unpickled in this process; `nprocs` is not a positive integer; an
+            environment variable of gradsync is invalid; this process is a rank; the start method is "fork" and this
+            process has initialised CUDA.
         BackendUnavailable: the system is not Linux, or allows no more processes or open files.
         WorkerError: a worker failed, for example because the `__main__` guard is missing, or its return value cannot be
             pickled.

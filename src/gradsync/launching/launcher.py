@@ -76,8 +76,8 @@ def launcher(
     For a run on several machines, every machine calls the function with the same `world_size`, `master_ip` and `port`,
     and its own `rank_start`. All ranks then wait for each other after they have joined the process group, and before
     they leave it. The machine with rank_start 0 hosts the rendezvous server at `master_ip`:`port`. If other machines
-    can reach this address, every machine needs the secret of the run, in a file of mode 0600 whose path is in
-    GRADSYNC_SECRET_FILE.
+    can reach this address, every machine needs the secret of the run: in a file of mode 0600 whose path is in
+    GRADSYNC_SECRET_FILE, or in GRADSYNC_SECRET.
 
     Args:
         func: the function to decorate. Lambdas, closures and functions of a notebook need cloudpickle, or the start

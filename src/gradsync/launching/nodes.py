@@ -643,8 +643,8 @@ class _Link:
             if any(self._exchange_ends(b"failed" * failed)):
                 self._learn(self._client.get("cause"))
         loss = self._loss()
-        # If a machine has lost its network, failures of ranks on any machine follow from this loss. But no loss
-        # outranks a cause that was known before: node 0 ends its server when it has waited too long for a late node.
+        # If a machine has lost its network, failures of ranks on any machine follow from this loss. But a cause that
+        # was known before the loss stays the cause: node 0 ends its server when it has waited too long for a late node.
         if self._cause is not None and (loss is None or not self._cause.is_consequence):
             return self._cause
         return loss or (cause_of(self._node, outcome) if failed else None)

@@ -64,8 +64,8 @@ def spawn(
     __name__ == "__main__":` guard.
 
     Args:
-        func: a function at the top level of a module or script. Any other function needs cloudpickle, or the start
-            method "fork".
+        func: a function that pickle can pickle, such as a function at the top level of a module or script. Lambdas,
+            closures and functions of a notebook need cloudpickle, or the start method "fork".
         args: the function's positional arguments. They must be picklable, unless the start method is "fork".
         nprocs: the number of processes; -1 means one per entry of `gpus`; without `gpus`, one per visible GPU; without
             a GPU, or with the backend "shm", one per usable core.
@@ -84,8 +84,8 @@ def spawn(
         A context with the processes, their results and errors, and the method `join(timeout)`.
 
     Raises:
-        InvalidArgument: an option is unknown or has a wrong value, the function or an argument cannot be pickled, an
-            environment variable of gradsync is invalid, this process is a rank, or the start method is "fork" and this
+        InvalidArgument: an option is unknown or has a wrong value; the function or an argument cannot be pickled; an
+            environment variable of gradsync is invalid; this process is a rank; or the start method is "fork" and this
             process has initialised CUDA.
         BackendUnavailable: the system is not Linux, or allows no more processes or open files.
         RankFailed: a process failed, for example because the `__main__` guard is missing, or its return value cannot be

@@ -231,7 +231,7 @@ class RendezvousClient:
         Args:
             key: the key's name.
             from_rank: the member that sets the key, if known. Then the error at the deadline names this member, and the
-                wait fails as soon as this member leaves.
+                wait fails as soon as this member leaves the world.
             timeout_seconds: this rank's deadline.
 
         Raises:

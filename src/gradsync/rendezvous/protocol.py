@@ -2,9 +2,9 @@
 
 `RendezvousCore.handle` takes the time and an event, and returns actions. The core has no sockets, no clock and no
 randomness, so tests and model checkers can call the core without a server. A connection joins as one rank. It joins the
-earliest open generation that this rank has not joined before. The core refuses a rank that is still connected to a
-generation. A generation forms when all its ranks have joined and the generation before has ended. A generation ends
-when all its connections have ended.
+earliest open generation that this rank has not joined before. The core refuses the join of a rank that is still
+connected to a generation. A generation forms when all its ranks have joined and the generation before has ended. A
+generation ends when all its connections have ended.
 
 A generation fails in these cases: a connection ends without a LEAVE; a member reports a failure; a silent member is
 found stopped (SIGSTOP), gone or unreachable; or a member does not arrive at a collective in time. A generation that has

@@ -76,8 +76,7 @@ class Inquiry:
     """One status request to all members, and the answers that have arrived.
 
     Attributes:
-        reports: the reports of the ranks that have reached their deadline in the collective of the first report, the
-            earliest report first.
+        reports: the reports of the ranks that have reached their deadline in the stuck collective, the earliest first.
         due_at: when the inquiry ends, in monotonic seconds.
         unanswered: the ranks that have not answered.
         texts, calls: the answers, by rank.
