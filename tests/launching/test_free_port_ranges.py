@@ -1,4 +1,5 @@
 import os
+import resource
 import socket
 
 import pytest
@@ -41,6 +42,18 @@ def test_the_newest_ports_are_kept():
     for _ in range(ports._MOST_KEPT + 5):
         gs.free_port()
     assert len(os.listdir("/proc/self/fd")) - before == ports._MOST_KEPT
+
+
+def test_too_many_open_files_are_not_taken_for_ports_in_use():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as probe:
+        lowest = probe.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            gs.free_port()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize(

@@ -394,6 +394,15 @@ def test_a_node_that_is_there_already_is_refused(nodes):
     assert "world_size 3, node 1 joined with world_size 2 (see --nnodes, --node-rank, --rendezvous)" in err
 
 
+def test_a_variable_with_an_invalid_value_is_refused_before_the_others_are_awaited(nodes, monkeypatch):
+    monkeypatch.setenv("GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS", "abc")
+    run = nodes()
+    run.start(1, "none")
+    code, err = run.end(1)
+    assert code == 2
+    assert re.search(r"^gradsync: error: GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS needs .* got 'abc'$", err)
+
+
 def test_a_taken_port_names_its_holder(tmp_path):
     script, secret = write(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as holder:

@@ -10,6 +10,7 @@ import re
 import select
 import subprocess
 import sys
+import termios
 import threading
 import time
 import tty
@@ -20,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract import wait_until
 from gradsync.errors import InvalidArgument
 from gradsync.launching import output as output_module
 from gradsync.launching.output import OutputForwarder, prepare_log_directory, wants_colour
@@ -116,6 +118,10 @@ def read_until(reader, pattern):
         assert select.select([reader], [], [], 20)[0], f"{pattern!r} did not come, but {data!r}"
         data += os.read(reader, 65536)
     return data
+
+
+def unread_bytes(pipe):
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 @contextlib.contextmanager
@@ -226,6 +232,29 @@ def test_a_state_without_return_is_overwritten_by_the_next():
         assert read_until(reader, rb"10%") == b"[rank 0] 10%"
         ranks.write(0, b"\r20%")
         assert read_until(reader, rb"20%\r") == b"\r[rank 0] 20%\r"
+
+
+@pytest.mark.parametrize(
+    ("states", "shown"),
+    [
+        ((b"50%\r", b"100%\r"), b"[rank 0] 50%\r[rank 0] 100%\r\n[rank 0] 100%\n"),
+        ((b"50%\r", b"100%\r", b"\r\n"), b"[rank 0] 50%\r[rank 0] 100%\r\n[rank 0] 100%\r\r\n"),
+        ((b"10%", b"\r20%\n"), b"[rank 0] 10%\r[rank 0] 20%\n"),
+        ((b"10%", b"\r"), b"[rank 0] 10%\n"),
+        ((b"x\n", b"\r"), b"[rank 0] x\n"),
+        ((b"\r50%", b"\r   \r"), b"[rank 0] 50%\r\n"),
+        ((b"\r50%", b"\r\x1b[K", b"done\n"), b"[rank 0] 50%\r\n[rank 0] done\n"),
+    ],
+)
+def test_a_slow_progress_bar_leaves_neither_mixed_states_nor_a_bare_prefix(monkeypatch, states, shown):
+    monkeypatch.setattr(output_module, "_PARTIAL_LINE_SECONDS", 0.0)  # each state is shown before the next is read
+    with pipe_stream() as (reader, stdout):
+        ranks = Ranks(1, stdout)
+        for state in states:
+            ranks.write(0, state)
+            wait_until(lambda: not unread_bytes(ranks.writers[0][0]))
+        ranks.close()
+        assert read_all(reader, stdout) == shown
 
 
 def test_on_a_terminal_whoever_comes_after_a_progress_bar_overwrites_it(monkeypatch):

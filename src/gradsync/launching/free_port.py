@@ -106,6 +106,8 @@ def _is_free(port: int) -> bool:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.bind(("", port))
         except OSError as error:
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # the errors without IPv4 or IPv6
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 return False
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # the errors without IPv4 or IPv6
+                raise
     return True

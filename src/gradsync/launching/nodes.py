@@ -35,7 +35,7 @@ from gradsync.arguments import DEFAULT_TIMEOUT_SECONDS, check_seconds, parse_add
 from gradsync.environment import (
     HOW_TO_MAKE_A_SECRET_FILE,
     SECRET_FILE,
-    check_removed_variables,
+    check_variables,
     read_secret_option,
     take_secret,
 )
@@ -470,10 +470,10 @@ class _NodeRun:
             RendezvousTimeout: not all launchers joined in time; the text names the missing launchers.
             AuthenticationError: the secrets differ.
             RendezvousError: the rendezvous server refused this launcher, or is gone.
-            InvalidArgument: the options of the launchers differ, or a variable is set that gradsync no longer has.
+            InvalidArgument: the options of the launchers differ, or an environment variable has an invalid value.
         """
         options = self._options
-        check_removed_variables()  # the ranks refuse these variables too, but only after all launchers have joined
+        check_variables()  # the supervisor does this too, but only after all launchers have joined
         address = None if options.node_address is None else own_address(options.node_address)
         if options.node_address is not None and address is None:
             raise InvalidArgument(

@@ -39,7 +39,7 @@ _MAX_LINE_BYTES = 256 * 1024
 RANK_COLOURS = (31, 130, 133, 64, 63, 162, 29, 97)
 
 # The states of a line that a later state has overwritten.
-_OVERWRITTEN = re.compile(rb"^[^\n]*\r(?!\n)", re.MULTILINE)
+_OVERWRITTEN = re.compile(rb"^[^\n]*\r(?![\r\n])", re.MULTILINE)
 _LOG_NAME = re.compile(r"rank-(\d+)(?:\.restart-\d+)?\.log", re.ASCII)
 
 
@@ -281,6 +281,8 @@ class _Writer(threading.Thread):
                     self._show_rest(stream)
                 elif is_ending and stream.descriptor not in ready:
                     self._end(stream)  # a process that outlives the run may hold the pipe open
+        if self._shows_bar:  # its program has erased it, and the bar is still the last line
+            self._put(_ERASE_LINE if self._can_erase else b"\n")
 
     def _seconds_to_wait(self, is_ending: bool) -> float | None:
         if is_ending:
@@ -313,8 +315,13 @@ class _Writer(threading.Thread):
         """Writes an incomplete line: a progress bar, a question to the user, or the beginning of a long line."""
         rest, stream.rest, stream.due = stream.rest, b"", None
         if self._has_prefix and b"\r" in rest:
-            stream.rest = rest.rstrip(b"\r").rpartition(b"\r")[2]  # written again when the line is complete
-            self._write(stream, stream.rest + b"\r")
+            state = rest.rstrip(b"\r").rpartition(b"\r")[2]
+            if not state.replace(_ERASE_LINE, b"").strip():  # the program has erased its bar
+                stream.rest = b"\r"
+                return
+            # Written again in the complete line; with the \r the program continues at the beginning of the line.
+            stream.rest = state + b"\r" * rest.endswith(b"\r")
+            self._write(stream, state + b"\r")
         elif rest:
             self._write(stream, rest)
 
@@ -323,7 +330,7 @@ class _Writer(threading.Thread):
         # Without prefixes a rank's stdout may continue a line of its stderr, as without a launcher.
         owner = stream if self._has_prefix else stream.rank
         is_bar = self._has_prefix and data.endswith(b"\r")
-        continues = self._open is owner and not is_bar
+        continues = self._open is owner and not is_bar and not (self._has_prefix and _OVERWRITTEN.match(data))
         begin = b""
         if self._shows_bar:
             begin = _ERASE_LINE if self._can_erase else b"" if is_bar else b"\n"
@@ -357,8 +364,8 @@ class _Writer(threading.Thread):
 
     def _end(self, stream: _RankStream) -> None:
         """Writes the rest of a stream that has ended, and closes it."""
-        if self._has_prefix and stream.rest:
-            self._write(stream, stream.rest.rstrip(b"\r") + b"\n")
+        if self._has_prefix and (rest := stream.rest.rstrip(b"\r")):
+            self._write(stream, rest + b"\n")
         else:
             self._show_rest(stream)
         if stream not in self._streams:  # the destination was lost just now
