@@ -62,7 +62,7 @@ class Divergence(NamedTuple):
 
 
 def first_divergence(group: str, histories: Mapping[int, History]) -> Divergence | None:
-    """Returns the first collective in which ranks differ; None if no two ranks remember different collectives.
+    """Returns the first collective in which ranks differ; None if the ranks differ in no remembered collective.
 
     Args:
         group: the name of the group.

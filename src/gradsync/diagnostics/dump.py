@@ -278,7 +278,7 @@ def read_dumps(paths: Iterable[Path]) -> tuple[list[Dump], list[Dump]]:
     contents = [(file, content) for path in paths for file, content in _contents(path)]
     if not contents:
         raise InvalidArgument(
-            f"there are no dumps in {', '.join(map(str, paths))}: no *.json that gradsync has written"
+            f"there are no dumps in {', '.join(map(str, paths))}: a dump is a *.json file that gradsync has written"
         )
     dumps = sorted((_dump(file, content) for file, content in contents), key=lambda dump: dump.wall_seconds)
     latest = {dump.rank: dump for dump in dumps if dump.rank is not None}

@@ -1,4 +1,4 @@
-"""A trace: the times of the phases of each collective, such as packing, waiting, reducing and splitting.
+"""A trace: the times of steps and gradients, and of the phases of all-reduces, such as packing, waiting and reducing.
 
 Without a trace, gradsync only reads the variable `active` for each bucket and each gradient, and calls an empty
 function at the end of each phase. During a trace, gradsync keeps a tuple for each phase, each gradient and each step.

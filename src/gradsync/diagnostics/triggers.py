@@ -57,10 +57,12 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> Path:
 
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Records when gradients arrived, and when their buckets were packed, reduced and split, inside a `with` block.
+    """Records the times of steps, gradients, collectives and their phases inside a `with` block.
 
-    A trace is not a collective, so one rank may record a trace alone. At the end of the block, the process writes a
-    dump. Inside the block, the flight recorder keeps at least the last 16,384 collectives and messages of each group.
+    The phases of an all-reduce are, for example, packing, waiting, reducing and splitting. Small all-reduces over
+    shared memory, and other collectives, have no phases. A trace is not a collective, so one rank may record a trace
+    alone. At the end of the block, the process writes a dump. Inside the block, the flight recorder keeps at least the
+    last 16,384 collectives and messages of each group.
 
     Args:
         path: the path of the dump; see dump_flight_recorder.

@@ -131,7 +131,7 @@ def check_container(here: Facts) -> Finding:
         return Finding(OK, f"limited to {cores:.1f} cores")
     seen = f"limited to {cores:.1f} cores, though {here.cores} cores are visible"
     advice = f"start at most {max(int(cores), 1)} ranks, or give the container more cores: docker run --cpus=N"
-    return Finding(WARNING, f"{seen}: if more ranks run, the kernel pauses some of them", advice)
+    return Finding(WARNING, f"{seen}: if more ranks than these cores run, the kernel pauses some ranks", advice)
 
 
 def _cores_allowed(here: Facts) -> float | None:
