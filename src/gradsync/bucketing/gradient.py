@@ -28,7 +28,7 @@ from gradsync.reduction import OPERATIONS_BY_DTYPE, Array, ReduceOp, check_opera
 
 _log = logging.getLogger("gradsync")
 
-_PLAIN_NAMES = (str, int)  # the types of nearly all names, always hashable
+PLAIN_NAMES = (str, int)  # the types of nearly all names; such a name is its own key
 
 
 class Destination(NamedTuple):
@@ -152,7 +152,7 @@ def key_of(param: Any) -> Hashable:
     Raises:
         InvalidArgument: the parameter is neither hashable nor an array.
     """
-    if type(param) in _PLAIN_NAMES:
+    if type(param) in PLAIN_NAMES:
         return param  # type: ignore[no-any-return]  # a str or an int
     if isinstance(param, np.generic):  # an element of an array of names: equal names are one parameter
         return key_of(param.item())
@@ -167,7 +167,7 @@ def key_of(param: Any) -> Hashable:
 
 def display_name(param: Any, position: int) -> str:
     """Returns a parameter's name for errors and Agreements. The name is the same on all ranks, so it has no address."""
-    if type(param) in _PLAIN_NAMES:
+    if type(param) in PLAIN_NAMES:
         return repr(param)
     if isinstance(param, GradientSpec):  # zeros that a rank without gradients hands over inside join()
         return param.name

@@ -24,6 +24,7 @@ import numpy as np
 from gradsync.bucketing.accumulation import Accumulation
 from gradsync.bucketing.agreements import CallbackIdentity, Flush
 from gradsync.bucketing.gradient import (
+    PLAIN_NAMES,
     BucketMemory,
     Destination,
     GradientEntry,
@@ -245,10 +246,10 @@ class Step:
                 communicator._checked_stream(None, "a gradient")  # first, so that an error changes nothing
             position: int | None = self.count
             if (positions := self._positions) is not None:
-                position = positions.get(param if type(param) is str else key_of(param))
+                position = positions.get(param if type(param) in PLAIN_NAMES else key_of(param))
             entry = self._entries.get(position)  # type: ignore[arg-type]  # None is no position
             # True if a kept entry can be used again: the same array, with the same shape, dtype and state, is at the
-            # same position. (A parameter that is a string is its own key, which saves a call for each gradient.)
+            # same position. (A plain name is its own key, which saves a call for each gradient.)
             if (
                 entry is not None
                 and entry.gradient is grad
@@ -256,7 +257,7 @@ class Step:
                 and entry.shape == grad.shape
                 and entry.dtype is grad.dtype
                 and entry.state == self._state_of(grad)
-                and (entry.parameter is param or entry.key == (param if type(param) is str else key_of(param)))
+                and (entry.parameter is param or entry.key == (param if type(param) in PLAIN_NAMES else key_of(param)))
                 and entry.arrived_in != self.ended
             ):
                 if self._new:
