@@ -268,9 +268,10 @@ def _end(entry: Entry) -> float:
 
 
 def _who_came_last(traced: Sequence[Dump]) -> list[str]:
-    """Returns a line that names the rank for which the other ranks waited longest.
+    """Returns a list with one line about the rank that came last and cost the other ranks the most time.
 
-    The line is based on the times at which the ranks began the same collectives.
+    For each collective, the line counts the time between the beginnings of the last rank and of the last but one. The
+    list is empty if the dumps of two ranks have no collective in common.
     """
     began: dict[tuple[str, int, str], dict[int, float]] = {}
     for dump, offset in zip(traced, clock_offsets(traced), strict=True):

@@ -179,7 +179,7 @@ def module_target(name: str, arguments: Sequence[str] = ()) -> Target:
     """Returns the target that runs a module; the rank searches for the module like `python -m`.
 
     Raises:
-        InvalidArgument: the top-level package does not exist, or the name is malformed.
+        InvalidArgument: the name has no top-level package, or this package does not exist.
     """
     # The launcher checks only the top-level package: to check "a.b", it would have to import "a". The ranks report
     # errors in deeper names.

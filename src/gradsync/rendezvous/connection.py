@@ -242,7 +242,10 @@ class Connection:
         )
 
     def has_failed(self) -> bool:
-        """Returns whether the generation has failed, or this rank has reported a failure. Takes about 0.1 us."""
+        """Returns whether requests fail now, or this rank has reported a failure. Takes about 0.1 us.
+
+        Requests fail if the generation has failed, the server is lost, or the connection is closed.
+        """
         return self.failure is not None or self._has_reported
 
     def raise_failure(self) -> None:

@@ -218,5 +218,5 @@ def _decode(body: bytes) -> tuple[Any, ...]:
     except Exception as error:  # the decoder raises many types of errors, which all mean the same here
         raise FrameError(f"the body of a frame is not msgpack: {type(error).__name__}") from None
     if type(fields) is not list:
-        raise FrameError(f"the body of a frame needs to be an array, got {type(fields).__name__}")
+        raise FrameError(f"the body of a frame needs to be a msgpack array, got {type(fields).__name__}")
     return tuple(fields)

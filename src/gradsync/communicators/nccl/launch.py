@@ -101,7 +101,7 @@ class Launch:
         is_over: whether the collective has ended, or failed.
         error: the collective's failure, or None.
         has_host_results: see Completion.
-        callbacks: the functions to call when the collective has ended.
+        callbacks: the functions to call when the collective has ended or failed.
 
     Args:
         backend: the communicator's backend.

@@ -128,7 +128,7 @@ class Round(NamedTuple):
 
 
 class Movement(Plan):
-    """The plan of a collective that moves parts of the source to the targets of the ranks.
+    """The plan of a collective in which ranks move parts of their own sources to the targets of all ranks.
 
     Args:
         context: the memory and objects that all collectives of the communicator use.
