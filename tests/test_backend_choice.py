@@ -45,7 +45,7 @@ def test_auto_takes_what_all_ranks_can_use(offers: list[str], shared: bool, back
 
 def test_across_hosts_every_rank_needs_a_gpu() -> None:
     assert suitable_backend([A, B], settings(2, 1))[0] == "nccl"
-    with pytest.raises(gs.BackendUnavailable, match="2 ranks with 1 on this host.*rank 1: no GPU"):
+    with pytest.raises(gs.BackendUnavailable, match="2 ranks, of which 1 are on this host.*rank 1: no GPU"):
         suitable_backend([A, NONE], settings(2, 1))
 
 

@@ -404,7 +404,7 @@ def reduce_large_integers(communicator: Any) -> None:
     text = f"rank {rank}/2: reduce_dict: the sum of 'n' over the ranks, {2**64}, does not fit into 64 bits"
     expect(gs.InvalidArgument, lambda: comm.reduce_dict({"n": 2**63}, average=False), text)
     half = ml_dtypes.bfloat16(1) if rank else np.float16(1)
-    text = "'loss' is float16 on rank 0, bfloat16 on rank 1: these types have no common type"
+    text = "'loss' has dtype float16 on rank 0, bfloat16 on rank 1: these dtypes have no common dtype"
     expect(gs.InvalidArgument, lambda: comm.reduce_dict({"loss": half}), text)
     assert comm.all_gather(rank) == [0, 1]
 

@@ -60,14 +60,14 @@ def disagree(comm: Any, kit_name: str) -> list[str]:
     flipped.view(np.uint32)[-1, -1] ^= 1
     other_nan = np.array([struct.unpack("d", struct.pack("Q", 0x7FF8000000000001))[0], -0.0])
     odd: list[tuple[dict[str, Any], str]] = [
-        ({"matrix": flipped}, "first 'matrix' in its values:"),
-        ({"nan": np.array([np.nan, 0.0])}, "first 'nan' in its values:"),
-        ({"nan": other_nan}, "first 'nan' in its values:"),
-        ({"scalar": np.asarray([1.5])}, "first 'scalar' in its shape:"),
-        ({"empty": np.zeros((0, 4), np.float32)}, "first 'empty' in its shape:"),
-        ({"matrix": arrays()["matrix"].view(np.int32)}, "first 'matrix' in its dtype:"),
-        ({"matrix": flipped, "flags": np.zeros(3, bool)}, "first 'matrix' in its values; 2 of 6 arrays differ:"),
-        ({"extra": np.zeros(3)}, "first 'extra' in its presence:"),
+        ({"matrix": flipped}, "'matrix' has different values:"),
+        ({"nan": np.array([np.nan, 0.0])}, "'nan' has different values:"),
+        ({"nan": other_nan}, "'nan' has different values:"),
+        ({"scalar": np.asarray([1.5])}, "'scalar' has different shapes:"),
+        ({"empty": np.zeros((0, 4), np.float32)}, "'empty' has different shapes:"),
+        ({"matrix": arrays()["matrix"].view(np.int32)}, "'matrix' has different dtypes:"),
+        ({"matrix": flipped, "flags": np.zeros(3, bool)}, "'matrix' has different values; 2 of 6 arrays differ:"),
+        ({"extra": np.zeros(3)}, "'extra' is missing on some ranks:"),
     ]
     told = []
     for changes, text in odd:
@@ -78,7 +78,7 @@ def disagree(comm: Any, kit_name: str) -> list[str]:
         assert not error.broken
         told.append(str(error).partition(":")[2])
     fewer = [kit.put(np.ones(3))] * (comm.rank + 1)
-    error = expect(gs.PlanMismatch, lambda: gs.check_consistency(fewer), "first '#1' in its presence")
+    error = expect(gs.PlanMismatch, lambda: gs.check_consistency(fewer), "'#1' is missing on some ranks")
     gs.check_consistency({name: kit.put(array) for name, array in arrays().items()})
     return [*told, str(error).partition(":")[2]]
 

@@ -235,7 +235,7 @@ def test_missing_master_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_on_other_hosts_need_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(gs.BackendUnavailable, match="4 ranks with 2 on this host"):
+    with pytest.raises(gs.BackendUnavailable, match="4 ranks, of which 2 are on this host"):
         gs.init_process_group()
 
 

@@ -133,7 +133,7 @@ def suitable_backend(offers: Sequence[str], settings: WorldSettings) -> tuple[st
 
 def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
     """Checks that this process can use MPI, for ranks on several hosts that cannot use NCCL."""
-    instead = f"start them with mpiexec or srun, as in {_MPIEXEC}; if all are on one machine, set {BACKEND}=shm"
+    instead = f"start the ranks with mpiexec or srun, as in {_MPIEXEC}; if all are on one machine, set {BACKEND}=shm"
     if place.source in SOURCES_WITH_MPI:
         try:
             load("mpi").check(place)
@@ -141,8 +141,9 @@ def _check_mpi_instead(place: RankEnvironment, no_gpus: str) -> None:
         except BackendUnavailable as error:
             instead = str(error)
     raise BackendUnavailable(
-        f"no backend for {place.world_size} ranks with {place.local_world_size} on this host: NCCL needs a GPU for "
-        f"each rank ({no_gpus}); on the CPU, ranks of several hosts communicate over MPI: {instead}"
+        f"no backend can connect these {place.world_size} ranks, of which {place.local_world_size} are on this host: "
+        f"NCCL needs a GPU for each rank ({no_gpus}); on the CPU, ranks of several hosts communicate over MPI: "
+        f"{instead}"
     )
 
 

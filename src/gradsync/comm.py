@@ -303,7 +303,7 @@ def _reduce(name: Any, by_rank: Mapping[int, np.generic], *, average: bool) -> n
     except TypeError as error:
         types = ", ".join(f"{scalar.dtype} on rank {rank}" for rank, scalar in by_rank.items())
         raise InvalidArgument(
-            f"reduce_dict: {name!r} is {types}: these types have no common type; use the same type on all ranks"
+            f"reduce_dict: {name!r} has dtype {types}: these dtypes have no common dtype; use one dtype on all ranks"
         ) from error
     values = np.array(scalars, dtype)
     with np.errstate(all="ignore"):  # overflow and NaN are visible in the result

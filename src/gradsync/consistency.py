@@ -92,15 +92,15 @@ def _difference(
     lines = "".join(f"\n  rank {rank}: {text}" for rank, text in shown.items())
     how_many = "" if len(different) == 1 else f"; {len(different)} of {count} arrays differ"
     return PlanMismatch(
-        f"{communicator.label}: the ranks' arrays differ, first {name!r} in {_how(name, by_rank)}{how_many}:{lines}",
+        f"{communicator.label}: the ranks' arrays differ; {name!r} {_how(name, by_rank)}{how_many}:{lines}",
         descriptions=shown,
     )
 
 
 def _how(name: str, by_rank: list[_Fingerprints]) -> str:
-    """Returns the property in which the ranks' arrays of this name differ, such as "its shape"."""
+    """Returns how the ranks' arrays of this name differ, such as "has different shapes"."""
     present = [of_rank[name] for of_rank in by_rank if name in of_rank]
     if len(present) < len(by_rank):
-        return "its presence"
-    of_ranks = zip(("shape", "dtype", "values"), zip(*present, strict=True), strict=True)
-    return next(f"its {field}" for field, values in of_ranks if len(set(values)) > 1)
+        return "is missing on some ranks"
+    of_ranks = zip(("shapes", "dtypes", "values"), zip(*present, strict=True), strict=True)
+    return next(f"has different {field}" for field, values in of_ranks if len(set(values)) > 1)

@@ -589,7 +589,7 @@ class GradientFuture(CollectiveFuture):
     def _await_launch(self, timeout: float | None) -> None:
         if self._end.is_of_caller() and not _thread_state.is_in_callback:
             raise FutureNotReady(
-                f"{self.name} is not ready: its bucket is not full yet; call flush(), or leave the "
+                f"{self.name} is not ready: its bucket is not reduced yet; call flush(), or leave the "
                 "`with callback.backward()` block, before you read the future"
             )
         super()._await_launch(timeout)

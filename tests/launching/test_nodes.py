@@ -486,7 +486,7 @@ def test_which_backend_joins_launchers_of_one_machine(nodes, tmp_path, backend, 
     run.start_all(options=("--backend", backend))
     ends = run.end_all()
     assert [code for code, _ in ends] == [exit_code] * 2
-    advice = "ranks of several hosts communicate over MPI: start them with mpiexec or srun"
+    advice = "ranks of several hosts communicate over MPI: start the ranks with mpiexec or srun"
     assert all((advice in err) == bool(exit_code) for _, err in ends)
 
 

@@ -36,7 +36,7 @@ Tree = TypeVar("Tree")
 
 
 def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicator | None = None) -> Tree:
-    """Averages all gradients of a pytree over the ranks.
+    """Averages all gradients of a pytree over the ranks; with op="sum", adds them.
 
     Every rank must call this function, with a pytree that has the same paths, and leaves of the same shapes and dtypes.
     Inside jax.jit, gradsync averages the gradients each time the compiled function runs, not when JAX traces it. All
@@ -48,13 +48,15 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
     Args:
         tree: any pytree of arrays or numbers; None is not a leaf.
         op: "mean" or "sum", in upper or lower case.
-        communicator: the communicator of the ranks; None means all ranks.
+        communicator: the communicator of the ranks; None means the world communicator.
 
     Returns:
-        A pytree of the same structure, with new arrays on the same devices. With one rank, returns the given tree.
+        A pytree of the same structure, with new arrays on the same devices; outside jax.jit, a number stays a number of
+        its type. With one rank, returns the given tree.
 
     Raises:
-        InvalidArgument: `op` is neither "mean" nor "sum", or two leaves have the same path.
+        InvalidArgument: `op` is neither "mean" nor "sum", two leaves have the same path, or `communicator` is None and
+            the process group is not initialised.
         UnsupportedDtype: the operator does not support the dtype of a leaf, e.g. the mean of integers; the error's text
             contains the path of the leaf.
         PlanMismatch: the ranks' trees differ. All ranks raise this error, whose text contains the first path that
@@ -86,7 +88,7 @@ def broadcast_tree(tree: Tree, root: int = 0, communicator: Communicator | None 
     Args:
         tree: any pytree; its leaves do not change.
         root: the rank whose values all ranks get.
-        communicator: the communicator of the ranks; None means all ranks.
+        communicator: the communicator of the ranks; None means the world communicator.
 
     Returns:
         A pytree of the same structure with the root's values, on the devices of this rank's leaves.
@@ -136,7 +138,7 @@ def _traced(paths: Sequence[str], leaves: Sequence[Any], op: ReduceOp, communica
 
 
 def _read_only(leaf: Any) -> Any:
-    """Returns a leaf as a read-only NumPy array, without a copy if the leaf is in host memory."""
+    """Returns a NumPy array of the leaf, through which nobody can write to the leaf; copies no array in host memory."""
     array = np.asarray(leaf)
     if array.flags.writeable and isinstance(leaf, np.ndarray):
         array = array.view()

@@ -2,17 +2,17 @@
 
     model = Synchronised(model)
 
-is the only change to a training loop after gs.init_process_group(), under `gradsync run`, torchrun, mpiexec or srun. An
-option that DistributedDataParallel has too means the same here. There are two differences from DistributedDataParallel.
-The names of parameters do not change: state_dict() has no prefix. Only the backward pass communicates, so one rank may
-run a forward pass alone, for example to evaluate.
+follows gs.init_process_group(), under `gradsync run`, torchrun, mpiexec or srun. The backward pass of the training loop
+needs no change. An option that DistributedDataParallel has too has the same purpose here, but its default may differ.
+Two more differences matter. The names of parameters do not change: state_dict() has no prefix. The forward pass does
+not communicate, so one rank may run a forward pass alone, for example to evaluate.
 
 gradsync passes CUDA tensors to NCCL through DLPack. Nobody has run this adapter on a GPU yet.
 
 Autograd calls a hook for each parameter whose gradient it has accumulated. At the end of the pass, before
-loss.backward() returns, autograd calls a callback. After an exception autograd deletes this callback at once, without
-calling it. From this deletion the adapter knows that the pass has failed. The adapter then ends the pass on the other
-ranks, so that these ranks do not wait for this rank.
+loss.backward() returns, autograd calls a callback. After an exception autograd drops this callback without calling it.
+When Python then deletes the callback, the adapter knows that the pass has failed. The adapter then makes the pass fail
+on the other ranks too, so that these ranks do not wait for this rank.
 
 Python's garbage collector cannot follow the references from a parameter to its hooks. If an object has a reference to a
 parameter, and the parameter's hook refers back to the object, Python never collects the two. So no hook has a strong
@@ -57,17 +57,20 @@ class Synchronised(torch.nn.Module):
     """A module whose backward passes average the gradients over all ranks, as with DistributedDataParallel.
 
     Every rank must wrap a module with the same parameters and buffers. All ranks begin with the values of rank 0. From
-    then on, every backward pass that reaches a parameter of the module synchronises the gradients, even if the program
-    called the module without its wrapper. All ranks must run the same backward passes. The wrapper passes each gradient
-    to gradsync as soon as autograd has accumulated it. When backward() returns, `parameter.grad` holds the mean (with
-    op="sum", the sum). backward() raises gradsync's errors: PlanMismatch, RankFailed, CollectiveTimeout.
+    then on, every backward pass outside no_sync() that reaches a parameter of the module synchronises the gradients,
+    even if the program called the module without its wrapper; unwrap() ends this. All ranks must run the same backward
+    passes. The wrapper passes each gradient to gradsync as soon as autograd has accumulated it. When backward()
+    returns, `parameter.grad` holds the mean (with op="sum", the sum). backward() raises gradsync's errors, such as
+    PlanMismatch, RankFailed and CollectiveTimeout.
 
-    The wrapper has the same parameters, state_dict and attributes as the module, under the same names; train() sets the
-    mode of the wrapper and the module. copy.deepcopy and pickle copy only the wrapped module, without the wrapper.
+    The wrapper has the parameters and the state_dict of the module, under the same names. Attributes that the wrapper
+    does not have itself are those of the module. train() sets the mode of the wrapper and the module. copy.deepcopy and
+    pickle copy only the wrapped module, without the wrapper.
 
     Args:
-        module: the module, on the communicator's device; gradsync ignores parameters that need no gradient.
-        communicator: the communicator of the ranks; None means all ranks.
+        module: the module, on the communicator's device. gradsync copies the parameters that need no gradient from rank
+            0 at the beginning, and does not synchronise them later.
+        communicator: the communicator of the ranks; None means the world communicator.
         op: "mean" or "sum". If `parameter.grad` still holds the result of an earlier pass, this result is reduced once
             more. With "mean", the second reduction does not change the earlier result, because it is equal on all
             ranks. With "sum", prescale, postscale or clip_norm, call zero_grad() before each pass, and accumulate
@@ -80,7 +83,7 @@ class Synchronised(torch.nn.Module):
             BatchNorm, to all ranks.
         gradient_as_bucket_view: whether `parameter.grad` is a view of the bucket's memory. If autograd makes a gradient
             in other memory (after zero_grad(), which sets gradients to None), gradsync copies the gradient into its
-            bucket once.
+            bucket. With one rank, this option has no effect.
         knobs: options of AllreduceCallback: threshold_bytes, compression, nonfinite, clip_norm, prescale, and others.
 
     Attributes:
@@ -89,7 +92,7 @@ class Synchronised(torch.nn.Module):
 
     Raises:
         InvalidArgument: `module` is not a module, is or contains a Synchronised, has no parameter that needs a
-            gradient, or is not on the communicator's device.
+            gradient, or is not on the communicator's device; or an option is wrong, see AllreduceCallback.
         PlanMismatch: the ranks' modules differ. The error's text names the first parameter or buffer that differs.
         RankFailed, CollectiveTimeout, CommunicatorClosed: a collective failed.
 
@@ -142,7 +145,7 @@ class Synchronised(torch.nn.Module):
 
         Raises:
             InvalidArgument: gradients are enabled, and a parameter that needs a gradient is new, or needed none when
-                the module was wrapped.
+                the module was wrapped, or is a tensor that torch.func.functional_call has put in place of a parameter.
         """
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # torch.compile would unroll the check
             self._passes.check_parameters()
@@ -238,7 +241,7 @@ def _plain(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _parameters_to_synchronise(module: Any, communicator: Communicator) -> dict[str, torch.nn.Parameter]:
-    """Returns the parameters that need gradients, last layer first, in the order of a backward pass."""
+    """Returns the parameters that need gradients, the last one first: most backward passes have this order."""
     if not isinstance(module, torch.nn.Module):
         raise InvalidArgument(
             f"{communicator.label}: Synchronised needs a torch.nn.Module, got {type(module).__name__}"
@@ -335,7 +338,7 @@ class _BackwardPasses:
 
     def _is_under_way(self) -> bool:
         # _is_under_way is a separate method, because the traceback of an error in _hand_over contains the frame of
-        # accumulated(). Python would never delete a _Pass in a variable of that frame.
+        # accumulated(). The traceback would keep alive a _Pass in a variable of that frame.
         one = None if self._pass is None else self._pass()
         return one is not None and not one.is_over
 
@@ -459,7 +462,7 @@ class _BackwardPasses:
         The method does not pass older gradients, because an earlier synchronising pass has already reduced them.
 
         Returns:
-            For each parameter: 1 if the parameter has a gradient on this rank, otherwise 0.
+            For each parameter: 1 if it has a gradient of this pass or of the local passes before it, otherwise 0.
         """
         for name, parameter in self._parameters.items():
             if name in self._with_local_gradient and name not in self._with_gradient and parameter.grad is not None:
@@ -560,9 +563,10 @@ def _tensor_of(array: Any) -> torch.Tensor:
 def _broadcast_tensors(
     what: str, named: Iterable[tuple[str, torch.Tensor]], root: int, communicator: Communicator
 ) -> None:
-    """Copies the root's tensors in place into the tensors of all ranks, with one collective.
+    """Copies the root's tensors in place into the tensors of all ranks, as one collective.
 
-    The function marks the tensors as changed. Autograd then raises an error if a graph still needs the old values.
+    On the other ranks, the function marks the tensors as changed. Autograd then raises an error if a graph still needs
+    the old values.
 
     Raises:
         PlanMismatch: the ranks' tensors differ in names, shapes or dtypes; no data was sent.
