@@ -241,7 +241,10 @@ COLLECTIVE_TIMEOUT_SECONDS = Variable(
     "debugger.",
 )
 LOG = Variable(
-    "GRADSYNC_LOG", _log_level, None, "Level of the `gradsync` logger: debug, info, warning, error or critical."
+    "GRADSYNC_LOG",
+    _log_level,
+    None,
+    "Level of the `gradsync` logger, which then writes to standard error: debug, info, warning, error or critical.",
 )
 FLIGHT_RECORDER_ENTRIES = Variable(
     "GRADSYNC_FLIGHT_RECORDER_ENTRIES",
@@ -255,7 +258,8 @@ DUMP_DIR = Variable(
     _text,
     None,
     "Folder for dumps of the flight recorder. A rank writes a dump when one of its collectives fails, when another "
-    "rank fails or reaches its deadline in a collective, when an exception ends the rank, at Ctrl-C, and on SIGUSR2.",
+    "rank fails or reaches its deadline in a collective, when an exception ends the rank, and, if the program does not "
+    "handle these signals itself, at Ctrl-C and on SIGUSR2.",
 )
 TRACE = Variable(
     "GRADSYNC_TRACE",

@@ -167,8 +167,8 @@ def read_report(message: bytes, file: int) -> ReturnValue | ErrorReport:
         with _reading(file) as stream:
             return from_json(ErrorReport, stream.read())
     except (ValueError, OSError, MemoryError) as error:
-        # Other code has written to the pipe or the file.
-        text = f"the report of this rank cannot be read ({error}): code in the rank wrote to a descriptor of gradsync"
+        # Most likely other code has written to the pipe or the file.
+        text = f"the report of this rank cannot be read ({error}): perhaps other code wrote to a descriptor of gradsync"
         return ErrorReport(f"gradsync: {text}\n", text, is_consequence=False)
 
 
