@@ -18,7 +18,8 @@ from rendezvous_ranks import JOIN_SECONDS, SECRET, connect, connect_all, run_ran
 
 from gradsync.errors import InvalidArgument, RankFailed, RendezvousError
 from gradsync.rendezvous import server as server_module
-from gradsync.rendezvous.frames import FrameType
+from gradsync.rendezvous.connection import Connection
+from gradsync.rendezvous.frames import THE_WORLD, FrameType
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
 from gradsync.rendezvous.server import RendezvousServer
 
@@ -226,6 +227,39 @@ def test_member_that_does_not_read_is_dropped(monkeypatch) -> None:
         finally:
             for client in clients:
                 client.abandon()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_what_was_sent_before_a_connection_is_closed_arrives(reads: bool) -> None:
+    """A peer that reads gets all; a peer that reads nothing is dropped after a second."""
+    server = RendezvousServer(1, secret=SECRET)
+    server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what is accepted inherits it
+    with server:
+        client = connect(server, 0, 1)
+        client.set("big", bytes(60_000))
+        connection = client._connection
+        got, may_read = [], threading.Event()
+
+        def handle(message) -> None:
+            got.append(len(message.fields[1]))
+
+        def read() -> None:
+            may_read.wait(JOIN_SECONDS)
+            Connection._read(connection)
+
+        connection._read, connection._handle = read, handle
+        asked = 15
+        for _ in range(asked):
+            connection.post(FrameType.GET, "big", None)
+        connection.post(FrameType.LEAVE, THE_WORLD, None, 0)
+        if reads:
+            time.sleep(0.1)  # the server closes meanwhile
+            may_read.set()
+        assert server.wait_until_empty(JOIN_SECONDS)
+        may_read.set()
+        connection._thread.join(JOIN_SECONDS)
+        assert (got == [60_000] * asked) is reads
+        client.abandon()
 
 
 CHILD = """

@@ -388,7 +388,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Asks the server to write as many queued bytes as the socket takes now, and then to close the connection."""
+    """Asks the server to write the queued bytes, for at most a second, and then to close the connection."""
 
     connection: int
 

@@ -70,6 +70,7 @@ from gradsync.rendezvous.wire import (
 HANDSHAKE_SECONDS = 5.0
 MAX_UNAUTHENTICATED = 64  # in addition to one connection for each rank, because all ranks may connect at once
 MAX_OUTPUT_BYTES = 1024**2
+_CLOSING_SECONDS = 1.0  # how long the last bytes may take that are sent to a connection before it is closed
 _STOP_SECONDS = 10.0
 _ACCEPTS_AT_ONCE = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
@@ -90,7 +91,8 @@ class ServerConnection:
         number: the connection's number in the core.
         stream: the non-blocking socket.
         handshake: the state machine of this connection's handshake, not started yet.
-        deadline: the time by which the connection's first authenticated message must arrive, in monotonic seconds.
+        deadline: the time by which the connection's first authenticated message must arrive, in monotonic seconds;
+            once the core has closed the connection: the time by which its last bytes must be written.
 
     Attributes:
         is_unauthenticated: True until the first authenticated message.
@@ -228,6 +230,7 @@ class RendezvousServer:
         self._notices = _NoticeWriter()
         self._connections: dict[int, ServerConnection] = {}
         self._unauthenticated: dict[int, ServerConnection] = {}  # the oldest first, which has the earliest deadline
+        self._closing: dict[int, ServerConnection] = {}  # closed by the core, with bytes to write; the oldest first
         self._lost: deque[tuple[ServerConnection, str]] = deque()
         self._queued: deque[Event] = deque()  # results of inspections, and events from other threads
         self._accept_resumes_at: float | None = None
@@ -372,7 +375,8 @@ class RendezvousServer:
 
     def _wait_seconds(self) -> float | None:
         due = [self._core.next_deadline(), self._accept_resumes_at]
-        due += [connection.deadline for connection in islice(self._unauthenticated.values(), 1)]
+        for waiting in (self._unauthenticated, self._closing):
+            due += [connection.deadline for connection in islice(waiting.values(), 1)]
         earliest = min((time_due for time_due in due if time_due is not None), default=None)
         return None if earliest is None else max(0.0, earliest - time.monotonic())
 
@@ -391,8 +395,10 @@ class RendezvousServer:
             self._handle_event(Tick())  # this handles the queued events too
 
     def _handle_time(self, now: float) -> None:
-        while (oldest := next(iter(self._unauthenticated.values()), None)) is not None and oldest.deadline <= now:
-            self._drop(oldest, f"no handshake within {HANDSHAKE_SECONDS:g} s")
+        no_handshake = f"no handshake within {HANDSHAKE_SECONDS:g} s"
+        for waiting, cause in ((self._unauthenticated, no_handshake), (self._closing, "closed by the server")):
+            while (oldest := next(iter(waiting.values()), None)) is not None and oldest.deadline <= now:
+                self._drop(oldest, cause)
         deadline = self._core.next_deadline()
         if deadline is not None and deadline <= now:
             self._handle_event(Tick())
@@ -467,6 +473,9 @@ class RendezvousServer:
                 self._lost.append((connection, str(error)))
                 return
         wants_room = bool(connection.output)
+        if connection.is_closing and not wants_room:
+            self._lost.append((connection, "closed by the server"))
+            return
         if wants_room != connection.is_watched_for_room:
             connection.is_watched_for_room = wants_room
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wants_room else 0)
@@ -480,6 +489,7 @@ class RendezvousServer:
         if self._connections.pop(connection.number, None) is None:
             return
         self._unauthenticated.pop(connection.number, None)
+        self._closing.pop(connection.number, None)
         self._selector.unregister(connection.stream)
         connection.close()
         if not self._connections:
@@ -528,9 +538,10 @@ class RendezvousServer:
             except (ConnectionLost, ValueError) as error:  # a message that is invalid must fail only this connection
                 self._lost.append((connection, str(error)))
                 return None
-        else:  # the connection is dropped after `_perform` has written as many bytes as the socket takes
+        elif not connection.is_closing:  # `_flush` drops the connection once its last bytes are written
             connection.is_closing = True
-            self._lost.append((connection, "closed by the server"))
+            connection.deadline = time.monotonic() + _CLOSING_SECONDS
+            self._closing[connection.number] = connection
         return connection
 
     def _inspect(self, action: Inspect) -> None:
