@@ -342,6 +342,32 @@ def test_no_open_files_left_is_one_line_that_says_what_to_do(tmp_path):
     assert re.fullmatch(r"gradsync: error: rank \d cannot be started: Too many open files; .*ulimit -n.*", error)
 
 
+def test_too_few_free_files_for_the_launcher_itself_are_refused_in_the_same_words(tmp_path):
+    script = command.write_script(
+        tmp_path,
+        """
+        import os, resource, sys
+        import gradsync as gs
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+        held = [os.open(os.devnull, os.O_RDONLY)]
+        while held[-1] < 59:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+        for free in range(1, 7):
+            os.close(held.pop())
+            if free >= 3:  # with fewer, not even the pipe for signals or the server's socket can be opened
+                try:
+                    gs.launch(len, "x", 1)
+                except gs.BackendUnavailable as error:
+                    print(error)
+        """,
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4, done.stderr
+    assert all(line.startswith("rank 0 cannot be started: Too many open files; ") for line in lines)
+
+
 def test_what_ranks_find_that_nobody_has_set_is_told_once_on_request(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     script = command.write_script(tmp_path, "import os; print(os.environ['OPENBLAS_NUM_THREADS'])")

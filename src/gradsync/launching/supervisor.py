@@ -166,34 +166,34 @@ class Supervisor:
         check_variables()
         job = self._job
         raise_limit(_FILES_OF_A_RANK * job.n_ranks)
-        # The server's socket is bound now, so that ranks can start before the server does.
         endpoint, listener = job.endpoint, job.listener
-        if endpoint is None:
-            listener = self._stack.enter_context(bind_listener("127.0.0.1", job.rendezvous_port))
-            # Ranks of an earlier start cannot join, because they do not know this secret.
-            endpoint = Endpoint(format_address(listener), os.urandom(32))
-        port = job.master_port or self._stack.enter_context(reserved_port())
-        environs = [rank_environment(job, i, endpoint, port, self._restart) for i in range(job.n_ranks)]
-        self._memory = OomWatch()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._signals.descriptor, selectors.EVENT_READ)
-        if self._make_output is not None:
-            self._output = self._make_output(job, self._restart)
-            self._stack.callback(self._output.finish, _LAST_OUTPUT_SECONDS)
-        self._stack.callback(self._end_watching)
-        with (
-            start_record(job.target, endpoint.secret, shows_lines=self._output is not None) as record,
-            open(os.devnull, "rb") as null,
-        ):
-            for local_rank, environ in enumerate(environs):
-                rank = RankProcess(job.rank_start + local_rank)
-                try:
+        try:
+            # The server's socket is bound now, so that ranks can start before the server does.
+            if endpoint is None:
+                listener = self._stack.enter_context(bind_listener("127.0.0.1", job.rendezvous_port))
+                # Ranks of an earlier start cannot join, because they do not know this secret.
+                endpoint = Endpoint(format_address(listener), os.urandom(32))
+            port = job.master_port or self._stack.enter_context(reserved_port())
+            environs = [rank_environment(job, i, endpoint, port, self._restart) for i in range(job.n_ranks)]
+            self._memory = OomWatch()
+            self._selector = selectors.DefaultSelector()
+            self._selector.register(self._signals.descriptor, selectors.EVENT_READ)
+            if self._make_output is not None:
+                self._output = self._make_output(job, self._restart)
+                self._stack.callback(self._output.finish, _LAST_OUTPUT_SECONDS)
+            self._stack.callback(self._end_watching)
+            with (
+                start_record(job.target, endpoint.secret, shows_lines=self._output is not None) as record,
+                open(os.devnull, "rb") as null,
+            ):
+                for local_rank, environ in enumerate(environs):
+                    rank = RankProcess(job.rank_start + local_rank)
                     self._start_rank(rank, record, environ, 0 if rank.rank == job.stdin_rank else null.fileno())
-                except OSError as error:
-                    raise BackendUnavailable(_refusal(rank.rank, error)) from error
-                self._watch(rank)
-                if self._is_asked_to_end():
-                    break
+                    self._watch(rank)
+                    if self._is_asked_to_end():
+                        break
+        except OSError as error:
+            raise BackendUnavailable(_refusal(job.rank_start + len(self.ranks), error)) from error
         # The server starts after the ranks: their interpreters start meanwhile, and a fork would copy the locks of the
         # server's threads. A connection that comes before the server runs waits in the listener's backlog.
         if listener is not None:
