@@ -2,7 +2,7 @@
 
 Programs use this class directly. The callback passes each gradient to step.py, which remembers the last step. plan.py
 decides which buckets the gradient completes. reducer.py reduces these buckets immediately; the flush reduces the other
-buckets. For each bucket, and for the flush, the ranks check that all of them do the same.
+buckets. For each bucket, and for the flush, the ranks compare digests of what they will do (see agreements.py).
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class AllreduceCallback:
             starts communication early. None means `threshold_bytes`.
         parameters: the parameters that have a gradient in each step: a mapping of names to arrays or to (shape, dtype).
             If the program hands over gradients with arrays as `param`, the option is a list of these arrays. With this
-            option, the gradients may arrive in any order, and a different order on each rank; all ranks reduce the same
-            buckets in the same order. If you pass arrays, pass the parameters themselves, because the ranks compare the
-            arrays' bytes once, before the first step (in a fraction of a second for 100 MB). If the bytes differ, rank
-            0 logs a warning that names the first array that differs. Without the parameters themselves, pass (shape,
-            dtype).
+            option, the gradients may arrive in any order, and in a different order on each rank; all ranks reduce the
+            same buckets in the same order. If you pass arrays, pass the parameters themselves, because the ranks
+            compare the arrays' bytes once, before the first step (in a fraction of a second for 100 MB). If the bytes
+            differ, rank 0 logs a warning that names the first array that differs. If you do not have the parameters as
+            arrays, pass (shape, dtype) instead.
         missing: the action of flush() if one of the `parameters` has no gradient. "error": flush() raises on all ranks,
             unless the step has no gradient at all. "zero": flush() reduces zeros for the parameter, and puts the result
             into `filled`.
@@ -185,7 +185,7 @@ class AllreduceCallback:
         self.statistics = self._step.reducer.statistics
         watch(self, self._step)
         if parameters is not None and (group is not None or world.current is not None):
-            self._step.begin_with(self._communicator())  # wrong parameters raise here, not at the first gradient
+            self._step.begin_with(self._communicator())  # so that wrong parameters raise an error here already
 
     @property
     def threshold_bytes(self) -> int:

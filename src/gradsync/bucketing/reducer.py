@@ -59,7 +59,7 @@ class Statistics:
 
 @dataclass(slots=True, eq=False)
 class Reduction:
-    """The reduction of one bucket, with its arrays. The next step uses this object again if the same arrays arrive.
+    """The reduction of one bucket, with its arrays. The next step may use this object again; see Reducer.reduce.
 
     Attributes:
         bucket: the bucket that is reduced.

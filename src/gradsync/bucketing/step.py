@@ -113,7 +113,7 @@ class Step:
         # last step, _seen has weak references: if such an array arrives in this step too, its entry is kept.
         self._entries: dict[int, GradientEntry] = {}
         self._seen: dict[int, weakref.ref[Any]] = {}
-        # The rest of the attributes belong to the current step.
+        # The next attributes, up to `_has_ended`, belong to the current step.
         self._new: list[GradientEntry] = []  # the gradients that did not use an entry again
         # While _new is empty, the gradients are the same arrays as in the last step, which were checked for shared
         # memory. From the first new gradient on, all gradients of the step are checked again.
