@@ -628,7 +628,8 @@ class _Link:
     def wait_for_ends(self, outcome: Outcome) -> Cause | None:
         """Waits until the ranks of all machines have ended, and their output is shown.
 
-        Without a failure the wait has no limit: heartbeats detect a launcher that is gone.
+        After a failure or a signal on any machine, the wait takes at most `limit_seconds`. Otherwise it has no limit:
+        heartbeats detect a launcher that is gone.
 
         Args:
             outcome: how the ranks of this machine ended.

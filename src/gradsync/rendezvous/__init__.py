@@ -10,17 +10,18 @@ The rest of gradsync imports only these names:
 - `server.RendezvousServer`: `start`, `serve_forever`, `stop`, `wait_until_empty`, `abandon`; a launcher reports the
   start and end of its processes with `note_start` and `note_end`. Launchers, and ranks that host the server, use this
   class.
-- `frames.Decision`, `LaunchedEvent`, `event_key`: for NCCL communicators, which agree on their next collective over
-  the rendezvous. `OF_MESSAGES` marks a wait in a send or receive. The constants `MAX_...` limit the length of values,
-  reports and descriptions.
-- `sockets.bind_listener`, `format_address`, `look_up`, `raise_limit`: for launchers.
+- `frames.Decision`, `LaunchedEvent`, `event_key`, `event_prefix`: for NCCL communicators, which agree on their next
+  collective over the rendezvous. `OF_MESSAGES` marks a wait in a send or receive. The constants `MAX_...` limit the
+  length of values, reports and descriptions; `clip_text` shortens texts to such a length.
+- `sockets.bind_listener`, `format_address`, `is_loopback`, `look_up`, `raise_limit`, `ConnectionLost`: for launchers.
 - `hosting.join`: decides which process hosts the server and at which address, hosts the server if this process is the
-  host, joins, and returns this rank's client.
+  host, joins, and returns this rank's client. `is_sent_over_mpi` says whether `join` needs a `Share` function. The
+  process group keeps a `JoinedRendezvous` for the next `join`.
 - `secret_files`: how processes of one machine find a server and its secret.
 
 A generation is a set of ranks that have joined together. A generation forms when all launched ranks have joined. At the
-first failure every rank gets the same error, at once and at every later call. The server removes the keys and exchanges
-of a generation when all its connections have ended.
+first failure every rank of the generation gets the same error, at once and at every later call that waits for an
+answer. The server removes the keys and exchanges of a generation when all its connections have ended.
 
 The modules from the bottom up:
 

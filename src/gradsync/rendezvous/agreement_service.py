@@ -1,9 +1,10 @@
 """Agreement of a group's members on their next collective; NCCL communicators use this service.
 
 NCCL cannot carry a digest of the collective, so its communicators ask the rendezvous server. Each communicator is a
-group that numbers its collectives: position 0, 1, 2, ... If the common history predicts a rank's next collective, the
-rank launches this collective without asking. Otherwise the rank asks the server whether all members run the same
-collective: the rank sends the digest of its collective, and waits for the decision.
+group that numbers its collectives: position 0, 1, 2, ... Two ranks that exchange messages are a group too, for each
+direction. If the common history predicts a rank's next collective, the rank launches this collective without asking,
+except in debug mode. Otherwise the rank asks the server whether all members run the same collective: the rank sends the
+digest of its collective, and waits for the decision.
 
 This module is part of the server's core, without I/O. The server decides on a position at the latest when every member
 has reported the digest of its collective there. A member reports the digest in its own question or, if it has already

@@ -390,8 +390,8 @@ class RendezvousClient:
     def announce_left(self, name: str, position: int) -> None:
         """Reports that this rank has left a communicator after `position` collectives; never waits and never raises.
 
-        Once every member has called `announce_left`, the server removes the keys and agreements whose name is `name`
-        or begins with "name/".
+        Once every member has called `announce_left` or left the world, the server removes the keys and agreements whose
+        name is `name` or begins with "name/".
         """
         with contextlib.suppress(ValueError):
             self._post(FrameType.LEAVE, self._scoped(name), self._members, operator.index(position))
@@ -399,7 +399,7 @@ class RendezvousClient:
     def left_ranks(self, name: str) -> dict[int, int]:
         """Returns the members that have called `announce_left` with this name: their world ranks, and their positions.
 
-        The result is empty once all members have called `announce_left`.
+        The result is empty once every member has called `announce_left` or left the world.
         """
         numbers = self._ask_at_once(f"left_ranks {name!r}", FrameType.LEFT_RANKS, self._scoped(name), self._members)
         return dict(zip(numbers[::2], numbers[1::2], strict=True))

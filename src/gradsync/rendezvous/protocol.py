@@ -79,7 +79,7 @@ class Generation:
         return self.roster.missing_ranks()
 
     def rank_left(self, rank: int) -> list[Send]:
-        """Fails the waits that need a rank that has left, and removes the groups whose last member it was."""
+        """Fails the waits that need a rank that has left the world; removes the groups that all members have left."""
         self.departures.rank_left(rank)
         return [*self.exchanges.rank_left(rank), *self.agreements.rank_left(rank), *self.keys.rank_left()]
 

@@ -354,7 +354,7 @@ class Departures:
         self._remove_if_empty(name, members)
 
     def rank_left(self, rank: int) -> None:
-        """Removes the groups of a rank that has left the world, if it was their last member."""
+        """Removes the groups that all members have left, now that this rank has left the world."""
         for name, members in [group for group in self._left if rank in group[1]]:
             self._remove_if_empty(name, members)
 
