@@ -300,7 +300,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     "--state-dir",
     metavar="DIR",
     help=f"Directory for the ranks' checkpoints; ranks find it in {STATE_DIR}.  "
-    "[default: a temporary directory, with --max-restarts]",
+    "[default: with --max-restarts, a temporary directory, which gradsync removes at the end]",
 )
 @click.option(
     "--log-dir",
@@ -436,7 +436,7 @@ def trace(dumps: tuple[str, ...], out: str | None) -> None:
     short_help="Shows which backends work on this machine, and how to repair the others.",
     epilog="""\b
 Exit codes:
-  0   no check reports "broken", and a backend for several ranks works (with --backend: the named backend works)
+  0   no check reports "broken", and a trial of shm, mpi or nccl succeeds (with --backend: the trial of this backend)
   1   otherwise
   2   the command line is wrong
 
