@@ -396,7 +396,7 @@ class Step:
         return grad, native, known
 
     def _destination(self, grad: Any, native: Array, position: int, communicator: Communicator) -> Destination:
-        """Decides where the reduced values go. If gradients live in buckets, copies the gradient into its bucket."""
+        """Decides where the reduced values go. If gradients live in buckets, copies a gradient from outside them."""
         if self.memory is None:
             return destination(grad, native, communicator)
         view = self.memory.views[position]

@@ -49,8 +49,9 @@ def report_dumps(paths: Sequence[str], out: str | None) -> int:
 def report(dumps: Sequence[Dump], earlier: Sequence[Dump] = ()) -> list[str]:
     """Returns the lines of the report.
 
-    The first lines describe exceptions, differences between ranks, ranks that wait in a circle, and late ranks. The
-    next lines describe each group and each rank.
+    The first lines describe exceptions, differences between ranks, ranks that wait in a circle, and late ranks. If
+    there is no exception, difference or circle, lines on the time of a traced run follow. The last lines describe each
+    group, each rank and the dumps that are left out.
 
     Args:
         dumps: one dump of each rank.
