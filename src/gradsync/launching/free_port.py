@@ -28,9 +28,9 @@ def free_port() -> int:
 
     No socket is bound to the port, so every kind of server can bind the port, with or without SO_REUSEADDR. The port is
     outside the range from which the kernel takes ports for servers that bind port 0 and for outgoing connections. So
-    the port stays free until the caller's server binds it, unless another program asks for this port number. If fewer
-    than 1,000 ports are above or below that range, the port is inside the range: then another program can get the port
-    before the caller's server. A process reserves its 64 newest ports: while the process lives, no other call of
+    the port stays free until the caller's server binds it, unless another program asks for this port number. If that
+    range leaves fewer than 1,000 ports on each side, the port is inside the range. Then another program can get the
+    port before the caller's server. A process reserves its 64 newest ports: while the process lives, no other call of
     `free_port` on this machine, or in this container, returns one of them.
 
     Raises:

@@ -1,9 +1,9 @@
 """The address and secret of the rendezvous server for `gs.launcher`, which this launcher or another launcher hosts.
 
 Several launchers need a common secret, from GRADSYNC_SECRET_FILE or GRADSYNC_SECRET on every node. On loopback neither
-variable needs to be set: the first launcher makes a secret and writes it to a file of mode 0600 in the user's runtime
-directory, where the ranks of the other launchers find it. If gradsync did not launch the ranks, rank 0 makes and writes
-the secret (`rendezvous/hosting.py`).
+variable needs to be set. The first launcher then writes a new secret to a file of mode 0600 in the user's runtime
+directory, and the ranks of the other launchers read this file. If gradsync did not launch the ranks, rank 0 makes and
+writes the secret (`rendezvous/hosting.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def launcher_endpoint(
     """Yields the endpoint of the rendezvous server for a call of `launcher`, and its socket if this process hosts it.
 
     The endpoint and the socket are None if this call starts all ranks and `host` is loopback: the supervisor then makes
-    an endpoint. If `host` is loopback and the user has set no secret, the first launcher makes a secret, and the other
+    an endpoint. If `host` is loopback and the user has set no secret, the first launcher makes the secret. The other
     launchers get an endpoint with the secret b"". Their ranks read the secret from the first launcher's file, like
     ranks without a launcher (`rendezvous/hosting.py`).
 

@@ -276,8 +276,9 @@ def choose_gpus(
         The value of CUDA_VISIBLE_DEVICES for each rank, in the order of the ranks.
 
     Raises:
-        InvalidArgument: there are too many GPUs for the ranks, or too few without `allow_shared`; or an entry does not
-            name a GPU, names a GPU twice, or names a GPU that does not exist or is not visible to this process.
+        InvalidArgument: there are too many GPUs for the ranks, or too few without `allow_shared`. Or an entry does not
+            name a GPU, or names a GPU that an earlier entry names, that does not exist, or that this process may not
+            use.
     """
     names = parse_gpus(gpus)
     if len(names) > n_ranks or (len(names) < n_ranks and not allow_shared):

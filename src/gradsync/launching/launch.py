@@ -227,8 +227,8 @@ def function_target(
             function pickles the call.
 
     Raises:
-        InvalidArgument: `function` is not callable, the arguments are not a sequence, the function or an argument
-            cannot be pickled, this process is itself a rank, or the start method is "fork" and this process has
+        InvalidArgument: `function` is not callable; the arguments are not a sequence; the function or an argument
+            cannot be pickled; this process is itself a rank; or the start method is "fork" and this process has
             initialised CUDA.
     """
     if not callable(function):

@@ -82,8 +82,9 @@ def launcher(
     Args:
         func: the function to decorate. Lambdas, closures and functions of a notebook need cloudpickle, or the start
             method "fork".
-        n_gpus: the number of processes on this machine; by default one per visible GPU, or one per usable core if there
-            is no GPU or `device_type` is "cpu", and at most `world_size` - `rank_start`.
+        n_gpus: the number of processes on this machine; by default one per visible GPU. If there is no GPU, or
+            `device_type` is "cpu", the default is one per usable core. The default is at most `world_size` -
+            `rank_start`.
         world_size: the number of ranks in the run; by default `n_gpus`.
         rank_start: the rank of this machine's first process.
         master_ip: the address or name of the machine with rank_start 0; "localhost" is loopback.

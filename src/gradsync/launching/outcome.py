@@ -132,8 +132,8 @@ class Outcome(NamedTuple):
     def exit_code(self) -> int:
         """The launcher's exit code.
 
-        128 + n if signal n came to the launcher or killed the root cause; otherwise the root cause's exit code; 1 if
-        gradsync could not kill the root cause; 0 without a failure.
+        0 without a failure. 128 + n if signal n came to the launcher or killed the root cause. 1 if gradsync could not
+        kill the root cause. Otherwise the root cause's exit code.
         """
         if self.signal_number is not None:
             return 128 + self.signal_number

@@ -2,9 +2,9 @@
 
 If only the return value of a rank cannot be sent, the supervisor lets the other ranks finish.
 
-`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` use the supervisor. The supervisor's loop waits until a rank
-ends (the rank's guard reports this), a rank sends its report, a signal to the launcher arrives, or the time has come to
-send the next signal to ranks that must end. The loop does not poll.
+`gradsync run`, `gs.launch`, `gs.launcher` and `gs.spawn` use the supervisor. The supervisor's loop waits for one of
+these events: a rank ends (its guard reports this); a rank sends its report; a signal to the launcher arrives; it is
+time to send the next signal to ranks that must end. The loop does not poll.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def supervise(
     """Runs a job until all its ranks have ended; restarts all ranks after a failure, as often as the job allows.
 
     The function hosts the rendezvous server of the run, unless the job has an endpoint without a listener. If the main
-    thread calls the function, SIGINT, SIGTERM and SIGHUP end the job: the function forwards the first of these signals
-    to the ranks, and the outcome has the number of this signal.
+    thread calls the function, SIGINT, SIGTERM and SIGHUP end the job. The function forwards the first of these signals
+    to the ranks, and the outcome has its number.
 
     Args:
         job: the job.

@@ -10,17 +10,17 @@ and frames, and return bytes.
     PROOF     MAC: the client's proof ->
     JOIN and all later messages, with the session keys, in both directions
 
-The server gives its proof first. So a client sends no proof to a server that does not know the secret, and a client
-whose own secret is wrong learns this from the server's proof. Each proof covers the headers and bodies of all frames so
-far and the label of its direction, so no frame can be reflected, replayed or spliced. Bodies have a fixed binary
-layout: no decoder runs before authentication. The client refuses a server of another protocol version, so all later
-frames have the same format.
+The server gives its proof first. So a client sends no proof to a server that does not know the secret. A client whose
+own secret is wrong learns this from the server's proof. Each proof covers the headers and bodies of all frames so far
+and the label of its direction, so no frame can be reflected, replayed or spliced. Bodies have a fixed binary layout: no
+decoder runs before authentication. The client refuses a server of another protocol version, so all later frames have
+the same format.
 
 The first 8 bytes of the client's nonce are the number of the generation to join. Both nonces go into the keys of the
 session, so the keys are valid for one connection only. JOIN contains the number of the generation too. The server
 refuses a JOIN whose number differs from the number in HELLO.
 
-The CHALLENGE identifies the server's process (a digest of its machine's identity, and its pid), so that a client on the
+The CHALLENGE identifies the server's process by a digest of its machine's identity and by its pid. So a client on the
 same machine can check whether a silent server is paused (SIGSTOP).
 
 Source: the mutual challenge and response of ISO/IEC 9798-4 (three passes), with HMAC-SHA256.

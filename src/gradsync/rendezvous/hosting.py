@@ -10,7 +10,7 @@
 | srun, on several machines | rank 0, at the step's first host; port by the step's number | GRADSYNC_SECRET_FILE |
 | mpiexec or srun, with mpi4py | rank 0, at a free port; it sends the address over MPI | sent over MPI |
 
-Rank 0 makes its file in the user's runtime directory (`secret_files.py`), and removes the file when all ranks have
+Rank 0 makes its file in the user's runtime directory (`secret_files.py`). It removes the file when all ranks have
 joined, because a rank of the next run must not find it. The two rows before the last row apply unless MASTER_ADDR and
 MASTER_PORT are both set. The last row applies if the user has given no address, and either the backend is "mpi" or no
 other row gives an address and a secret.

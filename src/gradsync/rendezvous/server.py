@@ -2,8 +2,8 @@
 
 gradsync's launcher runs the server in its own process, `gradsync serve` runs it alone, and otherwise rank 0 hosts it.
 The server binds its port when it is made, then serves in a background thread or in the calling thread, and never
-blocks on one peer. The number, lifetime and buffers of connections that have not authenticated yet are limited, so that
-these connections cannot use up the memory and files of the server.
+blocks on one peer. The server limits the number, lifetime and buffers of connections that have not authenticated yet.
+So these connections cannot use up its memory and its open files.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def start_guard(rank: int, launcher_pid: int, descriptors: GuardDescriptors, *ot
     status, command, report, result_file = descriptors
     libc = ctypes.CDLL(None)
     guard_pid = os.getpid()
-    # The user's handler of SIGCHLD is for the rank only: a handler that waits for children, or an ignored SIGCHLD,
-    # would hide the end of a short-lived rank from the guard, until `run` has set the guard's own handler.
+    # The user's handler of SIGCHLD is for the rank only. If the handler waits for children, or SIGCHLD is ignored, the
+    # guard would not see the end of a rank that ends before `run` sets the guard's own handler.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     of_program = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # before the rank can leave a child behind
