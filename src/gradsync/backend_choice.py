@@ -259,7 +259,8 @@ def connect(backend: str, client: RendezvousClient | None, settings: WorldSettin
         group: the communicator's name, unique since the last init_process_group().
 
     Raises:
-        BackendUnavailable, NcclError, RendezvousTimeout, RankFailed: the ranks could not connect.
+        BackendUnavailable, NcclError, MpiError, RendezvousTimeout, CollectiveTimeout, RankFailed: the ranks could not
+            connect.
     """
     communicator = Communicator(load(backend).connect(client, settings, group))
     if settings.debug:

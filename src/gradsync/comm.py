@@ -61,7 +61,7 @@ def create_local_process_group(num_workers_per_machine: int) -> None:
     """Makes a group of the ranks on each machine. Every rank must call this function, with the same number.
 
     The ranks of a machine must be consecutive: the ranks 0 to n - 1 on the first machine, the next n ranks on the
-    second machine, and so on. A second call with the same number does nothing.
+    second machine, and so on. A later call with the same number does nothing.
 
     Args:
         num_workers_per_machine: the number of ranks on each machine, n. The world size must be a multiple of n.
@@ -155,7 +155,7 @@ def gather(data: Any, dst: int = 0, group: Communicator | None = None) -> list[A
         group: the communicator of the ranks; None means the world communicator.
 
     Raises:
-        InvalidArgument: there is no rank `dst`, or one of the reasons of all_gather applies.
+        InvalidArgument: there is no rank `dst`, or for the reasons that all_gather names.
         PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
     """
     communicator = _ranks_of(group, "gather")

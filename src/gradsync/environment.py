@@ -126,7 +126,7 @@ class Variable(str, Generic[T]):
     """An environment variable of gradsync: a str with the name, and a parser for the value.
 
     Attributes:
-        default: the value if the variable is not set.
+        default: the value if the variable is not set or is empty.
         help: the variable's description, as in docs/environment.md.
     """
 

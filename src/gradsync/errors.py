@@ -84,7 +84,7 @@ class PlanMismatch(GradsyncError, RuntimeError):
     gs.check_consistency() also raises this error, for arrays that differ. Every rank of the collective, or of the
     message, raises this error. gradsync has moved no data of this collective, and the communicator stays usable. NCCL
     is an exception: if ranks repeat a sequence of collectives, and then one rank calls a different collective, the
-    ranks may detect the mismatch too late. After such a mismatch the communicator is broken.
+    ranks may detect the mismatch only after data has moved. Then the communicator is broken.
 
     Attributes:
         index: the position in its step, from 0, of the event in which the ranks differ. An event is a bucket or the end
@@ -124,12 +124,12 @@ class CollectiveTimeout(GradsyncError, TimeoutError):
 class RankFailed(GradsyncError, RuntimeError):
     """A rank died, stopped responding, raised an exception, or left the process group while other ranks needed it.
 
-    This error also reports that a rank closed or aborted the communicator while other ranks needed this rank.
+    This error also reports that a rank closed or aborted the communicator while other ranks still used it.
 
     Attributes:
         rank: the rank that failed; None if the number of the failed rank is not known.
         phase: the phase of the failed rank: "joining" until all ranks have joined, then "running", and "left" after the
-            rank has left. The phase is "collective" if a rank closed or aborted the communicator, or if this rank
+            rank has left. The phase is "collective" if a rank closed or aborted the communicator, or if gradsync
             detected the failure through shared memory. The phase is "function" in an error that gs.spawn or
             gs.launcher raises in the launching process.
         exit_code: the failed rank's exit code, -n if signal n killed the rank; None if the exit code is not known. Only

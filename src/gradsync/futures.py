@@ -57,7 +57,7 @@ class Completion(Protocol):
         """
 
     def before_done(self, function: Callable[[], None]) -> None:
-        """Calls function() once the collective has ended, before done() returns True.
+        """Calls function() when the collective has ended, and before done() returns True.
 
         The function may run on any thread. If the collective is done already, before_done() calls the function
         immediately. If the function raises an exception, the collective fails with this exception.
@@ -147,7 +147,7 @@ class CollectiveEnd:
     """The object for which the futures of a collective wait; it holds the collective's result or error.
 
     Args:
-        timeout_seconds: how long a future waits for a collective that has not begun, if its caller passes no timeout;
+        timeout_seconds: how long a future waits for a collective that has not begun, if the program passes no timeout;
             None means no limit. A collective that has begun has its own deadline.
 
     Attributes:
@@ -407,8 +407,8 @@ class CollectiveFuture:
 
         If the future is done already, add_done_callback() calls the function immediately, in the calling thread.
         Otherwise the thread that completes the future calls the function: on the CPU the thread that ran the
-        collective, on a GPU one of the communicator's threads. gradsync logs an exception of the function, and does not
-        raise it, except SystemExit and KeyboardInterrupt. The function must not call collectives on any backend, and
+        collective, on a GPU one of the communicator's threads. gradsync logs the exceptions of the function, and raises
+        only SystemExit and KeyboardInterrupt. The function must not call collectives on any backend, and
         must not hand over gradients. A collective or hand-over within the function raises InvalidArgument, and this
         rank's next flush(), result() or collective raises this error again. If the host would have to wait for a future
         within the function, the call that needs the future raises FutureNotReady.
@@ -482,7 +482,7 @@ class CollectiveFuture:
 
 
 class GradientFuture(CollectiveFuture):
-    """The future of a gradient, made by AllreduceCallback: it gives the reduced gradient once its bucket is reduced.
+    """The future of a gradient, made by AllreduceCallback: it gives the gradient after the reduction of its bucket.
 
     Until the future is done, the gradient belongs to gradsync: do not write to it. The result is the array that the
     program handed over, with the reduced values. If this array is read-only or its elements share memory, or if the
@@ -545,7 +545,7 @@ class GradientFuture(CollectiveFuture):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the reduced gradient; raises FutureNotReady before the launch, and an error of the launch."""
+        """The shape of the reduced gradient; before the launch, raises FutureNotReady."""
         return tuple(self._ready_value("shape").shape)
 
     @property

@@ -157,7 +157,7 @@ class _LowRankState:
 class PowerSGDHook:
     """PowerSGD: treats a bucket as a square matrix M, and sends two factors of M, P and Q, with `rank` columns each.
 
-    M has the sums of the gradients and the stored compression errors. Each step does one power iteration, which moves
+    M is the sum of the bucket and the stored compression error. Each step does one power iteration, which moves
     the factors of the last step towards the largest singular vectors of M. The hook averages P = M Q over the ranks,
     and makes the columns of P orthonormal. Then the hook averages Q = M^T P. The result is P Q^T. Every rank gets the
     same bits if all ranks have the same processor and libraries. For a bucket of n elements, the hook sends about

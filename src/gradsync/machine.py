@@ -40,8 +40,8 @@ class ProcessStat(NamedTuple):
     """A process's entry in /proc.
 
     Attributes:
-        state: the state of the process as one letter: "R" for running, "S" for sleeping, "T" for stopped, "Z" for
-            a process that has ended and whose parent has not waited for it.
+        state: the state of the process as one letter, for example "R" for running, "S" for sleeping, "T" for stopped,
+            and "Z" for a process that has ended and whose parent has not waited for it.
         parent: the pid of the process's parent; 0 if the parent is not in this pid namespace.
         start_time: the start of the process, in clock ticks since the boot. Two processes that had the same pid one
             after the other have different start times.
@@ -74,7 +74,7 @@ def boot_id() -> str:
 def machine_identity() -> str:
     """Returns a text that is the same for all processes in one pid namespace of this machine; "" if unknown.
 
-    A container has the boot id of its host, but its own pids, so the text includes the pid namespace.
+    A container has the boot id of its host, but may have its own pids, so the text includes the pid namespace.
     """
     boot = boot_id()
     try:
@@ -86,9 +86,8 @@ def machine_identity() -> str:
 class Latch:
     """A flag for which threads can wait. Any thread can set or clear the flag.
 
-    gradsync uses a Latch instead of threading.Event if a signal handler may interrupt the wait, and another thread sets
-    the flag. If Ctrl-C arrives as the wait for an Event begins, the inner lock of the Event may stay held. Then the
-    thread that sets the Event would wait for ever. In a Latch, each wait has its own lock.
+    Setting a Latch never waits. The thread that sets a threading.Event may wait for ever: if Ctrl-C arrives as a wait
+    for the Event begins, the inner lock of the Event may stay held. In a Latch, each wait has its own lock.
     """
 
     def __init__(self, *, is_set: bool = False) -> None:

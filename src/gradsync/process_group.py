@@ -107,7 +107,8 @@ def init_process_group(
     """Joins the other ranks and makes the world's communicator. Every rank must call this function.
 
     The result can be used in a `with` statement. The end of the `with` block destroys the process group. If an
-    exception except PlanMismatch leaves the block, gradsync reports it to the other ranks, which then fail too.
+    exception leaves the block, gradsync reports it to the other ranks, which then fail too. gradsync does not report
+    PlanMismatch, because the other ranks raise this error themselves.
 
     Args:
         backend: "auto", "nccl", "shm", "mpi" or "local". "auto" means "nccl" if each rank has a GPU. Otherwise "auto"
@@ -116,8 +117,8 @@ def init_process_group(
             gs.override_backend(name), "auto" means the backend `name`; elsewhere, "auto" means the value of
             GRADSYNC_BACKEND, if this variable is set.
         rank: this process's rank, 0 to world_size - 1. If rank and world_size are None, gradsync reads both from the
-            environment. If no variable suggests a launcher, the backend is "auto" and `address` is None, this process
-            is a world of one rank, and gradsync logs a warning.
+            environment. If no variable suggests a launcher, `address` is None and the backend is "auto", then gradsync
+            makes a world of one rank, and logs a warning.
         world_size: the number of ranks.
         address: the address, as host:port, at which rank 0 hosts the rendezvous server. If None, gradsync takes the
             address from the environment variables, or from MPI.
@@ -138,7 +139,7 @@ def init_process_group(
 
     Raises:
         InvalidArgument: the process group is initialised already, no rank is known, an argument or variable is invalid,
-            or the ranks ask for different backends, or only some of them for the debug mode.
+            the ranks ask for different backends, or only some ranks ask for the debug mode.
         TypeError: an argument has an unknown name.
         BackendUnavailable: the backend cannot connect these ranks; the error message says why.
         AuthenticationError, RendezvousTimeout, RendezvousError, RankFailed: the ranks could not join.
@@ -199,8 +200,8 @@ def init_process_group(
 def destroy_process_group() -> None:
     """Leaves the process group, and closes all its groups. A second call does nothing.
 
-    A later init_process_group() makes a new process group. A rank that hosts the rendezvous server hosts it until its
-    process ends.
+    A later init_process_group() makes a new process group. A rank that hosts the rendezvous server hosts this server
+    until the process of the rank ends.
 
     Raises:
         InvalidArgument: some gradients were never reduced, because the program did not end the backward pass with
@@ -288,8 +289,8 @@ def synchronized(func: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     """Decorates a function so that ranks wait for each other after each call, for example after a download of data.
 
     Every rank must call the decorated function. With one rank, or without a process group, there is no barrier. If the
-    function raises an exception, this rank does not wait. The other ranks wait until this rank leaves the process
-    group, or calls a different collective: then they get an error.
+    function raises an exception, this rank does not wait. The other ranks wait until their deadline, or until this rank
+    leaves the process group or calls a different collective. Then they raise an error.
 
     Args:
         func: the function to decorate.

@@ -40,10 +40,10 @@ def average_gradients(tree: Tree, *, op: str = "mean", communicator: Communicato
 
     Every rank must call this function, with a pytree that has the same paths, and leaves of the same shapes and dtypes.
     Inside jax.jit, gradsync averages the gradients each time the compiled function runs, not when JAX traces it. All
-    ranks must then run the same compiled functions. A compiled function with several calls of average_gradients() runs
-    these calls in the order in which JAX traced them. Inside jax.jit, a failure raises an error of JAX that contains
-    gradsync's text. A compiled function runs in parallel with your program: wait for its results
-    (jax.block_until_ready) before you call another collective.
+    ranks must run the same compiled functions in the same order. A compiled function with several calls of
+    average_gradients() runs these calls in the order in which JAX traced them. Inside jax.jit, a failure raises an
+    error of JAX that contains gradsync's text. A compiled function runs in parallel with your program: wait for its
+    results (jax.block_until_ready) before you call another collective.
 
     Args:
         tree: any pytree of arrays or numbers; None is not a leaf.

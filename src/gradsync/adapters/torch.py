@@ -2,10 +2,11 @@
 
     model = Synchronised(model)
 
-follows gs.init_process_group(), under `gradsync run`, torchrun, mpiexec or srun. The backward pass of the training loop
-needs no change. An option that DistributedDataParallel has too has the same purpose here, but its default may differ.
-Two more differences matter. The names of parameters do not change: state_dict() has no prefix. The forward pass does
-not communicate, so one rank may run a forward pass alone, for example to evaluate.
+Write this line after gs.init_process_group(), in a script that `gradsync run`, torchrun, mpiexec or srun starts. The
+forward and backward passes of the training loop need no change. An option that DistributedDataParallel has too has the
+same purpose here, but its default may differ. There are two more differences from DistributedDataParallel. The names of
+parameters do not change: state_dict() has no prefix. The forward pass does not communicate, so one rank may run a
+forward pass alone, for example to evaluate.
 
 gradsync passes CUDA tensors to NCCL through DLPack. Nobody has run this adapter on a GPU yet.
 
@@ -500,7 +501,7 @@ def _remove_all(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
 
 
 class _Pass:
-    """One backward pass. Autograd calls this object at the end of the pass, or deletes it if the pass fails."""
+    """One backward pass. Autograd calls this object at the end of the pass, or drops it if the pass fails."""
 
     def __init__(self, passes: _BackwardPasses) -> None:
         self._passes: _BackwardPasses | None = passes
