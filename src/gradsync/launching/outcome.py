@@ -299,7 +299,7 @@ def kind_of_memory(summary: str) -> str | None:
     """Returns the kind of memory that ran out, according to an exception.
 
     Args:
-        summary: the last line of the exception's traceback: its type, with or without the module, and its message.
+        summary: the exception's type, with or without the module, and the first line of its message.
 
     Returns:
         "host memory", "GPU memory", or None if the exception does not mean lack of memory.

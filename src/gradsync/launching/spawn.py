@@ -423,7 +423,7 @@ class SpawnedProcess:
         self._rank.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process; its guard then kills all processes that it has started."""
+        """Sends SIGKILL to the process; the guard then kills all processes that this process has started."""
         self._rank.send_signal(signal.SIGKILL)
 
     def update(self, *, has_ended: bool = False) -> None:

@@ -1,7 +1,7 @@
 """A rank's connection to the rendezvous server. One daemon thread reads from the connection until it is closed.
 
-`dial` connects, authenticates, and tries again until the server is up; `client` uses the connection. The rules of this
-module:
+`dial` connects and authenticates; if no server answers, it tries again until its deadline. `client` uses the
+connection. The rules of this module:
 
 - Only one thread reads. Each thread that sends a request waits for the answer on a lock of its own. No thread waits on
   a Condition or an Event, whose inner lock would stay held if Ctrl-C arrived when the wait begins.
@@ -684,7 +684,7 @@ def dial(
     generation: int = 0,
     shown_seconds: float | None = None,
 ) -> Connection:
-    """Connects to a server and authenticates; retries until the server is up.
+    """Connects to a server and authenticates; if no server answers, tries again until the deadline.
 
     Args:
         address: "host:port" or "[IPv6]:port".

@@ -58,7 +58,7 @@ class RendezvousPoint(NamedTuple):
 
     Attributes:
         address: host:port; None if rank 0 chooses a free port.
-        name: the name of rank 0's secret file, also used in errors.
+        name: the name of the rendezvous in errors, and in the path of rank 0's secret file.
         source: the argument or variable that gave the address; "" if there is none.
     """
 

@@ -91,7 +91,7 @@ class Member:
         connection: the number of the rank's connection.
         pid: the rank's process id; None if unknown.
         host: the name of the rank's machine, "another machine" if it has no name; "" on the server's machine.
-        is_present: whether the rank is connected; False once it has left or failed.
+        is_present: whether the rank is connected; False once it has left, or its connection has ended.
         positions: the number of collectives that the rank has begun, by group.
     """
 
