@@ -349,7 +349,7 @@ Options for gradsync come before SCRIPT. gradsync passes everything after SCRIPT
     "--secret-file",
     metavar="FILE",
     help=f"File of mode 0600 with the secret that all machines share, or - for a line of standard input.  "
-    f"[default: the file that {SECRET_FILE} names, else the secret in {SECRET}]",
+    f"[default: the secret in {SECRET}, else in the file that {SECRET_FILE} names]",
 )
 @click.option(
     "--join-timeout",
