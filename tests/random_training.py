@@ -1176,6 +1176,8 @@ def _violations_of(program: Program, rank: int, ending: Ending) -> Iterator[str]
     # aborted, is no result, and its next call raises the error.
     is_aborted = program.backend == "stand-in" and ending.error is not None
     aborted = {what for what, _ in ending.notes[-1:]} if is_aborted else set()
+    # NCCL multiplies each value by 1/3 before it adds, which rounds otherwise than the model's one division.
+    alike = _nearly_same if (program.backend, program.world_size) == ("stand-in", 3) else same
     noted = {}
     for what, value in ending.notes:
         if what.split()[0] in ("wrote", "caught", "taken"):
@@ -1186,7 +1188,7 @@ def _violations_of(program: Program, rank: int, ending: Ending) -> Iterator[str]
         bare = what.removeprefix("kept ")
         if bare not in meant:
             yield f"noted {what}, which it should not have"
-        elif not same(value, meant[bare]) and not (wrote.get(bare) and same(value, meant[bare] + 1)):
+        elif not alike(value, meant[bare]) and not (wrote.get(bare) and alike(value, meant[bare] + 1)):
             if what in aborted:
                 continue
             yield f"wrong number in {what}: {value!r}, and not {meant[bare]!r}"
@@ -1245,6 +1247,16 @@ def same(got: Any, wanted: Any) -> bool:
     if not isinstance(got, np.ndarray) or (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
         return False
     return bool(np.array_equal(got, wanted))
+
+
+def _nearly_same(got: Any, wanted: Any) -> bool:
+    """Whether two results differ by no more than a few roundings of values of up to 100."""
+    if not isinstance(wanted, np.ndarray) or not np.issubdtype(wanted.dtype, np.inexact):
+        return same(got, wanted)
+    if not isinstance(got, np.ndarray) or (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
+        return False
+    error = 4 * float(np.finfo(wanted.dtype).eps)
+    return bool(np.allclose(got, wanted, rtol=error, atol=100 * error))
 
 
 def _to_be_told(program: Program, plant: Plant, endings: Sequence[Ending]) -> set[int]:

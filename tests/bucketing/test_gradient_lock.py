@@ -114,13 +114,13 @@ def test_the_error_of_a_write_names_the_gradients() -> None:
     with pytest.raises(ValueError, match="read-only") as caught, sync.backward():
         sync("z", z)
         z += 1
-    text = "gradsync: the gradient of 'z' is read-only until the block ends; see docs/own_loop.md"
+    text = "gradsync: the gradient of 'z' is read-only until its future is done; see docs/own_loop.md"
     assert caught.value.__notes__ == [text]
     with pytest.raises(ValueError, match="read-only") as caught, sync.backward():
         sync("z", z)
         sync("more", more)
         np.add(z, 1, out=z)
-    assert caught.value.__notes__[0].startswith("gradsync: the gradients of 'z', 'more' are read-only until")
+    assert caught.value.__notes__[0].startswith("gradsync: the gradients of 'z', 'more' are read-only until their")
     with pytest.raises(ValueError, match="read-only") as caught, sync.backward():  # another array than ours
         np.broadcast_to(1.0, 3)[0] = 2.0
     assert not hasattr(caught.value, "__notes__")

@@ -24,13 +24,25 @@ from places import SHM
 
 
 def test_the_factor_that_clips() -> None:
-    assert clip_factor(0.0, 1.0) == clip_factor(0.5, 1) == clip_factor(1e-3, math.inf) == 1.0
+    assert clip_factor(0.0, 1.0) == clip_factor(0.5, 1) == 1.0
     assert clip_factor(10.0, 1.0) == 1.0 / (10.0 + 1e-6)  # as torch.nn.utils.clip_grad_norm_
     assert clip_factor(math.inf, 1.0) == 0.0
     assert math.isnan(clip_factor(math.nan, 1.0))
     for max_norm in (0, -1.0, math.nan, True, "1"):
         with pytest.raises(gs.InvalidArgument, match="clip_norm must be a number above 0"):
             gs.AllreduceCallback(clip_norm=max_norm)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_infinite_limit_clips_nothing(bad: float) -> None:
+    with local_communicator() as comm:
+        sync = gs.AllreduceCallback("sum", comm, clip_norm=math.inf)
+        with sync.backward():
+            future = sync("good", np.full(3, 2.0))
+            sync("bad", np.array([1.0, bad]))
+    assert future.result().tolist() == [2.0, 2.0, 2.0]
+    assert sync.norm is not None
+    assert not math.isfinite(sync.norm)
 
 
 @given(st.lists(st.integers(0, 100), max_size=8), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 5))

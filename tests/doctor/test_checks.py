@@ -19,8 +19,8 @@ CUPY = {
     "count": 2,
     "nvrtc": [12, 9],
     "devices": [
-        {"name": "NVIDIA H100", "memory_bytes": 80e9, "peers": [1]},
-        {"name": "NVIDIA H100", "memory_bytes": 80e9, "peers": [0]},
+        {"name": "NVIDIA H100", "memory_bytes": 80 * 1024**3, "peers": [1]},
+        {"name": "NVIDIA H100", "memory_bytes": 80 * 1024**3, "peers": [0]},
     ],
     "nccl": {"available": True, "version": 23203, "build": 22501, "path": "/site/nvidia/nccl/lib/libnccl.so.2"},
 }

@@ -65,7 +65,7 @@ class Seconds:
         return (self.upper_quartile - self.lower_quartile) / self.median if self.median else 0.0
 
     def __str__(self) -> str:
-        return f"{1e3 * self.median:.3g} ms"
+        return milliseconds(self.median)
 
 
 def provenance(command: Sequence[str]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _field(path: str, name: str) -> str:
 def milliseconds(seconds: float) -> str:
     """Returns a time in milliseconds as text, such as "1.23 ms" or "1,234 ms"."""
     value = 1e3 * seconds
-    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.3g} ms"
+    return f"{value:,.0f} ms" if value >= 999.5 else f"{value:.3g} ms"
 
 
 def print_table(table: Table, console: Console | None = None) -> None:

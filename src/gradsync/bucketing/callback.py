@@ -553,10 +553,10 @@ class AllreduceCallback:
         """
         names = [entry.spec.name for entry in self._step.locked()]
         if names and hasattr(error, "add_note"):
-            what = (
-                f"the gradient of {names[0]} is" if len(names) == 1 else f"the gradients of {list_of_names(names)} are"
-            )
-            error.add_note(f"gradsync: {what} read-only until the block ends; see docs/own_loop.md")
+            one = len(names) == 1
+            what = f"the gradient of {names[0]} is" if one else f"the gradients of {list_of_names(names)} are"
+            until = "its future is done" if one else "their futures are done"
+            error.add_note(f"gradsync: {what} read-only until {until}; see docs/own_loop.md")
 
     def _check_between_steps(self, what: str) -> None:
         if self._step.count:

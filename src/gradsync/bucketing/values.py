@@ -120,7 +120,7 @@ class Values:
             self.skip_step = True
             _log.info("skip_step is True: %s", error)
             return None
-        if self.norm is None or self._max_norm is None:
+        if self.norm is None or self._max_norm is None or math.isinf(self._max_norm):
             return None
         factor = clip_factor(self.norm, self._max_norm)
         if factor >= 1.0:
@@ -254,8 +254,8 @@ def clip_factor(norm: float, max_norm: float) -> float:
     """Returns the factor that scales gradients to a norm of at most `max_norm`; at most 1, or NaN.
 
     Args:
-        norm: the norm of all gradients. If the norm is NaN, or if both numbers are infinite, the factor is NaN.
-        max_norm: the largest allowed norm; above 0.
+        norm: the norm of all gradients. If the norm is NaN, the factor is NaN.
+        max_norm: the largest allowed norm; above 0, and finite.
 
     Source: torch.nn.utils.clip_grad_norm_, including its 1e-6.
     """

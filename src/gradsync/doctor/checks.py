@@ -218,7 +218,7 @@ def check_gpus(here: Facts) -> Finding | None:
     if not devices:
         return Finding(OK, f"{count} found by their device files; install CuPy to see their names and memory")
     names = sorted({device["name"] for device in devices})
-    text = f"{len(devices)} x {', '.join(names)}, {devices[0]['memory_bytes'] / 1e9:.0f} GB"
+    text = f"{len(devices)} x {', '.join(names)}, {devices[0]['memory_bytes'] / 1024**3:.0f} GB"
     if visible is not None and len(devices) < len(visible):
         text += f"; CUDA_VISIBLE_DEVICES={here.environ['CUDA_VISIBLE_DEVICES']} names {len(visible)} GPUs"
         return Finding(WARNING, text, "list only GPUs of this machine: nvidia-smi -L shows them")
