@@ -69,13 +69,13 @@ class Completion(Protocol):
 
 _log = logging.getLogger("gradsync")
 
-#: The reasons why a collective cannot begin immediately, for all threads; nearly always empty. The dict contains the
-#: submitted jobs that have not ended, in order; the running done-callbacks; and the error of a done-callback that
-#: called a collective, which gradsync will raise again. `pending` is a variable, because every collective checks
-#: whether the dict is empty, and a function call would take too long.
+#: The reasons why a collective cannot begin immediately, for all threads. The dict contains the submitted jobs that
+#: have not ended, in order; the running done-callbacks; and the error of a done-callback that called a collective, which
+#: gradsync will raise again. `pending` is a variable, because every collective checks whether the dict is empty, and
+#: a function call would take too long.
 pending: dict[object, Any] = {}
 _REFUSED = "error of a done-callback"
-# One lock for all CollectiveEnds: threads hold it only for a few assignments, and a step makes hundreds of ends.
+# One lock for all CollectiveEnds: threads hold it only for a few assignments, and a step may make hundreds of ends.
 _lock = threading.Lock()
 
 

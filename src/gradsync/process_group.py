@@ -435,7 +435,7 @@ def _connect_sibling(backend: str, world: Communicator, settings: WorldSettings)
         raise CommunicatorClosed(f"{world.label}: override_backend({backend!r}): {world._lifetime.ended_because}")
     from gradsync.communicators.groups import whom
 
-    client = _client or _join(settings, backend)  # a world of one rank has no client yet
+    client = _client or _join(settings, backend)  # a world over the backend "local" has no client yet
     name = world._tree.new_name(backend)
 
     with _reporting("override_backend", client, raised_by_all=_NOT_AGREED):

@@ -196,9 +196,9 @@ Reduce = Callable[[Sequence[Array], Array], None]
 def reduce_into(op: ReduceOp, contributions: Sequence[Array], out: Array) -> None:
     """Reduces the arrays of all ranks, in the given order, into `out`.
 
-    The order of the operands is fixed, so equal contributions give the same bits on every rank. (Only the bits of a
-    product of complex numbers may depend on its position in the array.) For half precision, the function computes in
-    float32, and rounds the result once.
+    The order of the operands is fixed, so equal contributions give the same bits on every rank. There is one exception:
+    the bits of a product of complex numbers may depend on the position of the element in the array. For half precision,
+    the function computes in float32, and rounds the result once.
 
     Args:
         op: an operator that check_operation has accepted for the dtype.
@@ -288,7 +288,8 @@ def part_pairs(source: Any, out: Any) -> list[tuple[Any, Any]]:
 
     If both arrays are contiguous, one pair has all parts. If both arrays are real, the only pair is (source, out).
 
-    gradsync multiplies real and imaginary parts separately, because infinity times a complex number is NaN.
+    gradsync multiplies real and imaginary parts separately, because NumPy's product of a complex number and infinity
+    contains NaN.
 
     Args:
         source, out: arrays of the same shape, which are both complex or both real.
@@ -305,6 +306,7 @@ def part_pairs(source: Any, out: Any) -> list[tuple[Any, Any]]:
 def part_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Returns the dtype of the real and imaginary parts of a complex dtype. Returns any other dtype unchanged.
 
-    gradsync divides real and imaginary parts separately, because infinity divided by a complex number is NaN.
+    gradsync divides real and imaginary parts separately, because NumPy's quotient of infinity and a complex number
+    contains NaN.
     """
     return np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype

@@ -73,9 +73,9 @@ class Synchronised(torch.nn.Module):
             0 at the beginning, and does not synchronise them later.
         communicator: the communicator of the ranks; None means the world communicator.
         op: "mean" or "sum". If `parameter.grad` still holds the result of an earlier pass, this result is reduced once
-            more. With "mean", the second reduction does not change the earlier result, because it is equal on all
-            ranks. With "sum", prescale, postscale or clip_norm, call zero_grad() before each pass, and accumulate
-            within no_sync().
+            more. With "mean", the second reduction changes the earlier result only by rounding errors, because it is
+            equal on all ranks. With "sum", prescale, postscale or clip_norm, call zero_grad() before each pass, and
+            accumulate within no_sync().
         find_unused_parameters: whether a pass may leave out parameters, on some ranks or on all. If True, gradsync uses
             zeros as the gradients of parameters that a rank has left out; if no rank has used a parameter, its gradient
             does not change. If True, each pass also needs one more small collective. If False, all ranks raise an error
