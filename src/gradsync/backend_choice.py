@@ -192,13 +192,8 @@ def agree_on_backend(client: RendezvousClient, wanted: str, settings: WorldSetti
 def _decide(offers: Sequence[str], wanted: str, settings: WorldSettings) -> tuple[str, str]:
     """Returns the backend for all ranks, and the reason for the choice; only rank 0 calls this function.
 
-    Args:
-        offers: each rank's wanted backend, debug mode and offer, on separate lines.
-        wanted: the backend that rank 0 asks for.
-        settings: the settings of the world.
-
-    Raises:
-        InvalidArgument, BackendUnavailable: see agree_on_backend.
+    `offers` has a text for each rank, with the rank's wanted backend, debug mode and offer on separate lines. `wanted`
+    and `settings` are those of rank 0. For the errors see agree_on_backend.
     """
     own_offers = []
     for rank, (its_wanted, debug, own_offer) in enumerate(offer.split("\n", 2) for offer in offers):

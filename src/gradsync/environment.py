@@ -466,7 +466,7 @@ def variables_of_mpi(environ: Mapping[str, str]) -> set[str]:
 def find_mpiexec(environ: Mapping[str, str] = os.environ) -> str | None:
     """Returns the path of mpiexec; None if there is no mpiexec.
 
-    The mpiexec next to this Python, where MPI's wheels install it, takes precedence over the mpiexec in PATH.
+    The mpiexec in the folder of this Python takes precedence over the mpiexec in PATH, because pip installs MPI there.
     """
     import shutil  # imported here, because the import takes a millisecond
 
@@ -836,13 +836,8 @@ def _name_run(environ: Mapping[str, str], source: str) -> str | None:
     identifies the run. But all ranks on a machine descend from one process, MPI's launcher or its daemon. So for MPI,
     the name contains the pid and the start time of the launcher or daemon.
 
-    Args:
-        environ: the environment variables.
-        source: the launcher's name, see `RankEnvironment.source`.
-
-    Returns:
-        The name, which can be part of a file name. None if neither srun nor mpiexec started the ranks, or if this
-        process cannot see the launcher, for example because each rank runs in its own container.
+    The name can be part of a file name. The function returns None if neither srun nor mpiexec started the ranks, or if
+    this process cannot see the launcher, for example because each rank runs in its own container.
     """
     if source == SLURM:
         return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in _step_name(environ))
@@ -856,10 +851,7 @@ def _name_run(environ: Mapping[str, str], source: str) -> str | None:
 def _launcher_process(own: set[bytes]) -> tuple[int, str] | None:
     """Returns pid and start time of the closest ancestor that does not belong to this rank; None if there is none.
 
-    A shell between the launcher and this process belongs to the rank.
-
-    Args:
-        own: variables of this rank, as NAME=value. All processes that belong to the rank inherit these variables.
+    All processes that belong to the rank, such as a shell that started this process, have the variables `own`.
     """
     process = read_stat(os.getpid())
     while process is not None and process.parent > 0:

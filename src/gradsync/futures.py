@@ -70,9 +70,9 @@ class Completion(Protocol):
 _log = logging.getLogger("gradsync")
 
 #: The reasons why a collective cannot begin immediately, for all threads. The dict contains the submitted jobs that
-#: have not ended, in order; the running done-callbacks; and the error of a done-callback that called a collective, which
-#: gradsync will raise again. `pending` is a variable, because every collective checks whether the dict is empty, and
-#: a function call would take too long.
+#: have not ended, in order; the running done-callbacks; and the error of a done-callback that called a collective:
+#: gradsync will raise this error again. `pending` is a variable, because every collective checks whether the dict is
+#: empty, and a function call would take too long.
 pending: dict[object, Any] = {}
 _REFUSED = "error of a done-callback"
 # One lock for all CollectiveEnds: threads hold it only for a few assignments, and a step may make hundreds of ends.

@@ -274,8 +274,7 @@ class _BackwardPasses:
 
     Args:
         module: the module, to which this object has only a weak reference.
-        parameters: the parameters by name, in the order in which autograd should compute their gradients. The
-            callback's option `parameters` has the same names in the same order.
+        parameters: the parameters by name, in the order of the callback's option `parameters`.
         callback: the callback that takes the gradients.
         communicator: the callback's communicator.
         in_buckets: whether gradients are views of the buckets' memory.
