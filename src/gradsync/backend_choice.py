@@ -1,6 +1,6 @@
 """Chooses the backend for all ranks, and makes their communicator. backends.py has the table of all backends.
 
-If the user names a backend in init_process_group(), each rank checks the backend before it joins the other ranks. For
+If init_process_group() or GRADSYNC_BACKEND names a backend, each rank checks it before it joins the other ranks. For
 "auto" and several ranks, rank 0 chooses the backend after all ranks have joined, because a rank cannot know earlier
 whether every rank has its own GPU. If no backend suits the ranks that have joined, every rank raises the error, so that
 no rank waits for another rank.

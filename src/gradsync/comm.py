@@ -1,8 +1,8 @@
 """`gs.comm`: the functions of detectron2's `utils.comm`, under the same names.
 
 A script can import this module in place of detectron2's: `from gradsync import comm`. Before init_process_group(), all
-functions work as in a world of one rank. gradsync sends Python objects with pickle, in host memory, so all ranks must
-trust each other, see communicators/objects.py.
+functions work as in a world of one rank. gradsync sends Python objects with pickle, so all ranks must trust each other,
+see communicators/objects.py. The pickled bytes stay in host memory, also with NCCL.
 """
 
 from __future__ import annotations

@@ -567,7 +567,8 @@ def read_environment(environ: MutableMapping[str, str] = os.environ) -> RankEnvi
     | 1 | gradsync | `GRADSYNC_RANK`, `_WORLD_SIZE`, `_LOCAL_RANK`, `_LOCAL_WORLD_SIZE` |
     | 2 | torchrun, or by hand | `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` |
     | 3 | mpiexec of Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK`, `_LOCAL_SIZE` |
-    | 4 | mpiexec of MPICH, Intel MPI or Cray (PMI) | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
+    | 4 | mpiexec of MPICH or Intel MPI (PMI) | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
+    | 4 | Cray's launcher (PMI) | `PMI_RANK`, `PMI_SIZE`, `PMI_LOCAL_RANK`, `PMI_LOCAL_SIZE` |
     | 5 | srun (Slurm) | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID` |
 
     If several launchers have set their variables, all must give the same rank and world size. If the values differ, one

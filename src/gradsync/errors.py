@@ -204,7 +204,7 @@ class GradientCancelled(GradsyncError, RuntimeError):
 
 
 class GradientChanged(GradsyncError, RuntimeError):
-    """In debug mode: the program wrote to a gradient after it had handed the gradient over, before its future was done.
+    """In debug mode: the program wrote to a gradient after the hand-over, without waiting for the gradient's future.
 
     Attributes:
         rank: the rank whose program wrote to the gradient.

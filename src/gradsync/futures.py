@@ -266,7 +266,7 @@ class CollectiveEnd:
         """Returns the error of a collective that is over; None if the collective succeeded."""
         if self._error is None and self.completion is not None:
             try:
-                self.completion.wait()  # returns or raises at once, because the collective is over
+                self.completion.wait()  # returns or raises immediately, because the collective is over
             except GradsyncError as error:
                 return error
         return self._error
@@ -371,7 +371,8 @@ class CollectiveFuture:
 
         Args:
             timeout: how many seconds the host waits. On the CPU, the host waits until the collective has ended; on a
-                GPU, until the collective is launched. None means until the collective's own deadline.
+                GPU, until the collective is launched. None means until the collective's own deadline. The timeout does
+                not limit the wait for results in host memory.
 
         Raises:
             FutureNotReady: the wait might never end, because the caller is a done-callback, or because only the calling

@@ -1,8 +1,8 @@
 """Starts and ends the process group: joins the ranks of the world, and makes the world's communicator.
 
 This module holds the rendezvous client, and the rendezvous server if this rank hosts it. communicators/world.py holds
-the world's communicator. backend_choice.py chooses the backend, and rendezvous/hosting.py the address of the rendezvous
-server.
+the world's communicator. backend_choice.py chooses the backend, and rendezvous/hosting.py chooses the address of the
+rendezvous server.
 """
 
 from __future__ import annotations
@@ -113,15 +113,15 @@ def init_process_group(
     Args:
         backend: "auto", "nccl", "shm", "mpi" or "local". "auto" means "nccl" if each rank has a GPU. Otherwise "auto"
             means "local" for a world of one rank, "shm" if all ranks are on one host, and "mpi" if mpiexec or srun has
-            started the ranks on several hosts. gradsync logs the choice and its reason. Within
+            started the ranks on several hosts. gradsync logs which backend it has chosen for "auto", and why. Within
             gs.override_backend(name), "auto" means the backend `name`; elsewhere, "auto" means the value of
             GRADSYNC_BACKEND, if this variable is set.
         rank: this process's rank, 0 to world_size - 1. If rank and world_size are None, gradsync reads both from the
             environment. If no variable suggests a launcher, `address` is None and the backend is "auto", then gradsync
             makes a world of one rank, and logs a warning.
         world_size: the number of ranks.
-        address: the address, as host:port, at which rank 0 hosts the rendezvous server. If None, gradsync takes the
-            address from the environment variables, or from MPI.
+        address: the address, as host:port, at which rank 0 hosts the rendezvous server. If None, the ranks find the
+            server through environment variables, through MPI, or through a file on this machine.
         device: the device of the arrays: "cpu", "cuda" or "cuda:N", where N is the GPU's number in this process. With
             the backend "auto", a CUDA device selects "nccl". If None or "cuda", "nccl" takes the visible GPU whose
             number is the local rank, or the only GPU in CUDA_VISIBLE_DEVICES. The GPU becomes CuPy's current device.
@@ -131,8 +131,9 @@ def init_process_group(
         allow_shared_gpu: whether several ranks may use one GPU through NCCL. Ranks on a shared GPU are slow, so this is
             only for tests. The variable GRADSYNC_ALLOW_SHARED_GPU=1 has the same effect.
         debug: whether to use the debug mode, the same on all ranks. In this mode, the ranks compare every collective
-            before data moves, also with NCCL, and a write to a gradient that gradsync is reducing raises
-            GradientChanged. None means the value of GRADSYNC_DEBUG. See docs/tracing.md.
+            before data moves, also with NCCL. If the program writes to a gradient after the hand-over, without waiting
+            for the gradient's future, gradsync raises GradientChanged. None means the value of GRADSYNC_DEBUG. See
+            docs/tracing.md.
 
     Returns:
         The world's communicator; gs.get_communicator() returns it too.

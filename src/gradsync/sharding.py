@@ -23,7 +23,7 @@ def shard_indices(
     uneven: str = "pad",
     communicator: Communicator | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Returns the indices of this rank's samples in an epoch. Works without communication and init_process_group().
+    """Returns the indices of this rank's samples in an epoch, without communication; init_process_group() is optional.
 
     All ranks put the samples into the same order. Rank r gets the samples at positions r, r + world_size, r + 2 *
     world_size and so on. Together the ranks have every sample, except with uneven="drop". The order depends only on
