@@ -446,11 +446,11 @@ def load_result(rank: int, value: ReturnValue) -> Any:
 
 
 def take_results(outcome: Outcome, *, stacklevel: int) -> list[Any]:
-    """Returns the return values in the order of the ranks, after a run without a failure; call it once per outcome.
+    """Returns the return values in the order of the ranks, after a run without a failure; removes them from `outcome`.
 
     Args:
-        outcome: the outcome of the run. `take_results` releases the outcome's results one by one, so that large results
-            are not in memory twice.
+        outcome: the outcome of the run. `take_results` removes its results one by one, so that large results are not in
+            memory twice.
         stacklevel: the `stacklevel` of a warning, as the caller would give it to `warnings.warn`.
 
     Returns:

@@ -3,7 +3,7 @@
 Node 0 hosts one server, for the launchers and for their ranks. Each start of the ranks has four steps:
 
 1. All launchers join at the server, again for each start, and exchange their records (`_NodeRun._join`). If the server
-   has lost a launcher, and the user has started it again, the new launcher takes part in the next start.
+   has lost a launcher, and the user has started this launcher again, this launcher takes part in the next start.
 2. Each launcher starts its ranks and watches them (`Supervisor`).
 3. The first launcher whose ranks fail, or that gets a signal, sets the key "cause" on the server. All launchers read
    this key, and end their ranks (`_Link`).
@@ -628,8 +628,8 @@ class _Link:
     def wait_for_ends(self, outcome: Outcome) -> Cause | None:
         """Waits until the ranks of all machines have ended, and their output is shown.
 
-        After a failure or a signal on any machine, the wait takes at most `limit_seconds`. Otherwise it has no limit:
-        heartbeats detect a launcher that is gone.
+        After a failure or a signal on any machine, the wait takes at most `limit_seconds`. Otherwise the wait has no
+        limit: heartbeats detect a launcher that is gone.
 
         Args:
             outcome: how the ranks of this machine ended.

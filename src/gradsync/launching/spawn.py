@@ -225,7 +225,7 @@ class MultiprocessContext:
         return [process.sentinel for process in self.processes]
 
     def pids(self) -> list[int | None]:
-        """Returns the process id of each rank; None if it never began. Waits until each rank has begun or ended."""
+        """Returns each rank's process id; None if the rank never began. Waits until all ranks have begun or ended."""
         return [process.pid for process in self.processes]
 
     def join(self, timeout: float | None = None) -> bool:

@@ -372,7 +372,7 @@ class Supervisor:
     def _handle_signal(self, number: int) -> None:
         """Handles a signal to the launcher: forwards, kills or suspends.
 
-        The launcher forwards the first signal to the ranks; if it has already asked the ranks to end, it kills them. A
+        The launcher forwards the first signal to the ranks, or kills the ranks if it has already asked them to end. A
         later Ctrl-C kills the ranks, and other later signals do nothing. Ctrl-Z suspends the ranks and this process.
         """
         grace_seconds = self._job.grace_seconds

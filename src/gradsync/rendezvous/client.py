@@ -126,7 +126,7 @@ class RendezvousClient:
         Raises:
             InvalidArgument: an argument is out of its range.
             RendezvousTimeout: the server was not reached (the text has the address and the last cause), or
-                not all ranks joined (`missing_ranks` names them).
+                not all ranks joined (`missing_ranks` has the ranks that did not join).
             AuthenticationError: the server does not know the secret.
             RendezvousError: the server refused this rank, or another service holds the port.
             RankFailed: another rank died, was paused (SIGSTOP) or reported a failure while the generation was forming.
@@ -333,8 +333,8 @@ class RendezvousClient:
         """Sets the callback that runs when another member asks about a position. The server gets the callback's result.
 
         Call `follow` before the group's first collective: questions that arrive earlier are dropped. `on_asked` runs in
-        a thread of this client. The callback must be quick, and must not wait for the server. If it raises, the client
-        logs the error, and the result is None.
+        a thread of this client. The callback must be quick, and must not wait for the server. If the callback raises,
+        the client logs the error, and the position counts as not launched.
 
         Args:
             group: the group's name.

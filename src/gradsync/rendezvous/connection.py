@@ -1,4 +1,4 @@
-"""A rank's connection to the rendezvous server. One daemon thread reads from the connection until it is closed.
+"""A rank's connection to the rendezvous server. One daemon thread reads from the connection until its end.
 
 `dial` connects and authenticates; if no server answers, it tries again until its deadline. `client` uses the
 connection. The rules of this module:

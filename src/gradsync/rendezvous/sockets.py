@@ -38,7 +38,7 @@ def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether a host is "localhost" or a loopback address. Other names are not looked up: False for them."""
+    """Returns whether a host is "localhost" or a loopback address; False for other names, which are not looked up."""
     import ipaddress  # imported here to keep the start of every rank short
 
     try:

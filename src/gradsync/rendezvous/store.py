@@ -69,8 +69,8 @@ class WaitTarget(Protocol):
         """Returns the ranks that a request waits for, as far as they are known.
 
         If some missing ranks never arrived, the result leaves out the ranks that arrived and then cancelled their wait.
-        The reason: several ranks may wait until the same deadline. The first of them that cancels its wait had arrived,
-        so the answers to the others should not name it.
+        The reason: several ranks may wait until the same deadline. The first of these ranks that cancels its wait had
+        arrived, so the answers to the other ranks do not name this rank.
         """
 
 

@@ -243,8 +243,8 @@ def _first(reports: Reports) -> StuckCollective:
 def _notice_text(roster: Roster, all_stuck: Sequence[StuckCollective]) -> str:
     """Returns the notice about ranks that wait in a collective, or in sends and receives.
 
-    The notice has one line for one wait and at most one late rank. Otherwise it has a line for each wait, of at most
-    four, and a line for each late rank.
+    For one wait and at most one late rank, the notice has one line. Otherwise the notice has a line for each wait (at
+    most four) and a line for each late rank.
     """
     all_stuck = all_stuck[:_MAX_NOTICED]
     waiting = {rank for stuck in all_stuck for rank in stuck.waiting}

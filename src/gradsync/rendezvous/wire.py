@@ -9,9 +9,9 @@ reads no socket, no clock and no source of randomness. A frame has these parts:
     body      msgpack array of the type's fields (handshake frames: fixed binary layout)
     MAC       32 bytes: HMAC-SHA256 of all bytes before the MAC, with the key of this direction
 
-The length is checked as soon as it has arrived, and the body is decoded only after its MAC was verified. A message that
-is sent again (in a later run, later in the stream, or in the other direction) is refused, because its key or its
-sequence does not match.
+The receiver checks the length of a frame as soon as these 4 bytes have arrived. It decodes the body only after it has
+verified the MAC. The receiver refuses a message that is sent again (in a later run, later in the stream, or in the
+other direction), because the key or the sequence does not match.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class FrameReader:
     """Cuts a byte stream into frames; holds at most one frame of the allowed length plus the bytes of one `feed`.
 
     Attributes:
-        limit_bytes: the longest frame accepted now; the owner raises it once the peer is authenticated.
+        limit_bytes: the longest frame accepted now; the owner raises this limit after the handshake.
     """
 
     def __init__(self) -> None:
