@@ -93,6 +93,9 @@ class RankProcess:
             record: the descriptor of the start record.
             environ: the environment variables of the rank.
             streams: the descriptors that become the rank's standard input, output and error.
+
+        Raises:
+            OSError: the system allows no more processes or open files.
         """
         with contextlib.ExitStack() as theirs:
             try:

@@ -124,7 +124,7 @@ class RendezvousClient:
             shown_seconds: the timeout to name in error texts, if it is not `timeout_seconds`.
 
         Raises:
-            InvalidArgument: an argument is out of its range.
+            InvalidArgument: an argument is malformed or out of its range.
             RendezvousTimeout: the server was not reached (the text has the address and the last cause), or
                 not all ranks joined (`missing_ranks` has the ranks that did not join).
             AuthenticationError: the server does not know the secret.

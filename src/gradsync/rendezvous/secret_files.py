@@ -49,6 +49,7 @@ def secret_path(name: str) -> str:
     Raises:
         AuthenticationError: the user has no private runtime directory, and the directory that would replace it belongs
             to another user or is open to other users.
+        OSError: that directory cannot be made.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     if not _is_private(base):  # missing, or owned by another user, as after su
@@ -57,7 +58,11 @@ def secret_path(name: str) -> str:
 
 
 def publish(path: str, endpoint: Endpoint) -> None:
-    """Writes a secret file atomically; replaces the file of an earlier run."""
+    """Writes a secret file atomically; replaces the file of an earlier run.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     fresh = f"{path}.{os.urandom(8).hex()}"
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
