@@ -4,6 +4,7 @@ from gradsync.errors import InvalidArgument
 from gradsync.launching.job import choose_gpus, parse_gpus
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+SHARED = {"GRADSYNC_ALLOW_SHARED_GPU": "1"}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_parse_gpus_says_what_is_wrong(given, text):
 )
 def test_each_rank_gets_its_gpu(given, n_ranks, environ, chosen):
     assert choose_gpus(given, n_ranks, environ) == chosen
-    assert choose_gpus(given, n_ranks, environ, allow_shared=True) == chosen
+    assert choose_gpus(given, n_ranks, environ | SHARED) == chosen
 
 
 @pytest.mark.parametrize(("given", "n_ranks"), [("0", 2), ("0,1,2", 2)])
@@ -74,9 +75,9 @@ def test_as_many_gpus_as_ranks(given, n_ranks):
 
 
 def test_ranks_share_in_turn_where_it_is_allowed():
-    assert choose_gpus("0,3", 5, {}, allow_shared=True) == ["0", "3", "0", "3", "0"]
+    assert choose_gpus("0,3", 5, SHARED) == ["0", "3", "0", "3", "0"]
     with pytest.raises(InvalidArgument, match="got 3: 0,1,2"):  # one would stay unused
-        choose_gpus("0,1,2", 2, {}, allow_shared=True)
+        choose_gpus("0,1,2", 2, SHARED)
 
 
 @pytest.mark.parametrize(

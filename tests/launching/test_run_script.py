@@ -168,7 +168,10 @@ def test_consequence_never_hides_a_cause_that_comes_when_the_ranks_are_told_to_e
         import os, signal
         from gradsync.errors import RankFailed
         if os.environ["RANK"] == "0":
-            raise RankFailed("rank 1 is gone", rank=1)
+            error = RankFailed("rank 1 is gone", rank=1)
+            if hasattr(error, "add_note"):  # the launcher's line shows the error, not its notes
+                error.add_note("a note")
+            raise error
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         signal.sigwait([signal.SIGTERM])
         raise ZeroDivisionError("the cause")

@@ -261,27 +261,25 @@ def parse_gpus(gpus: str | Sequence[int | str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def choose_gpus(
-    gpus: str | Sequence[int | str], n_ranks: int, environ: Mapping[str, str], *, allow_shared: bool = False
-) -> list[str]:
+def choose_gpus(gpus: str | Sequence[int | str], n_ranks: int, environ: Mapping[str, str]) -> list[str]:
     """Returns the GPU of each rank of this machine.
 
     Args:
         gpus: the GPUs, in the order of the ranks; see `parse_gpus`.
         n_ranks: the number of ranks.
-        environ: the environment variables of this process. If CUDA_VISIBLE_DEVICES is set, each GPU must be in it.
-        allow_shared: whether ranks may share GPUs, if there are fewer GPUs than ranks.
+        environ: the environment variables of this process. If CUDA_VISIBLE_DEVICES is set, each GPU must be in it. If
+            GRADSYNC_ALLOW_SHARED_GPU is set, ranks share GPUs where there are fewer GPUs than ranks.
 
     Returns:
         The value of CUDA_VISIBLE_DEVICES for each rank, in the order of the ranks.
 
     Raises:
-        InvalidArgument: there are too many GPUs for the ranks, or too few without `allow_shared`. Or an entry does not
-            name a GPU, or names a GPU that an earlier entry names, that does not exist, or that this process may not
-            use.
+        InvalidArgument: there are too many GPUs for the ranks, or too few and none may be shared. Or an entry does
+            not name a GPU, or names a GPU that an earlier entry names, that does not exist, or that this process may
+            not use.
     """
     names = parse_gpus(gpus)
-    if len(names) > n_ranks or (len(names) < n_ranks and not allow_shared):
+    if len(names) > n_ranks or (len(names) < n_ranks and not ALLOW_SHARED_GPU.read(environ)):
         raise InvalidArgument(
             f"gpus needs one GPU for each of {n_ranks} ranks, got {len(names)}: {','.join(names)}; "
             f"name {n_ranks} GPUs or start {len(names)} ranks"

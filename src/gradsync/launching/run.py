@@ -80,7 +80,7 @@ def run_command(
     if devices is not None:
         if count_gpus() == 0:
             notices.print(f"gradsync: warning: no NVIDIA GPU is found here, so the ranks cannot use --gpus {gpus}")
-        devices = tuple(choose_gpus(devices, n_ranks, os.environ, allow_shared=environment.ALLOW_SHARED_GPU.read()))
+        devices = tuple(choose_gpus(devices, n_ranks, os.environ))
     shows_prefix = n_ranks > 1 or nodes is not None if prefix is None else prefix
     reading_rank = _stdin_rank(stdin_rank, n_ranks if nodes is None else None)
     folders: dict[str, str | None] = {environment.DUMP_DIR: dump_dir, environment.TRACE: trace_dir}

@@ -30,8 +30,7 @@ class ErrorReport(NamedTuple):
     Attributes:
         text: the traceback, without gradsync's frames at the beginning; for an error of gradsync, also without
             gradsync's frames at the end.
-        summary: the exception's type and the first line of its message; if the exception has notes, the first line of
-            the last note.
+        summary: the exception's type and the first line of its message.
         is_consequence: whether the exception only reports that another rank is gone.
         missed_rank: the rank that the exception reports as gone, if the exception names a rank.
         is_unsendable: whether the function returned, and only its result could not be sent.
