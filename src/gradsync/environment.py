@@ -102,7 +102,8 @@ def parse_secret(origin: str, text: str) -> bytes:
         secret = b""
     if len(secret) < _MIN_SECRET_BYTES:
         raise InvalidArgument(
-            f"{origin} needs to contain a secret of at least {2 * _MIN_SECRET_BYTES} hexadecimal digits; "
+            f"{origin} needs to contain a secret: an even number of hexadecimal digits, at least "
+            f"{2 * _MIN_SECRET_BYTES}; "
             f"make one with: {HOW_TO_MAKE_A_SECRET_FILE}"
         ) from None
     return secret
@@ -265,7 +266,8 @@ TRACE = Variable(
     "GRADSYNC_TRACE",
     _text,
     None,
-    "Folder for traces. The files show when the collectives of each rank packed, waited, reduced and split.",
+    "Folder for traces. The files show when each rank ran its collectives, and when a large all-reduce packed, waited, "
+    "reduced and split.",
 )
 DEBUG = Variable(
     "GRADSYNC_DEBUG",

@@ -505,8 +505,8 @@ class GradientFuture(CollectiveFuture):
 
     _PENDING: ClassVar[str] = "its bucket has not been reduced yet"
     _LATE: ClassVar[str] = (
-        "was not reduced within {:g} s: gradsync reduces a bucket when the bucket is full, or when the thread that "
-        "hands over gradients calls flush()"
+        "was not reduced within {:g} s: its bucket may still wait for other gradients, or for the flush() of the "
+        "thread that hands over gradients"
     )
 
     # gradsync makes up to ten thousand of these futures in a step, so __init__ only stores its arguments. The property

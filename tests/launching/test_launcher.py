@@ -32,8 +32,8 @@ def test_what_a_rank_cannot_find_is_refused_before_any_process_starts(monkeypatc
     [
         ({"n_gpus": 0}, "n_gpus to be an integer of at least 1, got 0"),
         ({"n_gpus": "2"}, "got '2'"),
-        ({"n_gpus": 4, "world_size": 2}, r"rank_start \+ n_gpus to be at most world_size 2, got 0 \+ 4"),
-        ({"world_size": 2, "rank_start": 2, "port": 4000}, r"at most world_size 2, got 2 \+ 1"),
+        ({"n_gpus": 4, "world_size": 2}, "below world_size 2, got rank_start 0 and n_gpus 4"),
+        ({"world_size": 2, "rank_start": 2, "port": 4000}, "below world_size 2, got rank_start 2$"),
         ({"rank_start": 2, "port": 4000}, "rank_start 2 is one of several nodes and needs world_size"),
         ({"rank_start": -1}, "rank_start to be an integer of at least 0, got -1"),
         ({"master_ip": ""}, "master_ip to be an address or a host's name, got ''"),

@@ -626,7 +626,9 @@ class Join:
                 self._step.shadow(specs, self._communicator, present=present, passes=passes)
 
     def _exchange(self, answer: int, passes: int = 0) -> tuple[int, int]:
-        """Sends this rank's answer and number of local passes to all ranks, and receives the values of all ranks.
+        """Tells all ranks whether this rank has gradients, and its number of local passes; receives theirs.
+
+        The answer is one of the constants _ENDED, _PRESENT and _UNABLE.
 
         Returns:
             The number of ranks that have gradients, and the number of local passes of the first such rank.

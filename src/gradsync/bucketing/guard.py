@@ -177,7 +177,7 @@ def refuse_in_flight(array: Array, who: str, holder: Holder | None = None) -> No
 
 
 def _owner(array: Array) -> Array | None:
-    """Returns the NumPy array that owns an array's memory; None if no NumPy array owns it."""
+    """Returns the NumPy array at the end of a chain of views, if it owns the memory; else None."""
     while not array.flags.owndata:
         base = array.base
         if not isinstance(base, np.ndarray):

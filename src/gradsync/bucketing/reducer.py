@@ -313,7 +313,7 @@ class Reducer:
                 yield number, communicator._mark_end()
 
     def end(self, gradients: int, communicator: Communicator) -> Completion | None:
-        """Checks that the step ends after `gradients` gradients on all ranks.
+        """Checks that the step ends after `gradients` gradients on all ranks; ends the nonfinite check and clipping.
 
         On a GPU, work that the caller queues next begins after the reductions.
 

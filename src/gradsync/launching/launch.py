@@ -66,7 +66,7 @@ class WorkerError(GradsyncError, ProcessError):
 
 
 class MainProcessError(GradsyncError, ProcessError):
-    """A signal to the launching process ended the run; all workers have ended.
+    """A signal to the launching process ended the run.
 
     Attributes:
         signal_no: the signal's number.
@@ -123,7 +123,7 @@ def launch(
     if outcome.signal_number is not None:
         name = signal_name(outcome.signal_number)
         raise MainProcessError(
-            f"the main process received {name}; all workers have ended", signal_no=outcome.signal_number
+            f"the main process received {name}, and ended the workers", signal_no=outcome.signal_number
         )
     root = outcome.root_cause
     if root is not None:

@@ -155,10 +155,8 @@ def _check_node(n_gpus: int | None, world_size: int | None, rank_start: int, mas
             "the number of ranks on all of them"
         )
     if world_size is not None and rank_start + (n_gpus or 1) > world_size:
-        raise InvalidArgument(
-            f"launcher needs rank_start + n_gpus to be at most world_size {world_size}, "
-            f"got {rank_start} + {n_gpus or 1}"
-        )
+        got = f"rank_start {rank_start}" + ("" if n_gpus is None else f" and n_gpus {n_gpus}")
+        raise InvalidArgument(f"launcher needs the ranks of this node to be below world_size {world_size}, got {got}")
     if rank_start > 0 and port == 0:
         raise InvalidArgument(
             f"launcher with rank_start {rank_start} needs the port of the node with rank_start 0, got port 0"

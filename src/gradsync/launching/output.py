@@ -1,4 +1,6 @@
-"""The output of the launcher and its ranks on the launcher's own streams; with prefixes, the rank before each line.
+"""Writes the output of the launcher and its ranks to the launcher's own streams.
+
+If the launcher shows prefixes, each line of a rank begins with the rank.
 
 A thread reads the ranks' pipes and writes to a stream of the launcher; streams to the same terminal or file share one
 thread. A blocked terminal blocks this thread, and not the supervisor's loop; ranks then wait in print(), as without a

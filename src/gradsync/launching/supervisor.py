@@ -67,7 +67,8 @@ def supervise(
 
     The function hosts the rendezvous server of the run, unless the job has an endpoint without a listener. If the main
     thread calls the function, SIGINT, SIGTERM and SIGHUP end the job. The function forwards the first of these signals
-    to the ranks, and the outcome has its number.
+    to the ranks, or kills the ranks if they have already been asked to end. Outcome.signal_number is the number of this
+    signal.
 
     Args:
         job: the job.

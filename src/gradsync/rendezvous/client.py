@@ -459,7 +459,7 @@ class RendezvousClient:
     def report_waiting(
         self, group: str, position: int, what: str, waited_seconds: float, missing: Sequence[int] | None
     ) -> None:
-        """Reports that this rank waits for other ranks in a collective; never waits for an answer, and never raises.
+        """Reports that this rank waits for other ranks in a collective; waits for no answer.
 
         The server logs one notice for each collective, even if several ranks report that they wait in this collective.
 

@@ -389,7 +389,9 @@ class RendezvousCore:
     # Collectives that do not end.
 
     def _advance_stuck(self, now: float) -> list[Action]:
-        """Logs due warnings, and ends due status requests.
+        """Logs warnings about stuck collectives, and ends the wait for the ranks' status at its deadline.
+
+        The end of this wait fails the generation with the report, after a look at the processes that sent no status.
 
         Called only after a Tick: a server that runs late must first read the answers that have arrived.
         """
