@@ -164,7 +164,8 @@ Thresholds are in MB; 1 MB is 1024**2 bytes.
     type=click.FloatRange(min=0),
     default=45.0,
     show_default=True,
-    help="Time limit in seconds; the command times at least 3 steps of each threshold, if --steps allows.",
+    help="Time limit in seconds. Even after the limit, the command times 3 steps of each threshold (fewer if --steps "
+    "is below 3).",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also show quartiles.")
 @_json
@@ -464,7 +465,7 @@ depends only on the checks of the machine. The command does not change the machi
 def doctor(**options: Any) -> None:
     """Checks this machine, tries an all-reduce with each backend that may work here, and shows how to repair problems.
 
-    The command tries the backend local only if --backend or GRADSYNC_BACKEND names local.
+    The command tries the backend "local" only if --backend or GRADSYNC_BACKEND names it.
     """
     try:
         from gradsync.doctor.command import doctor as examine

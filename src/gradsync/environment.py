@@ -337,7 +337,8 @@ def check_variables(environ: Mapping[str, str] = os.environ) -> None:
     If the launcher did not check the variables, each rank would report the same error.
 
     Raises:
-        InvalidArgument: a variable that ranks inherit has an invalid value, or gradsync no longer supports a variable.
+        InvalidArgument: a variable that ranks inherit has an invalid value, or a variable is set that gradsync no
+            longer supports.
     """
     for _, error in refused_variables(environ, [variable for variable in VARIABLES if variable not in OF_A_RUN]):
         raise error

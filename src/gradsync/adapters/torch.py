@@ -537,7 +537,8 @@ def _array_of(tensor: torch.Tensor) -> Any:
     """
     if tensor.layout is not torch.strided:
         raise InvalidArgument(
-            f"a gradient of layout {tensor.layout} cannot be synchronised: make the module with sparse=False"
+            f"a tensor of layout {tensor.layout} cannot be synchronised: use a dense tensor "
+            "(for nn.Embedding, pass sparse=False)"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise InvalidArgument(

@@ -272,7 +272,7 @@ class AllreduceCallback:
         return self._step.live_in_buckets(self._communicator())
 
     def register_hook(self, hook: BucketHook | None) -> None:
-        """Registers a hook that reduces the buckets in place of an all-reduce.
+        """Registers a hook that reduces the buckets, instead of an all-reduce.
 
         Every rank must register the same hook, between steps. gradsync calls the hook with each complete bucket, a
         gradsync.bucketing.reducer.GradientBucket. The hook returns the reduced array, or a future of this array. Only

@@ -98,8 +98,9 @@ def _take(*, everywhere: bool) -> list[str]:
 
 
 def _collected(step: Step) -> None:
-    """Warns if a garbage-collected callback had gradients that were never reduced, and makes them writeable again.
+    """Makes the waiting gradients of a garbage-collected callback writeable, and warns that they were not reduced.
 
+    If an exception ends the program, or a failure has ended the communicator, there is no warning.
     Sums of local passes only cause a warning, because a loop may end before the step that would reduce the sums.
     """
     found = step.forgotten()

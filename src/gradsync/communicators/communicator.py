@@ -1186,8 +1186,8 @@ class Communicator:
             checked = ()
         if len(checked) != self.world_size or min(checked) < 0 or sum(checked) * max(row_bytes, 1) >= _TOO_MUCH:
             raise InvalidArgument(
-                f"{self.label}: {what} needs {name} as {self.world_size} numbers of rows, each 0 or more and together "
-                f"less than 2**63 bytes, got {sizes!r}"
+                f"{self.label}: {what} needs {name} as {self.world_size} integers, the number of rows of each rank: "
+                f"each 0 or more, together less than 2**63 bytes, got {sizes!r}"
             )
         if total is not None and sum(checked) != total:
             raise InvalidArgument(

@@ -1,8 +1,9 @@
 """The store of one generation: keys, whose readers may wait; barriers and exchanges; the ranks that left each group.
 
-This module is part of the server's core, without I/O. Each request method returns the messages to send now. A request
-that cannot be answered yet opens a wait. The server has no deadline for waits: the client sends CANCEL at its own
-deadline, and the answer names the missing ranks, as far as they are known.
+This module is part of the server's core, without I/O. A method that answers requests, such as Keys.get, returns the
+messages that the server must send now. A request that cannot be answered yet opens a wait. The server has no deadline
+for waits: the client sends CANCEL at its own deadline, and the answer names the missing ranks, as far as they are
+known.
 """
 
 from __future__ import annotations

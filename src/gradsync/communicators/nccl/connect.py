@@ -152,7 +152,7 @@ def _check_devices(
         bus, host = _gpu_of(where)[0], _gpu_of(where)[1].partition(" ")[2]
         raise BackendUnavailable(
             f"{client.label}: ranks {ranks} share the GPU {bus} of {host}: give each rank its own "
-            "GPU by CUDA_VISIBLE_DEVICES or device=, or, if only for tests, pass allow_shared_gpu=True"
+            "GPU by CUDA_VISIBLE_DEVICES or device=, or, for tests only, pass allow_shared_gpu=True"
         )
 
     if len({_gpu_of(where) for where in by_device}) < len(by_device):
