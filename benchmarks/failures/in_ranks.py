@@ -28,6 +28,7 @@ _HELD: list[bytes] = []
 _CHUNK_BYTES = 16 << 20
 _ESTABLISHED = "01"
 _LOOK_SECONDS = 0.01
+_init_process_group = gs.init_process_group  # imports its modules now, and not within a measured time
 _JOINING_SECONDS = 0.3  # ample: nothing outside a rank sees that it has joined
 
 
@@ -157,7 +158,7 @@ class Rank:
             comm.all_reduce(_SMALL)
 
     def _init(self) -> gs.Communicator:
-        return gs.init_process_group(
+        return _init_process_group(
             timeout_seconds=self._options.timeout, collective_timeout_seconds=self._options.collective_timeout
         )
 
