@@ -37,6 +37,7 @@ from gradsync.bucketing.plan import DEFAULT_THRESHOLD_BYTES, GradientSpec, plan_
 from gradsync.communicators.communicator import Communicator
 from gradsync.communicators.world import group_or_world
 from gradsync.errors import InvalidArgument, size_text
+from gradsync.reduction import dtype_of
 
 MEGABYTE = 1024**2
 DEFAULT_MEGABYTES = "0.25,0.5,1,2,5,10,25,50,100"
@@ -242,11 +243,7 @@ def _step(callback: AllreduceCallback, gradients: Sequence[Any], wait: Callable[
 
 def _gradient(xp: Any, spec: GradientSpec, value: int) -> Any:
     """Creates a gradient whose elements all have the given value."""
-    if spec.dtype == "bfloat16":
-        import ml_dtypes
-
-        return xp.full(spec.shape, value, ml_dtypes.bfloat16)
-    return xp.full(spec.shape, value, spec.dtype)
+    return xp.full(spec.shape, value, dtype_of(spec.dtype))
 
 
 # The command.

@@ -666,6 +666,9 @@ class _Link:
     def _learn(self, data: bytes) -> None:
         """Records the cause that a launcher has set, and limits the wait for the other launchers from now on."""
         self._cause = Cause.from_bytes(data, self._node)
+        self._limit_wait()
+
+    def _limit_wait(self) -> None:
         self._deadline = min(self._deadline, time.monotonic() + self.limit_seconds)
 
     def _loss(self) -> Cause | None:
@@ -683,7 +686,7 @@ class _Link:
 
     def set_cause(self, cause: Cause) -> None:
         """Sets the cause, unless another launcher was first; limits the wait for the other launchers from now on."""
-        self._deadline = min(self._deadline, time.monotonic() + self.limit_seconds)
+        self._limit_wait()
         with contextlib.suppress(GradsyncError):  # `_loss` returns a failure
             self._client.set("cause", cause.to_bytes(), replace=False)
 

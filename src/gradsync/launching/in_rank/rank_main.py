@@ -310,9 +310,8 @@ def report_error(descriptors: GuardDescriptors, error: BaseException, *, is_unse
     if _is_raised_by_gradsync(error):
         del shown.stack[_outer_frames(shown.stack) :]
     text = "".join(shown.format())
-    without_notes = traceback.TracebackException(type(error), error, None)
-    without_notes.__notes__ = None  # type: ignore[attr-defined]
-    summary = list(without_notes.format_exception_only())[-1].split("\n")[0]
+    shown.__notes__ = None  # type: ignore[attr-defined]  # the summary is the error, not its last note
+    summary = list(shown.format_exception_only())[-1].split("\n")[0]
     consequence = _consequence_in(error)
     report = ErrorReport(
         text,
