@@ -1,4 +1,7 @@
-"""The tables of the pages: the results under benchmarks/results, their layout, and the line below each table."""
+"""The tables of the pages: the results under benchmarks/results, their layout, and the line below each table.
+
+python benchmarks/page_tables.py  # writes the tables of README.md and of the pages in docs anew
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison_tables import comparison, knobs, lists, thresholds
-from contract_coverage import coverage
 from failure_tables import detection, detection_at_a_glance, fault_matrix, kills, model_check, restarts, simulation
-from security_tables import hostile, transcripts
 from timing_tables import (
     first_edition,
     nccl_host_cost,
@@ -48,11 +49,8 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "proof_kills": kills,
     "proof_restarts": restarts,
     "network_partition": partition,
-    "contract": coverage,
     "steady_cost": lambda results: steady_cost(results, ("recorder", "agreement", "heartbeats", "all three")),
     "steady_cost.debug": lambda results: steady_cost(results, ("debug mode", "tracing")),
-    "proof_transcripts": transcripts,
-    "proof_hostile": hostile,
 }
 _MEDIANS = "The table shows medians. The compared programs took turns"
 _MAKES = "`{command}` makes the table"
@@ -110,8 +108,6 @@ METHODS = {
         "table",
     ),
     "steady_cost.debug": (USUAL, _COST),
-    "proof_transcripts": ("", _MAKES),
-    "proof_hostile": ("", f"The server runs in its own process. {_MAKES}"),
     "failure_detection": ("", _BOLD),
     "failure_detection.at_a_glance": (USUAL, _BOLD),
     "fault_matrix": ("three ranks", f"Times above their limit are in bold. {_MAKES}"),
@@ -119,7 +115,6 @@ METHODS = {
     "proof_simulation": ("", _MAKES),
     "proof_kills": ("", _MAKES),
     "proof_restarts": ("three ranks", _MAKES),
-    "contract": ("", "`python tests/prove/pages/coverage_table.py` makes the table"),
 }
 
 
@@ -157,3 +152,8 @@ def fill_tables(page: str) -> str:
         return f"{marker[1]}\n{content}{marker[3]}"
 
     return re.sub(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->\n)", fill, page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for path in (RESULTS.parents[1] / "README.md", *sorted((RESULTS.parents[1] / "docs").rglob("*.md"))):
+        path.write_text(fill_tables(path.read_text()))

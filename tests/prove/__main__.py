@@ -25,7 +25,6 @@ ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 # See tests/places.py and tests/test_golden.py.
 EVERYWHERE = {"GRADSYNC_TEST_PLACES": "all", "GRADSYNC_TEST_DEEP": "1"}
-ONLY_BY_NAME = ("planted",)  # takes a day
 _SHOWN_LINES = 30  # of the output of what fails
 
 
@@ -63,13 +62,9 @@ SCRIPTS = {
         )
     ],
     "hostile": [
-        Script("tests/prove/hostile/transcripts.py", ("--count", "1000000"), ("--count", "5000"), "proof_transcripts"),
         Script("tests/prove/hostile/hostile.py", (), ("--count", "500"), "proof_hostile"),
     ],
-    "differential": [Script("tests/prove/differential/differential.py", ("--programs", "1000"), ("--programs", "20"))],
     "random_training": [Script("tests/random_training.py", ("--programs", "2000"), ("--programs", "40"))],
-    "planted": [Script("tests/prove/planted.py", ("run",), ("run", "--limit", "5"))],
-    "fuzz": [Script("tests/prove/fuzz/run.py", ("all", "--seconds", "60"), ("all", "--seconds", "1"))],
     "fault_matrix": [Script("benchmarks/fault_matrix.py", (), ("--quick",), "fault_matrix")],
     "partitions": [Script("tests/prove/partitions/chaos_runs.py", ("--seeds", "200"), ("--seeds", "5"))],
     "kills": [
@@ -143,7 +138,7 @@ def main() -> int:
         print("\n".join(there))
         return 0
     failed = []
-    for part in options.parts or [part for part in there if part not in ONLY_BY_NAME]:
+    for part in options.parts or there:
         print(f"{part} ...", flush=True)
         holds, seconds, what = run(part, options)
         print(f"{part}: {'holds' if holds else 'FAILS'} after {seconds:.0f} s: {what}", flush=True)

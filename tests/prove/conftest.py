@@ -11,7 +11,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 SHARED = ["prove/tools", "bucketing", "communicators", "launching", "rendezvous", "rendezvous"]
-SHARED += ["prove/partitions", "prove/pages"]
+SHARED += ["prove/partitions"]
 sys.path[1:1] = [str(TESTS / folder) for folder in SHARED]
 
 import cross_check_launch

@@ -21,10 +21,9 @@ STATUSES = {MEASURED, "not installed", "not offered", "not asked for"}
 #: Scripts that measure nothing: makers of pages, and the ranks of others; and those of the part fault_matrix.
 OTHER_SCRIPTS = {
     "two_checkouts_rank",
-    "readme",
     "gpt2_training_rank",
-    "scenes",
     "training_speed_rank",
+    "page_tables",
 }
 OTHER_SCRIPTS |= {"failure_detection", "fault_matrix", "gpu_tests", "predict_threshold", "trace_picture"}
 

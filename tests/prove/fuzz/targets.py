@@ -1,6 +1,6 @@
 """What takes bytes or text from outside, each as a function of bytes that may end in typed errors only.
 
-`run.py` fuzzes them, a test replays what that has found. A target that raises, or that holds much more memory than its
+A target that raises, or that holds much more memory than its
 input accounts for, is a defect. What a target makes of its bytes (the name of a variable, the type of a message) is
 drawn from them, so that a mutation leads somewhere else.
 """
