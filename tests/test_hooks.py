@@ -41,11 +41,3 @@ def test_seeds_are_for_ever() -> None:
     assert np.abs(numbers).max() < 1
     assert (numbers == gs.hooks._seeded((3, 2), 7)).all()
     assert (numbers != gs.hooks._seeded((3, 2), 8)).all()
-
-
-@pytest.mark.parametrize(("old", "new"), [("LowRankHook", "PowerSGDHook"), ("EightBitHook", "Int8Hook")])
-def test_hooks_under_their_old_names_name_the_new_ones(old: str, new: str) -> None:
-    with pytest.raises(gs.InvalidArgument, match=f"use gs.hooks.{new}"):
-        getattr(gs.hooks, old)
-    with pytest.raises(AttributeError):
-        gs.hooks.NoHook  # noqa: B018

@@ -17,7 +17,7 @@ SOURCE = Path(gs.__file__).parent
 
 # Each room may import those that stand before it. A package is a room, and so is a file beside the packages.
 ROOMS = [
-    *("errors", "arguments", "machine", "reduction", "futures", "backends", "environment"),
+    *("errors", "removed", "arguments", "machine", "reduction", "futures", "backends", "environment"),
     *("diagnostics", "rendezvous", "communicators", "bucketing", "backend_choice", "process_group"),
     *("sharding", "consistency", "hooks", "comm", "adapters", "launching", "bench", "doctor", "cli"),
 ]

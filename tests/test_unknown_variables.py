@@ -11,8 +11,6 @@ import sys
 
 import pytest
 
-import gradsync as gs
-
 SCRIPT = "import gradsync as gs\ngs.init_process_group().close()\n"
 
 
@@ -40,32 +38,6 @@ def test_it_is_told_once_for_a_run(command: list[str], variables: dict[str, str]
     assert told == [f"{line}GRADSYNC_COLLECTIVE_TIMEOUT_SECONDS?"] * count, done.stderr
 
 
-ON_TWO_NODES = ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1", "--secret-file", "secret"]
-
-
-@pytest.mark.parametrize(
-    ("command", "variables", "name"),
-    [
-        (["-m", "gradsync", "run", "-n", "2", "script.py"], {}, "GRADSYNC_TLS_CERTIFICATE"),
-        (["-m", "gradsync", "run", "-n", "1", *ON_TWO_NODES, "script.py"], {}, "GRADSYNC_TLS_KEY"),
-        (["-m", "gradsync", "serve", "--world-size", "2", "--secret-file", "secret"], {}, "GRADSYNC_TLS_CA"),
-        (["script.py"], {}, "GRADSYNC_TLS_CERTIFICATE"),
-        (["script.py"], of_another_launcher(1), "GRADSYNC_TLS_KEY"),
-    ],
-    ids=["launcher", "launcher of two machines", "server", "no launcher", "second rank of another launcher"],
-)
-def test_one_that_has_gone_is_refused(name: str, command: list[str], variables: dict[str, str], tmp_path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "secret").write_text("5a" * 32)
-    (tmp_path / "secret").chmod(0o600)
-    environ = {**os.environ, **variables, name: "ca.pem"}
-    done = subprocess.run([sys.executable, *command], env=environ, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert f"{name} is set, but the rendezvous has no TLS any more: unset it" in done.stderr
-    assert "SSH tunnel" in done.stderr
-    assert "no such variable" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
@@ -84,12 +56,3 @@ def test_what_each_rank_would_refuse_the_launcher_refuses_once(name: str, value:
     assert done.returncode != 0
     assert done.stdout == ""
     assert done.stderr.count(f"{name} {text}") == 1, done.stderr
-
-
-@pytest.mark.parametrize("start", [lambda f: gs.launch(f), lambda f: gs.spawn(f, nprocs=1), lambda f: gs.launcher(f)()])
-def test_one_that_has_gone_is_refused_by_functions_that_start_ranks(start, monkeypatch) -> None:
-    monkeypatch.setenv("GRADSYNC_TLS_CA", "ca.pem")
-    with pytest.raises(gs.InvalidArgument, match="GRADSYNC_TLS_CA is set, but"):
-        start(print)
-    monkeypatch.setenv("GRADSYNC_TLS_CA", "")
-    assert gs.launch(os.getpid) is not None

@@ -52,9 +52,10 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"gradsync.{name}")
     if home is None:
         from gradsync.arguments import did_you_mean
+        from gradsync.removed import no_attribute
 
         advice = "" if name.startswith("_") else did_you_mean(name, __all__, _FOREIGN)
-        raise AttributeError(f"module 'gradsync' has no attribute {name!r}{advice}")
+        no_attribute("gradsync", "module 'gradsync'", name, advice)
     value: object = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

@@ -62,25 +62,19 @@ def check_port(who: str, name: str, value: Any) -> int:
     return check_integer(who, name, value, 0, LARGEST_PORT)
 
 
-def refuse_words(
-    who: str, given: Mapping[str, object], known: Iterable[str], removed: Mapping[str, str], foreign: Mapping[str, str]
-) -> None:
+def refuse_words(who: str, given: Mapping[str, object], known: Iterable[str], foreign: Mapping[str, str]) -> None:
     """Raises an error for the first unknown keyword argument of a function, if there is one.
 
     Args:
         who: the function's name, for the error.
         given: the unknown arguments, by name.
         known: the names of the function's arguments.
-        removed: a mapping from the name of each argument that only earlier versions had, to advice for the user.
         foreign: a mapping from names that other libraries use for the arguments, to advice for the user.
 
     Raises:
-        InvalidArgument: the first argument in `given` is in `removed`.
-        TypeError: the first argument in `given` is not in `removed`.
+        TypeError: there is an unknown argument.
     """
     for name in given:
-        if name in removed:
-            raise InvalidArgument(f"{who} has no {name}= any more: {removed[name]}")
         raise TypeError(f"{who}() got an unexpected keyword argument {name!r}{did_you_mean(name, known, foreign)}")
 
 

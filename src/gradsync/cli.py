@@ -13,6 +13,7 @@ from gradsync.arguments import DEFAULT_GRACE_SECONDS, DEFAULT_TIMEOUT_SECONDS, L
 from gradsync.backends import BACKENDS, TABLE
 from gradsync.environment import BACKEND, COLLECTIVE_TIMEOUT_SECONDS, SECRET, SECRET_FILE, STATE_DIR
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, RendezvousError
+from gradsync.removed import refuse_removed
 
 if TYPE_CHECKING:
     from gradsync.rendezvous.server import RendezvousServer
@@ -29,32 +30,11 @@ class _Failure(click.ClickException):
         click.echo(f"gradsync: error: {self.format_message()}", file=file or sys.stderr)
 
 
-_PREDICT = (
-    "leave this option out to measure thresholds, or run benchmarks/predict_threshold.py of the repository to predict "
-    "the best threshold"
-)
-_WARM_UP = "before the first timed block, the command makes --iters untimed calls, but at most 5"
-_CHECK = "the command always checks the results of each collective, before the timed calls"
-#: The words of the command line that version 0.2 has removed, each with advice for the user.
-_REMOVED = {
-    "bench rendezvous": "run benchmarks/rendezvous_scale.py of the repository",
-    "bench thresholds --predict": _PREDICT,
-    "bench thresholds --backward-ms": _PREDICT,
-    "bench thresholds --latency-us": _PREDICT,
-    "bench thresholds --bandwidth-gbs": _PREDICT,
-    "bench collectives -w": _WARM_UP,
-    "bench collectives --warm-up": _WARM_UP,
-    "bench collectives --blocks": "the command always times 3 blocks; --iters is the number of calls in a block",
-    "bench collectives --check": _CHECK,
-    "bench collectives --no-check": _CHECK,
-    "bench collectives -p": "the number of ranks is -n, as in every command; the number of timed calls is --iters",
-    "bench collectives --compare": "run benchmarks/beside_peers.py of the repository",
-}
-
-
-def _refuse_removed(words: str) -> None:
-    if words in _REMOVED:
-        raise _Failure(InvalidArgument(f"gradsync {words} was removed: {_REMOVED[words]}"))
+def _refuse_removed(where: str, word: str) -> None:
+    try:
+        refuse_removed(where, word)
+    except InvalidArgument as error:
+        raise _Failure(error) from None
 
 
 class _Commands(click.Group):
@@ -63,7 +43,8 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        _refuse_removed(f"{self.name} {args[0]}")
+        if self.get_command(ctx, args[0]) is None and self is main:
+            _refuse_removed("gradsync (command)", args[0])
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -77,7 +58,8 @@ class _Commands(click.Group):
             example = "For example: gradsync run -n 2 train.py"
             raise click.MissingParameter(example, error.ctx, error.param) from None
         except click.NoSuchOption as error:
-            _refuse_removed(f"{self.name} {error.ctx.command.name if error.ctx else ''} {error.option_name}")
+            if error.ctx is not None and error.ctx.command is run:
+                _refuse_removed("gradsync run", error.option_name)
             if error.option_name != "--timeout" or error.ctx is None or error.ctx.command is not run:
                 raise
             advice = (

@@ -16,12 +16,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
-from typing import Generic, NamedTuple, NoReturn, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from gradsync.arguments import LARGEST_PORT, check_address
 from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.errors import InvalidArgument
 from gradsync.machine import read_stat
+from gradsync.removed import REMOVED, refuse_removed
 
 HOW_TO_MAKE_A_SECRET_FILE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > gradsync.secret)"
 _PREFIX = "GRADSYNC_"
@@ -111,13 +112,6 @@ def parse_secret(origin: str, text: str) -> bytes:
 
 def _secret_of_file(_name: str, path: str) -> bytes:
     return read_secret_file(path)
-
-
-def _no_tls(name: str, _text: str) -> NoReturn:
-    raise InvalidArgument(
-        f"{name} is set, but the rendezvous has no TLS any more: unset it, and use a private network or an SSH tunnel "
-        "instead (docs/security.md)"
-    )
 
 
 # -- The table --------------------------------------------------------------------------------------------------------
@@ -281,9 +275,6 @@ DEBUG = Variable(
 VARIABLES: tuple[Variable[object], ...] = tuple(v for v in list(globals().values()) if isinstance(v, Variable))
 #: The variables that describe one run. A launcher sets these variables for its own ranks, and removes earlier values.
 OF_A_RUN = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESS, HOSTED, START, BACKEND, SECRET, SECRET_FILE)
-_REMOVED: tuple[Variable[object], ...] = tuple(
-    [Variable(f"{_PREFIX}TLS_{name}", _no_tls, None, "") for name in ("CERTIFICATE", "KEY", "CA")]
-)
 _OF_TESTS = (f"{_PREFIX}STAND_IN_", f"{_PREFIX}TEST_")  # variables of this project's tests
 _warned: set[str] = set()
 
@@ -300,7 +291,13 @@ def refused_variables(
         environ: the environment variables.
         variables: the variables whose values the function checks.
     """
-    for variable in (*_REMOVED, *variables):
+    for name in REMOVED["variables"].keys() - set(VARIABLES):
+        try:
+            if value_of(environ, name) is not None:
+                refuse_removed("variables", name)
+        except InvalidArgument as error:
+            yield name, error
+    for variable in variables:
         try:
             variable.read(environ)
         except InvalidArgument as error:
@@ -309,7 +306,7 @@ def refused_variables(
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
     """Returns the unknown variables that begin with GRADSYNC_, each with the name that was probably meant, or None."""
-    known = {*VARIABLES, *_REMOVED}
+    known = {*VARIABLES, *REMOVED["variables"]}
     found = sorted(n for n in environ if n.startswith(_PREFIX) and n not in known and not n.startswith(_OF_TESTS))
     return {name: _nearest_variable(name) for name in found}
 

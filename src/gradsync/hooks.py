@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,21 +24,11 @@ from gradsync.arguments import check_integer
 from gradsync.bucketing.lists import array_module
 from gradsync.bucketing.reducer import BucketHook as BucketHook
 from gradsync.bucketing.reducer import GradientBucket as GradientBucket
-from gradsync.errors import InvalidArgument
 from gradsync.reduction import Array, ReduceOp, accumulation_dtype, dtype_name
 
 _Signature = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], np.dtype[Any], type]
 
 __all__ = ["BucketHook", "GradientBucket", "Int8Hook", "PowerSGDHook"]
-
-_RENAMED = {"EightBitHook": "Int8Hook", "LowRankHook": "PowerSGDHook"}
-
-
-def __getattr__(name: str) -> NoReturn:
-    if name in _RENAMED:
-        raise InvalidArgument(f"gs.hooks.{name} was renamed: use gs.hooks.{_RENAMED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 _REAL = ("float16", "bfloat16", "float32", "float64")
 _BLOCK_ELEMENTS = 256

@@ -150,7 +150,7 @@ def init_process_group(
     if removed:
         from inspect import signature  # imported here: only errors need it
 
-        refuse_words("init_process_group", removed, signature(init_process_group).parameters, {}, _FOREIGN)
+        refuse_words("init_process_group", removed, signature(init_process_group).parameters, _FOREIGN)
     configure_logging()
     arm()
     if get_initial_world() is not None:

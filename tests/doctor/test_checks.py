@@ -125,13 +125,6 @@ BROKEN = [
         "did you mean GRADSYNC_TRACE?",
         "unset GRADSYNC_TRACE_DIR",
     ),
-    (
-        {"environ": {"GRADSYNC_TLS_KEY": "key.pem"}},
-        "GRADSYNC_TLS_KEY",
-        "broken",
-        "an SSH tunnel",
-        "unset GRADSYNC_TLS_KEY",
-    ),
     ({"environ": {"GRADSYNC_HEARTBEAT": "1"}}, "GRADSYNC_HEARTBEAT", "warning", "lists all", "unset"),
     ({"environ": {"GRADSYNC_DEBUG": "maybe"}}, "GRADSYNC_DEBUG", "broken", "0 or 1", "unset GRADSYNC_DEBUG"),
     (

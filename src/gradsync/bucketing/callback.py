@@ -28,11 +28,11 @@ from gradsync.communicators.world import group_or_world
 from gradsync.errors import GradientCancelled, InvalidArgument, NonFiniteGradient, PlanMismatch, describe
 from gradsync.futures import GradientFuture
 from gradsync.reduction import parse_reduce_method
+from gradsync.removed import no_attribute, refuse_removed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_REMOVED = {"strategy": "leave this option out: gradsync always packs the gradients of a bucket"}
 _FOREIGN = {
     "threshold": "threshold_bytes",
     "bucket_cap_mb": 'threshold_bytes="25 MB"',
@@ -152,7 +152,9 @@ class AllreduceCallback:
         if removed:
             from inspect import signature  # imported here: only errors need it
 
-            refuse_words("AllreduceCallback", removed, signature(AllreduceCallback).parameters, _REMOVED, _FOREIGN)
+            for word in removed:
+                refuse_removed("AllreduceCallback", word)
+            refuse_words("AllreduceCallback", removed, signature(AllreduceCallback).parameters, _FOREIGN)
         if isinstance(reduce_method, Iterable) and not isinstance(reduce_method, str):
             raise InvalidArgument(
                 f'AllreduceCallback needs reduce_method to be "sum" or "mean", got {type(reduce_method).__name__}: '
@@ -186,6 +188,9 @@ class AllreduceCallback:
         watch(self, self._step)
         if parameters is not None and (group is not None or world.current is not None):
             self._step.begin_with(self._communicator())  # so that wrong parameters raise an error here already
+
+    def __getattr__(self, name: str) -> NoReturn:
+        no_attribute("an AllreduceCallback", "'AllreduceCallback' object", name)
 
     @property
     def threshold_bytes(self) -> int:
@@ -240,7 +245,7 @@ class AllreduceCallback:
         begun = f", {step.count} gradients of the next step" if step.count else ""
         return f'<AllreduceCallback("{self.op.value}"{name}) {where}: {self.statistics.steps} steps{begun}>'
 
-    def gradient_buffers(self, parameters: Any = None) -> Any:
+    def gradient_buffers(self) -> Any:
         """Returns arrays inside the buckets, one for each gradient, so that gradsync need not copy gradients into them.
 
         Every rank must call it, between steps. In each step write the gradients into these arrays and hand the arrays
@@ -251,23 +256,15 @@ class AllreduceCallback:
         After the communicator is closed, the arrays stay valid, but gradsync cannot reduce them any more. Arrays that
         an earlier call returned are treated like any other array: gradsync copies them.
 
-        Args:
-            parameters: not accepted any more; pass the parameters to the constructor.
-
         Returns:
             A mapping of names to arrays, or a list of arrays, like the option `parameters`. All elements are zero.
 
         Raises:
             InvalidArgument: the callback was constructed without gradient_as_bucket_view, the call is in the middle of
-                a step or passes `parameters`, or there is no process group.
+                a step, or there is no process group.
             BackendUnavailable: there is not enough memory for the buckets.
             PlanMismatch, RankFailed, CollectiveTimeout, CommunicatorClosed: see Communicator.all_reduce.
         """
-        if parameters is not None:
-            raise InvalidArgument(
-                "gradient_buffers() takes no parameters any more: name them in AllreduceCallback(parameters=..., "
-                "gradient_as_bucket_view=True)"
-            )
         self._check_between_steps("gradient_buffers()")
         return self._step.live_in_buckets(self._communicator())
 

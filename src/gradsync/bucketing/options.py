@@ -294,11 +294,6 @@ class Options:
             raise InvalidArgument(
                 f"clip_norm must be a number above 0, or None for no clipping, got {self.clip_norm!r}"
             )
-        if isinstance(self.threshold_bytes, str) and self.threshold_bytes == "auto":
-            raise InvalidArgument(
-                'threshold_bytes="auto" was removed, because it gained 2.5 % at most: leave it out, or pass the size '
-                "that `gradsync bench thresholds` finds best for the model"
-            )
         if self.parameters is None and self.gradient_as_bucket_view:
             raise InvalidArgument(
                 "gradient_as_bucket_view=True needs parameters=..., such as a mapping of names to (shape, dtype), "

@@ -1,0 +1,91 @@
+"""The words of gradsync 0.2 that 0.3 does not have, each with what to write instead. This file goes in 0.4.
+
+A user who types such a word gets an error with the advice of this table.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from gradsync.errors import InvalidArgument
+
+_HOOK = "register_hook() takes a function of the bucket, and examples/hooks.py has this one in a few lines"
+_ADD_UP = "add gradients up in arrays of your own, and hand over each sum once"
+_UNEVEN = "docs/uneven.md shows the two lines that average over uneven batches"
+_REPORT = "the launcher's report and comm.recorder show where each rank is"
+_TRACE = "gradsync run --trace DIR writes a Chrome trace that https://ui.perfetto.dev opens"
+
+#: Where a user types the word -> the word -> what to write instead.
+REMOVED: dict[str, dict[str, str]] = {
+    "AllreduceCallback": {
+        "compression": f"on one machine it made steps slower; {_HOOK}",
+        "prescale": "multiply the gradient before you hand it over",
+        "postscale": "multiply the result",
+        "first_bucket_bytes": "leave it out: no measurement showed a gain",
+        "lock_gradients": "leave it out",
+    },
+    "an AllreduceCallback": {
+        "accumulate": _ADD_UP,
+        "no_sync": _ADD_UP,
+        "discard": "leave it out: hand over nothing that you do not want to reduce",
+        "join": _UNEVEN,
+        "dump_shapes": "write {name: [str(array.dtype), list(array.shape)]} with json.dump",
+    },
+    "gradsync": {
+        "hooks": _HOOK,
+        "adapters": "examples/torch_loop.py and examples/jax_loop.py do the same with the public API",
+        "trace": _TRACE,
+        "dump_flight_recorder": _REPORT,
+        "GradientChanged": "leave it out: nothing raises this error",
+    },
+    "gradsync (command)": {"trace": _TRACE},
+    "gradsync run": {
+        "--state-dir": "choose a directory yourself, and pass it to your script",
+        "--join-timeout": "init_process_group(timeout_seconds=...) limits the wait for other machines",
+        "--node-address": "leave it out: only the address of node 0 matters, and that is in --rendezvous",
+        "--dump-dir": _REPORT,
+    },
+    "variables": {
+        "GRADSYNC_STATE_DIR": "choose a directory yourself, and pass it to your script",
+        "GRADSYNC_DUMP_DIR": _REPORT,
+        "GRADSYNC_START": "unset it",
+    },
+}
+
+
+class RemovedName(InvalidArgument, AttributeError):
+    """A name that gradsync had until 0.2. As an AttributeError, it lets `hasattr` answer False."""
+
+
+def refuse_removed(where: str, word: str) -> None:
+    """Raises an error if a word has gone.
+
+    Args:
+        where: a key of REMOVED.
+        word: the word that a user has typed.
+
+    Raises:
+        InvalidArgument: 0.3 does not have the word.
+    """
+    advice = REMOVED[where].get(word)
+    if advice is not None:
+        raise InvalidArgument(f"{where.partition(' (')[0]} has no {word} any more (removed in 0.3): {advice}")
+
+
+def no_attribute(where: str, owner: str, name: str, advice: str = "") -> NoReturn:
+    """Raises the error for an attribute that does not exist, or that has gone.
+
+    Args:
+        where: a key of REMOVED.
+        owner: the owner in Python's own words, such as "module 'gradsync'".
+        name: the attribute's name.
+        advice: what to add for a name that was never there, such as ": did you mean all_reduce?".
+
+    Raises:
+        AttributeError: always; a RemovedName if the name has gone.
+    """
+    try:
+        refuse_removed(where, name)
+    except InvalidArgument as error:
+        raise RemovedName(*error.args) from None
+    raise AttributeError(f"{owner} has no attribute {name!r}{advice}")
