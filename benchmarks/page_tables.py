@@ -14,7 +14,6 @@ from typing import Any
 from comparison_tables import comparison, knobs, lists, thresholds
 from failure_tables import detection, detection_at_a_glance, fault_matrix, kills, model_check, restarts, simulation
 from timing_tables import (
-    first_edition,
     nccl_host_cost,
     over_mpi,
     partition,
@@ -38,7 +37,6 @@ LAYOUTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "start_up": start_up,
     "beside_mpi4py": over_mpi,
     "gpt2_training": real_model,
-    "first_edition": first_edition,
     "nccl_host_cost": nccl_host_cost,
     "rendezvous_scale": rendezvous_scale,
     "failure_detection": detection,
@@ -88,11 +86,6 @@ METHODS = {
         USUAL,
         "The table shows medians on the slower rank, without the first step. The compared programs took turns, with "
         "batches of 64 tokens, dropout and AdamW. `python benchmarks/gpt2_training.py` makes the table",
-    ),
-    "first_edition": (
-        USUAL,
-        'The table shows medians over blocks with a 95 % interval. The column "noise" compares version 0.1 with '
-        "itself. `python benchmarks/two_checkouts.py --old FOLDER` makes the table",
     ),
     "nccl_host_cost": ("", "`python benchmarks/nccl_host_cost.py --old FOLDER` makes the table"),
     "network_partition": ("two network namespaces", "`python benchmarks/network_partition.py` makes the table"),

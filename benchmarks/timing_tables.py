@@ -42,16 +42,6 @@ def real_model(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def first_edition(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table with the ratio of this edition's time to the first one's, by case."""
-    lines = ["| | 0.2 / 0.1 | 95 % interval | noise |", "| --- | --- | --- | --- |"]
-    for row in results["rows"]:
-        ratio, noise = row["new_to_old"], row["old_to_old"]
-        interval, of_noise = (f"{each['low']:.2f} to {each['high']:.2f}" for each in (ratio, noise))
-        lines.append(f"| {row['case']} | {ratio['median']:.2f} | {interval} | {of_noise} |")
-    return lines
-
-
 def nccl_host_cost(results: dict[str, Any]) -> list[str]:
     """Returns the lines of the table of what a call over NCCL costs the host, in both editions."""
     lines = ["| the program | clock | 0.1 | 0.2 |", "| --- | --- | --- | --- |"]

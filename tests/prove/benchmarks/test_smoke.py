@@ -25,7 +25,7 @@ OTHER_SCRIPTS = {
     "training_speed_rank",
     "page_tables",
 }
-OTHER_SCRIPTS |= {"failure_detection", "fault_matrix", "gpu_tests", "predict_threshold", "trace_picture"}
+OTHER_SCRIPTS |= {"failure_detection", "fault_matrix", "gpu_tests", "trace_picture"}
 
 
 class Smoke(NamedTuple):
