@@ -113,6 +113,26 @@ def check_large(comm: Any) -> None:
     assert (comm.all_reduce(array) == n).all()
 
 
+def check_halves(comm: Any) -> None:
+    """reduce_scatter of half precision into rows of its own source, of more elements than one block."""
+    n, rank, rows = comm.world_size, comm.rank, 100_000
+    for name, op in product(("float16", "bfloat16"), ("sum", "mean")):
+        of_ranks = [contribution(each, (rows * n,), name) for each in range(n)]
+        want = exactly_reduced(op, of_ranks)[rank * rows : (rank + 1) * rows]
+        for shift in (0, 30_000, -30_000):
+            for call in (comm, comm, comm.asynchronous):
+                array = of_ranks[rank].copy()
+                begin = min(max(rank * rows + shift, 0), rows * (n - 1))
+                out = array[begin : begin + rows]
+                got = call.reduce_scatter(array, op, out=out)
+                assert_identical(np.asarray(out if got is out else got.result()), want)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_half_precision_into_rows_of_its_own_source(world_size: int) -> None:
+    run_ranks(world_size, check_halves, timeout=120)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_large_arrays_that_recur_and_that_do_not(world_size: int) -> None:
     run_ranks(world_size, check_large, timeout=120)

@@ -27,7 +27,7 @@ from gradsync.communicators.host_copy import copy_words, cuts, pack_words, piece
 from gradsync.communicators.host_values import Checks
 from gradsync.communicators.shared_memory.all_reduce import ListAllReduce, Plan
 from gradsync.communicators.shared_memory.arena import ROUND_BYTES, ROUND_SLOTS, ShmContext, share_begin
-from gradsync.reduction import Array, ReduceOp, Wire, reduction_of
+from gradsync.reduction import Array, ReduceOp, Wire, accumulation_dtype, reduction_of
 
 _BYTE = np.dtype(np.uint8)
 
@@ -237,6 +237,9 @@ class ReduceScatter(Movement):
         self._values = context.round_slots(dtype)
         self._quietly = context.quietly
         self._reduce = reduction_of(op, dtype, context.world_size)
+        # The reduction reads the first two contributions in one step, whatever they overlap. It reads those of later
+        # ranks after it has begun to write, and half precision block by block.
+        self._reads_late = rank > 1 or accumulation_dtype(dtype) != dtype
 
     def _receive(
         self,
@@ -249,7 +252,7 @@ class ReduceScatter(Movement):
         """Reduces this rank's own part, and the parts in the buffers of the slot `number`, to the target."""
         if not own.size:
             return
-        if self._rank > 1 and np.may_share_memory(own, own_target):  # in place: the result would overwrite `own`
+        if self._reads_late and np.may_share_memory(own, own_target):  # the result would overwrite `own`
             own = own.copy()
         buffers = self._values[number]
         contributions = [own.view(self._dtype)] * len(buffers)
