@@ -173,6 +173,18 @@ def fill_with_zeros(comm: Any, kit_name: str) -> None:
         assert callback.statistics.steps == number + 1
 
 
+def keep_what_was_filled_in(comm: Any, kit_name: str) -> None:
+    """The results of parameters without a gradient are the program's to keep: later steps leave them as they are."""
+    kit, last = make_kit(comm, kit_name), comm.world_size - 1
+    callback = gs.AllreduceCallback("sum", comm, parameters={"a": ((2,), "float64")}, missing="zero")
+    kept = []
+    for number in range(4):
+        with callback.backward():
+            future = callback("a", kit.put(np.full(2, 1.0 + number))) if comm.rank == last else None
+        kept.append(callback.filled["a"] if future is None else future.result())
+    assert [on_host(each).tolist() for each in kept] == [[1.0 + number] * 2 for number in range(4)]
+
+
 def missing_by_step(world_size: int) -> Iterator[list[tuple[str, ...]]]:
     """Yields the names that each rank has no gradient for."""
     names = list(SMALL)

@@ -37,6 +37,7 @@ def combined(comm: Any, kit_name: str) -> None:
     checks.accumulate(comm, kit_name)
     checks.stand_in_for_others(comm, kit_name)
     checks.fill_with_zeros(comm, kit_name)
+    checks.keep_what_was_filled_in(comm, kit_name)
     checks.work_in_a_group(comm, kit_name)
 
 

@@ -592,15 +592,19 @@ class Step:
     def _zeros_at(
         self, position: int, spec: GradientSpec, communicator: Communicator, *, is_shadow: bool = False
     ) -> Any:
-        """Returns zeros for a missing gradient: the parameter's view of its bucket, or an array that is kept for reuse.
+        """Returns zeros for a missing gradient: the parameter's view of its bucket, or a new array.
 
-        If `is_shadow` is True, floating zeros are negative: adding -0.0 changes no sum, but adding 0.0 to -0.0 gives
-        0.0.
+        The program may keep the array, which gets the result. Only if `is_shadow` is True, later steps use the array
+        again. Floating zeros are then negative: adding -0.0 changes no sum, but adding 0.0 to -0.0 gives 0.0.
         """
         dtype: Any = dtype_of(spec.dtype)
-        array = self._zeros.get(position) if self.memory is None else self.memory.views[position]
-        if array is None or array.shape != spec.shape or array.dtype != dtype:
-            array = self._zeros[position] = communicator._arrays.empty(spec.shape, dtype, None)
+        array = self._zeros.get(position) if is_shadow else None
+        if self.memory is not None:
+            array = self.memory.views[position]
+        elif array is None or array.shape != spec.shape or array.dtype != dtype:
+            array = communicator._arrays.empty(spec.shape, dtype, None)
+        if is_shadow:
+            self._zeros[position] = array
         negative = {"f": -0.0, "V": -0.0, "c": complex(-0.0, -0.0)}.get(dtype.kind, 0)
         communicator._arrays.fill(array, negative if is_shadow else 0)
         return array
