@@ -98,6 +98,43 @@ def test_stopped_rank_is_ended_with_the_others(tmp_path):
     assert all(map(command.is_gone, pids))
 
 
+@pytest.mark.parametrize("how", ["raise KeyError", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize("other", ["SIG_DFL", "SIG_IGN"])  # with SIG_IGN the launcher has to kill the other rank
+def test_helpers_that_clean_up_may_do_so(tmp_path, how, other):
+    source = f"""
+        import os, signal, subprocess, sys, time
+        from multiprocessing import shared_memory
+        signal.signal(signal.SIGTERM, signal.{other})
+        memory = shared_memory.SharedMemory(create=True, size=1000)
+        subprocess.Popen(["sleep", "60"])
+        print(memory.name, flush=True)
+        open(sys.argv[1] + os.environ["RANK"], "w").close()
+        if os.environ["RANK"] == "1":
+            while not os.path.exists(sys.argv[1] + "0"):
+                time.sleep(0.01)
+            {how}
+        signal.pause()
+        """
+    script = command.write_script(tmp_path, source)
+    code, out, _ = command.run("run", "--no-prefix", "--grace", 0.5, "-n", 2, script, tmp_path / "ready-")
+    assert code == (1 if "raise" in how else 137)
+    names = out.split()
+    assert len(names) == 2
+    assert not [name for name in names if Path("/dev/shm", name).exists()]
+
+
+def test_a_helper_that_does_not_end_is_killed(tmp_path):
+    source = """
+        import os, subprocess, sys
+        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "resource_tracker"])
+        print(program.pid, flush=True)
+        os.kill(os.getpid(), 9)
+        """
+    code, out, _ = command.run("run", "--no-prefix", "-n", 1, command.write_script(tmp_path, source))
+    assert code == 137
+    assert command.is_gone(int(out))
+
+
 def test_killed_guard_takes_its_rank_with_it(tmp_path):
     with start(tmp_path, "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()") as process:
         pids = pids_of(process)

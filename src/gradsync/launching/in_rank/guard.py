@@ -4,7 +4,8 @@ Each rank process forks at its very start. The child is the rank; users see its 
 guard: it forwards the launcher's signals, and reports to the launcher how the rank ended. The guard is a child
 subreaper (see prctl): when a program that the rank has started ends, the children that it leaves behind become children
 of the guard, also after a double fork. When the rank ends, or the launcher dies in any way, the guard kills all
-processes that are left.
+processes that are left. Only helpers that remove what the rank has left in shared memory get a moment to end by
+themselves.
 
 This module runs before anything else in a rank process, so it imports as little as possible.
 """
@@ -33,6 +34,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the signals to the guard that it forwards to the rank
 _SWEEP_SECONDS = 1.5  # a process that is left after this time is stuck in the kernel
 _SWEEP_WAIT_SECONDS = 0.02
+# Helper processes of multiprocessing (also of loky's copy) and of torch. When the last process that uses one has gone,
+# its pipe closes, it removes the segments and semaphores that are left, and ends.
+_CLEANERS = (b"resource_tracker", b"torch_shm_manager")
+_CLEAN_UP_SECONDS = 1.0
 # Only before Linux 5.3: how often the guard checks whether the launcher is alive. The end of the command pipe is not
 # enough, because a child of the launcher may hold a copy of the pipe's write end.
 _LOOK_FOR_LAUNCHER_MS = 500
@@ -151,9 +156,13 @@ class _Guard:
         return bool(numbers)
 
     def _signal_rank(self, number: int) -> None:
-        """Sends a signal to the rank's process group, or to the rank alone if it has not made its group yet."""
+        """Sends a signal to the rank's process group, or to the rank alone if it has not made its group yet.
+
+        SIGKILL goes to the rank alone, because the group may have helpers that clean up; `_end` kills the others.
+        """
         try:
-            os.killpg(self._rank_pid, number)
+            send = os.kill if number == signal.SIGKILL else os.killpg
+            send(self._rank_pid, number)
         except ProcessLookupError:
             os.kill(self._rank_pid, number)  # the rank is not reaped, so no other process has its id
         except PermissionError:
@@ -172,13 +181,19 @@ class _Guard:
             os.waitpid(ended.si_pid, 0)
 
     def _end(self) -> NoReturn:
-        """Kills the rank's process group and all orphans, reports how the rank ended, and exits."""
-        self._signal_rank(signal.SIGKILL)  # the rank is not reaped yet, so no other group has its id
-        deadline = time.monotonic() + _SWEEP_SECONDS
+        """Kills the rank and all that it has started, reports how the rank ended, and exits.
+
+        Each killed process leaves its own children to this process. A helper that cleans up is killed only if it has
+        not ended in time.
+        """
+        self._signal_rank(signal.SIGKILL)
+        now = time.monotonic()
+        cleaned_up_by, deadline = now + _CLEAN_UP_SECONDS, now + _SWEEP_SECONDS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        while self._reap_all() and time.monotonic() < deadline:
+        while self._reap_all() and (now := time.monotonic()) < deadline:
             for child in _children_of(os.getpid()):
-                os.kill(child, signal.SIGKILL)  # a child that is not reaped: no other process has its id
+                if now >= cleaned_up_by or not _cleans_up(child):
+                    os.kill(child, signal.SIGKILL)  # a child that is not reaped: no other process has its id
             signal.sigtimedwait({signal.SIGCHLD}, _SWEEP_WAIT_SECONDS)
         os._exit(0 if self._rank_is_reaped else GAVE_UP)
 
@@ -226,6 +241,16 @@ def _children_of(parent: int) -> list[int]:
         if int(parent_of_it) == parent and state not in b"ZX":
             children.append(int(name))
     return children
+
+
+def _cleans_up(pid: int) -> bool:
+    """Returns whether a process is a helper that removes what its rank has left."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read()
+    except OSError:  # the process has ended
+        return False
+    return any(name in command for name in _CLEANERS)
 
 
 def _release_standard_input() -> None:
