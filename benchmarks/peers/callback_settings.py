@@ -12,22 +12,17 @@ import numpy as np
 import gradsync as gs
 from peers.collectives import RANKS
 from peers.contenders import (
-    BFLOAT16,
     CLIPPED,
     FIRST_BUCKET,
-    FLOAT16,
     HOOK,
     NONFINITE,
     NORM,
     PARAMETERS,
-    PRESCALE,
     THRESHOLDS,
 )
 from peers.operation import Operation
 
-# Rounds to nearest: half of it. The inputs themselves are exact in 8 bits.
-_BFLOAT16_EPSILON = 2**-7
-# About half of what the inputs come to: values stay in the range in which float16, which works on them too, is at ease.
+# About half of what the inputs come to.
 _CLIPPED_ROOT_MEAN_SQUARE = 100.0
 _FLOAT32_ROUNDING = 1e-5  # of a norm, and of what it scales
 _Setting = Callable[[list[np.ndarray]], Operation]
@@ -63,15 +58,6 @@ def _with(**settings: Any) -> _Setting:
     return lambda gradients: through(gs.AllreduceCallback("mean", **settings), gradients)
 
 
-def _rounded(gradients: list[np.ndarray]) -> Operation:
-    return replace(_with(compression="bfloat16")(gradients), rounding=_BFLOAT16_EPSILON / 2)
-
-
-def _negated(gradients: list[np.ndarray]) -> Operation:
-    """A factor that leaves the values as large as they are, however often it is applied."""
-    return replace(_with(prescale=-1.0)(gradients), results=lambda: [-gradient for gradient in gradients])
-
-
 def _clipped(gradients: list[np.ndarray]) -> Operation:
     """Clips in each step: the sum of what is equal on all ranks is too long by their number every time."""
     most = _CLIPPED_ROOT_MEAN_SQUARE * sqrt(sum(gradient.size for gradient in gradients))
@@ -99,9 +85,6 @@ def _told(gradients: list[np.ndarray]) -> Operation:
 #: The function that makes a step with a setting, by the setting's name.
 SETTINGS: dict[str, _Setting] = {
     **{name: _with(threshold_bytes=size_bytes) for name, size_bytes in THRESHOLDS.items()},
-    FLOAT16: _with(compression="float16"),
-    BFLOAT16: _rounded,
-    PRESCALE: _negated,
     NONFINITE: _with(nonfinite="raise"),
     NORM: _with(clip_norm=float("inf")),
     CLIPPED: _clipped,

@@ -36,16 +36,13 @@ def local_backward(ddp: str) -> str:
 
 #: Thresholds of gradsync's callback, by the names of the contenders, in bytes.
 THRESHOLDS = {f"threshold {size:g} MB": round(size * 2**20) for size in (0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)}
-FLOAT16 = "compression float16"
-BFLOAT16 = "compression bfloat16"
-PRESCALE = "prescale"
 NONFINITE = "nonfinite raise"
 NORM = "norm computed"
 CLIPPED = "norm clipped, each step"
 HOOK = "hook, asynchronous all_reduce"
 PARAMETERS = "parameters told"
 FIRST_BUCKET = "first bucket of 1 MB"
-KNOBS = (FLOAT16, BFLOAT16, PRESCALE, NONFINITE, NORM, CLIPPED, HOOK, PARAMETERS, FIRST_BUCKET)
+KNOBS = (NONFINITE, NORM, CLIPPED, HOOK, PARAMETERS, FIRST_BUCKET)
 
 # The time of a reduction by DDP is the difference of two contenders.
 DIFFERENCES = {ddp: (whole_backward(ddp), local_backward(ddp)) for ddp in (DDP, DDP_VIEWS)}

@@ -11,7 +11,7 @@ import enum
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -71,20 +71,6 @@ def parse_reduce_method(value: str | ReduceOp, argument: str) -> ReduceOp:
         given = repr(value) if isinstance(value, str) else type(value).__name__
         raise InvalidArgument(f'{argument} needs to be "sum" or "mean", got {given}')
     return op
-
-
-class Wire(NamedTuple):
-    """Tells how gradsync converts the arrays of a list before their reduction, and the results afterwards.
-
-    Attributes:
-        dtype: the dtype in which gradsync sends and reduces the values.
-        prescale: the factor by which gradsync multiplies the values before the reduction.
-        postscale: the factor by which gradsync multiplies the results.
-    """
-
-    dtype: np.dtype[Any]
-    prescale: float
-    postscale: float
 
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX})

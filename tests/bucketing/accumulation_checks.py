@@ -26,7 +26,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"threshold_bytes": 100, "clip_norm": 0.5, "nonfinite": "skip"},
     {"parameters": SHAPES},
     {"parameters": SHAPES, "gradient_as_bucket_view": True},
-    {"compression": "float16", "prescale": 0.5},
 ]
 
 

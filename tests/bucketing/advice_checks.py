@@ -34,7 +34,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "clip_norm on the others": ({}, {"clip_norm": 1.0}),
     "two values of clip_norm": ({"clip_norm": 1.0}, {"clip_norm": 2.0}),
     "sum and mean": ({"reduce_method": "sum"}, {}),
-    "compression": ({"compression": "float16"}, {}),
     "thresholds": ({"threshold_bytes": 30}, {}),
 }
 

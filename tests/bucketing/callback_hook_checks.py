@@ -16,7 +16,6 @@ from naive_reference import (
     on_host,
     put_all,
     reduced,
-    sent_and_reduced,
     step,
     values_for,
 )
@@ -48,38 +47,12 @@ class Recording:
         return communicator.all_reduce(bucket.flat, bucket.op)
 
 
-class Keeping:
-    """Returns the same read-only array for a bucket in every step, as a hook may that keeps its results."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, Any] = {}
-
-    def __call__(self, bucket: Any) -> Any:
-        if bucket.index not in self.kept:
-            self.kept[bucket.index] = result = bucket.communicator.all_reduce(bucket.flat.copy(), bucket.op)
-            if isinstance(result, np.ndarray):
-                result.flags.writeable = False
-        return self.kept[bucket.index]
-
-
-def leave_the_results_of_hooks_unchanged(comm: Any, kit_name: str) -> None:
-    """The array that a hook returns belongs to the hook: gradsync does not scale it in place."""
-    kit = make_kit(comm, kit_name)
-    wanted = sent_and_reduced([values_for(rank, 0) for rank in range(comm.world_size)], "sum", {"postscale": 0.5})
-    callback = gs.AllreduceCallback("sum", comm, postscale=0.5)
-    callback.register_hook(Keeping())
-    for number in range(3):
-        got = step(callback, put_all(kit, values_for(comm.rank, 0)))
-        expect_equal(comm, got, wanted, number)
-
-
 def hand_buckets_to_hooks(comm: Any, kit_name: str) -> None:
     """A hook that does what would have been done gives what it would have given."""
     kit = make_kit(comm, kit_name)
     n = comm.world_size
-    scales = {"prescale": 0.5, "postscale": 3.0}
-    ways = itertools.product(("future", "copy", "in place"), (1, 700, 10**7), (False, True), ({}, scales))
-    for way, threshold_bytes, is_view, options in ways if IS_EVERYWHERE else itertools.islice(ways, 0, None, 3):
+    ways = itertools.product(("future", "copy", "in place"), (1, 700, 10**7), (False, True))
+    for way, threshold_bytes, is_view in ways if IS_EVERYWHERE else itertools.islice(ways, 0, None, 3):
         if (way == "copy") != (threshold_bytes == 700):  # not all of them
             continue
         callback = gs.AllreduceCallback(
@@ -88,7 +61,6 @@ def hand_buckets_to_hooks(comm: Any, kit_name: str) -> None:
             threshold_bytes=threshold_bytes,
             parameters=SPECS if is_view else None,
             gradient_as_bucket_view=is_view,
-            **options,
         )
         arrays = callback.gradient_buffers() if is_view else put_all(kit, values_for(comm.rank, 0))
         hook = Recording(way)
@@ -105,8 +77,7 @@ def hand_buckets_to_hooks(comm: Any, kit_name: str) -> None:
                 if number == 2:
                     expect(gs.InvalidArgument, lambda c=callback: c.register_hook(None), "before handed-over")
             got = {name: on_host(future.result()) for name, future in futures.items()}
-            wanted = sent_and_reduced(by_rank(n, number), "mean", options)
-            expect_equal(comm, got, wanted, (way, threshold_bytes, is_view, options, number))
+            expect_equal(comm, got, reduced(by_rank(n, number)), (way, threshold_bytes, is_view, number))
             if number != 3:
                 assert [index for index, _ in hook.seen] == list(dict.fromkeys(index for index, _ in hook.seen))
                 assert {name for _, names in hook.seen for name in names} == set(SPECS)
@@ -163,8 +134,6 @@ def refuse_what_hooks_do_wrong(comm: Any, kit_name: str) -> None:
         callback.register_hook(None)  # it can go on where all ranks have got the same
         expect_equal(group, step(callback, put_all(kit, {"a": np.ones(3)})), {"a": np.ones(3)})
         group.close()
-    compressed = gs.AllreduceCallback("mean", comm, compression="float16")
-    expect(gs.InvalidArgument, lambda: compressed.register_hook(Recording("copy")), "without compression='float16'")
 
 
 # -- Settings on which ranks differ -------------------------------------------------------------------------------
@@ -179,10 +148,6 @@ def hook_two(bucket: Any) -> Any:
 
 
 SETTINGS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
-    ({}, {"compression": "float16"}, "(mean)", "(mean, compression float16)"),
-    ({"compression": "bfloat16"}, {"compression": "float16"}, "compression bfloat16", "compression float16"),
-    ({"prescale": 2.0}, {}, "prescale 2.0", "(mean)"),
-    ({"postscale": 2.0}, {"postscale": 4.0}, "postscale 2.0", "postscale 4.0"),
     ({"nonfinite": "raise"}, {"nonfinite": "skip"}, 'nonfinite "raise"', 'nonfinite "skip"'),
     ({"clip_norm": 1.0}, {"clip_norm": 2.0}, "clip_norm 1.0", "clip_norm 2.0"),
     ({"hook": hook_one}, {"hook": hook_two}, "hook hook_one", "hook hook_two"),
@@ -239,10 +204,8 @@ def differ(comm: Any, kit_name: str) -> list[str]:
 # -- Knobs together -----------------------------------------------------------------------------------------------
 
 COMBINATIONS: tuple[dict[str, Any], ...] = (
-    {"compression": "bfloat16", "prescale": 0.5, "nonfinite": "raise"},
     {"nonfinite": "skip", "clip_norm": 20.0, "first_bucket_bytes": 200},
-    {"compression": "float16", "clip_norm": 20.0},
-    {"hook": True, "postscale": 0.5, "nonfinite": "raise", "clip_norm": 20.0},
+    {"hook": True, "nonfinite": "raise", "clip_norm": 20.0},
     {"missing": "zero", "nonfinite": "skip", "clip_norm": float("inf")},
 )
 

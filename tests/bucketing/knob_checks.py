@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from naive_reference import (
-    BFLOAT16,
     SPECS,
     Host,
-    Values,
     by_rank,
     expect_equal,
     fill,
     on_host,
     put_all,
     reduced,
-    sent_and_reduced,
     step,
     times,
     values_for,
@@ -29,36 +25,6 @@ import gradsync as gs
 from contract import IS_EVERYWHERE, expect
 from kits import make_kit
 
-# Half of the distance from 1 to the next number: what rounding loses, relative.
-ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-
-# -- Compression and scales ---------------------------------------------------------------------------------------
-
-WAYS: tuple[dict[str, Any], ...] = (
-    {"compression": "float16"},
-    {"compression": "bfloat16", "prescale": 0.5, "postscale": 3.0},
-    {"prescale": 0.3, "postscale": 7.0},
-    {"postscale": -0.125},
-    {"compression": "float16", "prescale": 1 / 3},
-)
-
-
-def scale_and_compress(comm: Any, kit_name: str) -> None:
-    kit = make_kit(comm, kit_name)
-    n = comm.world_size
-    for method in ("mean", "sum"):
-        for way in WAYS:
-            callback = gs.AllreduceCallback(method, comm, threshold_bytes=700, **way)
-            arrays = put_all(kit, values_for(comm.rank, 0))
-            for number in range(3):
-                values = values_for(comm.rank, number)
-                gradients = {name: refilled(kit, arrays[name], each, number) for name, each in values.items()}
-                got = step(callback, gradients)
-                given = by_rank(n, number)
-                if comm.backend != "nccl":
-                    expect_equal(comm, got, sent_and_reduced(given, method, way), (method, way, number))
-                expect_precision(got, given, method, way, n)
-
 
 def refilled(kit: Any, array: Any, values: Host, number: int) -> Any:
     """Returns a new array in the first step, and the same in the others."""
@@ -66,61 +32,6 @@ def refilled(kit: Any, array: Any, values: Host, number: int) -> Any:
         return kit.put(values.copy())
     fill(array, values)
     return array
-
-
-def expect_precision(got: Values, given: Sequence[Values], method: str, way: dict[str, Any], n: int) -> None:
-    """All values have one sign: what is lost is a rounding at each end, and on NCCL one for each addition."""
-    scale = way.get("prescale", 1.0) * way.get("postscale", 1.0) / (n if method == "mean" else 1)
-    for name, result in got.items():
-        wide = np.complex128 if result.dtype.kind == "c" else np.float64
-        exact = np.sum([values[name].astype(wide) for values in given], axis=0) * scale
-        rounding = {np.dtype(np.float16): 2.0**-11, BFLOAT16: 2.0**-8}.get(result.dtype, 2.0**-23)
-        if way.get("compression") and result.dtype in (np.float32, np.float64):
-            rounding = ROUNDING[way["compression"]]
-        error = np.abs(result.astype(wide) - exact)
-        assert (error <= (n + 3) * rounding * np.abs(exact)).all(), (name, way, error)
-
-
-#: Large enough to be scaled where they lie; and some beside those that are not.
-# Over MPI "large" is sent in messages of its own.
-LARGE = {
-    "a": ((90, 100), np.float32),
-    "b": ((20_000,), np.float32),
-    "large": ((300, 300), np.float32),
-    "wide": ((70, 130), np.float64),
-}
-MIXED = {"a": ((30, 10), np.float32), "b": ((400,), np.float32), "half": ((900,), np.float16), "one": ((), np.float16)}
-
-
-def scale_in_place(comm: Any, kit_name: str) -> None:
-    """Whether a rank's gradients can be written to does not matter, nor whether they live in buckets."""
-    kit, way = make_kit(comm, kit_name), {"prescale": 0.3, "postscale": -7.0}
-    for specs, views in itertools.product((LARGE, MIXED), (False, True)):
-        known = {name: (shape, np.dtype(dtype).name) for name, (shape, dtype) in specs.items()}
-        callback = gs.AllreduceCallback("mean", comm, parameters=known, gradient_as_bucket_view=views, **way)
-        places = callback.gradient_buffers() if views else put_all(kit, values_for(comm.rank, 0, specs))
-        for number in range(4):
-            for name, values in values_for(comm.rank, number, specs).items():
-                fill(places[name], values)
-            is_locked = number == 2 and comm.rank == 0 and not views and isinstance(places["b"], np.ndarray)
-            if is_locked:
-                places["b"].setflags(write=False)
-            got = step(callback, places)
-            if is_locked:
-                places["b"].setflags(write=True)
-            expect_equal(comm, got, sent_and_reduced(by_rank(comm.world_size, number, specs), "mean", way), number)
-
-
-def scale_only_in_agreement(comm: Any, kit_name: str) -> None:
-    """Ranks that differ get PlanMismatch before a gradient is scaled."""
-    kit = make_kit(comm, kit_name)
-    callback = gs.AllreduceCallback("mean", comm, prescale=0.5)
-    gradient = kit.put(np.ones(20_000, np.float32))
-    for _ in range(2):
-        step(callback, {"a": gradient})
-        fill(gradient, np.ones(20_000, np.float32))
-        expect(gs.PlanMismatch, lambda: step(callback, {f"of rank {comm.rank}": gradient}))
-        assert (on_host(gradient) == 1).all()
 
 
 # -- When buckets are launched, and how ---------------------------------------------------------------------------

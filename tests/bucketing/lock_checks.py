@@ -206,8 +206,6 @@ def use_every_knob(comm: Any, _kit: str) -> None:
     world = comm.world_size
     knobs: list[tuple[dict[str, Any], float]] = [
         ({"clip_norm": 1e-3}, 0.0),
-        ({"compression": "float16"}, world),
-        ({"postscale": 0.5, "prescale": 4.0}, 2 * world),
         ({"nonfinite": "skip"}, world),
         ({"first_bucket_bytes": 4}, world),
         ({"parameters": dict.fromkeys("abc", ((3, 4), "float32")), "missing": "zero"}, world),

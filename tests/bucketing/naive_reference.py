@@ -33,8 +33,7 @@ SPECS: Specs = {
 }
 #: Alone each, some together, all of a dtype together.
 THRESHOLDS = (1, 700, 10 * 1024**2)
-#: What compression has gradients travel in.
-WIRES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
+_HALVES = (np.dtype(np.float16), BFLOAT16)
 # Relative; NCCL adds up in another order, and half precision in half precision.
 _TOLERANCES = {np.dtype(np.float16): 2e-3, BFLOAT16: 2e-2, np.dtype(np.float64): 1e-14}
 
@@ -77,7 +76,7 @@ def reduced(given: Sequence[Values], method: str = "mean") -> Values:
 
 def added_up(flats: Sequence[Host], method: str) -> Host:
     dtype = flats[0].dtype
-    wide = np.dtype(np.float32) if dtype in WIRES.values() else dtype
+    wide = np.dtype(np.float32) if dtype in _HALVES else dtype
     with np.errstate(all="ignore"):
         total = flats[0].astype(wide)
         for flat in flats[1:]:
@@ -94,22 +93,10 @@ def times(values: Host, factor: float, dtype: Any) -> Host:
         product = np.empty(values.shape, dtype)
         product.real, product.imag = [times(part, factor, part.dtype) for part in (values.real, values.imag)]
         return product
-    dtypes = [np.dtype(np.float32) if each in WIRES.values() else each for each in (values.dtype, np.dtype(dtype))]
+    dtypes = [np.dtype(np.float32) if each in _HALVES else each for each in (values.dtype, np.dtype(dtype))]
     wide = np.promote_types(*dtypes)
     with np.errstate(over="ignore"):
         return (values.astype(wide) * wide.type(factor)).astype(dtype)
-
-
-def sent_and_reduced(given: Sequence[Values], method: str, way: dict[str, Any]) -> Values:
-    """Returns what a reduction gives that has the values travel in another dtype, or scaled."""
-    results = {}
-    for name, first in given[0].items():
-        wire = first.dtype
-        if way.get("compression") and first.dtype in (np.float32, np.float64):
-            wire = WIRES[way["compression"]]
-        sent = [times(values[name].reshape(-1), way.get("prescale", 1.0), wire) for values in given]
-        results[name] = times(added_up(sent, method), way.get("postscale", 1.0), first.dtype).reshape(first.shape)
-    return results
 
 
 def expect_equal(comm: Any, got: Mapping[str, Host], wanted: Mapping[str, Host], what: object = "") -> None:

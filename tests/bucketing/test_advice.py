@@ -22,7 +22,6 @@ LINES = {
     "clip_norm on the others": "clip_norm is set on rank 0 only",
     "two values of clip_norm": "clip_norm differs: 2.0 on rank 0, 1.0 on rank 1",
     "sum and mean": "reduce_method differs: mean on rank 0, sum on rank 1",
-    "compression": "compression is set on rank 1 only",
     "thresholds": "threshold_bytes differs: 10485760 on rank 0, 30 on rank 1: make the callback with the same options",
 }
 AMONG_THREE = {

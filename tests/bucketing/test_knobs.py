@@ -26,21 +26,6 @@ OF_VALUES = [*on(SHM, 1, 3), *on(STAND_IN, 1, 2), *on(STAND_IN_STAGED, 2), *on(S
 OF_VALUES += [*on(GPU, 1, 2), *on(GPU_MIXED, 2)]
 
 
-@pytest.mark.parametrize(("place", "world_size"), PLACES)
-def test_compression_and_scales(place: Place, world_size: int) -> None:
-    place.run(world_size, checks.scale_and_compress, place.kit)
-
-
-@pytest.mark.parametrize(("place", "world_size"), PLACES)
-def test_large_gradients_are_scaled_where_they_lie(place: Place, world_size: int) -> None:
-    place.run(world_size, checks.scale_in_place, place.kit)
-
-
-@pytest.mark.parametrize(("place", "world_size"), on(SHM, 2))
-def test_no_gradient_is_scaled_where_ranks_differ(place: Place, world_size: int) -> None:
-    place.run(world_size, checks.scale_only_in_agreement, place.kit)
-
-
 @pytest.mark.parametrize(("place", "world_size"), [*PLACES, *always_on(STAND_IN_SLOW, 2)])
 def test_buckets_begin_early_and_in_groups(place: Place, world_size: int) -> None:
     place.run(world_size, checks.begin_early, place.kit)
@@ -68,12 +53,6 @@ def test_all_ranks_hear_of_nan_and_of_the_norm(place: Place, world_size: int) ->
         ({"missing": "zeros"}, "missing must be 'error' or 'zero'"),
         ({"missing": None}, "missing must be"),
         ({"missing": "zero"}, "needs parameters"),
-        ({"compression": "float8"}, "compression must be one of"),
-        ({"compression": True}, "compression must be one of"),
-        ({"prescale": 0}, "prescale must be a finite number other than 0"),
-        ({"prescale": "1"}, "prescale must be"),
-        ({"postscale": math.nan}, "postscale must be"),
-        ({"postscale": math.inf}, "postscale must be"),
         ({"nonfinite": "ignore"}, "nonfinite must be 'off' or 'raise' or 'skip'"),
         ({"nonfinite": None}, "nonfinite must be 'off' or 'raise' or 'skip'"),
         ({"clip_norm": 0}, "above 0"),
@@ -124,17 +103,14 @@ def test_an_unknown_option_is_told_with_the_right_one(option: str, advice: str) 
     assert str(caught.value) == f"AllreduceCallback() got an unexpected keyword argument {option!r}{advice}"
 
 
-def test_integers_are_neither_scaled_nor_clipped() -> None:
-    for options, text in (({"prescale": 0.5}, "prescale 0.5"), ({"clip_norm": 1.0}, "clip_norm 1.0 needs a floating")):
-        callback = gs.AllreduceCallback("sum", local_communicator(), **options)
-        for _ in range(3):
-            callback("w", np.ones(3))
-            with pytest.raises(gs.UnsupportedDtype, match=f"gradient of 'i'.*{text}"):
-                callback("i", np.ones(3, np.int32))
-            callback.flush()
-    callback = gs.AllreduceCallback(
-        "sum", local_communicator(), compression="float16", nonfinite="raise", clip_norm=math.inf
-    )
+def test_integers_are_not_clipped() -> None:
+    callback = gs.AllreduceCallback("sum", local_communicator(), clip_norm=1.0)
+    for _ in range(3):
+        callback("w", np.ones(3))
+        with pytest.raises(gs.UnsupportedDtype, match="gradient of 'i'.*clip_norm 1.0 needs a floating"):
+            callback("i", np.ones(3, np.int32))
+        callback.flush()
+    callback = gs.AllreduceCallback("sum", local_communicator(), nonfinite="raise", clip_norm=math.inf)
     integers = np.array([3, 4])
     with callback.backward():
         callback("i", integers)

@@ -21,7 +21,6 @@ PLACES = [
 
 def hooks(comm: Any, kit_name: str) -> None:
     checks.hand_buckets_to_hooks(comm, kit_name)
-    checks.leave_the_results_of_hooks_unchanged(comm, kit_name)
     checks.refuse_what_hooks_do_wrong(comm, kit_name)
 
 

@@ -22,7 +22,7 @@ def test_an_exception_and_ctrl_c_reach_the_others() -> None:
             (STAND_IN, "views", "raises"),
             (STAND_IN, "hook", "Ctrl-C"),
             (STAND_IN, "watched", "Ctrl-C"),
-            (STAND_IN_STAGED, "compressed", "raises"),
+            (STAND_IN_STAGED, "parameters", "raises"),
             (GPU, "views", "raises"),
             (GPU, "hook", "raises"),
         ]

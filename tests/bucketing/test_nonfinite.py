@@ -20,8 +20,6 @@ _WAYS: dict[str, dict[str, Any]] = {
     "buckets": {},
     "many buckets": {"threshold_bytes": 100_000},
     "gradients in the buckets": {"gradient_as_bucket_view": True},
-    "half precision on the way": {"compression": "bfloat16"},
-    "scaled": {"prescale": 0.5, "postscale": 2.0},
     "with the norm": {"clip_norm": float("inf")},
 }
 
@@ -96,7 +94,7 @@ def check_ways(comm: Any, dtypes: tuple[str, ...]) -> dict[str, list[str]]:
     told = {}
     for name, options in _WAYS.items():
         is_plain = name in ("buckets", "many buckets")
-        for dtype in dtypes if "compression" not in options and (is_plain or IS_EVERYWHERE) else ("float32",):
+        for dtype in dtypes if is_plain or IS_EVERYWHERE else ("float32",):
             for new_arrays in (False, True) if is_plain and (dtype == dtypes[0] or IS_EVERYWHERE) else (False,):
                 told[f"{name}, {dtype}, {new_arrays}"] = tell_as_the_naive_way(comm, dtype, options, new_arrays)
     return told

@@ -85,7 +85,7 @@ class Synchronised(torch.nn.Module):
         gradient_as_bucket_view: whether `parameter.grad` is a view of the bucket's memory. If autograd makes a gradient
             in other memory (after zero_grad(), which sets gradients to None), gradsync copies the gradient into its
             bucket. With one rank, this option has no effect.
-        knobs: options of AllreduceCallback: threshold_bytes, compression, nonfinite, clip_norm, prescale, and others.
+        knobs: options of AllreduceCallback: threshold_bytes, nonfinite, clip_norm and others.
 
     Attributes:
         module: the wrapped module.

@@ -16,7 +16,7 @@ from gradsync.backends import BACKENDS, unknown_backend
 from gradsync.bucketing.agreements import CallbackIdentity
 from gradsync.bucketing.forgotten import watch
 from gradsync.bucketing.gradient import display_name, known_parameters
-from gradsync.bucketing.options import Options, WireFormat
+from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import list_of_names
 from gradsync.bucketing.reducer import BucketHook
 from gradsync.bucketing.step import Step
@@ -99,11 +99,6 @@ class AllreduceCallback:
             into `filled`.
         gradient_as_bucket_view: whether gradients live inside the buckets; needs `parameters`. The futures then give
             views of the buckets, whose values are valid until the next step. See gradient_buffers().
-        compression: "float16" or "bfloat16": the dtype in which float32 and float64 gradients are sent. On the CPU
-            gradsync adds half-precision values in float32, and rounds the sum once. NCCL may round each partial sum to
-            half precision.
-        prescale: the factor by which gradients are multiplied before the reduction.
-        postscale: the factor by which results are multiplied after the reduction.
         nonfinite: the action of flush() if a gradient, or the sum of the gradients, contains NaN or infinity. "off":
             gradsync does not check. "raise": flush() raises NonFiniteGradient on all ranks; the error names the
             parameters and ranks whose gradients contain NaN or infinity. "skip": flush() sets `skip_step` on all ranks,
@@ -124,7 +119,6 @@ class AllreduceCallback:
             or the group is not a communicator of this rank. destroy_process_group() also raises InvalidArgument if
             gradients were handed over but never reduced.
         UnsupportedDtype: the reduce method is not defined for the dtype of one of the `parameters`.
-        BackendUnavailable: the compression is "bfloat16", and ml_dtypes is not installed.
 
     Source: buckets as in PyTorch DDP (Li et al., VLDB 2020, section 3.2), filled in arrival order as in MegEngine.
     """
@@ -141,9 +135,6 @@ class AllreduceCallback:
         parameters: Any = None,
         missing: Literal["error", "zero"] = "error",
         gradient_as_bucket_view: bool = False,
-        compression: Literal["float16", "bfloat16"] | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         nonfinite: Literal["off", "raise", "skip"] = "off",
         clip_norm: float | None = None,
         lock_gradients: bool = True,
@@ -174,7 +165,6 @@ class AllreduceCallback:
             parameters,
             missing,
             gradient_as_bucket_view,
-            WireFormat(compression, prescale, postscale),
             nonfinite,
             clip_norm,
             lock_gradients,
@@ -280,8 +270,7 @@ class AllreduceCallback:
             hook: a function that takes a GradientBucket; None restores the all-reduce.
 
         Raises:
-            InvalidArgument: the call is in the middle of a step, the hook is not a function, or the callback has
-                compression.
+            InvalidArgument: the call is in the middle of a step, or the hook is not a function.
         """
         self._check_between_steps("register_hook()")
         if isinstance(hook, type):
@@ -400,7 +389,7 @@ class AllreduceCallback:
 
         The ranks exchange nothing inside the block. gradsync adds gradients in the order of the passes and in their own
         dtype, with the same bits as `total += gradient`, and does not write to the gradients. The mean is over the
-        ranks, not over the passes: divide by the number of passes, or use `prescale`. The future of a local pass waits
+        ranks, not over the passes: divide by the number of passes. The future of a local pass waits
         for no other rank. It gives the sum so far, in an array that later passes, and then the reduction, change. A
         future of the last pass gives the reduced sum, in the array of the sum or as a view of the bucket. flush() also
         reduces the sums of parameters that have no gradient in the last pass, and stores the results in the attribute

@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_
 from typing import Any
 
 from gradsync.bucketing.agreements import Flush, KnownCallback, StepEvents
 from gradsync.bucketing.gradient import BucketMemory, GradientEntry
 from gradsync.bucketing.guard import Holder, LockedGradients
-from gradsync.bucketing.lists import get_offsets, param_pack_split
-from gradsync.bucketing.options import Compressed, Options, Scaled, WireFormat, are_small
+from gradsync.bucketing.lists import array_module, get_offsets, param_pack_split
+from gradsync.bucketing.options import Options
 from gradsync.bucketing.plan import Bucket
 from gradsync.bucketing.values import BucketWatch, Values
 from gradsync.communicators.communicator import Communicator
@@ -31,7 +30,7 @@ from gradsync.communicators.host_arrays import ArrayKind
 from gradsync.communicators.host_values import Checks
 from gradsync.errors import CommunicatorClosed, InvalidArgument
 from gradsync.futures import Completion
-from gradsync.reduction import Array, ReduceOp, Wire
+from gradsync.reduction import Array, ReduceOp
 
 
 @dataclass
@@ -74,7 +73,7 @@ class Reduction:
         memory: the memory of the buckets, if gradients live in it; else None.
         mean_over: inside join(), the divisor of a sum if not all ranks have gradients; else None.
         of_list: the ListReduction of the sources. If the callback has a hook, `of_list` is not set.
-        stages: the stages that convert the values.
+        divided: inside join(), the Stage that divides a sum by `mean_over`; else None.
         checks: the checks that the communicator makes during the reduction; none with a hook.
     """
 
@@ -87,7 +86,7 @@ class Reduction:
     memory: BucketMemory | None = None
     mean_over: int | None = None
     of_list: ListReduction = field(init=False)
-    stages: list[Stage] = field(init=False)
+    divided: Stage | None = None
     checks: Checks = Checks.NONE
 
 
@@ -114,7 +113,6 @@ class Reducer:
         self.values = Values(options.nonfinite, options.clip_norm)
         self.is_hooked = False
         self._options = options
-        self._wire = options.wire
         self._hooked: _HookedBuckets | None = None
         self._present: int | None = None  # the number of ranks with gradients for this step, once it is counted
         self._launched: list[Completion] = []  # this step's reductions that run beside the host
@@ -127,19 +125,13 @@ class Reducer:
             callback: the callback's number and name on the new communicator; None before its first use there.
         """
         self.events.change_callback(callback)
-        self._wire.forget_memory()
         self._last.clear()
         if self._hooked is not None:
             self._hooked.reset()
 
     def use_hook(self, hook: BucketHook | None) -> None:
         """Uses a hook, or no hook, for the buckets of later steps; see AllreduceCallback.register_hook."""
-        if hook is not None and self._wire.dtype_name is not None:
-            raise InvalidArgument(
-                f"register_hook() needs a callback without compression={self._wire.dtype_name!r}, because the hook "
-                "decides in which dtype gradients are sent"
-            )
-        self._hooked = None if hook is None else _HookedBuckets(hook, self._wire)
+        self._hooked = None if hook is None else _HookedBuckets(hook)
         self.is_hooked = hook is not None
         self._last.clear()
         settings = self._options.settings()
@@ -198,7 +190,7 @@ class Reducer:
                     finish()  # raises if an earlier bucket's future has failed, which closed the communicator
                 raise
         else:
-            stages = reduction.stages if watch is None else [watch, *reduction.stages]
+            stages = [stage for stage in (watch, reduction.divided) if stage is not None]
             completion = reduction.of_list.run(agreement, stages=stages, producers=producers)
             if completion is not None:
                 self._launched.append(completion)
@@ -247,24 +239,22 @@ class Reducer:
         return reduction
 
     def _prepare(self, reduction: Reduction, communicator: Communicator, *, recurs: bool) -> None:
-        """Decides how a bucket's values are checked, divided, scaled and converted, and prepares the all-reduce.
+        """Decides how a bucket's values are checked and divided, and prepares the all-reduce.
 
         Args:
             reduction: the Reduction of the bucket.
             communicator: the communicator whose ranks reduce the bucket.
             recurs: whether the same arrays will be reduced again.
         """
-        memory, mean_over = reduction.memory, reduction.mean_over
-        wire, conversion = self._conversion_of(reduction, communicator)
-        divided = None if mean_over is None else _Divided(mean_over, communicator._arrays)
-        reduction.stages = [stage for stage in (divided, conversion) if stage is not None]
+        memory, mean_over, backend = reduction.memory, reduction.mean_over, communicator._backend
         within = Checks.NONE
-        if communicator._backend.finder is not None and wire is None and conversion is None:
+        if backend.finder is not None:
             within |= Checks.NONFINITE
-        if communicator._backend.squares is not None and not reduction.stages:
+        if mean_over is not None:
+            reduction.divided = _Divided(mean_over, communicator._arrays)
+        elif backend.squares is not None:
             within |= Checks.SQUARES
         reduction.checks = self.values.checks & within  # a BucketWatch makes the remaining checks
-        is_packed = isinstance(conversion, Compressed)
         reduction.of_list = ListReduction(
             communicator,
             reduction.sources,
@@ -272,33 +262,9 @@ class Reducer:
             self.op if mean_over is None else ReduceOp.SUM,
             write_backs=reduction.write_backs,
             checks=reduction.checks,
-            wire=wire,
-            recurs=recurs and not is_packed,
-            resident=memory.memory if memory is not None and wire is None and not is_packed else None,
-            agrees_first=isinstance(conversion, Scaled),
+            recurs=recurs,
+            resident=None if memory is None else memory.memory,
         )
-
-    def _conversion_of(
-        self, reduction: Reduction, communicator: Communicator
-    ) -> tuple[Wire | None, Scaled | Compressed | None]:
-        """Returns how a bucket's values are scaled and converted.
-
-        Returns:
-            Two values; at least one is None. First, the wire format, if the backend will convert the values. Second,
-            the Stage (see for_bucketing.py), if the Stage will convert the values. A Scaled stage is for the CPU, and
-            only for gradients that are not so small that packing them first costs less. All ranks use the same class
-            of Stage, so that they reduce lists of equal sizes.
-        """
-        wire, arrays, dtype = self._wire, communicator._arrays, reduction.sources[0].dtype
-        if not wire.changes(dtype):
-            return None, None
-        only_scales = wire.wire_dtype(dtype) == dtype
-        if communicator._backend.converts and not (reduction.memory is not None and only_scales):
-            return wire.for_backend(dtype), None
-        if communicator._runs_beside_host or not only_scales or are_small(reduction.sources):
-            return None, Compressed(wire, reduction.targets, arrays)
-        is_written = all(map(is_, reduction.sources, reduction.targets))
-        return None, Scaled(wire, None if is_written else reduction.targets, arrays)
 
     def finish_hooked(self, communicator: Communicator) -> Iterator[tuple[int, Completion | None]]:
         """Waits for the hook's results, and copies them into the gradients; yields the number of each such bucket.
@@ -391,13 +357,12 @@ class _Divided:
         self._count = count
         self._arrays = arrays
 
-    def before(self, given: Sequence[Array]) -> Sequence[Array]:
-        return given
+    def before(self, sources: Sequence[Array]) -> None:
+        pass
 
-    def after(self, results: Sequence[Array]) -> Sequence[Array]:
+    def after(self, results: Sequence[Array]) -> None:
         for result in results:
             self._arrays.divide(result, self._count)
-        return results
 
 
 # -- Hooks -----------------------------------------------------------------------------------------------------------
@@ -412,8 +377,8 @@ class GradientBucket:
         names: the names of the gradients, in the order of `flat`. A name that is a string is unchanged. Another name is
             given as its repr(), and an array as its index, such as "#3".
         shapes: the shapes of the gradients, in the order of `flat`.
-        flat: a 1-D contiguous array of this rank's values, multiplied by prescale, on the communicator's device. The
-            hook may write to the array. The array is valid until the bucket is reduced.
+        flat: a 1-D contiguous array of this rank's values, on the communicator's device. The hook may write to the
+            array. The array is valid until the bucket is reduced.
         communicator: the communicator whose ranks reduce the bucket.
         op: the required reduction: sum or mean.
     """
@@ -489,12 +454,10 @@ class _HookedBuckets:
 
     Args:
         hook: the program's function, which takes a GradientBucket.
-        wire: the wire format of the callback, which has the factors prescale and postscale.
     """
 
-    def __init__(self, hook: BucketHook, wire: WireFormat) -> None:
+    def __init__(self, hook: BucketHook) -> None:
         self._hook = hook
-        self._wire = wire
         # For each bucket that the hook has: its number, and the function that takes the hook's result.
         self._begun: list[tuple[int, Callable[[], None]]] = []
         self._flats: dict[int, Array] = {}  # by bucket, because the hook may work on several buckets at once
@@ -507,7 +470,7 @@ class _HookedBuckets:
         producers: Sequence[Any],
         watch: BucketWatch | None,
     ) -> None:
-        """Packs a bucket, scales its values, and calls the hook with it.
+        """Packs a bucket, and calls the hook with it.
 
         Args:
             reduction: the Reduction of the bucket. The ranks have already compared the bucket's Agreement.
@@ -520,7 +483,9 @@ class _HookedBuckets:
         communicator._follow_work(producers)
         if watch is not None:
             watch.before(reduction.sources)
-        flat = self._wire.encode(reduction.sources, communicator._arrays, self._memory_of(reduction, communicator))
+        flat = self._memory_of(reduction, communicator)
+        if reduction.memory is None:
+            array_module(flat).concatenate(reduction.sources, out=flat)
         specs = reduction.bucket.specs
         names, shapes = tuple([spec.label for spec in specs]), tuple([spec.shape for spec in specs])
         bucket = GradientBucket(reduction.bucket.number, names, shapes, flat, communicator, op)
@@ -530,12 +495,17 @@ class _HookedBuckets:
             if mark is not None:
                 communicator._follow_work([mark])  # the gradient may have been handed over on another stream
             reduced = result_of(value, bucket)
-            if reduced is not flat and (mean_over is not None or self._wire.postscale != 1.0):
+            if reduced is not flat and mean_over is not None:
                 communicator._arrays.assign(reduced, flat)  # the hook may use its own array again
                 reduced = flat
             if mean_over is not None:
                 communicator._arrays.divide(reduced, mean_over)
-            self._wire.decode(reduced, reduction.targets, communicator._arrays)
+            begin = 0
+            for target in reduction.targets:
+                end = begin + target.size
+                if target is not reduced:
+                    communicator._arrays.assign(reduced[begin:end], target)
+                begin = end
             for target, native in reduction.write_backs:
                 communicator._arrays.write_back(target, native)
             if watch is not None:

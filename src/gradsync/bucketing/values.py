@@ -222,16 +222,15 @@ class BucketWatch:
         self._checks = checks
         self._within = within
 
-    def before(self, given: Sequence[Array]) -> Sequence[Array]:
+    def before(self, sources: Sequence[Array]) -> None:
         """Checks this rank's values, gradient by gradient."""
         if Checks.NONFINITE in self._checks:
-            slots, sources = self.bucket.slots, given
+            slots = self.bucket.slots
             if len(sources) < len(slots):
-                sources = [given[0][slot.begin : slot.end] for slot in slots]
+                sources = [sources[0][slot.begin : slot.end] for slot in slots]
             self.own = [self._communicator._arrays.all_finite(source) for source in sources]
-        return given
 
-    def after(self, results: Sequence[Array]) -> Sequence[Array]:
+    def after(self, results: Sequence[Array]) -> None:
         """Checks this rank's share of the reduced values; the other ranks check the other shares."""
         communicator, backend = self._communicator, self._communicator._backend
         if backend.finder is not None and Checks.NONFINITE in self._within:
@@ -247,7 +246,6 @@ class BucketWatch:
                 self.finite_results += [communicator._arrays.all_finite(part) for part in share]
             if Checks.SQUARES in self._checks:
                 self.squares += [communicator._arrays.sum_of_squares(part) for part in share]
-        return results
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -294,7 +292,7 @@ def _error(label: str, bad: dict[int, str]) -> NonFiniteGradient:
     if not bad:
         return NonFiniteGradient(
             f"{label}: the gradients of every rank are finite, but the sum overflowed its dtype: lower the loss scale, "
-            "or the prescale, or send gradients in a dtype of a wider range"
+            "or hand over gradients in a dtype of a wider range"
         )
     where = ", ".join(f"{name!r} on rank {rank}" for rank, name in bad.items())
     rank = next(iter(bad))

@@ -23,7 +23,7 @@ from gradsync.communicators.host_values import Checks, NonFiniteFinder, SumOfSqu
 from gradsync.diagnostics import FlightRecorder, Place
 from gradsync.errors import BackendUnavailable, GradsyncError, InvalidArgument, shown
 from gradsync.futures import Completion
-from gradsync.reduction import Array, ReduceOp, Wire
+from gradsync.reduction import Array, ReduceOp
 
 if TYPE_CHECKING:
     from gradsync.communicators.lifetime import Lifetime
@@ -191,8 +191,6 @@ class Backend(ByteCollectives):
         plans_for: the class of the arrays that the backend's plans accept; see `plan_all_reduce`.
         force_packing: whether a world of one rank copies a list of arrays to a flat buffer and back, like the NCCL
             backend of a larger world. Benchmarks set `force_packing` to measure the time of these copies.
-        converts: whether `prepare` accepts a Wire, and converts the values to the dtype of the Wire. If `converts` is
-            False, the caller converts the values before the reduction.
         finder: the object that collects non-finite values while lists and resident memory are reduced; None if the
             backend does not support this check.
         squares: the object that adds up the squares of the results during the reduction; None if the backend does not
@@ -210,7 +208,6 @@ class Backend(ByteCollectives):
     begins_with_barrier = False
     force_packing = False
     plans_for: Any = np.ndarray
-    converts = False
     finder: NonFiniteFinder | None = None
     squares: SumOfSquares | None = None
     lifetime: Lifetime
@@ -236,15 +233,13 @@ class Backend(ByteCollectives):
         """
 
     def prepare(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, checks: Checks, wire: Wire | None
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, checks: Checks
     ) -> PreparedList | None:
         """Prepares repeated calls of `all_reduce` with these very arrays; returns None if this would not be faster.
 
-        If `wire` is given, all ranks convert the values to the dtype of `wire` before they send and reduce them. Only a
-        backend whose attribute `converts` is True gets a `wire`. During the reduction, the backend makes each check in
-        `checks` that it supports: see `finder` and `squares`.
+        During the reduction, the backend makes each check in `checks` that it supports: see `finder` and `squares`.
 
-        Without checks and without `wire`, some ranks may run the PreparedList while other ranks call `all_reduce`.
+        Without checks, some ranks may run the PreparedList while other ranks call `all_reduce`.
         `release` frees the resources of the PreparedList.
         """
         return None

@@ -16,25 +16,17 @@ from gradsync.communicators.communicator import BYTE, Communicator
 from gradsync.communicators.host_values import Checks
 from gradsync.errors import BackendUnavailable
 from gradsync.futures import Completion
-from gradsync.reduction import Array, ReduceOp, Wire
+from gradsync.reduction import Array, ReduceOp
 
 
 class Stage(Protocol):
     """Work before and after the reduction of a list of arrays, in the same call and on the same stream."""
 
-    def before(self, given: Sequence[Array]) -> Sequence[Array]:
-        """Handles this rank's values before the reduction.
+    def before(self, sources: Sequence[Array]) -> None:
+        """Looks at this rank's values before the reduction."""
 
-        Returns:
-            The arrays to reduce, which also receive the results: `given` itself, or other arrays.
-        """
-
-    def after(self, results: Sequence[Array]) -> Sequence[Array]:
-        """Handles the reduced values.
-
-        Returns:
-            The arrays that hold the values after this stage: `results` itself, or other arrays.
-        """
+    def after(self, results: Sequence[Array]) -> None:
+        """Handles the reduced values, in place."""
 
 
 class ListReduction:
@@ -52,15 +44,10 @@ class ListReduction:
         write_backs: pairs (target, array). After the reduction, the values of each target are copied to the array of
             its pair, a NumPy or CuPy array of any layout.
         checks: the checks that the backend makes during the reduction.
-        wire: the dtype in which all ranks send and reduce the values, and the scale factors. Only a backend whose
-            attribute `converts` is True accepts `wire`. If `wire` is None, the values are sent in the dtype of the
-            sources.
-        recurs: whether these very arrays will be reduced again. If `recurs` is True, the backend prepares the reduction
-            now. `recurs` may differ between ranks.
+        recurs: whether these very arrays will be reduced again. If so, the backend prepares the reduction now. `recurs`
+            may differ between ranks.
         resident: the resident memory, if the only source is also the only target, and is a view of this memory that
             begins at a multiple of 64 bytes; else None.
-        agrees_first: whether the ranks compare their Agreements also before the stages run. `agrees_first` must be True
-            if the stages of any rank write into that rank's sources. `agrees_first` must be equal on all ranks.
     """
 
     def __init__(
@@ -72,10 +59,8 @@ class ListReduction:
         *,
         write_backs: Sequence[tuple[Array, Array]] = (),
         checks: Checks = Checks.NONE,
-        wire: Wire | None = None,
         recurs: bool = False,
         resident: ResidentMemory | None = None,
-        agrees_first: bool = False,
     ) -> None:
         self._lifetime = communicator._lifetime
         self._backend = backend = communicator._backend
@@ -83,16 +68,13 @@ class ListReduction:
         self._targets = targets
         self._op = op
         self._write_backs = write_backs
-        self._checks = checks
-        self._wire = wire
-        self._agrees_first = agrees_first
         self._prepared: PreparedList | None = None
         if self._lifetime.ended_because is not None:
             return
         if resident is not None:
             self._prepared = resident.prepare(sources[0], op, checks)
-        elif recurs:
-            self._prepared = backend.prepare(sources, targets, op, checks=checks, wire=wire)
+        elif recurs or checks:
+            self._prepared = backend.prepare(sources, targets, op, checks)
 
     def run(
         self, agreement: Agreement, *, stages: Sequence[Stage] = (), producers: Sequence[Any] = ()
@@ -114,26 +96,14 @@ class ListReduction:
         """
         backend, sources, targets = self._backend, self._sources, self._targets
         with self._lifetime.collective("all_reduce", agreement), backend.launching(None, producers) as launch:
-            if self._agrees_first:
-                backend.agree(agreement)
-            given = sources
             for stage in stages:
-                given = stage.before(given)
-            if given is sources:
-                prepared = self._prepared
-                if prepared is None and (self._checks or self._wire is not None):
-                    prepared = backend.prepare(sources, targets, self._op, checks=self._checks, wire=self._wire)
-                if prepared is None:
-                    backend.all_reduce(sources, targets, self._op, agreement)
-                else:
-                    prepared.run(agreement)
-                results = targets
+                stage.before(sources)
+            if self._prepared is None:
+                backend.all_reduce(sources, targets, self._op, agreement)
             else:
-                backend.keep(*sources, *targets, *given)
-                backend.all_reduce(given, given, self._op, agreement)
-                results = given
+                self._prepared.run(agreement)
             for stage in reversed(stages):
-                results = stage.after(results)
+                stage.after(targets)
             for target, native in self._write_backs:
                 backend.bring_back(target, native, launch)
         return launch

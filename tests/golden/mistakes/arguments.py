@@ -23,7 +23,6 @@ with gs.init_process_group() as comm:
     show("bucket_cap_mb=25", lambda: make(bucket_cap_mb=25))
     show("nonfinite='ignore'", lambda: make(nonfinite="ignore"))
     show("missing='nope'", lambda: make(missing="nope"))
-    show("compression='fp16'", lambda: make(compression="fp16"))
     show("clip_norm=-1", lambda: make(clip_norm=-1))
     show("group='world'", lambda: make(group="world"))
     show("backend='gloo'", lambda: make(backend="gloo"))

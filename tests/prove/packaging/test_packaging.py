@@ -68,7 +68,6 @@ ALONE = "import numpy as np, gradsync as gs\nwith gs.init_process_group('local',
 MISSING = {
     "nccl": ("import gradsync as gs\ngs.init_process_group('nccl', rank=0, world_size=1)", "pip install 'cupy-cuda12x"),
     "mpi": ("import gradsync as gs\ngs.init_process_group('mpi', rank=0, world_size=1)", "`pip install mpi4py` where"),
-    "bfloat16": (f"{ALONE} gs.AllreduceCallback(compression='bfloat16')", "pip install ml_dtypes"),
     "parameters": (
         f"{ALONE} gs.AllreduceCallback(parameters={{'w': ((3,), 'bfloat16')}}).flush()",
         "pip install ml_dtypes",

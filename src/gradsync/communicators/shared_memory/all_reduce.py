@@ -43,10 +43,10 @@ from gradsync.communicators.host_copy import (
     share_of,
     word_dtype,
 )
-from gradsync.communicators.host_values import Checks, SumOfSquares, finite_test, multiply_quietly, tables_of
+from gradsync.communicators.host_values import Checks, SumOfSquares, finite_test, tables_of
 from gradsync.communicators.shared_memory.arena import CHUNKS_IN_FLIGHT, ROUND_SLOTS, ShmContext
 from gradsync.diagnostics import tracing
-from gradsync.reduction import Array, Call, ReduceOp, Wire, accumulation_dtype, division_call, reduction_of
+from gradsync.reduction import Array, Call, ReduceOp, accumulation_dtype, division_call, reduction_of
 
 #: The largest array or list that is all-reduced in one shot: after one barrier, every rank reduces the whole array. In
 #: the pipeline each rank reduces only a share of the array, but waits at more barriers. Up to this size the one shot is
@@ -249,11 +249,6 @@ def scattering(packed: Array, targets: Sequence[Array]) -> Call:
     return _scatter, (memories, places)
 
 
-def converting(source: Array, factor: float, target: Array) -> Call:
-    """Returns the call that writes the products of a 1-D array and a factor to a target of the same size."""
-    return multiply_quietly, (source, factor, target)
-
-
 def adding_squares(squares: SumOfSquares, values: Array, *, stays: bool) -> list[Call]:
     """Returns the function calls that add the squares of an array's elements to a sum.
 
@@ -400,7 +395,6 @@ class ListAllReduce(Plan):
         sources, targets: see Backend.all_reduce.
         op: the operator of the reduction, which the dtype must support.
         checks: the checks that the plan makes on the results.
-        wire: the dtype and the factors for the values that ranks exchange; None if ranks exchange the values unchanged.
     """
 
     def __init__(
@@ -409,17 +403,14 @@ class ListAllReduce(Plan):
         sources: Sequence[Array],
         targets: Sequence[Array],
         op: ReduceOp,
-        *,
         checks: Checks = Checks.NONE,
-        wire: Wire | None = None,
     ) -> None:
         self._context = context
         self._barrier = context.barrier
         self._rank = context.rank
         self._sources = sources
         self._targets = targets
-        self._wire = wire
-        self._dtype = dtype = sources[0].dtype if wire is None else wire.dtype
+        self._dtype = dtype = sources[0].dtype
         self._sizes = sizes = tuple([source.size for source in sources])
         self._size = sum(sizes)
         self._is_one_shot = self._size * dtype.itemsize <= SMALL_BYTES
@@ -482,21 +473,20 @@ class ListAllReduce(Plan):
 
     def _one_shot(self, contributions: Sequence[Array]) -> Iterator[_StepCalls]:
         """Yields the calls of the two steps of an all-reduce in one shot."""
-        is_packed = len(self._targets) > 1 or self._wire is not None
+        is_packed = len(self._targets) > 1
         result = self._context.buffer("result", self._dtype, self._size) if is_packed else self._targets[0]
         whole = Section(0, self._size, pieces_between(self._sizes, 0, self._size))
         published: list[Call] = []
         delivered: list[Call] = []
         for begin, end, pieces in worth_a_call(whole, self._dtype.itemsize, self._size, self._size):
-            published += self._collecting(pieces, contributions[self._rank][begin:end])
+            published.append(self._collecting(pieces, contributions[self._rank][begin:end]))
             if is_packed:
                 delivered += self._copying_out(result[begin:end], pieces)
         reduced: list[Call] = [(self._reduce, (contributions, result))]
         if self._check is not None:
             reduced.append((self._context.finder.check_section, (self._check.is_finite, result, contributions, 0)))
         if self._squares is not None:
-            of_target = self._targets[0].dtype.itemsize
-            share = share_of(self._sizes, of_target, self._rank, self._context.world_size)
+            share = share_of(self._sizes, self._dtype.itemsize, self._rank, self._context.world_size)
             delivered.append((_add_squares, (self._squares, _pieces_of(self._targets, share))))
         yield [("packing", published)], Wait.AGREEMENT
         yield [("reducing", reduced), ("splitting", delivered)], Wait.NOBODY
@@ -505,7 +495,7 @@ class ListAllReduce(Plan):
 
     def _publishing(self, number: int, chunk: Chunk) -> list[Call]:
         own = self._buffers(number)[self._rank]
-        return [call for begin, end, pieces in chunk.others for call in self._collecting(pieces, own[begin:end])]
+        return [self._collecting(pieces, own[begin:end]) for begin, end, pieces in chunk.others]
 
     def _reducing(self, number: int, chunk: Chunk) -> list[Call]:
         calls: list[Call] = []
@@ -523,11 +513,11 @@ class ListAllReduce(Plan):
         # The result is first written to the buffer of rank 0 or rank 1. A reduction in rank order reads the
         # contributions of both ranks before it writes the first result.
         result, *others = contributions[: self._rank] + contributions[self._rank + 1 :]
-        if len(pieces) == 1 and self._wire is None:
+        if len(pieces) == 1:
             [own] = _pieces_of(self._sources, pieces)
         else:
             own = self._context.buffer("own", self._dtype, end - begin)
-            calls += self._collecting(pieces, own)
+            calls.append(self._collecting(pieces, own))
         contributions[self._rank] = own
         calls.append((self._reduce, (contributions, result)))
         if self._check is not None:
@@ -553,15 +543,10 @@ class ListAllReduce(Plan):
 
     # -- From the sources, and to the targets ------------------------------------------------------------------
 
-    def _collecting(self, pieces: Sequence[Piece], packed: Array) -> list[Call]:
-        """Returns the calls that copy one piece, or several small pieces, to one array; they convert to its dtype."""
+    def _collecting(self, pieces: Sequence[Piece], packed: Array) -> Call:
+        """Returns the call that copies one piece, or several small pieces, to one array."""
         sources = _pieces_of(self._sources, pieces)
-        if self._wire is None:
-            return [copying(sources[0], packed) if len(sources) == 1 else gathering(sources, packed)]
-        if len(sources) == 1:
-            return [converting(sources[0], self._wire.prescale, packed)]
-        gathered = self._context.buffer("converted", sources[0].dtype, packed.size)
-        return [gathering(sources, gathered), converting(gathered, self._wire.prescale, packed)]
+        return copying(sources[0], packed) if len(sources) == 1 else gathering(sources, packed)
 
     def _copying_out(self, results: Array, pieces: Sequence[Piece]) -> list[Call]:
         """Returns the calls that copy results to one piece of the targets, or to several small pieces."""
@@ -569,18 +554,14 @@ class ListAllReduce(Plan):
         calls: list[Call] = []
         if self._divisor > 1:
             calls.append(division_call(results, self._divisor, delivered))
-            results = delivered
-        scale = 1.0 if self._wire is None else self._wire.postscale
-        if self._wire is not None and (results is not delivered or scale != 1.0):
-            calls.append(converting(results, scale, delivered))
         elif results is not delivered:
             calls.append(copying(results, delivered))
         return calls if len(pieces) == 1 else [*calls, scattering(delivered, _pieces_of(self._targets, pieces))]
 
     def _delivered(self, results: Array, pieces: Sequence[Piece]) -> Array:
-        """Returns the array for converted results: the only piece, a buffer, or `results` if nothing is converted."""
+        """Returns the array for quotients: the only piece, a buffer, or `results` if nothing is divided."""
         if len(pieces) == 1:
             return _pieces_of(self._targets, pieces)[0]
-        if self._divisor == 1 and self._wire is None:
+        if self._divisor == 1:
             return results
-        return self._context.buffer("converted", self._targets[0].dtype, results.size)
+        return self._context.buffer("divided", self._dtype, results.size)

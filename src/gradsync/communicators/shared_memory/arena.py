@@ -135,8 +135,8 @@ class ShmContext:
     def buffer(self, name: str, dtype: np.dtype[Any], length: int) -> Array:
         """Returns a buffer of this process for the elements of one chunk. Equal names give the same memory."""
         whole = self._buffers.get(name)
-        if whole is None:  # a caller's float64 has four times the size of the bfloat16 that ranks exchange
-            whole = self._buffers[name] = np.empty(4 * SLOT_BYTES, np.uint8)
+        if whole is None:
+            whole = self._buffers[name] = np.empty(SLOT_BYTES, np.uint8)
         return whole[: length * dtype.itemsize].view(dtype)
 
     def peers(self) -> list[int]:

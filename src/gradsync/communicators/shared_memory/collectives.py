@@ -27,7 +27,7 @@ from gradsync.communicators.host_copy import copy_words, cuts, pack_words, piece
 from gradsync.communicators.host_values import Checks
 from gradsync.communicators.shared_memory.all_reduce import ListAllReduce, Plan
 from gradsync.communicators.shared_memory.arena import ROUND_BYTES, ROUND_SLOTS, ShmContext, share_begin
-from gradsync.reduction import Array, ReduceOp, Wire, accumulation_dtype, reduction_of
+from gradsync.reduction import Array, ReduceOp, accumulation_dtype, reduction_of
 
 _BYTE = np.dtype(np.uint8)
 
@@ -65,12 +65,10 @@ class Plans:
         sources: Sequence[Array],
         targets: Sequence[Array],
         op: ReduceOp,
-        *,
         checks: Checks = Checks.NONE,
-        wire: Wire | None = None,
     ) -> ListAllReduce:
         """Returns a plan that all-reduces exactly these arrays many times; see Backend.prepare."""
-        plan = ListAllReduce(self._context, sources, targets, op, checks=checks, wire=wire)
+        plan = ListAllReduce(self._context, sources, targets, op, checks)
         plan.keep()
         self._made.add(plan)
         return plan

@@ -42,7 +42,7 @@ from gradsync.communicators.shared_memory.segment import (
 from gradsync.environment import RankEnvironment, WorldSettings
 from gradsync.errors import BackendUnavailable
 from gradsync.machine import begin_on_core
-from gradsync.reduction import Array, ReduceOp, Wire
+from gradsync.reduction import Array, ReduceOp
 from gradsync.rendezvous.client import RendezvousClient
 
 _TICKET_BYTES = 128  # more than a ticket of share_segment
@@ -86,7 +86,6 @@ class ShmBackend(Backend):
         self._context = context = ShmContext(rank, world_size, self._barrier, areas, chunk_bytes, self.recorder)
         self._plans = Plans(context)
         self._channels = PointToPoint(areas, context.slots(np.dtype(np.uint8))[0], rank, self._barrier)
-        self.converts = world_size > 1
         self.finder = context.finder if world_size > 1 else None
         self.squares = context.squares if world_size > 1 else None
         # If the program drops a group without closing it, other ranks may still wait in a collective of this group.
@@ -109,9 +108,9 @@ class ShmBackend(Backend):
             ListAllReduce(self._context, sources, targets, op).run(agreement)
 
     def prepare(
-        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, *, checks: Checks, wire: Wire | None
+        self, sources: Sequence[Array], targets: Sequence[Array], op: ReduceOp, checks: Checks
     ) -> ListAllReduce | None:
-        return self._plans.prepare(sources, targets, op, checks=checks, wire=wire) if self.world_size > 1 else None
+        return self._plans.prepare(sources, targets, op, checks) if self.world_size > 1 else None
 
     def make_resident(self, size_bytes: int, agreement: Agreement) -> ResidentMemory:
         if self.world_size == 1:
