@@ -12,14 +12,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from rendezvous_ranks import JOIN_SECONDS, SECRET, connect, connect_all, run_ranks, run_threads, server_process
 
+from contract import wait_until
 from gradsync.errors import InvalidArgument, RankFailed, RendezvousError
 from gradsync.rendezvous import server as server_module
 from gradsync.rendezvous.connection import Connection
-from gradsync.rendezvous.frames import THE_WORLD, FrameType
+from gradsync.rendezvous.frames import THE_WORLD, Action, Event, FrameType, Received
 from gradsync.rendezvous.handshake import RANDOM_BYTES, ClientHandshake
 from gradsync.rendezvous.server import RendezvousServer
 
@@ -227,6 +229,41 @@ def test_member_that_does_not_read_is_dropped(monkeypatch) -> None:
         finally:
             for client in clients:
                 client.abandon()
+
+
+@pytest.mark.parametrize("place", ["a message", "an inspection"])
+def test_an_error_over_one_connection_ends_only_this_connection(place: str, monkeypatch, caplog) -> None:
+    with RendezvousServer(2, secret=SECRET) as server:
+        with contextlib.ExitStack() as closed:
+            clients = connect_all(server, 2)
+            for client in clients:
+                closed.callback(client.abandon)
+            if place == "a message":
+                monkeypatch.setattr(server._core, "handle", failing_at("poison", server._core.handle))
+                clients[1]._connection.post(FrameType.SET, "poison", b"", True)
+            else:
+
+                def fail(pid: int | None, _: object) -> None:
+                    raise OverflowError(f"no process {pid}")
+
+                monkeypatch.setattr(server_module, "inspect_peer", fail)
+                clients[1]._connection.beat_at = float("inf")
+                clients[1]._connection._interval_seconds = float("inf")
+            with pytest.raises(RankFailed, match="rank 1"):
+                clients[0].get("nothing", timeout_seconds=60)
+        monkeypatch.undo()
+        for client in connect_all(server, 2):  # the server goes on, with the next generation
+            client.close()
+    wait_until(lambda: "OverflowError" in caplog.text)
+
+
+def failing_at(key: str, handle: Callable[[float, Event], list[Action]]) -> Callable[[float, Event], list[Action]]:
+    def fail_or_handle(now: float, event: Event) -> list[Action]:
+        if isinstance(event, Received) and event.message.fields[:1] == (key,):
+            raise OverflowError(key)
+        return handle(now, event)
+
+    return fail_or_handle
 
 
 @pytest.mark.parametrize("reads", [True, False])

@@ -187,7 +187,7 @@ _CALL = _record("call", _POSITION, _DIGEST, _text("call in words", MAX_CALL_BYTE
 _CALLS = _list("calls", "a list of collectives", _CALL, MAX_STATUS_CALLS)
 _BEGUN_AND_CALLS = _record("collectives", _POSITION, _CALLS)
 _STATUS = _by_group("status", "the number of collectives begun there, and the last ones", _BEGUN_AND_CALLS)
-_PID = _integer("pid", 0, 2**31)
+_PID = _integer("pid", 0, 2**31 - 1)  # the largest pid_t
 
 SCHEMAS: dict[FrameType, tuple[Field, ...]] = {
     FrameType.JOIN: (

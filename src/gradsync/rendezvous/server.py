@@ -447,6 +447,9 @@ class RendezvousServer:
         except RendezvousError as error:
             self._lost.append((connection, str(error)))
             return
+        except Exception as error:
+            self._end_after_error(connection.number, error)
+            return
         if not connection.is_unauthenticated and connection.number in self._unauthenticated:
             del self._unauthenticated[connection.number]
             if len(self._connections) - len(self._unauthenticated) > self._max_members:
@@ -508,9 +511,26 @@ class RendezvousServer:
     # The core.
 
     def _handle_event(self, event: Event) -> None:
-        self._perform(self._core.handle(time.monotonic(), event))
+        self._perform(self._decide(event))
         while self._queued:  # a loop, not a recursion, because one iteration may inspect thousands of ranks
-            self._perform(self._core.handle(time.monotonic(), self._queued.popleft()))
+            self._perform(self._decide(self._queued.popleft()))
+
+    def _decide(self, event: Event) -> list[Action]:
+        """Returns the core's actions. An error over what one connection has sent ends only this connection."""
+        try:
+            return self._core.handle(time.monotonic(), event)
+        except Exception as error:
+            if not isinstance(event, Received | Lost):
+                raise
+            self._end_after_error(event.connection, error)
+            return []
+
+    def _end_after_error(self, number: int, error: Exception) -> None:
+        text = f"an error in the rendezvous server: {error!r}"
+        self._notices.write(f"connection {number} ended after {text}")
+        _log.debug("rendezvous: connection %d ended after an error", number, exc_info=error)
+        if number in self._connections:
+            self._lost.append((self._connections[number], text))
 
     def _perform(self, actions: list[Action]) -> None:
         """Carries out actions, then writes their output."""
@@ -552,7 +572,10 @@ class RendezvousServer:
             if connection is None:
                 return
             stream = connection.stream
-        self._queued.append(Inspected(action.peer, inspect_peer(action.pid, stream)))
+        try:
+            self._queued.append(Inspected(action.peer, inspect_peer(action.pid, stream)))
+        except Exception as error:
+            self._end_after_error(action.peer, error)
 
 
 # A forked child must not keep the port or the streams open: the end of a stream shows a rank that the server is gone.
